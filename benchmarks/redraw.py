@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the pictures of earlier runs again from their JSON.
 
-`python -m stratakv.benchmarks.redraw FILE.json ...` writes FILE.png beside each.
+`python -m stratakv.benchmarks.redraw FILE.json ...` writes FILE.png beside each, and FILE.svg with
+`--svg`.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", metavar="FILE.json", nargs="+", type=Path)
     parser.add_argument("--existing", action="store_true", help="only pictures that are there")
+    parser.add_argument("--svg", action="store_true", help="pictures that any size suits")
     arguments = parser.parse_args(words)
     for file in arguments.files:
-        picture = file.with_suffix(".png")
+        picture = file.with_suffix(".svg" if arguments.svg else ".png")
         if picture.exists() or not arguments.existing:
             print(*draw(Report.read(file), picture), sep="\n")
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promise of a KVConnector: the engine's only door to the tiers.
+"""The contract of a KVConnector, the engine's only access to the tiers.
 
 A connector has two sides. The *scheduler side* decides in the engine's step loop and touches
-metadata only; the *worker side* moves bytes between the KV pool and the slab. What the first
-decides travels to the second in `ConnectorMetadata`, what became of it comes back in
-`ConnectorWorkerOutput`. The sides share nothing else but a wake-up that the worker side calls, and
-may live in two processes.
+metadata only; the *worker side* moves bytes between the KV pool and the slab. Decisions travel to
+the worker side in `ConnectorMetadata`, results come back in `ConnectorWorkerOutput`. The sides
+share nothing else but a wake-up that the worker side calls, and may live in two processes.
 
 One step, in order:
     scheduler: get_matched_tokens → (blocks allocated) → begin_load → build_meta
@@ -13,7 +12,7 @@ One step, in order:
                wait_before_forward()   blocks this step overwrites have left the pool; those that
                                        are stored ahead of need may still be on their way
                (forward pass)
-               poll()             what has finished since the last poll
+               poll()             copies that have finished since the last poll
     scheduler: update_from_worker(output)
 
 A load is *blocking*, and its request waits until it is reported; or *overlapped*, and its request
@@ -26,13 +25,13 @@ The engine may rely on this:
   broke;
 - a load brings a position in the blocks of every cache group or not at all;
 - after a failed load the connector never offers the same request more tokens;
-- nothing raised inside the connector reaches the engine as more than a failed load.
+- an error raised inside the connector reaches the engine as a failed load at most.
 The engine must do this:
 - not reuse the blocks of a waiting request before it was reported, even if it was aborted;
 - hand over evicted blocks in the step that evicts them, before anything is written to them;
-- say so when blocks lost their names in another way (`StoresAhead`): they may be overwritten
-  without having been evicted, or be worth nothing.
-Knows nothing of schedulers or models: requests and pools are seen through small protocols.
+- report blocks that lose their names in another way (`StoresAhead`): they may be overwritten
+  without having been evicted, or be invalid.
+This module depends on no scheduler or model: it sees requests and pools through small protocols.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ CLOSE_SECONDS = 30.0
 
 
 class RequestView(Protocol):
-    """What a connector sees of a request."""
+    """The connector's view of a request."""
 
     @property
     def request_id(self) -> str: ...
@@ -76,22 +75,23 @@ class RequestView(Protocol):
 
     @property
     def tail_hash(self) -> bytes | None:
-        """For a request whose prompt another engine has computed: the digest of the block behind
-        the full ones as far as it was computed there, b"" where there is none. None for others."""
+        """Digest of the block behind the full ones, of a request whose prompt another engine has
+        computed, as far as that engine computed it; b"" if there is none. None for other
+        requests."""
 
 
 class TierEstimates(ABC):
-    """What loading is taken to cost, and which tiers can be loaded from. An optional part."""
+    """Estimated costs of loading, and the tiers that can be loaded from. An optional side."""
 
     @abstractmethod
     def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
-        """Before the first request, as often as anything is returned: a load by which the
-        connector learns what loads take, to `block_ids`, which are unused. Run it like the
-        metadata of a step, without a forward pass. Waits `seconds` at most."""
+        """Return a load to `block_ids`, which are unused, from which the connector learns how long
+        loads take. Call it before the first request until it returns nothing. Run the result like
+        the metadata of a step, without a forward pass. Waits `seconds` at most."""
 
     @abstractmethod
     def describe(self) -> str:
-        """The estimates, and where loading pays: one line for a person."""
+        """The estimates, and the prompt lengths from which loading pays, as one line of text."""
 
     @abstractmethod
     def tiers_down(self) -> list[str]:
@@ -99,22 +99,23 @@ class TierEstimates(ABC):
 
     @abstractmethod
     def cpu_blocks(self) -> tuple[int, int]:
-        """Blocks of the CPU tier: free places, and places. Memory only."""
+        """Free slots and all slots of the CPU tier, in blocks. Asks no store."""
 
 
 class OverlappedLoads(ABC):
-    """Loads whose requests compute beside them. For connectors that answer OVERLAP."""
+    """Loads that run while their requests compute. For connectors that answer OVERLAP."""
 
     @abstractmethod
     def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
-        """Asked in each step before a request with an overlapped load gets tokens. Blocks below the
-        limit are the request's own from now on: nothing will be copied to them."""
+        """Return how far the request may compute. The engine asks in each step before a request
+        with an overlapped load gets tokens. No copy writes to blocks below the limit from now
+        on."""
 
     @abstractmethod
     def end_load(self, request_id: str) -> LoadReport | None:
-        """End an overlapped load. The report, whose tokens are the last ones and not the first;
-        None while a copy still writes to its blocks. `update_from_worker` then reports it as a
-        failed load (`is_cancelled` unless it had failed); keep the blocks until then."""
+        """End an overlapped load and return its report, whose tokens are the last ones and not the
+        first; None while a copy still writes to its blocks. Then `update_from_worker` reports it as
+        a failed load (`is_cancelled` unless it had failed); keep the blocks until then."""
 
 
 class StoresAhead(ABC):
@@ -122,12 +123,12 @@ class StoresAhead(ABC):
 
     @abstractmethod
     def num_wanted_ahead(self) -> int:
-        """The cold blocks, at most, to be given to the next `build_meta`."""
+        """The most cold blocks to give to the next `build_meta`."""
 
     @abstractmethod
     def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
-        """These blocks lost their names without being evicted, and may be overwritten from now on:
-        no copy of them that is under way may be kept."""
+        """Void pending copies of these blocks, which lost their names without being evicted and may
+        be overwritten from now on."""
 
 
 class PromptsElsewhere(ABC):
@@ -135,18 +136,18 @@ class PromptsElsewhere(ABC):
 
     @abstractmethod
     def expect_prompts(self) -> None:
-        """Requests will come whose prompts other engines compute: what those store is to be heard
-        of from now on."""
+        """Watch what other engines store from now on: requests will come whose prompts those
+        engines compute."""
 
     @abstractmethod
     def follow_blocks(self, block_hashes: Sequence[bytes]) -> bool:
-        """Another engine computes a prompt with these blocks, and a request for it will come: what
-        it stores is to be near by then. A hint; False where it is of no use."""
+        """Read ahead what another engine stores of a prompt with these blocks: a request for the
+        prompt will come. A hint; False where it is of no use."""
 
     @abstractmethod
     def await_prefill(self, request_id: str, elsewhere: Elsewhere) -> None:
-        """Another engine may be computing the prompt of a request that was queued. When it is first
-        asked about, it may be made to wait for blocks that are to come; bounded in time."""
+        """Note that another engine may be computing the prompt of a queued request. The first
+        look-up may then make the request wait for blocks that are to come; bounded in time."""
 
 
 class HandOver(ABC):
@@ -154,17 +155,18 @@ class HandOver(ABC):
 
     @abstractmethod
     def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """Other engines are about to load these blocks, named as by the pool, head first; those
-        that were computed have been given to `build_meta`. They are written where others look,
-        and kept there for a while. Only for connectors with `wants_all`."""
+        """Write these blocks, named as by the pool, head first, where other engines look for them,
+        and keep them there for a while: those engines are about to load them. The computed ones
+        have been given to `build_meta`. Only for connectors with `wants_all`."""
 
     @abstractmethod
     def take_handed_over(self) -> list[HandedOver]:
-        """The requests whose blocks others can load by now, or never will: each is named once."""
+        """The requests whose blocks other engines can load by now, or never will: each is named
+        once."""
 
     @abstractmethod
     def forget_hand_over(self, request_id: str) -> None:
-        """The blocks of this request are no longer waited for."""
+        """Stop waiting for the blocks of this request."""
 
 
 class JobRetention(ABC):
@@ -178,46 +180,47 @@ class JobRetention(ABC):
         seconds: float,
         due_seconds: float | None,
     ) -> None:
-        """A turn of a job has ended, and the next one, which begins with these blocks, will come
-        within `seconds`, probably in `due_seconds`: what the tiers have of them is to stay, and to
-        be near by then. It takes the place of an earlier turn of the job."""
+        """Keep these blocks in the tiers for the job's next turn, which begins with them and comes
+        within `seconds`, probably in `due_seconds`; have them read into the fastest tier by then.
+        Replaces an earlier turn of the job."""
 
     @abstractmethod
     def turn_expected(self, job: bytes, due_seconds: float) -> None:
-        """It is known now when the next turn of a job is due."""
+        """Set the seconds from now in which the next turn of a job is due."""
 
     @abstractmethod
     def job_ended(self, job: bytes) -> None:
-        """No other turn of a job will come."""
+        """Stop keeping blocks for a job: no other turn of it will come."""
 
 
 class KVConnectorScheduler(ABC):
-    """The side that decides. Called by the engine's step thread only, as its optional sides are;
-    the engine asks for those once, at the start."""
+    """The side that decides. Only the engine's step thread calls it and its optional sides; the
+    engine asks for those once, at the start."""
 
-    # None: nothing is estimated, overlapped, stored ahead, awaited, handed over, kept for jobs.
+    # An optional side that is None does nothing: no estimates, overlapped loads, stores ahead,
+    # waits, hand-overs, kept turns.
     estimates: TierEstimates | None = None
     overlapped_loads: OverlappedLoads | None = None
     stores_ahead: StoresAhead | None = None
     prompts_elsewhere: PromptsElsewhere | None = None
     handover: HandOver | None = None
     job_retention: JobRetention | None = None
-    # Whether there is anything to load from; only counters look at it.
+    # Whether there are tiers to load from; only counters look at it.
     has_tiers = True
-    # Whether blocks are wanted as soon as they are computed, because others wait for them, and not
-    # only when they are about to be evicted. The same from the start to the end.
+    # Whether blocks are stored as soon as they are computed, because other engines wait for them,
+    # and not only when they are about to be evicted. Constant from the start to the end.
     wants_all = False
-    # Requests that wait now because of `PromptsElsewhere.await_prefill`, by id: they are not asked
-    # about meanwhile. Not to be changed.
+    # Requests that wait now because of `PromptsElsewhere.await_prefill`, by id: the engine does not
+    # ask about them meanwhile. Not to be changed.
     awaiting_prefill: Collection[str] = ()
 
     def request_queued(  # noqa: B027 - a hint, not a duty
         self, request: RequestView, context: RequestContext = NO_CONTEXT
     ) -> None:
-        """A request has come and will be asked about once there is room: reads may begin."""
+        """Note a request that will be asked about once there is room: reads may begin."""
 
     def request_finished(self, request_id: str) -> None:  # noqa: B027 - as above
-        """A request has ended, in any way; it will not be asked about again."""
+        """Drop a request that has ended, in any way; the engine will not ask about it again."""
 
     @abstractmethod
     def get_matched_tokens(
@@ -230,9 +233,9 @@ class KVConnectorScheduler(ABC):
     ) -> Match:
         """Tokens the tiers hold right after the first `num_computed_tokens` (block aligned).
         `num_queued_tokens` have to be computed before any of this request's, which gives a load
-        that much time. `num_pool_tokens`: of so many, which are more, the pool has K and V, and
-        lacks the states behind them; those are not asked for, and count as tokens of a tier where
-        the states behind them come from one."""
+        that much time. `num_pool_tokens`, more than `num_computed_tokens`: the pool has K and V of
+        so many leading tokens, but not the states behind them. The tiers are not asked for those
+        tokens, which count as tokens of a tier if the states behind them come from one."""
 
     @abstractmethod
     def begin_load(
@@ -243,26 +246,26 @@ class KVConnectorScheduler(ABC):
         *,
         overlapped: bool,
     ) -> None:
-        """Blocks for `num_tokens` external tokens exist: `block_ids` are exactly those blocks, in
-        order, for each cache group; those that the pool has (`num_pool_tokens`) are left alone.
-        From here on the request waits until a LoadReport names it.
-        `overlapped`, only after OVERLAP: it does not wait, but computes these tokens itself, from
-        the first one on, as far as `OverlappedLoads.load_state` allows."""
+        """Load `num_tokens` external tokens to `block_ids`: exactly their blocks, in order, for
+        each cache group; blocks that the pool has (`num_pool_tokens`) are left alone. From here on
+        the request waits until a LoadReport names it. `overlapped`, only after OVERLAP: the request
+        does not wait, but computes these tokens itself, from the first one on, as far as
+        `OverlappedLoads.load_state` allows."""
 
     @abstractmethod
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
     ) -> ConnectorMetadata:
-        """End of `schedule()`, also on empty steps: what the worker has to move. `cold`:
+        """Return the worker's copies at the end of `schedule()`, also on empty steps. `cold`:
         blocks that keep their names, those evicted next in eviction order or (see `wants_all`)
         those just computed, the tail of a sequence before its head. Each is given once, and again
-        only to be handed over; at most as many as `StoresAhead.num_wanted_ahead` has just said. At
-        an orderly shutdown all computed, named blocks are evicted, in eviction order and without a
-        forward pass, so that as many survive as tiers have room for; then `shutdown` follows."""
+        only to be handed over; at most as many as `StoresAhead.num_wanted_ahead` has just said. An
+        orderly shutdown evicts all computed, named blocks, in eviction order and without a forward
+        pass, so that as many survive as tiers have room for; then `shutdown` follows."""
 
     @abstractmethod
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
-        """Take in what finished; the waiting requests that may go on."""
+        """Take in finished copies. Return reports of the waiting requests that may go on."""
 
     @abstractmethod
     def has_pending_work(self) -> bool:
@@ -272,21 +275,23 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called from any thread when `has_pending_work` may have become True."""
+        """Set the function to call, from any thread, when `has_pending_work` may have become
+        True."""
 
     def invalidate_blocks(self, keys: Sequence[bytes], cause: str) -> None:  # noqa: B027 - see below
-        """Have every tier forget the blocks of one chain (named as by the pool, head first), which
-        may be wrong; what is on its way to a tier or to the pool is not kept either. `cause`, one
-        word, is what they are counted under. Optional: by default they stay until evicted."""
+        """Drop from every tier the blocks of one chain (named as by the pool, head first), which
+        may be wrong; copies of them under way to a tier or to the pool are not kept either.
+        `cause`, one word, labels them in the counters. Optional: by default the blocks stay until
+        evicted."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget what all tiers hold (a prefix-cache reset). Waits a while for disks, so that it
-        stays forgotten."""
+        """Drop all blocks of all tiers (a prefix-cache reset). Waits a while for disks, so that
+        they stay forgotten."""
 
     @abstractmethod
     def stats(self) -> dict[str, object]:
-        """Counters for metrics: plain numbers, per tier. Empty: there is nothing to count."""
+        """Counters for metrics: plain numbers, per tier. Empty if there is nothing to count."""
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float) -> None:
@@ -294,7 +299,7 @@ class KVConnectorScheduler(ABC):
 
 
 class NullConnector(KVConnectorScheduler):
-    """The scheduler side without tiers: nothing is found, nothing is moved."""
+    """A scheduler side without tiers: it finds nothing and moves nothing."""
 
     has_tiers = False
 
@@ -343,30 +348,32 @@ class NullConnector(KVConnectorScheduler):
 
 
 class KVConnectorWorker(ABC):
-    """The side that moves bytes. Called by the worker's thread only."""
+    """The side that moves bytes. Only the worker's thread calls it."""
 
     @abstractmethod
     def register_pool(self, pool: torch.Tensor) -> None:
-        """The KV pool `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`,
-        contiguous; once, before the first step."""
+        """Register the KV pool `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`,
+        contiguous; called once, before the first step."""
 
     @abstractmethod
     def start_step(self, meta: ConnectorMetadata) -> None:
         """Queue the step's copies: stores, then loads. On the CPU it makes small copies itself.
-        Raises nothing: what could not begin is reported as failed."""
+        Raises nothing: copies that could not begin are reported as failed."""
 
     @abstractmethod
     def wait_before_forward(self) -> None:
-        """Return when the forward pass may overwrite what this step evicts: its stores, and those
-        ahead that it overtakes, have read their blocks or will before the pass writes."""
+        """Return when the forward pass may overwrite the blocks that this step evicts: its stores,
+        and those ahead that it overtakes, have read their blocks or will before the pass writes."""
 
     @abstractmethod
     def poll(self) -> ConnectorWorkerOutput | None:
-        """What finished since the last call; None where nothing ever does. Never waits."""
+        """Return the copies that finished since the last call; None if none is ever made. Never
+        waits."""
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Wait for copies in flight, at most so long, and let go of the pool. Idempotent."""
+        """Wait for copies in flight, `timeout_seconds` at most, and release the pool.
+        Idempotent."""
 
 
 class NullConnectorWorker(KVConnectorWorker):

@@ -29,14 +29,14 @@ from .parts import Parts
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """What a worker side is built from, in the process of the scheduler side or, since it is plain,
-    in any other that has the slab's file descriptor."""
+    """The plain data from which a worker side is built, in the process of the scheduler side or in
+    any other that has the slab's file descriptor."""
 
     layout: BlockLayout
     slab_fd: int
     num_slots: int
     device: str
-    makes_digests: bool  # of what it stores, for tiers below the slab and other engines
+    makes_digests: bool  # of stored blocks, for tiers below the slab and other engines
 
 
 class AttachedSlab:
@@ -53,7 +53,7 @@ class AttachedSlab:
 
 
 class BuiltSide(NamedTuple):
-    """The scheduler side, what the worker side is built from, and the slab as it is mapped here."""
+    """The scheduler side, the description of its worker side, and the slab as it is mapped here."""
 
     side: OffloadScheduler
     description: WorkerDescription
@@ -67,9 +67,9 @@ def build_offload(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> tuple[OffloadScheduler, OffloadWorker]:
-    """The two sides of a connector in one process; the arguments are those of
-    `build_scheduler_side`. `progress` is called again, on CUDA, from another thread, while memory
-    is page-locked."""
+    """Build the two sides of a connector in one process; the arguments are those of
+    `build_scheduler_side`. On CUDA another thread calls `progress` again, while memory is
+    page-locked."""
     built = build_scheduler_side(layout, settings, progress=progress, **options)
     try:
         worker = build_worker_side(
@@ -91,16 +91,16 @@ def build_scheduler_side(
     prefill: PrefillRate | None = None,
     parts: Parts | None = None,
 ) -> BuiltSide:
-    """The scheduler side, and what the worker side is built from.
+    """Build the scheduler side, and the description from which the worker side is built.
 
     `namespace` binds the stores to those that may read them, usually the root of the block
     identity. `device` is that of the KV pool: cpu, cuda, or one of several GPUs, cuda:1. `progress`
-    is called with bytes done and bytes in all while memory is faulted in. `prefill` is what
-    computing costs, where it is measured elsewhere. `parts` says how the cache groups of this
-    layout attend, and on which ranks they live; by default there is one that attends to everything.
+    is called with bytes done and bytes in all while memory is faulted in. `prefill` is the cost of
+    computing, where another part measures it. `parts` says how the cache groups of this layout
+    attend, and on which ranks they live; by default there is one that attends to everything.
     Raises TierConfigError for sizes, paths and names that cannot work; nothing stays open then. A
-    store that is down is waited for behind the scenes, unless the settings require it: then
-    TierDown says which.
+    store that is down is opened later in the background, unless the settings require it: then
+    TierDown names the store.
     """
     choice = Choice(settings.load)
     if choice is Choice.OVERLAP and parts is not None and parts.is_windowed:
@@ -148,9 +148,9 @@ def build_worker_side(
     slab: SlabMemory | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> OffloadWorker:
-    """The worker side. `wakeup` has `OffloadScheduler.note_ended` called, in whatever process that
-    lives. `slab`: its memory, where this process has it mapped already. Raises TierConfigError for
-    a device that is not there."""
+    """Build the worker side. `wakeup` leads to a call of `OffloadScheduler.note_ended`, in this
+    process or another. `slab`: its memory, if this process has it mapped already. Raises
+    TierConfigError for a device that does not exist."""
     device = make_device(description.device, progress)
     if slab is None:
         slab = AttachedSlab(description)

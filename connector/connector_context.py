@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ConnectorContext: what the parts of one connector's scheduler side have in common."""
+"""ConnectorContext: the objects that the parts of one connector's scheduler side share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .request_offload import RequestOffload
 
 @dataclass(slots=True, eq=False)
 class ConnectorContext:
-    """The tiers, the estimates and the records that the parts share. Each part is given all of it
-    and keeps what it works with. `prefill` is what computing costs, told by the part that runs
-    steps."""
+    """The tiers, the estimates and the records that the parts share. Each part gets the whole
+    context and keeps the fields that it works with. `prefill` is the cost of computing, reported by
+    the part that runs steps."""
 
     hierarchy: Hierarchy
     parts: Parts  # the blocks of a position

@@ -15,11 +15,11 @@ def _nothing() -> None:
 
 
 class CopySignal:
-    """What the scheduler side knows of the jobs that it has given to the worker side.
+    """The counts of the jobs that the scheduler side has given out and the worker side has ended.
 
     With it the engine can sleep while copies run, and the scheduler side knows that there is
-    something to collect before the worker side is asked. It belongs to the scheduler side; the
-    worker side is given `note_ended`, or a callable that has it called in another process. Every
+    something to collect before it asks the worker side. It belongs to the scheduler side; the
+    worker side gets `note_ended`, or a callable that calls it in another process. Every
     method may be called from any thread; the wake-up itself must return at once.
     """
 
@@ -30,11 +30,11 @@ class CopySignal:
         self._wakeup: Callable[[], None] = _nothing
 
     def set_wakeup(self, wakeup: Callable[[], None] | None) -> None:
-        """Set the function to call from now on; None: nothing."""
+        """Set the function to call from now on; None for no call."""
         self._wakeup = wakeup or _nothing
 
     def wake(self) -> None:
-        """Something outside the step loop has happened."""
+        """Wake the engine after something outside the step loop has happened."""
         try:
             self._wakeup()
         except Exception:
@@ -42,19 +42,18 @@ class CopySignal:
             log.exception("the wake-up of the engine failed")
 
     def jobs_given(self, count: int) -> None:
-        """The scheduler side has handed out jobs."""
         with self._changed:
             self._given += count
 
     def note_ended(self, num_jobs: int) -> None:
-        """The worker side has ended so many jobs since its start, well or not: they will be in the
-        next poll. Of several such calls the last or the highest is enough."""
+        """Record that the worker side has ended `num_jobs` jobs since its start, well or not, which
+        the next poll will report. Of several such calls the last or the highest is enough."""
         if num_jobs > self.ended:
             self.catch_up(num_jobs)
         self.wake()
 
     def catch_up(self, num_jobs: int) -> None:
-        """Take the number in without a wake-up."""
+        """Record the number without a wake-up."""
         with self._changed:
             self.ended = max(self.ended, num_jobs)
             self._changed.notify_all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the connector has moved and what went wrong, in plain numbers since start."""
+"""Counters of the connector's copies, look-ups and failures, plain numbers since start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OffloadCounters:
     store_copy_seconds: float = 0.0
     store_sizes: Histogram = field(default_factory=lambda: Histogram(_SIZES))
     store_wait_seconds: float = 0.0  # steps waited for stores to leave the pool
-    allocation_failures: int = 0  # stores for which the slab had not a slot for every block
+    allocation_failures: int = 0  # stores for which the slab lacked a slot for some block
     # Blocks looked up, once for each prompt, and found, by tier.
     lookup_queries: dict[str, int] = field(default_factory=dict)
     lookup_hits: dict[str, int] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class OffloadCounters:
         self.blocks_dropped[cause] = self.blocks_dropped.get(cause, 0) + num_blocks
 
     def count_load(self, report: LoadReport, num_bytes: int = 0) -> None:
-        """A load has ended, whose last copy brought so much."""
+        """Count a load that has ended; its last copy brought `num_bytes`."""
         if num_bytes:
             self.count_load_copy(num_bytes)
         self.seconds_loaded += report.seconds
@@ -67,20 +67,21 @@ class OffloadCounters:
             self.tokens_loaded[tier] = self.tokens_loaded.get(tier, 0) + tokens
 
     def count_load_copy(self, num_bytes: int) -> None:
-        """A copy from the slab to the pool has ended well."""
+        """Count a copy from the slab to the pool that has ended well."""
         self.load_bytes += num_bytes
         self.load_sizes.observe_value(num_bytes)
 
     def count_store(self, num_blocks: int, num_bytes: int) -> None:
-        """A copy from the pool to the slab has ended well."""
+        """Count a copy from the pool to the slab that has ended well."""
         self.stores += 1
         self.stored_blocks += num_blocks
         self.store_bytes += num_bytes
         self.store_sizes.observe_value(num_bytes)
 
     def count_lookup(self, tiers: Sequence[str], found: Sequence[str], num_asked: int) -> None:
-        """`num_asked` blocks were looked up in `tiers`, from the fastest down: `found` names the
-        tier of each leading one that some tier has. The first that none has ends the look-up."""
+        """Count a look-up of `num_asked` blocks in `tiers`, from the fastest down. `found` names
+        the tier of each leading block that some tier has; the first block that none has ends the
+        look-up."""
         reached = min(len(found) + 1, num_asked)
         for tier in tiers:
             hits = found.count(tier)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of agents' jobs whose next one is still to come: their blocks are held in the tiers, and
-read into the slab when that one is due.
+"""Turns of agents' jobs that wait for the job's next turn: the tiers hold their blocks, and read
+them into the slab when the next turn is due.
 
     turn ──► held ──(due: seconds from the end of the turn)──► being read ──► held, in the slab
       └──────────── ended by the next turn, by the job's end, or by the time ────────────┘
 
-A job has one such turn. A hint and no more: what is not held, or not read in time, is loaded or
-computed when it is asked for. Jobs whose blocks lie in windows are held and not read ahead.
+A job has one such turn at a time. It is only a hint: blocks that are not held, or not read in time,
+are loaded or computed when a request needs them. Blocks that lie in windows are held but not read
+ahead.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from .connector_context import ConnectorContext
 MOST_TURNS = 4096
 # Reads of this kind hold at most this share of the slab at once.
 SHARE = 0.25
-# Stores keep blocks for this long and are asked again at half of it, so that a server is soon rid
-# of what an engine that was killed, or a job that has ended, had asked for.
+# Stores keep blocks for this long and are asked again at half of it, so that a server soon drops
+# the blocks of an engine that was killed, or of a job that has ended.
 LEASE_SECONDS = 30.0
-# They are asked again soon after a turn: what it computed is still being written.
+# Stores are asked again this soon after a turn: its last blocks are still being written.
 SETTLE_SECONDS = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class KeptTurn:
-    """One of them."""
+    """A turn whose blocks are kept for the job's next one."""
 
     keys: list[bytes]
     hold: Hold
@@ -45,8 +46,8 @@ class KeptTurn:
 
 
 class KeptTurns(JobRetention):
-    """The kept turns of one connector, by job. The engine is woken where one is due. Blocks that
-    lie in windows are not read ahead."""
+    """The kept turns of one connector, by job. It wakes the engine when one is due. Blocks that lie
+    in windows are not read ahead."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
@@ -90,7 +91,8 @@ class KeptTurns(JobRetention):
             self._end_read(turn)
 
     def poll_turns(self) -> None:
-        """Read what is due, let go of what was read, and end what was kept for long enough."""
+        """Read turns that are due, release reads that have ended, and end turns whose time is
+        over."""
         now = time.monotonic()
         for job, turn in list(self.turns.items()):
             if now >= turn.until:
@@ -105,12 +107,11 @@ class KeptTurns(JobRetention):
                 self._prefetch_missing(turn)
 
     def clear(self) -> None:
-        """Keep nothing any longer."""
         for job in list(self.turns):
             self.job_ended(job)
 
     def _ask_stores(self, turn: KeptTurn, now: float, again_seconds: float) -> None:
-        """Have the stores keep what they have of a turn for a while, and ask again."""
+        """Ask the stores to keep their blocks of a turn for a while, and set when to ask again."""
         self._hierarchy.ask_stores(turn.keys, min(LEASE_SECONDS, turn.until - now))
         turn.ask_at = now + again_seconds
         if turn.ask_at < turn.until:
@@ -123,7 +124,7 @@ class KeptTurns(JobRetention):
         self._alarm.at(turn.due)
 
     def _prefetch_missing(self, turn: KeptTurn) -> None:
-        """Have the stores bring the leading blocks that the slab does not have."""
+        """Begin to read the leading blocks that the slab lacks."""
         tiers = self._hierarchy.find_prefix(turn.keys).tiers
         slab = self._hierarchy.tiers[0]
         missing = [index for index, tier in enumerate(tiers) if tier != slab][: self._room]

@@ -3,21 +3,21 @@
 
     load ──► pieces: reading (a store answers) ──► copying to the pool ──► landed ──► report
 
-A *blocking* load is one piece. Its request waits until it is reported: with what has come from the
-front of its blocks, or without it where computing is quicker by now.
+A *blocking* load is one piece. Its request waits for the report: with the leading blocks that have
+come, or without any where computing is quicker by now.
 
 An *overlapped* load brings pieces from the back while its request computes from the front:
 
-    | computed, or soon | nobody's yet | read into the slab | copied to the pool | loaded |
+    | computed, or soon | untouched    | read into the slab | copied to the pool | loaded |
       compute frontier ──►                                   ◄── load frontier
 
-Only a copy writes to the request's blocks, so only blocks being copied stop the computing; what is
-still being read when the compute frontier comes by is computed, and its piece forgotten. The loaded
-part has no gaps and reaches to the end: a piece that fails is the last one, and the request goes on
-to what was loaded behind it.
+Only a copy writes to the request's blocks, so only blocks being copied stop the computing. The
+request computes a piece that is still being read when the compute frontier comes by, and the piece
+is dropped. The loaded part has no gaps and reaches to the end: no piece follows one that fails, and
+the request computes up to the part that was loaded behind it.
 
 Blocks are counted by their position in the request. A position has a block in each cache group, and
-is there when all of those are that the load needs (`parts.py`).
+is there when all blocks of it that the load needs are there (`parts.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SPOILT = "dropped"  # the tiers were told to forget blocks of a load that was un
 
 
 class Loads(OverlappedLoads):
-    """The loads of one connector; that of a request is in its record."""
+    """The loads of one connector; the record of a request holds its load."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
@@ -65,9 +65,9 @@ class Loads(OverlappedLoads):
         self._copies: dict[int, _Copy] = {}  # by job
         self.ready: list[Load] = []  # to be copied by the next step; not to be changed
         self._reports: list[LoadReport] = []
-        # Keys that blocking loads will bring, and how many of these. Others find them in the pool.
+        # Key → blocking loads that will bring it. Other requests find the block in the pool.
         self.coming: dict[bytes, int] = {}
-        self._has_news = False  # of overlapped loads, that the scheduler has not asked for
+        self._has_news = False  # of overlapped loads, since the scheduler last asked
         self.num_ended = 0  # blocking ones
 
     @property
@@ -76,8 +76,8 @@ class Loads(OverlappedLoads):
         return bool(self._has_news or self._reports or self.ready)
 
     def num_sharing(self, offload: RequestOffload) -> int:
-        """How many requests would compute if this one's load was overlapped, it included; 0 where
-        another one that has no load under way computes, or will."""
+        """The number of requests that would compute if this one's load was overlapped, itself
+        included; 0 where another request without a load under way computes, or will."""
         loads = [load for load in self.under_way if load.offload.stage is not Stage.FINISHED]
         # A record whose request has ended is that of a load.
         num_alive = len(self._requests) - (len(self.under_way) - len(loads))
@@ -98,9 +98,9 @@ class Loads(OverlappedLoads):
         num_short_tokens: int = 0,
         num_kept: int = 0,
     ) -> None:
-        """Begin a load whose request waits for it, as long as computing it would take at most.
-        `num_queued_tokens` would be computed before it. `num_short_tokens`: that are not wanted of
-        the last position. `num_kept`: see `Parts.needed`."""
+        """Begin a load for which its request waits, at most as long as computing would take.
+        `num_queued_tokens` would be computed before it. `num_short_tokens`: tokens of the last
+        position that are not wanted. `num_kept`: see `Parts.needed`."""
         num_blocks = len(block_ids[0])
         load = Load(
             offload,
@@ -119,12 +119,12 @@ class Loads(OverlappedLoads):
                     first_token + num_blocks * self._block_size - num_short_tokens,
                     num_kept,
                 ),
-                # States are there with the last position.
+                # The states belong to the last position.
                 *[(num_blocks - 1) * self._num_parts] * self._parts.num_state_keys,
             ],
         )
         ticket = self._begin_read(load, 0, num_blocks)
-        if (ahead := offload.read_ahead) is not None:  # and now is in the slab
+        if (ahead := offload.read_ahead) is not None:  # its blocks are in the slab now
             origins = dict(zip(ahead.keys, ahead.tiers, strict=True))
             ticket.tiers = [origins.get(k, t) for k, t in zip(keys, ticket.tiers, strict=True)]
         self._begin(load)
@@ -150,7 +150,7 @@ class Loads(OverlappedLoads):
         block_ids: GroupBlockIds,
         compute_blocks: int,
     ) -> None:
-        """Begin a load whose request computes meanwhile, and is expected to come to what was loaded
+        """Begin a load whose request computes meanwhile, and is expected to reach the loaded part
         after about `compute_blocks`."""
         num_blocks = len(keys) // self._num_parts
         compute_blocks = min(compute_blocks, num_blocks)
@@ -200,25 +200,25 @@ class Loads(OverlappedLoads):
         return report
 
     def poll_reads(self) -> None:
-        """Look which reads have ended, or have taken too long."""
+        """Find the loads whose reads have ended, or have taken too long."""
         now = time.monotonic()
         self.ready = [load for load in self.under_way if _is_ready(load, now)]
 
     def copy_ready(self, meta: ConnectorMetadata) -> None:
-        """Have what has been read copied to the pool, and more read."""
+        """Add copies of the blocks that have been read to `meta`, and begin more reads."""
         self._has_news = False
         ready, self.ready = self.ready, []
         for load in ready:
             if not load.is_overlapped:
                 self._copy_blocking(load, load.reading.popleft(), meta)
                 continue
-            # The clock says nothing about these.
+            # Overlapped loads have no time limit.
             while _is_ready(load, load.started):
                 self._copy_piece(load, load.reading.popleft(), meta)
             self._read_more(load)
 
     def spoil(self, keys: AbstractSet[bytes]) -> None:
-        """Nothing that loads with one of these keys bring is to be used; their requests compute."""
+        """Discard all blocks of loads with one of these keys; their requests compute."""
         for load in self.under_way:
             if load.is_spoilt or keys.isdisjoint(load.keys):
                 continue
@@ -230,8 +230,8 @@ class Loads(OverlappedLoads):
                 self._has_news = True
 
     def take_reports(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
-        """Take in copies that have ended. The reports of blocking loads that have ended, and of
-        overlapped ones that were ended while blocks were being written to."""
+        """Take in copies that have ended. Return the reports of blocking loads that have ended, and
+        of overlapped ones that the engine ended while copies wrote to their blocks."""
         if output.finished_loads or output.failed_loads:
             self._learn_copy_rate(output)
             for ids, ok in ((output.finished_loads, True), (output.failed_loads, False)):
@@ -241,7 +241,8 @@ class Loads(OverlappedLoads):
         return reports
 
     def _learn_copy_rate(self, output: ConnectorWorkerOutput) -> None:
-        """Copies run one after the other; their ends are not recorded one by one."""
+        """Record the copies of one poll as one transfer, since their ends are not recorded one by
+        one."""
         ended = [self._copies[i] for i in (*output.finished_loads, *output.failed_loads)]
         if not output.failed_loads:
             num_bytes = sum(copy.num_blocks for copy in ended) * self._hierarchy.block_bytes
@@ -250,7 +251,7 @@ class Loads(OverlappedLoads):
             self._slab_link.record_transfer(num_bytes, seconds, max(waited, seconds))
 
     def _end_copy(self, job_id: int, ok: bool) -> None:
-        """A copy has ended, well or not."""
+        """Take in a copy that has ended, well or not."""
         copy = self._copies.pop(job_id)
         load, piece = copy.load, copy.piece
         piece.jobs.remove(job_id)
@@ -293,7 +294,7 @@ class Loads(OverlappedLoads):
             self._begin_read(load, start, end)
 
     def _copy_blocking(self, load: Load, piece: Piece, meta: ConnectorMetadata) -> None:
-        """Have the leading whole part copied, or report that there is none."""
+        """Add the copy of the leading whole part, or report that there is none."""
         slots = piece.ticket.slots
         missing = slots.index(None) if None in slots else len(slots)
         if missing < len(slots):
@@ -313,8 +314,8 @@ class Loads(OverlappedLoads):
             self._copy(load, piece, cast("list[int]", slots), meta)
 
     def _copy_piece(self, load: Load, piece: Piece, meta: ConnectorMetadata) -> None:
-        """Copy what has come of a piece and still is in front of the compute frontier, from its end
-        on."""
+        """Copy the blocks of a piece that have come and are still in front of the compute frontier,
+        from its end on."""
         width = self._num_parts
         slots = piece.ticket.slots
         lowest = max(0, load.compute_frontier - piece.start)
@@ -332,7 +333,7 @@ class Loads(OverlappedLoads):
             self._read_times.let_go(piece.ticket)
 
     def _copy(self, load: Load, piece: Piece, slots: list[int], meta: ConnectorMetadata) -> None:
-        """One job for each part of a piece."""
+        """Add one job for each part of a piece."""
         load.copying.append(piece)
         began = time.monotonic()
         width, num_state_keys = self._num_parts, self._parts.num_state_keys
@@ -345,7 +346,7 @@ class Loads(OverlappedLoads):
                 pairs = zip(load.needed[: len(slots)], slots, strict=True)
                 mine = [slot for place, slot in pairs if place % width == index]
                 block_ids = block_ids[len(block_ids) - len(mine) :]
-            if states and part.group == 0:  # its job takes those of its rank along
+            if states and part.group == 0:  # its job also copies the states of its rank
                 pieces = load.block_ids[self._parts.num_groups]
                 first = index * len(pieces)
                 block_ids += pieces
@@ -358,7 +359,8 @@ class Loads(OverlappedLoads):
             meta.loads.append(job)
 
     def _end_blocking(self, load: Load, piece: Piece, failure: str | None) -> None:
-        """Give back the pins and report the request. `failure`: nothing of it was loaded."""
+        """Give back the pins and report the request. `failure`: the reason if nothing was
+        loaded."""
         if load.is_spoilt:
             failure = SPOILT
         ticket = piece.ticket
@@ -379,7 +381,7 @@ class Loads(OverlappedLoads):
         else:
             load.failure = failure or ("slow" if is_late else "partial")
             self._counters.count_failure(load.failure)
-        # Given up while it was late, it has not failed.
+        # A load that was given up because it was late has not failed.
         late_fault = None if is_late else fault_of(ticket)
         load.fault = COPY_FAULT if failure == "load_copy" else late_fault
         tiers = self._tiers_of(load, ticket)[:num_blocks]
@@ -396,7 +398,7 @@ class Loads(OverlappedLoads):
         self._end(load, has_failed=not (report.is_whole or report.shorter_tokens))
 
     def _land(self, load: Load, piece: Piece) -> None:
-        """The copy of the next piece of an overlapped load has ended."""
+        """Take in the next piece of an overlapped load, whose copy has ended."""
         self._read_times.let_go(piece.ticket)
         if not piece.is_good:
             # The request no longer waits for a load that is over, so its fault is not reported.
@@ -409,7 +411,7 @@ class Loads(OverlappedLoads):
             self._counters.count_load_copy(num_copied * self._hierarchy.block_bytes)
 
     def _tiers_of(self, load: Load, ticket: LoadTicket) -> list[str]:
-        """The tier of each position, of those that were there."""
+        """The tier of each position that was there."""
         order = self._hierarchy.tiers
         if not self._parts.is_windowed:
             return whole_positions(ticket.tiers, self._num_parts, order)
@@ -436,7 +438,7 @@ class Loads(OverlappedLoads):
         load.offload.stage = Stage.LOADING
 
     def _end(self, load: Load, *, has_failed: bool) -> None:
-        """The load is over, and with it the record of a request that has ended."""
+        """End the load, and with it the record of a request that has ended."""
         self.under_way.remove(load)
         offload = load.offload
         offload.load = None
@@ -446,7 +448,7 @@ class Loads(OverlappedLoads):
             offload.stage = Stage.FAILED if has_failed else Stage.READY
 
     def _fail_load(self, load: Load, reason: str, fault: str | None) -> None:
-        """Give a load up: every block that is not on its way to the pool will be computed."""
+        """Give a load up: the request computes every block that is not on its way to the pool."""
         load.failure = reason
         load.fault = load.fault or fault
         self._counters.count_failure(reason)
@@ -467,7 +469,7 @@ class _Copy(NamedTuple):
 
 
 def _is_ready(load: Load, now: float) -> bool:
-    """Whether its next piece can be copied, or is not waited for any longer."""
+    """Whether the load's next piece can be copied, or is no longer waited for."""
     if not load.reading or len(load.copying) >= PIECES_AT_ONCE:
         return False
     is_late = load.give_up_at is not None and load.give_up_at <= now
@@ -475,7 +477,7 @@ def _is_ready(load: Load, now: float) -> bool:
 
 
 def fault_of(ticket: LoadTicket) -> str | None:
-    """What went wrong with reads that have ended, in words; None where all that was begun came."""
+    """Description of the reads that ended without their blocks; None if all begun reads came."""
     if ticket.fault is None:
         return None
     missing = [i for i, slot in enumerate(ticket.slots[: ticket.begun]) if slot is None]

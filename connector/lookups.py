@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups: what the tiers hold of a request's prompt, and what the request does about it.
+"""Lookups of requests' prompts in the tiers, and the decision to load what they find.
 
-    queued         the stores are asked, and what only a store has is read ahead to the slab
+    queued         the stores are asked, and blocks that only a store has are read into the slab
     match_prefix   none, load, overlap or retry
     begin_load     the load that was chosen
 
@@ -24,8 +24,8 @@ from .messages import NO_MATCH, Elsewhere, GroupBlockIds, Match, MatchKind
 from .prefill_decode.prefill_waits import PrefillWaits
 from .request_offload import Lookup, RequestOffload
 
-# One look-up of a long context holds the keys of thousands of blocks, and a step asks for few
-# requests again: the first that waits, and those that were told to.
+# One look-up of a long context holds the keys of thousands of blocks, and a step asks again for few
+# requests: the first that waits, and those that were told to.
 REMEMBERED_LOOKUPS = 256
 # Reading ahead pins at most this share of the slab, so that loads and stores find slots.
 AHEAD_SHARE = 0.25
@@ -33,7 +33,7 @@ _RETRY = Match(0, MatchKind.RETRY)
 
 
 class Lookups:
-    """The look-ups of one connector, and what is read ahead for its requests."""
+    """The look-ups of one connector, and the blocks read ahead for its requests."""
 
     def __init__(self, context: ConnectorContext, loads: Loads, waits: PrefillWaits) -> None:
         self._hierarchy = context.hierarchy
@@ -45,9 +45,9 @@ class Lookups:
         self._read_times = context.read_times
         self._loads = loads
         self._waits = waits
-        # Those that have a look-up, the newest last. A long one is of many megabytes.
+        # Requests with a remembered look-up, the newest last. A long one takes many megabytes.
         self._latest: OrderedDict[RequestOffload, None] = OrderedDict()
-        # Requests that wait for what stores were asked; not to be changed.
+        # Requests that wait for answers of stores; not to be changed.
         self.unanswered: dict[RequestOffload, None] = {}  # in their order
         self.retry_version: int | None = None  # of the tiers, when a request was told to ask again
         self._blocks_ahead = 0
@@ -56,9 +56,8 @@ class Lookups:
         return len(self._latest)
 
     def queued(self, offload: RequestOffload, request: RequestView) -> None:
-        """A request has come: the tiers learn of its prompt, stores that are far away are asked
-        about it, and what only a store has of it is read while the request waits, if it is worth
-        loading."""
+        """Announce the prompt of a new request to the tiers, ask remote stores about it, and read
+        blocks that only a store has while the request waits, if they are worth loading."""
         if self._hierarchy.learns and not offload.is_observed:
             offload.is_observed = True
             self._hierarchy.announce_prompt(self._parts.keys_of(request.block_hashes))
@@ -67,7 +66,7 @@ class Lookups:
         lookup = self._look_up_range(offload, request, 0, self._end_of(request))
         if lookup is None:
             return
-        # In front of where the hit ends, blocks of windows may be unknown too.
+        # Windowed blocks in front of the hit's end may be unknown too.
         prefix = lookup.prefix
         num_found = max(len(prefix.tiers), prefix.num_found)
         known = 0 if self._parts.has_windows else num_found * self._width
@@ -99,7 +98,7 @@ class Lookups:
         return match._replace(junction=self._junction(lookup))
 
     def _junction(self, lookup: Lookup) -> int:
-        """Tokens of a request whose blocks were found, and no states behind them; 0 for none."""
+        """Leading tokens whose blocks were found, but not the states behind them; 0 for none."""
         prefix = lookup.prefix
         if prefix.num_found <= len(prefix.tiers) or prefix.num_found <= lookup.num_kept:
             return 0
@@ -123,7 +122,7 @@ class Lookups:
             return NO_MATCH
         if most < end:  # it was counted, and decided upon, when the longer hit was found
             lookup.is_counted = lookup.is_decided = True
-        if lookup.prefix.asked:  # a store that is far away will soon say what it has
+        if lookup.prefix.asked:  # a remote store will soon say what it has
             return self._retry_later()
         is_elsewhere = offload.elsewhere is not Elsewhere.NO
         if is_elsewhere and self._waits.begin_wait(offload, request, lookup):
@@ -160,7 +159,7 @@ class Lookups:
         *,
         overlapped: bool,
     ) -> None:
-        """Load what the last look-up found. KeyError for a request that was not told to."""
+        """Load what the last look-up found. Raises KeyError for a request without a look-up."""
         lookup = offload.lookup
         if lookup is None:
             raise KeyError(offload.request_id)
@@ -183,7 +182,8 @@ class Lookups:
         self.drop_lookup(offload)
 
     def poll_answers(self) -> bool:
-        """Take in what stores have said; whether a request that was told to ask again should."""
+        """Take in the answers of stores. Return whether a request that was told to ask again
+        should."""
         for offload in list(self.unanswered):
             request = offload.unanswered
             assert request is not None
@@ -198,14 +198,14 @@ class Lookups:
         return True
 
     def drop_lookup(self, offload: RequestOffload) -> None:
-        """The request loads by itself now, or is gone: what was read ahead is let go."""
+        """Release what was read ahead for a request that now loads by itself, or is gone."""
         self._forget_answer(offload)
         self._mark_answered(offload)
         self._clear_lookup(offload)
 
     @property
     def _version(self) -> int:
-        """Changes with everything that an answer to the scheduler depends on."""
+        """A number that changes with everything that an answer to the scheduler depends on."""
         return self._hierarchy.version + self._loads.num_ended
 
     def _retry_later(self) -> Match:
@@ -261,9 +261,9 @@ class Lookups:
             del self._latest[offload]
 
     def _end_of(self, request: RequestView) -> int:
-        """How many leading blocks may be loaded: one token is always left to compute, so that
-        there are logits to sample from. Behind another engine's prefill the block that this token
-        lies in is among them, where more of it is known."""
+        """The number of leading blocks that may be loaded. One token is always left to compute, so
+        that there are logits to sample from. After another engine's prefill the block of this token
+        counts too, if its digest is known."""
         num_tokens = request.num_tokens - 1
         end = num_tokens // self._block_size
         if request.tail_hash is not None and num_tokens % self._block_size:
@@ -271,7 +271,8 @@ class Lookups:
         return min(end, len(self._digests_of(request)))
 
     def _digests_of(self, request: RequestView) -> Sequence[bytes]:
-        """With the tail, behind which stands one token at most, in place of what goes on there."""
+        """The block digests. The tail's, if any, replaces those from its block on; one token at
+        most follows it."""
         tail = request.tail_hash
         if not tail:
             return request.block_hashes
@@ -285,15 +286,15 @@ class Lookups:
         end: int,
         num_kept: int = 0,
     ) -> Lookup | None:
-        """`Parts.find_longest_hit` for these blocks of the request, or what it said if nothing
-        changed since; None where there are none."""
+        """The answer of `Parts.find_longest_hit` for these blocks of the request, the last one if
+        nothing changed since; None if `end <= first`."""
         if end <= first:
             return None
         version = self._hierarchy.version
         digests = self._digests_of(request)
         known, num_kept = offload.lookup, min(num_kept, end - first)
         most_tokens = request.num_tokens - 1 if self._parts.is_windowed else None
-        # The last digest stands for the whole chain, also where an id is used again.
+        # The last digest stands for the whole chain, also where a request id is used again.
         if (
             known is None
             or (known.first, known.most_tokens, known.num_kept) != (first, most_tokens, num_kept)
@@ -324,8 +325,8 @@ class Lookups:
         return lookup
 
     def _ask_for_states(self, offload: RequestOffload, keys: Sequence[bytes]) -> bool:
-        """Stores that are far away are asked for pieces of states, once for each request; True
-        where one will answer."""
+        """Ask remote stores for pieces of states, once for each request and position; True if one
+        will answer."""
         digest = keys[0][:DIGEST_BYTES]
         if digest in offload.asked_states:
             return False
@@ -333,14 +334,14 @@ class Lookups:
         return self._hierarchy.prefetch_lookup(keys, offload.context)
 
     def _plan_of(self, offload: RequestOffload, lookup: Lookup, num_queued_tokens: int) -> Plan:
-        """The plan for what a look-up found; the same until something changes."""
+        """The plan for the hit of a look-up; the same until something changes."""
         if lookup.plan is None:
             plan = self._make_plan(
                 offload,
                 lookup.first,
                 lookup.prefix.tiers,
                 num_queued_tokens,
-                decides=not lookup.is_decided,  # decided anew, it is still one request
+                decides=not lookup.is_decided,  # a request that decides again counts once
             )
             lookup.plan = plan._replace(num_blocks=self._longest(lookup, plan.num_blocks))
             lookup.num_queued_tokens = num_queued_tokens
@@ -366,7 +367,7 @@ class Lookups:
         )
 
     def _record_lookup(self, lookup: Lookup) -> None:
-        """The request goes by this answer; it is counted once for each prompt."""
+        """Count this answer, on which the request acts; once for each prompt."""
         if not lookup.is_counted:
             lookup.is_counted = True
             found = lookup.prefix.tiers
@@ -377,7 +378,7 @@ class Lookups:
         self, lookup: Lookup, num_positions: int, most_tokens: int | None = None
     ) -> list[bytes]:
         """The keys of the blocks that a hit of so many positions needs, head first; `most_tokens`
-        where it is not that of the look-up."""
+        where it differs from the look-up's."""
         if not self._parts.is_windowed:
             return lookup.keys[: num_positions * self._width]
         if most_tokens is None:
@@ -404,7 +405,7 @@ class Lookups:
 
 
 def _num_read_ahead(offload: RequestOffload) -> Mapping[str, int]:
-    """Blocks of the request that are on their way, by tier."""
+    """Blocks of the request that are still being read ahead, by tier."""
     ticket = offload.read_ahead
     if ticket is None:
         return NONE_READ

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MatchKind(Enum):
-    """What the scheduler should do with a request after asking."""
+    """The scheduler's next action for a request, as the connector answers."""
 
     NONE = "none"  # nothing to load: schedule it
     LOAD = "load"  # allocate blocks, begin a blocking load
@@ -22,13 +22,13 @@ class MatchKind(Enum):
 
 
 class Match(NamedTuple):
-    """Tokens, beyond those computed in the pool, that the tiers hold: never the whole request, for
-    one token is always left to compute. A multiple of the block size but for a request with a
-    `tail_hash`."""
+    """Tokens, beyond those computed in the pool, that the tiers hold; never the whole request,
+    since one token is always left to compute. A multiple of the block size except for a request
+    with a `tail_hash`."""
 
     tokens: int
     kind: MatchKind
-    # Leading tokens of the request whose K and V can be had, and the states behind them cannot.
+    # Leading tokens of the request whose K and V can be loaded, but not the states behind them.
     junction: int = 0
 
 
@@ -37,22 +37,22 @@ NO_MATCH = Match(0, MatchKind.NONE)
 
 
 class EvictedBlock(NamedTuple):
-    """A pool block by its name. Evicted, it has lost the name in this step, which overwrites it;
-    cold, fresh or resident, it keeps both. It has a page in one cache group, or in several that
-    follow each other: `page_names.pages_of` tells them apart."""
+    """A pool block and its name. An evicted block has lost the name in this step, which overwrites
+    it; a cold, fresh or resident one keeps name and bytes. A block has a page in one cache group,
+    or in several that follow each other, which `page_names.pages_of` separates."""
 
     block_id: int  # of its first page; the next ones have the next ids
     key: bytes  # digest | group u16, as the block pool names that page
     num_pages: int = 1
 
 
-# One list of block ids for each cache group, as long as one another; and behind them, where layers
-# carry states, one of the pages of a checkpoint, a piece each.
+# One list of block ids for each cache group, all of one length. Where layers carry states, another
+# list follows: the pages of a checkpoint, one for each piece.
 GroupBlockIds = Sequence[Sequence[int]]
 
 
 class Part(NamedTuple):
-    """Which of the blocks at one position of a request: that of a cache group, on one rank."""
+    """The block of one cache group on one rank, among those at a position of a request."""
 
     group: int = 0
     rank: int = 0
@@ -73,7 +73,7 @@ class CopyJob:
 
 @dataclass(slots=True)
 class ConnectorMetadata:
-    """One step's decisions, from the scheduler side to the worker side."""
+    """The decisions for one step, from the scheduler side to the worker side."""
 
     stores: list[CopyJob] = field(default_factory=list)  # pool → slab, before anything overwrites
     loads: list[CopyJob] = field(default_factory=list)  # slab → pool, after the stores
@@ -92,7 +92,8 @@ NOTHING_TO_MOVE = ConnectorMetadata()
 
 @dataclass(slots=True)
 class ConnectorWorkerOutput:
-    """What the worker side finished since it was last asked; job ids of ConnectorMetadata."""
+    """The jobs that the worker side finished since the last poll, by their ids in
+    ConnectorMetadata."""
 
     finished_stores: list[int] = field(default_factory=list)
     failed_stores: list[int] = field(default_factory=list)
@@ -128,13 +129,13 @@ class LoadReport:
     tokens_by_tier: dict[str, int] = field(default_factory=dict)  # "cpu" | "ssd" → tokens
     seconds: float = 0.0
     is_whole: bool = field(default=True, compare=False)  # all that was asked for came
-    # What kept blocks from coming that a tier had, in words; None where nothing did, also where the
-    # load was given up because computing was quicker by then.
+    # Why blocks that a tier had did not come, in words. None without such a fault, also if the load
+    # was given up because computing was quicker by then.
     failure: str | None = field(default=None, compare=False)
-    # Ended by the engine itself: nothing is wrong with what it was to bring.
+    # The engine ended the load itself; no fault is known.
     is_cancelled: bool = field(default=False, compare=False)
-    # Nothing came, since a window lacks a block. Asked again, the connector looks for a hit of at
-    # most so many tokens of the request, which does without it. 0: it would find nothing more.
+    # Nothing came because a window lacks a block. The next look-up seeks a hit of at most so many
+    # tokens of the request, which does not need that block. 0: it would find nothing more.
     shorter_tokens: int = field(default=0, compare=False)
 
 
@@ -146,7 +147,7 @@ class HandedOver(NamedTuple):
 
 
 class LoadState(NamedTuple):
-    """How far a request may compute whose load is overlapped."""
+    """The limit up to which a request with an overlapped load may compute."""
 
     limit: int  # tokens; all computed up to here: wait for a copy, or for the jump
     load_frontier: int  # from this token on everything has been loaded, if anything was

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side of offloading: which blocks go out, which come back, and who waits for them.
+"""The scheduler side of offloading: the blocks that go out and come back, and the requests that
+wait for them.
 
-    request_queued       what only a store has is read while the request waits for its turn
+    request_queued       blocks that only a store has are read while the request waits for its turn
     get_matched_tokens   find ──► none, load, overlap or retry; none too where computing is quicker
     begin_load           blocking or overlapped; ready at once, or when a store has been read
     build_meta           evicted and cold blocks ──► begin_store; ready loads ──► copy jobs
     update_from_worker   end_store, end_load ──► one report for each waiting request
 
-Knows nothing of tensors, devices or files: blocks and slots are numbers here, and where bytes are
-kept is the hierarchy's business.
+Tensors, devices and files do not appear here: blocks and slots are numbers, and the hierarchy knows
+where bytes are kept.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ from .request_offload import RequestOffload, Stage
 
 log = logging.getLogger(__name__)
 
-# For closing what is already written, also when the time for writing is over.
+# Time to close stores that are written, also when the time for writing is over.
 CLOSE_SECONDS = 2.0
-FORGET_SECONDS = 5.0  # for a disk to write down that everything was forgotten
+FORGET_SECONDS = 5.0  # for a disk to record that all its blocks were dropped
 
 
 class OffloadScheduler(KVConnectorScheduler):
-    """Decides what moves between the pool and the tiers of `connector`. Takes over the hierarchy,
-    and `serving` ends with it."""
+    """Decides what moves between the pool and the tiers of `context`. Takes over the hierarchy and
+    `serving`, and closes both."""
 
     stores_ahead: Outgoing
     prompts_elsewhere: PrefillWaits
@@ -70,7 +71,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._economics = context.economics
         self._read_times = context.read_times
         self._counters = context.counters
-        # Told by the worker side, from any thread: so many jobs have ended since its start.
+        # The worker side calls it, from any thread, with the number of jobs ended since its start.
         self.note_ended = context.signal.note_ended
         self.requests: dict[str, RequestOffload] = context.requests
         self._serving = serving
@@ -183,12 +184,12 @@ class OffloadScheduler(KVConnectorScheduler):
         self._hierarchy.clear()
         for store in self._hierarchy.stores:
             if not store.wait_forgotten(FORGET_SECONDS):
-                log.warning("what was forgotten may come back from the %s tier", store.name)
+                log.warning("blocks that were dropped may come back from the %s tier", store.name)
 
     def stats(self) -> dict[str, object]:
-        """`tiers`: counters of each tier by name, the fastest first; `traffic`: those of what moved
-        between the slab and each store; the rest as in `OffloadCounters`, and what is in flight
-        now, in requests and jobs."""
+        """`tiers`: counters of each tier by name, the fastest first; `traffic`: counters of
+        transfers between the slab and each store; the rest as in `OffloadCounters`, and the
+        requests and jobs in flight now."""
         result: dict[str, object] = asdict(self._counters)
         result["tiers"] = {name: asdict(s) for name, s in self._hierarchy.stats().items()}
         result["traffic"] = {name: asdict(t) for name, t in self._hierarchy.traffic().items()}
@@ -228,23 +229,23 @@ class OffloadScheduler(KVConnectorScheduler):
             log.error("a tier still uses memory that it should have given back")
 
     def _offload_of(self, request_id: str) -> RequestOffload:
-        """The record of a request, which begins here if there is none."""
+        """The record of a request, created if there is none."""
         offload = self.requests.get(request_id)
         if offload is None:
             offload = self.requests[request_id] = RequestOffload(request_id)
         return offload
 
     def _forget_answers(self) -> None:
-        """Forget what the tiers had, for requests and jobs, and let go of what was read ahead."""
+        """Forget the tiers' answers, for requests and jobs, and release what was read ahead."""
         for offload in self.requests.values():
             self._lookups.drop_lookup(offload)
         self.prompts_elsewhere.clear()
         self._kept_turns.clear()
 
     def _poll_tiers(self) -> bool:
-        """Take in what the tiers have finished; whether loads have something for a step."""
+        """Take in what the tiers have finished. Return whether loads have something for a step."""
         self._hierarchy.poll()
-        # Most steps find nothing that is waited for, and the code of all of these is cold.
+        # Most steps wait for none of these, and the code of all of them is not in the CPU's cache.
         if self._read_times.watched:
             self._read_times.record_ended_loads()
         if self._loads.under_way or self._loads.ready:
@@ -261,8 +262,8 @@ class OffloadScheduler(KVConnectorScheduler):
         return self._loads.has_due
 
     def _handle_worker_output(self, output: ConnectorWorkerOutput) -> None:
-        """Take in what the worker has finished, but for loads."""
-        if output.num_ended > self._signal.ended:  # seldom, since it was noted before
+        """Take in what the worker has finished, except loads."""
+        if output.num_ended > self._signal.ended:  # seldom: `note_ended` usually came first
             self._signal.catch_up(output.num_ended)
         if self._calibration.job is not None:
             self._jobs_reported += self._calibration.pop_calibration_job(output)

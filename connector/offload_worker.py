@@ -4,10 +4,10 @@
     store job   after the last writer of the pool; a device without streams copies it at once
     load job    after the last writer, and after every store queued before it: its blocks may be
                 the ones that are being stored
-    ahead job   as a store job, behind those of the step, beside whatever computes
+    ahead job   as a store job, behind those of the step, beside the forward pass
     forward     after every store of the step, and after the ahead jobs whose blocks it overwrites
 
-Knows nothing of keys or requests: blocks and slots are numbers here.
+Keys and requests do not appear here: blocks and slots are numbers.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class OffloadWorker(KVConnectorWorker):
         late = self._device.hold_compute(list(due.values()), self._store_wait_seconds)
         for job_id, event in due.items():
             if event in late:
-                # The pass must go on, so the block is overwritten under the copy: what arrives
-                # in the slab is no block, and it is reported so once the copy has ended.
+                # The pass must go on and overwrites the block during the copy. The slot's bytes are
+                # no block then, and the job is reported as failed once the copy has ended.
                 self._torn.add(job_id)
                 log.error("a store has not left the pool within %s s", self._store_wait_seconds)
         self._news().store_wait_seconds += time.monotonic() - began
@@ -177,7 +177,7 @@ class OffloadWorker(KVConnectorWorker):
     def _pop_ended_copies(
         self, running: dict[int, Event], finished: list[int], failed: list[int]
     ) -> dict[int, Event]:
-        """Move the jobs that have ended out of `running`; those, by id."""
+        """Remove the jobs that have ended from `running`. Return their events by id."""
         ended = {job_id: event for job_id, event in running.items() if event.done()}
         for job_id, event in ended.items():
             del running[job_id]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks on their way from the pool to the slab: those that a step evicts, and those it soon will.
+"""Blocks on their way from the pool to the slab: those that a step evicts, and those soon evicted.
 
 An evicted block is overwritten by the step that evicts it, so the forward pass waits for its copy.
 Blocks near the eviction end are therefore copied ahead, a bounded amount at a time, beside forward
-passes that leave them alone; when one is evicted at last, there is nothing left to wait for, or
-what is left of a copy. Few of them go in one job with what is evicted; all of them do where a copy
-beside a forward pass takes a processor from it: another job, and another thread's turn, would only
-cost more.
+passes that leave them alone. When such a block is evicted at last, the step waits for the rest of
+its copy at most. Few cold blocks go in one job with the evicted ones. All of them do where a copy
+beside a forward pass takes a processor from it: another job on another thread would only cost
+more.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .page_names import GROUP_BYTES, group_of, pages_of
 
 # Limit on one job ahead of need: the evicted blocks of a later step queue behind it.
 AHEAD_BYTES = 16 * 1024**2
-AHEAD_BLOCKS = 128  # for small blocks: what a step should spend on choosing them
+AHEAD_BLOCKS = 128  # for small blocks: bounds the time in which a step chooses them
 AHEAD_JOBS = 2  # in flight
-# A job of its own costs as much as copying so much; so much may go with what a step evicts.
+# A job of its own costs as much as copying so much; so much may join the evicted blocks' job.
 ALONG_BYTES = 1024**2
 
 
 class Outgoing(StoresAhead):
     """Store jobs, from their slots to their end. Each of `parts` has jobs of its own: a block of
-    the pool is one on every rank, and its name ends with the cache group."""
+    the pool is a block on every rank, and its name ends with the cache group."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
@@ -41,9 +41,9 @@ class Outgoing(StoresAhead):
         # Jobs ahead of need, in flight: the block that each key is copied from.
         self._ahead: dict[int, dict[bytes, int]] = {}
         self._ahead_job_of: dict[bytes, int] = {}  # key → such a job
-        # To be waited for by the next step, though nothing is evicted; not to be changed.
+        # Jobs that the next step waits for, though it evicts nothing; not to be changed.
         self.overtaken: set[int] = set()
-        self._void: dict[int, set[bytes]] = {}  # what such jobs copy in vain
+        self._void: dict[int, set[bytes]] = {}  # keys that such jobs copy in vain
         self._batch = max(1, min(AHEAD_BLOCKS, AHEAD_BYTES // self._hierarchy.block_bytes))
         self._copies_beside = context.copies_beside
         self._along = ALONG_BYTES // self._hierarchy.block_bytes
@@ -62,7 +62,7 @@ class Outgoing(StoresAhead):
             for shard in self._shards:
                 key = pool_key + shard
                 job_id = self._ahead_job_of.get(key)
-                # Another block of the same name is copied for itself.
+                # A copy of another block with the same name stays valid.
                 if job_id is not None and self._ahead[job_id][key] == block_id:
                     self.overtaken.add(job_id)
                     self._void.setdefault(job_id, set()).add(key)
@@ -88,7 +88,8 @@ class Outgoing(StoresAhead):
             self._ahead_job_of.update(dict.fromkeys(keys, job.job_id))
 
     def complete_job(self, job_id: int, ok: bool, digests: Sequence[bytes] | None = None) -> None:
-        """A job has ended, well or not; `digests` of its blocks, where the device made them."""
+        """Take in a job that has ended, well or not; `digests` of its blocks, if the device made
+        them."""
         ticket = self._tickets.pop(job_id)
         for key in self._ahead.pop(job_id, ()):
             self._ahead_job_of.pop(key, None)
@@ -102,7 +103,7 @@ class Outgoing(StoresAhead):
             self._counters.count_failure("store_copy")
 
     def _overtake(self, evicted: Sequence[EvictedBlock], meta: ConnectorMetadata) -> None:
-        """Have the step wait for the jobs ahead whose blocks it overwrites."""
+        """Make the step wait for the jobs ahead whose blocks it overwrites."""
         if self._ahead:
             job_of = self._ahead_job_of
             jobs = [job_of.get(block.key + shard) for block in evicted for shard in self._shards]
@@ -118,14 +119,14 @@ class Outgoing(StoresAhead):
         found: dict[int, list[EvictedBlock]] = {}
         for block in blocks:
             group = group_of(block.key)
-            # The pieces of states go along with the first group.
+            # The first group's job also copies the pieces of states.
             group = group if group < self._parts.num_groups else 0
             found.setdefault(group, []).append(block)
         parts = enumerate(self._parts.all)
         return [(index, found[part.group]) for index, part in parts if part.group in found]
 
     def _begin_store_job(self, blocks: Sequence[EvictedBlock], index: int) -> CopyJob | None:
-        # A pool evicts the tail of a chain first, tiers are told of the head first. Two blocks may
+        # A pool evicts the tail of a chain first; the tiers take the head first. Two blocks may
         # have one key; their bytes are the same.
         part, shard = self._parts.all[index], self._parts.suffixes[index][GROUP_BYTES:]
         named = {block.key + shard: block.block_id for block in reversed(blocks)}

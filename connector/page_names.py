@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the pool's pages, as the pool and the connector say them to each other.
+"""The names of the pool's pages, as the pool and the connector exchange them.
 
 A page is named by a digest (32 bytes) and its cache group (u16, little-endian); the name of a block
-in the tiers is the same and its rank (`tiers/block.py`). A block of the pool has a page in `width`
-groups that follow each other, those that begin at a multiple of it. It is known by the id and the
-name of the first:
+in the tiers adds its rank (`tiers/block.py`). A block of the pool has a page in each of `width`
+consecutive groups, of which the first is a multiple of `width`. The id and the name of its first
+page stand for the block:
 
     width 2     block 7, named D|2     pages 7, named D|2, and 8, named D|3
 """
@@ -28,12 +28,11 @@ def group_suffix(group_id: int) -> bytes:
 
 
 def group_of(name: bytes) -> int:
-    """The cache group of a page, by its name."""
     return int.from_bytes(name[DIGEST_BYTES:], "little")
 
 
 def page_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
-    """The names of all pages of blocks, by the names of these."""
+    """The names of all pages of the blocks with these names."""
     if width == 1:
         return list(keys)
     return [
@@ -44,7 +43,7 @@ def page_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
 
 
 def block_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
-    """The names of blocks, each once, by the names of some of their pages."""
+    """The names of the blocks that these pages belong to, each once."""
     if width == 1:
         return list(keys)
     firsts = [key[:DIGEST_BYTES] + group_suffix(group_of(key) // width * width) for key in keys]
@@ -52,7 +51,7 @@ def block_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
 
 
 def pages_of(blocks: Iterable[EvictedBlock]) -> list[EvictedBlock]:
-    """Each page of these blocks by itself."""
+    """The pages of these blocks, an entry each."""
     pages = []
     for block in blocks:
         block_id, key, num_pages = block

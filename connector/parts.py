@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks a position of a request consists of, and which of them a hit needs.
+"""The blocks that make up a position of a request, and those of them that a hit needs.
 
-A position has a block in each cache group, and each of these on every rank of an engine whose
+A position has a block in each cache group, on every rank of an engine whose
 tensors are split: its parts. Their keys lie side by side.
 
     position          0   1   2   3   4   5
     full attention    x   x   x   x   x          a hit of five positions: what the next token
     window                        x   x          attends to, and nothing else
 
-A hit needs a block of every rank. What a windowed group forgot long ago may be in no tier any more,
-and is not asked for.
+A hit needs a block of every rank. Old blocks of a windowed group may be in no tier any more, and
+are not asked for.
 
 Where layers carry states, a hit also needs the states behind its last position: pieces of a block's
-size, whose groups come behind the others (`engine/cache/state_checkpoints.py`). There are hundreds,
+size, whose groups come behind the others (`engine/cache/state_checkpoints.py`). Pieces are many,
 and few positions have any, so their keys are made for one position at a time.
 """
 
@@ -31,27 +31,27 @@ from .page_names import GROUP_BYTES
 
 # The first position that the token at a position attends to, or any token after it.
 FirstSeen = Callable[[int], int]
-# Has stores that are far away asked for blocks, and says whether one will answer.
+# Asks remote stores for blocks, and returns whether one will answer.
 Prefetch = Callable[[Sequence[bytes]], bool]
 
 # Windowed blocks are looked up from the end on, so many positions at a time.
 FIND_POSITIONS = 64
-FIND_STATES = 1024  # as those
+FIND_STATES = 1024  # the same for states
 
 
 class StatePieces(NamedTuple):
-    """The pieces of a checkpoint of states, which are named as blocks of groups of their own."""
+    """The pieces of a checkpoint of states. Each is named as a block of a group of its own."""
 
     num_pieces: int
 
 
 class Parts:
     """The parts of a position of `block_size` tokens. `seen` has an entry for each cache group,
-    None where everything is attended to, and behind those one for states. Of `num_ranks` ranks
-    those in `ranks` are served here.
+    None for full attention, and behind those one for states. `ranks` are those served here, of
+    `num_ranks`.
 
-    With `whole_only` a load that cannot bring all that was found brings nothing. With windows and
-    with states no load is overlapped.
+    With `whole_only` a load that cannot bring all blocks that were found brings none. Windows and
+    states rule out overlapped loads.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Parts:
         self.all = tuple(Part(group, rank) for group in range(num_groups) for rank in ranks)
         self.suffixes = tuple(key_suffix(part.group, part.rank, num_ranks) for part in self.all)
         self.width = len(self.all)
-        # Of the states behind a position, piece by piece.
+        # Key suffixes of the states behind a position, piece by piece.
         self._state_suffixes = [
             key_suffix(num_groups + piece, rank, num_ranks)
             for rank in ranks
@@ -80,7 +80,8 @@ class Parts:
         self.is_windowed = bool(states) or self.has_windows
         # A shorter hit needs other blocks of a window than a longer one.
         self.whole_only = whole_only or self.is_windowed
-        # What completes a key of the pool, which carries the group already: one for each rank.
+        # Suffixes that complete a key of the pool, which carries the group already: one for each
+        # rank.
         self.shards = tuple(key_suffix(0, rank, num_ranks)[GROUP_BYTES:] for rank in ranks)
         self.block_size = block_size
         self._seen = tuple(groups[part.group] for part in self.all)
@@ -109,9 +110,9 @@ class Parts:
         self, first: int, num_positions: int, most_tokens: int | None = None, num_kept: int = 0
     ) -> Sequence[int]:
         """The places, among the keys of all parts from position `first` on, of those that a hit of
-        `num_positions` there needs; head first. Here and below, the next token is computed behind
-        `most_tokens`, where that is less than what the positions hold; and the pool has the parts
-        of the first `num_kept` positions, and no states behind them."""
+        `num_positions` there needs; head first. Here and below, `most_tokens` is the number of
+        tokens before the next computed one, if less than the positions hold; and of the first
+        `num_kept` positions the pool has the parts, but no states behind them."""
         if not self.is_windowed:
             return range(num_positions * self.width)
         starts = self._starts(first, num_positions, most_tokens, num_kept)
@@ -124,7 +125,7 @@ class Parts:
 
     def hit_keys(self, digests: Sequence[bytes], num_tokens: int) -> list[bytes]:
         """The keys of the blocks that a hit of the positions with these digests needs, head first,
-        where the next token is computed behind `num_tokens` or later."""
+        if at least `num_tokens` tokens come before the next computed one."""
         keys = self.keys_of(digests)
         if not self.is_windowed or not digests:
             return keys
@@ -132,7 +133,7 @@ class Parts:
         return found + self.state_keys(digests[-1])
 
     def num_needed(self, num_positions: int) -> int:
-        """How many blocks a hit of the first `num_positions` needs."""
+        """The number of blocks that a hit of the first `num_positions` needs."""
         if not self.is_windowed:
             return num_positions * self.width
         num_blocks = sum(num_positions - start for start in self._starts(0, num_positions, None))
@@ -147,9 +148,9 @@ class Parts:
         num_kept: int = 0,
         prefetch: Prefetch | None = None,
     ) -> Prefix:
-        """The longest hit among the positions from `first` on, which have these keys: the tier of
-        each position, which is the one furthest down that one of its blocks is in. `prefetch`:
-        for pieces of states whose ends were found, and which were not."""
+        """The longest hit among the positions from `first` on, which have these keys. A position's
+        tier is the slowest that one of its blocks is in. `prefetch` asks for the other pieces of
+        states of which only the first was found."""
         width = self.width
         if not self.is_windowed:
             prefix = hierarchy.find_prefix(keys)
@@ -181,7 +182,8 @@ class Parts:
         most_tokens: int | None = None,
         num_kept: int = 0,
     ) -> int:
-        """The longest hit of at most `num_positions`, all of whose full blocks have been found."""
+        """The longest hit of at most `num_positions`, whose full-attention blocks have all been
+        found."""
         if not self.is_windowed:
             return num_positions
         search = _Search(self, hierarchy, first, keys, most_tokens, num_kept)
@@ -190,7 +192,7 @@ class Parts:
     def _starts(
         self, first: int, num_positions: int, most_tokens: int | None, num_kept: int = 0
     ) -> list[int]:
-        """Of each part the first position, from `first` on, that a hit of so many needs."""
+        """The first position of each part, counted from `first`, that a hit of so many needs."""
         end = (first + num_positions) * self.block_size
         if most_tokens is not None:
             end = min(end, most_tokens)
@@ -205,7 +207,7 @@ class Parts:
     def windows(
         self, first: int, num_positions: int, most_tokens: int | None, num_kept: int = 0
     ) -> list[tuple[int, int]]:
-        """Of each windowed part, its index and that position."""
+        """The index and the first needed position of each windowed part."""
         starts = self._starts(first, num_positions, most_tokens, num_kept)
         return [(i, starts[i]) for i, seen in enumerate(self._seen) if seen is not None]
 
@@ -231,7 +233,8 @@ class _Search:
         while num_positions:
             missing = self._missing(num_positions) if self.parts.has_windows else None
             if missing is not None:
-                # Every hit that ends behind it needs it, up to the one that failed.
+                # Every hit that ends behind this position, up to the one that failed, needs its
+                # block.
                 num_positions = missing
             elif self.parts.num_state_keys:
                 end = self._last_with_states(num_positions)
@@ -240,12 +243,12 @@ class _Search:
                 num_positions = end
             elif self.parts.needed(self.first, num_positions, self.most_tokens):
                 break
-            else:  # where a chunk begins nothing is attended to; a load has to bring something
+            else:  # nothing is attended to where a chunk begins; a load has to bring something
                 num_positions -= 1
         return num_positions
 
     def slowest_tiers(self, tiers: Sequence[str]) -> list[str]:
-        """The same for each position, the windowed blocks of a hit of so many positions counted."""
+        """The slowest tier of each position of a hit, its windowed blocks and states included."""
         width, order = self.parts.width, self.hierarchy.tiers
         found = list(tiers)
         places = [
@@ -271,7 +274,8 @@ class _Search:
         return self.keys[position * self.parts.width][:DIGEST_BYTES]
 
     def _last_with_states(self, num_positions: int) -> int:
-        """The most positions, up to so many, the states behind which can be had; 0 for none."""
+        """The most positions, up to `num_positions`, with loadable states behind them; 0 for
+        none."""
         answers = self.state_answers
         for position in range(num_positions - 1, -1, -1):
             if position not in answers:
@@ -283,8 +287,8 @@ class _Search:
         return 0
 
     def _has_all_pieces(self, digest: bytes) -> bool:
-        """Whether states can be had whole of which a tier has the first piece. A store that is far
-        away may not have been asked for the others."""
+        """Whether all pieces of states can be loaded whose first piece a tier has. A remote store
+        may not have been asked for the others."""
         keys = self.parts.state_keys(digest)
         answers = self.hierarchy.lookup(keys)
         if answers.count(Answer.HIT) == len(keys):
@@ -296,7 +300,7 @@ class _Search:
         return False
 
     def _find_first_pieces(self, last: int) -> None:
-        """Look for the states of a position and of those before it, of which few have any."""
+        """Look up the states of a position and of those before it; few positions have any."""
         first, width = max(0, last + 1 - FIND_STATES), self.parts.width
         keys = self.parts.first_state_keys(self.keys[first * width : (last + 1) * width])
         answers = self.hierarchy.lookup(keys)
@@ -307,7 +311,7 @@ class _Search:
             self.asked |= self.hierarchy.find_prefix(keys[:1]).asked
 
     def _missing(self, num_positions: int) -> int | None:
-        """The last position that a hit of so many lacks."""
+        """The last position whose block a hit of `num_positions` lacks."""
         width = self.parts.width
         last: int | None = None
         for index, start in self._windows(num_positions):
@@ -333,8 +337,8 @@ class _Search:
 
 
 def whole_positions(tiers: Sequence[str], width: int, order: Sequence[str]) -> list[str]:
-    """The tier of each position whose `width` blocks are all there: the one furthest down in
-    `order`, which comes last."""
+    """The tier of each position whose `width` blocks are all there: the last of their tiers in
+    `order`, from the fastest down."""
     if width == 1:
         return list(tiers)
     whole = range(0, len(tiers) - width + 1, width)

@@ -5,8 +5,8 @@
                                ├──────► failed       nothing more is offered
                                └──────► finished     the request has ended before its load
 
-A record begins with the first word of its request and ends with `request_finished`. A request whose
-load is still under way then is finished, and its record ends with the load.
+A record begins with the first call that names its request and ends with `request_finished`. If the
+load is still under way then, the request is finished, and its record ends with the load.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .prefill_decode.wait_limit import PrefillWait
 
 
 class Stage(Enum):
-    """The place of a request in its life here."""
+    """The stage of a request on this side."""
 
     READY = "ready"  # it waits for its turn or computes, and may be asked about
     LOADING = "loading"
@@ -43,7 +43,7 @@ class RequestOffload:
     stage: Stage = Stage.READY
     is_observed: bool = False  # the tiers have learned of its prompt
     lookup: Lookup | None = None  # the last one; older ones of many requests are forgotten
-    unanswered: RequestView | None = None  # what stores that are far away are asked about
+    unanswered: RequestView | None = None  # the request, while remote stores are asked about it
     asked_states: set[bytes] = field(default_factory=set)  # digests of positions; few have any
     read_ahead: LoadTicket | None = None  # blocks read while it waits for its turn
     most_blocks: int | None = None  # of a hit, since a longer one was found to lack a block
@@ -54,9 +54,9 @@ class RequestOffload:
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """The answer of `Parts.find_longest_hit` for the positions `first` to `end` of a request, the
-    keys of whose parts lie side by side in `keys`; `prefix.tiers` has an entry for each position of
-    the hit."""
+    """The answer of `Parts.find_longest_hit` for the positions from `first` on of a request. `keys`
+    has the keys of their parts side by side; `prefix.tiers` has an entry for each position of the
+    hit."""
 
     first: int
     keys: list[bytes]
@@ -72,7 +72,7 @@ class Lookup:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """The blocks that one request is to get."""
+    """The load of one request's blocks."""
 
     offload: RequestOffload
     first_token: int

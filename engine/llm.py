@@ -22,7 +22,7 @@ from ..tiers.settings.readers import one_of, switch
 from ..tiers.settings.values import ConfigError
 from .client.base import EngineClient, EngineDead
 from .config.engine_options import engine_config
-from .core.model_check import check_model
+from .core.setup.model_check import check_model
 from .core.start import tell_import
 from .logs import LOG_LEVELS
 from .models.checkpoint.generation_config import load_default_sampling

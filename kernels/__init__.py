@@ -3,6 +3,6 @@
 
 Each kernel is one public function in a file of its name, which checks its arguments and runs either
 the Triton kernel (`*_triton.py`) or its plain twin in torch (`*_plain.py`) behind the same
-signature. `kernel_choice.py` says which. Imports nothing of ours outside this folder, and triton
-only when a Triton kernel is asked for.
+signature. `kernel_choice.py` makes the choice. This folder imports nothing of ours outside it, and
+triton only when a Triton kernel is to run.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shipped configuration: one Triton kernel with everything its compiler has to know.
+"""A shipped configuration: one Triton kernel with everything that its compiler has to know.
 
-`shipped.py` lists them all. They are compiled ahead of time, for devices that are not there, and
-what the compiler says of them is kept in `resources.json`. No triton is imported here, so that a
-list can be read anywhere; the function in a configuration is whatever `triton.jit` made.
+`shipped.py` lists them all. They are compiled ahead of time, for devices that this machine lacks,
+and `resources.json` keeps the compiler's figures. This module imports no triton, so that a list can
+be read on any machine; the function in a configuration is the object that `triton.jit` made.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ NAME = re.compile(r"[a-z0-9_.-]{1,80}")
 
 
 class ConfigurationRefused(ValueError):
-    """A configuration that could not be compiled as it is written; says why."""
+    """A configuration that could not be compiled as it is written, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What one launch is compiled from.
+    """The facts that one launch is compiled from.
 
     `signature` has the type of every argument that is passed when the kernel runs, in Triton's
     words: "*bf16", "*fp8e4nv", "fp32", "i32", "i64". Every other argument is in `constexprs` with
@@ -33,7 +33,7 @@ class Configuration:
 
     `tile_bytes` and `tile_flops` are the work of one pass of the inner loop, by which its machine
     code is judged: bytes of the pool that it reads, and operations of its products, without those
-    on padding. 0 where nobody counts them.
+    on padding. 0 if they are not counted.
     """
 
     name: str  # unique among all kernels: "paged_decode.bf16.d128.g4"
@@ -45,7 +45,7 @@ class Configuration:
     multiples_of_16: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()  # of the machine code for sm_90: {"HGMMA", "LDGSTS"}
     min_capability: tuple[int, int] = (8, 0)  # fp8 e4m3 needs (8, 9)
-    min_programs: int = 1  # that a multiprocessor of sm_90 has to run side by side
+    min_programs: int = 1  # the fewest that a multiprocessor of sm_90 has to run side by side
     tile_bytes: int = 0
     tile_flops: int = 0
 

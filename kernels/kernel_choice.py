@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation of a kernel runs: Triton's, the compiled one of the CPU, or the plain twin
+"""The choice of a kernel's implementation: Triton's, the compiled one of the CPU, or the plain twin
 in torch.
 
-Triton's runs on CUDA devices that can, the compiled one on CPUs that can, where the installation
-could build it; the plain one runs everywhere and is what the others are compared with. A caller may
-name one; under `strict` a kernel that cannot run on a GPU is refused instead of replaced.
+Triton's runs on CUDA devices that can, the compiled one on CPUs that can, if the installation could
+build it; the plain one runs everywhere, and the others are compared with it. A caller may name one;
+under `strict` a kernel that cannot run on a GPU is refused instead of replaced.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ FP8_CAPABILITY = (8, 9)  # the first that converts e4m3 in hardware
 
 
 class KernelRefused(ValueError):
-    """A kernel that was asked for cannot run; says what was expected, what came, what to do."""
+    """A kernel that the caller named cannot run; says what was expected, what came, what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """The hardware and the Triton that kernels run on. `capability` is None without a CUDA device,
-    `triton_version` without one or where Triton does not say."""
+    `triton_version` without one or if Triton does not report it."""
 
     device: str
     capability: tuple[int, int] | None
@@ -47,7 +47,7 @@ class Hardware:
 
 @functools.cache
 def probe_hardware() -> Hardware:
-    """Asked once in a process, and logged. Initialises CUDA where there is some."""
+    """Look at the hardware once in a process, and log it. Initialises CUDA if there is some."""
     has_triton = importlib.util.find_spec("triton") is not None
     if not torch.cuda.is_available():
         return Hardware("cpu", None, has_triton)
@@ -62,9 +62,9 @@ def probe_hardware() -> Hardware:
 
 
 def triton_failure(error: Exception) -> str | None:
-    """The first line of an error of Triton's, or that came out of its code, which compiles, loads
-    and sizes kernels; None for an error of another origin. Where a compiler, Python's headers or a
-    folder are missing, and in its import, Triton raises errors of Python's own types."""
+    """The first line of an error of Triton's, or one from its code, which compiles, loads and sizes
+    kernels; None for an error of another origin. If a compiler, Python's headers or a folder are
+    missing, and in its import, Triton raises errors of Python's own types."""
     frames = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
     modules = {type(error).__module__, str(getattr(error, "name", "")), *frames}
     if not any(module.partition(".")[0] == "triton" for module in modules):
@@ -89,8 +89,8 @@ def choose_kernel(
     """TRITON, NATIVE or PLAIN for tensors on `device`.
 
     `unsupported` is the kernel's own reason against Triton, such as a head size, and
-    `native_unsupported` that against the compiled kernel of the CPU; None where there is none.
-    Raises KernelRefused for an unknown name, for TRITON and NATIVE where they cannot run, and under
+    `native_unsupported` that against the compiled kernel of the CPU; None without a reason.
+    Raises KernelRefused for an unknown name, for TRITON and NATIVE if they cannot run, and under
     `strict` for AUTO on a CUDA device where Triton cannot.
     """
     if wanted not in KERNELS:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every kernel asks of the pool of a layer and of the scales beside it, reading or writing.
+"""Checks of a layer's pool and of its scales, which every kernel makes, reading or writing.
 
-Looks at shapes, types, strides and devices, never at what is in a tensor, so that nothing waits for
+They look at shapes, types, strides and devices, never at a tensor's contents, so no check waits for
 a device.
 """
 
@@ -18,7 +18,8 @@ FP8 = torch.float8_e4m3fn
 
 
 def check_scales(kv: Tensor, kv_scales: Tensor | None) -> None:
-    """A float8 pool has scales, of heads or of tokens and heads; no other pool has any."""
+    """Raise KernelRefused unless a float8 pool has scales, of heads or of tokens and heads, and
+    other pools none."""
     if kv.dtype != FP8:
         if kv_scales is not None:
             raise KernelRefused(f"expected no kv_scales beside a pool of {kv.dtype}, got some")
@@ -34,14 +35,15 @@ def check_scales(kv: Tensor, kv_scales: Tensor | None) -> None:
 
 
 def check_one_device(tensors: Mapping[str, Tensor | None]) -> None:
-    """Those that are None lie nowhere."""
+    """Raise KernelRefused unless all tensors that are not None lie on one device."""
     devices = {name: str(tensor.device) for name, tensor in tensors.items() if tensor is not None}
     if len(set(devices.values())) != 1:
         raise KernelRefused(f"expected one device, got {devices}")
 
 
 def check_last_axis(name: str, tensor: Tensor) -> None:
-    """Contiguous there; of an axis of one element, the stride says nothing."""
+    """Raise KernelRefused unless the last axis is contiguous; the stride of an axis of one element
+    does not count."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise KernelRefused(
             f"expected {name} contiguous in its last axis, got strides {tensor.stride()}"
@@ -49,7 +51,8 @@ def check_last_axis(name: str, tensor: Tensor) -> None:
 
 
 def check_written(name: str, tensor: Tensor) -> None:
-    """Each element in a place of its own: of two programs that write one place, which stays?"""
+    """Raise KernelRefused if two elements share a place: of two programs that write one, either may
+    win."""
     if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise KernelRefused(
             f"expected {name}, which is written, with a place for each element, "
@@ -58,8 +61,8 @@ def check_written(name: str, tensor: Tensor) -> None:
 
 
 def reason_against_fp8(kv: Tensor) -> str | None:
-    """Why Triton's kernels cannot convert this pool where it lies, or None. The interpreter, which
-    works on the CPU, always can."""
+    """The reason why Triton's kernels cannot convert this pool on its device, or None. The
+    interpreter, which works on the CPU, always can."""
     if kv.dtype != FP8 or not kv.is_cuda:
         return None
     capability = probe_hardware().capability

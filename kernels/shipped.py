@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shipped configurations: every form in which the kernels are compiled ahead of time.
 
-`tools/compile_kernels.py` compiles them for devices that are not there, and `resources.json` keeps
-what the compiler says of them. They follow from the launch tables beside the kernels. Triton is
-imported when they are asked for.
+`tools/compile_kernels.py` compiles them for devices that this machine lacks, and `resources.json`
+keeps the compiler's figures. The configurations follow from the launch tables beside the kernels.
+Triton is imported when a caller asks for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def shipped_configurations() -> list[Configuration]:
 
 
 def _copies() -> list[Configuration]:
-    """All three moves in the widest word, and one in bytes, for blocks of odd sizes."""
+    """Configurations of all three moves in the widest word, and one in bytes, for blocks of odd
+    sizes."""
     both, to_rows, from_rows = (True, True), (True, False), (False, True)
     return [
         _copy("copy_blocks", "i64", both),
@@ -64,7 +65,7 @@ def _copy(move: str, word: str, has_ids: tuple[bool, bool]) -> Configuration:
 
 
 class _DecodeVariant(NamedTuple):
-    """One way the attention kernel is compiled."""
+    """A form in which the attention kernel is compiled."""
 
     pool: str
     q: str
@@ -75,7 +76,7 @@ class _DecodeVariant(NamedTuple):
     scales: str = ""  # "head" or "token"
 
 
-# Of each pool type the group of Llama, and the largest that is taken at the largest head size.
+# For each pool type the group of Llama, and the largest group supported at the largest head size.
 DECODE_VARIANTS = (
     *(
         _DecodeVariant("bf16", "bf16", group, size)
@@ -104,7 +105,7 @@ DECODE_VARIANTS = (
 
 
 def _decodes() -> list[Configuration]:
-    """What the compiler is asked about. Imports triton."""
+    """Configurations of decode, and of combining its splits. Imports triton."""
     from .attention.paged_decode_triton import COMBINE_ROWS, combine_splits
 
     combine = Configuration(
@@ -179,15 +180,16 @@ def _decode(variant: _DecodeVariant) -> Configuration:
 
 
 def _least_side_by_side(variant: _DecodeVariant) -> int:
-    """Of usual shapes as many as loads of some need to hide behind the arithmetic of others."""
+    """The fewest programs side by side. Usual shapes need as many, so that loads of some hide
+    behind the arithmetic of others."""
     if variant.head_dim > 128 or variant.group > paged_decode_launch.DOT_ROWS:
         return 1
     return 2 if variant.scales or variant.group == 1 else 4
 
 
 def _prefills() -> list[Configuration]:
-    """What is compiled ahead of time: usual models on the device that the table was made for, and
-    the heaviest call that each row of the table allows."""
+    """Configurations of prefill: usual models on the device that the table was made for, and the
+    heaviest call that each row of the table allows."""
     usual = (
         ("bf16", 64, 8, 16, 0),
         ("bf16", 96, 4, 16, 0),
@@ -271,7 +273,8 @@ def _prefill(
 
 
 def _writes() -> list[Configuration]:
-    """Slices of one qkv tensor into a pool of blocks that hold all layers."""
+    """Configurations of writes: slices of one qkv tensor into a pool of blocks that hold all
+    layers."""
     found = []
     for head_dim, dtype in ((64, "bf16"), (128, "bf16"), (128, "fp16"), (128, "fp32")):
         found.append(_write(head_dim, dtype, dtype, "none"))
@@ -290,7 +293,7 @@ def _write(head_dim: int, dtype: str, pool_dtype: str, scales: str) -> Configura
     else:
         signature["scales"] = "*fp32"
         fixed["scale_head_stride"] = 1
-    # What is left are sizes and strides.
+    # The other arguments are sizes and strides.
     sizes = [name for name in write_kv_kernel.arg_names if name not in {**signature, **fixed}]
     return Configuration(
         name=f"write_kv.{dtype}.{pool_dtype}.{scales}.d{head_dim}",
@@ -306,8 +309,9 @@ def _write(head_dim: int, dtype: str, pool_dtype: str, scales: str) -> Configura
 
 
 def _layers() -> list[Configuration]:
-    """Rows of Llama-3 and Qwen3 of 8B (4096), of Qwen3 of 14B (5120), and of Gemma 3 (2560), whose
-    weights of norms are float32; heads of 8 to a token's keys."""
+    """Configurations of the norm, gate and rotation: rows of Llama-3 and Qwen3 of 8B (4096), of
+    Qwen3 of 14B (5120), and of Gemma 3 (2560), whose norm weights are float32; heads of 8 to a
+    token's keys."""
     norms = (("bf16", "bf16", 4096), ("fp16", "fp16", 4096), ("bf16", "bf16", 5120))
     gates = (("bf16", False), ("fp16", False), ("bf16", True))
     rotations = [
@@ -362,7 +366,8 @@ def _gate(dtype: str, is_gelu: bool) -> Configuration:
 
 
 def _rotation(dtype: str, pool_dtype: str, head_dim: int, norms: str) -> Configuration:
-    """`norms` is the type of the weights of the heads' norms; "" where there are none."""
+    """Make a configuration of the rotation. `norms` is the type of the heads' norm weights, ""
+    without norms."""
     from .layer.rotate_write_triton import rotate_write_kernel
 
     fixed: dict[str, object] = {**layer_launch.rotary_constants(32, 8, head_dim, 16)}

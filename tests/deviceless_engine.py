@@ -40,7 +40,7 @@ from stratakv.engine.config.engine_config import (
 )
 from stratakv.engine.core import engine_core
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.core.resolve_placement import placement_of
+from stratakv.engine.core.setup.resolve_placement import placement_of
 from stratakv.engine.request.core_messages import AddRequest
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.worker import model_runner

@@ -46,7 +46,7 @@ LIES = {
     "fails another step": "answered step",
     "answers twice": "answered step",
     "says nonsense": "its answer cannot be read",
-    "begins anew": "said Up, which nobody had asked for",
+    "begins anew": "said Up, which was not asked for",
     "loses its device": "its device is lost",
 }
 # Of a step, where the others also befall the answer to a call.

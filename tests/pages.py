@@ -38,6 +38,15 @@ from .free_ports import free_ports
 from .nursery_site.nursery_client import popen
 
 ROOT = Path(__file__).resolve().parent.parent
+# Where pages lie.
+FOLDERS = (
+    ".", "docs", "docs/commands", "docs/notes", "docs/tutorials", "deploy", "tests/regressions"
+)  # fmt: skip
+# The pages of every command, flag and route.
+COMMAND_PAGES = (
+    "docs/commands.md",
+    *(f"docs/commands/{path.name}" for path in sorted((ROOT / "docs" / "commands").glob("*.md"))),
+)
 BIN = Path(sys.executable).parent
 # Of what hangs. Nothing is waited for longer than it takes; a busy machine may take minutes.
 START_SECONDS, COMMAND_SECONDS = 240.0, 240.0
@@ -89,6 +98,11 @@ SERVERS = {"serve": 8000, "route": 8100, "cache-server": 9400}
 PORTS = (8000, 8001, 8002, 8100, 9400, 9401, 9402, 9405, 9500, 9501)
 # A failed request must fail the page.
 PRELUDE = "curl() { command curl --fail-with-body \"$@\"; }\nset -euo pipefail\n"  # fmt: skip
+
+
+def read_command_pages() -> str:
+    """The text of all pages of commands, one behind the other."""
+    return "\n".join((ROOT / page).read_text() for page in COMMAND_PAGES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -352,7 +352,9 @@ class Life:
             if rng.random() < 0.2:
                 check_references(self.core)
                 self._recorder.check_names(self.core.scheduler)
-        self._driver.run(lambda: not self.core._in_flight)  # what they say is told the worker next
+        self._driver.run(
+            lambda: not self.core.steps.in_flight
+        )  # what they say is told the worker next
         self._driver.calm_down(partial(is_busy, self.core))
         self._check_answers()
         check_nothing_left(self.core, None if self._other is None else self._other.look(self.core))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`docs/commands.md` is true: flags, defaults, routes, fields and limits are those of the code."""
+"""The pages of commands: their flags, defaults, routes, fields and limits are those of the code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ from stratakv.tiers.settings import readers
 from stratakv.tiers.settings.option import flag_of
 from stratakv.tiers.settings.values import ConfigError
 
-FILE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
+from .pages import read_command_pages
+
 ENGINE_FLAGS = {flag_of(name) for name in OPTIONS}
 SERVER_FLAGS = {flag_of(name) for name in SERVER_OPTIONS}
 ALIAS_FLAGS = {flag_of(name) for name in ALIASES}
@@ -54,7 +55,7 @@ def _tables() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
     """Heading → first cell, without its backticks → the other cells."""
     tables: dict[str, dict[str, tuple[str, ...]]] = {}
     heading = ""
-    for line in FILE.read_text().splitlines():
+    for line in read_command_pages().splitlines():
         if line.startswith("#"):
             heading = line.lstrip("# ")
         elif line.startswith("| `"):
@@ -134,7 +135,7 @@ def test_flags_of_the_router() -> None:
 
 
 def test_the_example_of_tenants() -> None:
-    [example] = re.findall(r"```toml\n(.*?)```", FILE.read_text(), re.DOTALL)
+    [example] = re.findall(r"```toml\n(.*?)```", read_command_pages(), re.DOTALL)
     [tenant] = read_tenants(example, "the example", readers.size)
     assert tenant.pool == "everyone"
 
@@ -172,7 +173,7 @@ def test_spellings_of_vllm() -> None:
         assert here.endswith(" Of `serve`") == alias.is_server, name
         assert all(flag in ENGINE_FLAGS | SERVER_FLAGS for flag in _options_in(here)), name
         _check_meaning(name, here)
-    text = FILE.read_text()
+    text = read_command_pages()
     same = text[text.index("`--generation-config vllm`") : text.index("are the same here")]
     assert set(re.findall(r"`(--[a-z-]+)`", same)) <= ENGINE_FLAGS | SERVER_FLAGS | {"--config"}
 
@@ -215,7 +216,7 @@ def _check_meaning(name: str, here: str) -> None:
 
 
 def test_variables() -> None:
-    text = FILE.read_text()
+    text = read_command_pages()
     named = set(re.findall(r"STRATAKV_[A-Z_]*[A-Z]", text))
     assert named >= OTHER_VARIABLES.keys()
     of_cache_server = {name for name in named if f"{name}_".startswith(CACHE_SERVER_PREFIX)}
@@ -228,7 +229,7 @@ def test_variables() -> None:
 
 
 def test_the_example_file(tmp_path: Path) -> None:
-    [example] = re.findall(r"```yaml\n(.*?)```", FILE.read_text(), re.DOTALL)
+    [example] = re.findall(r"```yaml\n(.*?)```", read_command_pages(), re.DOTALL)
     path = tmp_path / "stratakv.yaml"
     path.write_text(example)
     given = read_config_settings(path).given
@@ -313,8 +314,3 @@ def test_limits() -> None:
     }
     table = _tables()["Limits"]
     assert {name: float(cells[0]) for name, cells in table.items()} == wanted
-
-
-def test_every_link_leads_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", FILE.read_text()):
-        assert (FILE.parent / target.partition("#")[0]).exists(), target

@@ -27,11 +27,11 @@ from stratakv.engine.config.engine_options import EMBEDDED_MODEL
 from stratakv.engine.config.resolve import OTHER_VARIABLES
 from stratakv.engine.config.schema import SCHEMA, variable_of
 
-from .pages import NOT_RUN, ROOT, Block, Reader, blocks, find_block
+from .pages import COMMAND_PAGES, FOLDERS, NOT_RUN, ROOT, Block, Reader, blocks, find_block
 
 # Who follows the others.
 FOLLOWED = {
-    "README.md": "test_readme.py", "docs/commands.md": "test_readme.py",
+    "README.md": "test_readme.py", **dict.fromkeys(COMMAND_PAGES, "test_readme.py"),
     "docs/sizing.md": "test_docs_operating.py", "docs/upgrading.md": "test_docs_operating.py",
     "docs/troubles.md": "test_docs_operating.py",
     **{
@@ -40,10 +40,7 @@ FOLLOWED = {
     },
 }  # fmt: skip
 ALL = sorted(
-    path.relative_to(ROOT).as_posix()
-    for folder in (".", "docs", "docs/tutorials", "deploy", "tests/regressions")
-    for path in (ROOT / folder).glob("*.md")
-    if path.name not in ("LOG.md", "CHANGELOG.md")
+    path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.md")
 )
 # Pages and beginnings of blocks that are no commands → what they are, or who looks at them.
 LEFT: Mapping[tuple[str, str], str] = {
@@ -57,8 +54,8 @@ LEFT: Mapping[tuple[str, str], str] = {
     ("docs/abi.md", "digest = xxh3-128"): "a formula",
     ("docs/abi.md", "checksum = HMAC"): "a formula",
     ("docs/cache-service.md", "engine A"): "a picture",
-    ("docs/commands.md", "model: /srv/models/x"): "read by tests/test_docs_commands.py",
-    ("docs/commands.md", "[[tenant]]"): "read by tests/test_docs_commands.py",
+    ("docs/commands/serve.md", "model: /srv/models/x"): "read by tests/test_docs_commands.py",
+    ("docs/commands/cache-server.md", "[[tenant]]"): "read by tests/test_docs_commands.py",
     ("docs/architecture.md", " clients ──HTTP"): "a picture",
     ("docs/architecture.md", "            evicted, or cold"): "a picture",
     ("docs/architecture.md", " core's thread"): "a picture",

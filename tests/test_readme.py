@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands and the Python of README.md and docs/commands.md are run as they stand there.
+"""The commands and the Python of README.md and the pages of commands are run as they stand there.
 
 Two models of the examples are made: `./Llama-3.1-8B` with its real context, rope and dtype but two
 narrow layers of random weights and a small vocabulary, and `./Qwen3-8B` as its real config.json
@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 import trustme
 
-from .pages import ROOT, Reader, blocks, check_form, find_block
+from .pages import COMMAND_PAGES, ROOT, Reader, blocks, check_form, find_block
 from .real_models import LLAMA_3_1_8B, QWEN3_8B, write_config, write_small
 
 # Half a minute on a quiet machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-PAGES = ("README.md", "docs/commands.md")
+PAGES = ("README.md", *COMMAND_PAGES)
 # Its real width takes a gigabyte, and seconds a token.
 NARROW = {
     "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
@@ -116,9 +116,12 @@ def test_what_is_done_otherwise_is_still_in_the_pages() -> None:
     assert not missing, "nothing to substitute; take it out of the table"
 
 
-def test_the_readme_is_short_and_says_first_what_is_unproved() -> None:
+def test_the_readme_is_short_and_says_early_what_is_unproved() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 110
-    assert "Alpha" in lines[2] and "GPU" in lines[2]
+    status = lines.index("## Status")
+    assert status <= 30 and "**Alpha.**" in lines[status + 2] and "GPU" in lines[status + 2]
+    assert "times sooner" in lines[2] and lines[4].endswith("(docs/first-token.svg)")
+    assert max(line.count("](") for line in lines) <= 8, "a line that nobody reads"
     text = "\n".join(lines)
     assert "make demo" in text and "make test" in text and "](docs/figures.md)" in text

@@ -116,7 +116,7 @@ def _import_modules() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
         del sys.modules[name]  # which xgrammar has brought: each child reads its own variables
     importlib.import_module(".page_program", __package__)
-    for name in ("engine.core.model_check", "engine.worker.runtime.pool_sizing"):
+    for name in ("engine.core.setup.model_check", "engine.worker.runtime.pool_sizing"):
         module: Any = sys.modules[f"stratakv.{name}"]
         assert module.DEFAULT_POOL_BYTES > POOL_BYTES
         module.DEFAULT_POOL_BYTES = POOL_BYTES

@@ -2,7 +2,7 @@
 """Builds slab, stores and admission filter from settings: for an engine, and for each tenant of a
 cache server.
 
-Everything here raises TierConfigError for sizes, paths and names that cannot work.
+All functions raise TierConfigError for invalid sizes, paths and names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .remote.remote_store import RemoteStore
 
 CLOSE_SECONDS = 5.0
-REQUIRED_SECONDS = 10.0  # for cache servers to be attached, where they must be
+REQUIRED_SECONDS = 10.0  # for required cache servers to be attached
 
 
 class OpenHierarchy(NamedTuple):
@@ -55,8 +55,8 @@ def make_slab(
     *,
     is_served: bool = False,
 ) -> CpuSlab:
-    """The memory for blocks. `progress` is called with bytes done and bytes in all. `is_served`: to
-    other engines, by another process."""
+    """Make the slab. `progress` is called with bytes done and bytes in all. `is_served`: another
+    process serves the slab to other engines."""
     return CpuSlab(
         layout,
         cpu.capacity_bytes,
@@ -69,7 +69,7 @@ def make_slab(
 
 
 def make_admission(layout: BlockLayout, ssd: SsdSettings | None) -> AdmissionFilter:
-    """The filter of what is written to the SSD, if there is one."""
+    """Make the filter of the writes to the SSD tier; it admits all where there is no such tier."""
     if ssd is None:
         return AdmitAll()
     admission = make_filter(ssd.admission, ssd.capacity_bytes // layout.slot_bytes)
@@ -88,9 +88,9 @@ def open_ssd(
     require: bool = False,
     after_opening: Callable[[Path], None] | None = None,
 ) -> StoreTier:
-    """The store on the disk, or on all disks. `codecs` are those beside the ones in `codecs/`. The
-    tier goes on without disks that are down until they come back; raises TierDown where they are
-    required. `after_opening` is called with the folder of each store that was opened, and may raise
+    """Open the store on the disk, or on all disks. `codecs` are further codecs beside `codecs/`.
+    The tier works without disks that are down until they come back; raises TierDown where they are
+    required. `after_opening` is called with the folder of each opened store, and may raise
     TierDown."""
     open_one = partial(
         _open_disk,
@@ -158,10 +158,10 @@ def open_hierarchy(
     codecs: Mapping[str, CodecFactory] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> OpenHierarchy:
-    """Slab, stores and hierarchy of an engine. `wakeup` is called, on any thread, when the
-    hierarchy may have something to do; `progress` with bytes done and bytes in all while memory is
-    faulted in. Raises as `open_stores` does; nothing stays open then."""
-    # The stores first: faulting a slab in takes seconds, and a bad path should not wait for that.
+    """Open slab, stores and hierarchy of an engine. `wakeup` is called, on any thread, when the
+    hierarchy may have work; `progress` with bytes done and bytes in all while memory is faulted in.
+    Raises as `open_stores` does; nothing stays open then."""
+    # The stores come first: faulting a slab in takes seconds, and a bad path should fail before.
     stores = open_stores(layout, settings, namespace=namespace, codecs=codecs)
     try:
         is_served = settings.listen_address is not None
@@ -197,9 +197,9 @@ def open_stores(
     namespace: bytes,
     codecs: Mapping[str, CodecFactory] | None = None,
 ) -> list[StoreTier]:
-    """The stores below an engine's slab, the fastest first, with the faults of its drill. One that
-    is down is waited for behind the scenes, unless the settings require it: then TierDown says
-    which. Nothing stays open after an error."""
+    """Open the stores below an engine's slab, the fastest first, with the faults of its drill. A
+    thread keeps trying to open a store that is down, unless the settings require it: then TierDown
+    says which. Nothing stays open after an error."""
     require, drill = settings.require_tiers, settings.drill
     stores: list[StoreTier] = []
     try:
@@ -229,9 +229,9 @@ def open_stores(
 def open_or_wait(
     name: str, layout: BlockLayout, open_it: Callable[[bool], StoreTier], *, require: bool = False
 ) -> StoreTier:
-    """The store, reopened where its disk goes; where it is down, one that becomes it.
-    `open_it(create)` opens it, with `create` false only where there is one. Raises what `open_it`
-    raises, and TierDown only where the store is required."""
+    """Open a store; a DiskStore is reopened when its disk comes back, and a store that is down is
+    opened later. `open_it(create)` opens it, with `create` false only where there is one already.
+    Raises the errors of `open_it`, TierDown only where the store is required."""
     try:
         store = open_it(True)
     except TierDown as error:
@@ -246,13 +246,13 @@ def _open_other(request: TierRequest, create: bool) -> StoreTier:
 
 
 def close_stores(stores: list[StoreTier]) -> None:
-    """For when what they were opened for cannot be built."""
+    """Close stores, within `CLOSE_SECONDS` each, after a later part failed to open."""
     for store in stores:
         store.close(CLOSE_SECONDS)
 
 
 def _open_remote(layout: BlockLayout, settings: TierSettings, namespace: bytes) -> StoreTier:
-    # Here, so that engines without cache servers do not load grpc.
+    # Imported here, so that engines without cache servers do not load grpc.
     from .remote.remote_settings import RemoteSettings
     from .remote.remote_store import open_remote
 
@@ -272,7 +272,7 @@ def _open_peers(layout: BlockLayout, settings: TierSettings, namespace: bytes) -
     from .remote.peer_tier import PeerTier
     from .remote.remote_settings import RemoteSettings
 
-    # No key for tags: who has these blocks is an engine, which would have it too.
+    # No tag key: the servers of these blocks are engines, which would have the key too.
     client = RemoteSettings(credentials=settings.peer.credentials(), namespace=namespace)
     tier = PeerTier(settings.peer_addresses, layout, client)
     return _attached(tier, settings, "engine", settings.peer_addresses)
@@ -284,7 +284,8 @@ def _attached(
     what: str,
     addresses: Sequence[ServerAddress],
 ) -> StoreTier:
-    """The store, once all that it asks are attached, where the settings require it."""
+    """Return the store. Where the settings require its tiers, wait until all servers are attached;
+    raises TierDown."""
     if settings.require_tiers and not store.wait_up(REQUIRED_SECONDS):
         store.close(CLOSE_SECONDS)
         raise TierDown(

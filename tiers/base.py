@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promise of a tier: what a caller may rely on and what a tier must do.
+"""The contract of a tier: the guarantees to its caller, and the duties of a tier.
 
 Two kinds of tier keep blocks. The *slab* (`SlabTier`) is memory the copy engine can reach; blocks
 pass through it on their way up and down. A *store* (`StoreTier`) lies below it and is asked in
@@ -8,7 +8,7 @@ batches: the SSD, or the network. `tiers/testing/memory_store.py` is the simples
 A caller may rely on this:
 - `lookup` reads memory only, never blocks and changes nothing.
 - A proof from `load` means that the buffer holds exactly the bytes stored under that key in that
-  layout; whatever was damaged, displaced or late is a miss (None), counted in `stats`.
+layout; a damaged, displaced or late block is a miss (None), counted in `stats`.
 - Answers stand in the order of the keys asked for.
 - Futures end, with a result or a TierError; only `trial_read`, `wait_forgotten` and `close` wait
   for a disk or a socket.
@@ -17,7 +17,7 @@ A tier must do this:
 - keep the tag that a block came with (`tag.py`) and give it back with the block; make one only for
   a block that came without. The digest in a proof from `load` is that of the bytes in the buffer;
 - use the caller's buffers (no copies of payloads), touch them only until the future ends, and not
-  after a call that raised, whose caller gives them to other blocks at once;
+  after a call that raised: its caller reuses them at once;
 - stay within its capacity in bytes at every moment;
 - bound its queue: refuse with TierBusy rather than grow;
 - accept calls from any one thread at a time; futures may complete on the tier's own threads.
@@ -42,28 +42,28 @@ from .tag import Proof, Proofs
 if TYPE_CHECKING:
     from .tag import Proof
 
-# From a look-up in memory to a disk that hardly answers.
+# Bounds from a look-up in memory up to a disk that hardly answers.
 IO_SECONDS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 
 
 class Answer(Enum):
-    """What a tier says of one key."""
+    """The answer of a tier for one key."""
 
     HIT = "hit"
     MISS = "miss"
-    PENDING = "pending"  # on its way in; ask again when a completion was signalled
+    PENDING = "pending"  # on its way in; ask again after a completion
 
 
 class Stored(Enum):
-    """What became of one block that a store was given."""
+    """The outcome of storing one block."""
 
     KEPT = "kept"  # now or before
     REFUSED = "refused"
-    DAMAGED = "damaged"  # the buffer does not hold what its proof says; nothing was kept
+    DAMAGED = "damaged"  # the buffer does not match its proof; the block was not kept
 
 
 class ReadSample(NamedTuple):
-    """Bytes of blocks that were read, and how long it took."""
+    """The bytes of blocks that were read, and the seconds that it took."""
 
     num_bytes: int
     seconds: float
@@ -89,12 +89,12 @@ class TierStats:
     load_seconds: float = 0.0
     rejected: dict[str, int] = field(default_factory=dict)  # Defect value -> records refused
     errors: dict[str, int] = field(default_factory=dict)  # kind of fault -> times
-    # Of a store with a codec: bytes that did not have to move for what was stored and loaded.
+    # Of a store with a codec: bytes that its stored and loaded blocks did not have to move.
     stored_bytes_saved: int = 0
     loaded_bytes_saved: int = 0
     # Of a store: records forgotten because they were damaged or could not be read.
     corrupt_records_dropped: int = 0
-    # Of a slab, now: blocks that are being read, and slots that are being filled.
+    # Of a slab, now: blocks being read, and slots being filled.
     pinned_blocks: int = 0
     reserved_blocks: int = 0
 
@@ -117,25 +117,26 @@ class StoreTier(ABC):
 
     name: str
     layout: BlockLayout
-    # Whether other engines read it too. Blocks are then written as soon as the slab has them.
+    # Whether other engines read the tier too. Then blocks are written as soon as the slab has them.
     is_shared: bool = False
-    # Whether only others fill it: nothing is written to it.
+    # Whether only other engines fill the tier: this one writes nothing to it.
     is_read_only: bool = False
 
     @property
     def is_up(self) -> bool:
-        """Whether it can be asked at present, as far as is known. While it cannot, it answers with
-        misses and keeps nothing."""
+        """Whether the tier can be asked at present, as far as is known. While it cannot, its
+        answers are misses and it keeps no block."""
         return True
 
     @property
     def learns(self) -> bool:
-        """Whether `observe` does anything at present; to list a prompt's keys has its price."""
+        """Whether `observe` does anything at present: listing a prompt's keys costs time."""
         return False
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
-        """A prompt arrived whose blocks are `chain`, head first, wherever they are, at `now`
-        monotonic seconds. For stores whose policy learns what is used again. Memory only."""
+        """Learn from a prompt whose blocks are `chain`, head first, in whatever tier they are, at
+        `now` monotonic seconds. For stores whose policy learns which blocks are used again. Memory
+        only."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
@@ -146,8 +147,8 @@ class StoreTier(ABC):
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Future[list[Proof | None]]:
         """Read blocks into `buffers` (writable, `layout.page_bytes` or more, aligned to
-        `block.ALIGNMENT`). The proof of each block, which was verified; None for a miss. A tier
-        whose method has the keyword `context` is told the `RequestContext` of the request too."""
+        `block.ALIGNMENT`). Return the proof of each verified block; None for a miss. A tier whose
+        method has the keyword `context` gets the `RequestContext` of the request too."""
 
     @abstractmethod
     def store(
@@ -157,48 +158,50 @@ class StoreTier(ABC):
         proofs: Proofs | None = None,
     ) -> Future[list[Stored]]:
         """Keep blocks. The buffers must not change until the future ends. `proofs[i]`, where it is
-        not None, is what the i-th buffer has to hold: the tier compares the digest, and what
+        not None, is the proof of the i-th buffer: the tier compares the digest, and a block that
         differs is DAMAGED. Raises TierBusy where the queue is full."""
 
     def touch(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - a hint, not a duty
-        """The tier above has just given these blocks up, given head first: what there is of them
-        here is now the only copy, and as good as used. Memory only; unknown keys are ignored."""
+        """Count these blocks, given head first, as used: the tier above has just evicted them, so
+        copies here are the only ones now. Memory only; unknown keys are ignored."""
 
     def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
-        """A prompt was queued whose blocks are `keys`, head first. A tier that has to ask elsewhere
-        does so now, and `lookup` says PENDING of what it asked for. The future ends in a short
-        time, with a result, when `lookup` knows. None: it knows already. `context` as in `load`."""
+        """Prepare the look-up of a queued prompt whose blocks are `keys`, head first. A tier that
+        has to ask elsewhere asks now, and `lookup` answers PENDING meanwhile. The future ends soon,
+        with a result, when `lookup` knows the answers. None: it knows them already. `context` as in
+        `load`."""
         return None
 
     def watch(self, news: Callable[[Sequence[bytes]], None]) -> bool:
-        """From now on `lookup` knows soon of blocks that are stored here. `news` is called, from
-        any thread, after each change, with the blocks that came. Optional; False: it does not."""
+        """Watch for blocks that others store here: from now on `lookup` knows them soon, and `news`
+        is called, from any thread, after each change, with the new blocks. Optional; False: not
+        supported."""
         return False
 
     def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
-        """Keep these blocks, given head first, from being evicted for so long. The future ends in a
-        short time: whether each is here and kept, as far as the first that is not. Optional; None:
-        nothing can be promised."""
+        """Keep these blocks, given head first, from eviction for `seconds`. The future ends soon:
+        whether each is here and kept, up to the first that is not. Optional; None: not
+        supported."""
         return None
 
     def trial_read(self, seconds: float) -> ReadSample | None:
-        """Read a little of what is here and throw it away, for an estimate before the first load.
-        Waits for about `seconds` at most. Nothing is counted,
-        and no block counts as used. Optional; None: not known."""
+        """Read some blocks and discard them, to estimate the tier's speed before the first load.
+        Waits for about `seconds` at most. Nothing is counted, and no block counts as used.
+        Optional; None: not known."""
         return None
 
     @abstractmethod
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Forget blocks; the number that was known."""
+        """Forget blocks. Return the number of them that were known."""
 
     @abstractmethod
     def clear(self) -> None:
         """Forget everything. Blocks under way may be forgotten when they arrive."""
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
-        """Wait until what `drop` and `clear` have forgotten stays forgotten even after a kill.
-        False where that took longer or failed. A tier that keeps nothing beyond its process has
-        nothing to wait for."""
+        """Wait until the blocks forgotten by `drop` and `clear` stay forgotten even after a kill.
+        False where that took longer or failed. A tier that keeps nothing beyond its process returns
+        at once."""
         return True
 
     @abstractmethod
@@ -207,7 +210,7 @@ class StoreTier(ABC):
 
     @abstractmethod
     def close(self, timeout_seconds: float) -> None:
-        """Finish what is queued within the time, release everything. Idempotent."""
+        """Finish queued work within the time, then release everything. Idempotent."""
 
 
 class SlabTier(ABC):
@@ -221,11 +224,11 @@ class SlabTier(ABC):
     layout: BlockLayout
     num_slots: int
     learns: bool = False  # whether `observe` does anything
-    is_served: bool = False  # to other engines, which load what is in it
+    is_served: bool = False  # to other engines, which load its blocks
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
-        """A prompt arrived whose blocks are `chain`, head first, at `now` monotonic seconds. For
-        slabs whose policy learns what is used again."""
+        """Learn from a prompt whose blocks are `chain`, head first, at `now` monotonic seconds. For
+        slabs whose policy learns which blocks are used again."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
@@ -240,51 +243,52 @@ class SlabTier(ABC):
         spared: Callable[[bytes], bool] | None = None,
         evicted: list[bytes] | None = None,
     ) -> list[int | None]:
-        """A slot for each key, evicting by policy; None where the key is already known or no slot
-        can be freed. `optional`: the policy may find what is there worth more than these, given
-        head first, and keep it. Blocks that are `spared` are not evicted for these. `evicted` gains
-        those that were, the coldest first."""
+        """Reserve a slot for each key, evicting by policy; None where the key is already known or
+        no slot can be freed. `optional`: the policy may value held blocks more than these, given
+        head first, and keep them. Blocks for which `spared` is true are not evicted. `evicted`
+        gains the evicted blocks, the coldest first."""
 
     @abstractmethod
     def commit(
         self, keys: Sequence[bytes], ok: Sequence[bool], proofs: Proofs | None = None
     ) -> list[bytes]:
         """End reservations: publish (True) or give the slot back (False). `proofs[i]` came with the
-        i-th block. The keys that were published: not those forgotten meanwhile."""
+        i-th block. Return the published keys, without those forgotten meanwhile."""
 
     @abstractmethod
     def withhold(self, keys: Sequence[bytes]) -> list[int]:
-        """End reservations without giving the slots back: somebody may still write to them. The
-        slots, which stay out of use until `restore`."""
+        """End reservations without giving the slots back, while a client may still write to them.
+        Return the slots; they stay unused until `restore`."""
 
     @abstractmethod
     def restore(self, slots: Sequence[int]) -> None:
-        """Nobody writes any more to slots that were withheld."""
+        """Give withheld slots back; no write to them is under way any more."""
 
     @abstractmethod
     def proofs(self, keys: Sequence[bytes]) -> list[Proof | None]:
-        """What came with each block; None for a miss, and for a block that came without."""
+        """The proof of each block; None for a miss, and for a block that came without one."""
 
     @abstractmethod
     def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:
-        """The slots of committed keys, each pinned once more; None for a miss. With `touch` false
-        the policy and the hit counters do not see it: a block written down is not a block used."""
+        """Pin committed keys once more. Return their slots; None for a miss. With `touch` false
+        neither the policy nor the hit counters note it: a block being written back is not in
+        use."""
 
     @abstractmethod
     def unpin(self, keys: Sequence[bytes]) -> None:
         """Take one pin back from each block."""
 
     def keep(self, keys: Sequence[bytes], seconds: float) -> list[bool]:
-        """Keep blocks from being evicted for so long, for engines that this slab is served to.
-        Whether each is here."""
+        """Keep blocks from eviction for `seconds`, for engines that this slab is served to. Return
+        whether each is here."""
         return [False] * len(keys)
 
     def hold(self, keys: Sequence[bytes], seconds: float) -> Hold:
-        """Keep blocks, given head first, from being evicted for so long, those on their way in
-        too, as far as there is room for such; `release` ends it sooner. Optional."""
+        """Keep blocks, given head first, from eviction for `seconds`, those on their way in too, up
+        to the slab's limit of holds; `release` ends it sooner. Optional."""
         return Hold((), 0.0, is_over=True)
 
-    def release(self, hold: Hold) -> None:  # noqa: B027 - of what is optional
+    def release(self, hold: Hold) -> None:  # noqa: B027 - optional, as `hold`
         """End a hold before its time. It may have ended by itself."""
 
     @abstractmethod
@@ -293,8 +297,8 @@ class SlabTier(ABC):
 
     @abstractmethod
     def memory(self) -> memoryview:
-        """The whole slab, `num_slots * layout.slot_bytes` writable bytes, slot after slot: what a
-        device registers and copies in runs."""
+        """The whole slab, `num_slots * layout.slot_bytes` writable bytes, slot after slot. A device
+        registers it and copies runs of it."""
 
     @abstractmethod
     def free_slots(self) -> int:
@@ -305,8 +309,8 @@ class SlabTier(ABC):
         """Up to `count` keys that the policy would evict next, the first one first."""
 
     def may_go_next(self, keys: KeysView[bytes], count: int) -> bool:
-        """Whether one of these may be among the next `count` blocks that are evicted: yes for any
-        that would be, and perhaps for some of those behind them."""
+        """Whether one of these may be among the next `count` evicted blocks. True for any that
+        would be; may be True for some behind them."""
         return not keys.isdisjoint(self.coldest(count))
 
     @abstractmethod
@@ -315,8 +319,8 @@ class SlabTier(ABC):
 
     @abstractmethod
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Nobody finds these blocks from now on. One that is pinned is freed with its last pin, and
-        one that is reserved will not be published."""
+        """Forget blocks: from now on they are misses. A pinned one is freed with its last pin, and
+        a reserved one will not be published."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -338,12 +342,12 @@ class SlabTier(ABC):
 
 @dataclass(slots=True)
 class Histogram:
-    """Observations counted by bucket: `counts[i]` of them are at most `bounds[i]` and above the
-    bound before; the last count is of those above every bound. One thread at a time."""
+    """Counts of observations by bucket: `counts[i]` are at most `bounds[i]` and above the bound
+    before; the last count is of those above every bound. One thread at a time."""
 
     bounds: tuple[float, ...]  # ascending
     counts: list[int] = field(init=False)
-    total: float = 0.0  # the sum of what was observed
+    total: float = 0.0  # the sum of the observations
 
     def __post_init__(self) -> None:
         self.counts = [0] * (len(self.bounds) + 1)
@@ -355,8 +359,8 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """Who asks, and how much it matters. Everything is optional, and nothing changes an answer:
-    keys say what a block is."""
+    """The request behind a call: its tenant, priority and hints. Every field is optional, and none
+    changes an answer: keys alone identify blocks."""
 
     tenant: str | None = None
     session: str | None = None  # requests of one conversation or job
@@ -375,7 +379,7 @@ def load_for(
     buffers: Sequence[memoryview],
     context: RequestContext,
 ) -> Future[list[Proof | None]]:
-    """`StoreTier.load`; a store that does not know contexts never gets one."""
+    """Call `StoreTier.load`, with `context` if the store's method takes one."""
     more = {"context": context} if _takes_context(store.load) else {}
     return store.load(keys, buffers, **more)
 
@@ -383,7 +387,7 @@ def load_for(
 def prefetch_lookup_for(
     store: StoreTier, keys: Sequence[bytes], context: RequestContext
 ) -> Future[None] | None:
-    """`StoreTier.prefetch_lookup`; a store that does not know contexts never gets one."""
+    """Call `StoreTier.prefetch_lookup`, with `context` if the store's method takes one."""
     more = {"context": context} if _takes_context(store.prefetch_lookup) else {}
     return store.prefetch_lookup(keys, **more)
 
@@ -396,5 +400,5 @@ def _takes_context(method: Callable[..., object]) -> bool:
 def _names_context(function: Callable[..., object]) -> bool:
     try:
         return "context" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # nothing is known of it
+    except (TypeError, ValueError):  # its signature is unknown
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block noun: how a block is named (its key) and how its bytes lie (its layout).
+"""The block: its name (the key) and the layout of its bytes.
 
 Everything here is part of the ABI described in `docs/abi.md`; golden vectors in
 `tests/tiers/test_block.py` keep it from drifting.
@@ -27,7 +27,7 @@ KEY_BYTES = 40
 TOKEN_BYTES = 4
 LAYOUT_VERSION = 1
 ROOT_VERSION = 2  # 1 had a fingerprint of samples
-# Memory, file offsets and lengths are multiples of this, so that O_DIRECT can be used everywhere.
+# Memory, file offsets and lengths are multiples of this, so that every access can use O_DIRECT.
 ALIGNMENT = 4096
 
 DTYPE_BYTES: Mapping[str, int] = {
@@ -47,7 +47,7 @@ Extra = tuple[str | bytes | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What must be equal for two engines to share a block: the root of every chain.
+    """The values that must be equal for two engines to share a block: the root of every chain.
 
     `model` is a fingerprint of weights and configuration, not a path; `revision` is free text an
     operator may set to separate otherwise equal models. K and V are computed in `dtype` and kept in
@@ -132,7 +132,7 @@ def chain_digests_sha256_cbor(
 
 
 def tenant_salt(secret: bytes, tenant: str, cache_salt: str) -> bytes | None:
-    """The salt of a tenant's first blocks, or None where nothing separates tenants.
+    """The salt of a tenant's first blocks; None without secret, tenant and cache salt.
 
     HMAC-SHA256 under the engine's secret, so no client can choose a salt that widens sharing.
     """
@@ -143,7 +143,7 @@ def tenant_salt(secret: bytes, tenant: str, cache_salt: str) -> bytes | None:
 
 
 class KeyParts(NamedTuple):
-    """A key taken apart."""
+    """The parts of a key."""
 
     digest: bytes
     group: int
@@ -165,8 +165,8 @@ def pack_key(digest: bytes, group: int = 0, shard_rank: int = 0, shard_count: in
 
 
 def cut_keys(packed: bytes) -> list[bytes]:
-    """Keys that lie one after the other, `KEY_BYTES` each. Many at a time: a tuple for each key
-    takes longer than the key."""
+    """Cut joined keys of `KEY_BYTES` each. Unpacks 64 at a time: a tuple for each key would take
+    longer than the key."""
     many = len(packed) // _KEYS.size * _KEYS.size
     keys: list[bytes] = []
     for part in _KEYS.iter_unpack(memoryview(packed)[:many]):
@@ -175,7 +175,8 @@ def cut_keys(packed: bytes) -> list[bytes]:
 
 
 def unpack_key(key: bytes) -> KeyParts:
-    """Take a key apart; raises InvalidBlock for anything `pack_key` cannot have made."""
+    """Split a key into its parts. Raises InvalidBlock for bytes that `pack_key` cannot have
+    made."""
     if len(key) != KEY_BYTES:
         raise InvalidBlock(f"a key has {KEY_BYTES} bytes, not {len(key)}")
     group, rank, count, zero = _KEY_SUFFIX.unpack_from(key, DIGEST_BYTES)
@@ -186,7 +187,7 @@ def unpack_key(key: bytes) -> KeyParts:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """How one block's bytes lie, the same in the pool, the slab, the SSD slot and on the wire.
+    """The layout of one block's bytes, equal in the pool, the slab, the SSD slot and on the wire.
 
     Row-major `[num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]` of `kv_dtype`,
     little-endian: one contiguous chunk over all layers.
@@ -218,7 +219,7 @@ class BlockLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """`page_bytes` rounded up to the alignment: what one block occupies in a slab."""
+        """`page_bytes` rounded up to the alignment: the bytes of one block in a slab."""
         return -(-self.page_bytes // ALIGNMENT) * ALIGNMENT
 
     @property
@@ -227,7 +228,7 @@ class BlockLayout:
         return self.page_bytes // self.block_size
 
     def layout_id(self) -> bytes:
-        """A 16-byte fingerprint; blocks of different layouts never meet."""
+        """A 16-byte fingerprint that keeps blocks of different layouts apart."""
         fields = {
             "layout_version": LAYOUT_VERSION,
             "num_layers": self.num_layers,

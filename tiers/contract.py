@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promises of `tiers/base.py` as functions that any implementation has to pass.
+"""The contracts of `tiers/base.py` as functions that any implementation has to pass.
 
-For whoever writes a tier, also outside this project: call the function on an empty, open tier with
-room for 16 blocks or more; it leaves the tier closed. It makes real calls with real bytes and
-waits for real answers. Raises ContractBroken with what was expected and what came.
+Authors of tiers, also outside this project, call the function on an empty, open tier with room for
+16 blocks or more; it leaves the tier closed. It makes real calls with real bytes and waits for the
+answers. Raises ContractBroken with the expected and the actual value.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ BLOCKS = 8
 
 
 class ContractBroken(AssertionError):
-    """A tier does not do what it promises."""
+    """A tier breaks its contract; the message has the expected and the actual value."""
 
 
 def check_store_contract(store: StoreTier) -> None:
-    """Everything that `StoreTier` promises and one thread can see."""
+    """Check every promise of `StoreTier` that one thread can observe."""
     _keeps_what_it_is_given(store)
     _answers_in_the_order_of_the_keys(store)
     _carries_tags(store)
@@ -41,7 +41,7 @@ def check_store_contract(store: StoreTier) -> None:
 
 
 def check_slab_contract(slab: SlabTier) -> None:
-    """Everything that `SlabTier` promises and one thread can see."""
+    """Check every promise of `SlabTier` that one thread can observe."""
     _cuts_its_memory_into_slots(slab)
     _pairs_reserve_and_commit(slab)
     _never_takes_a_pinned_slot(slab)
@@ -50,7 +50,7 @@ def check_slab_contract(slab: SlabTier) -> None:
 
 
 def make_keys(count: int, salt: str = "") -> list[bytes]:
-    """Keys that are the same in every run."""
+    """Keys that are equal in every run; another `salt` gives other keys."""
     return [pack_key(hashlib.sha256(f"{salt}/{i}".encode()).digest()) for i in range(count)]
 
 
@@ -65,7 +65,7 @@ def make_buffers(count: int, layout: BlockLayout) -> list[memoryview]:
 
 
 def filled_buffers(keys: Sequence[bytes], layout: BlockLayout) -> list[memoryview]:
-    """Buffers that hold what belongs to the keys."""
+    """Buffers that hold the payloads of the keys."""
     buffers = make_buffers(len(keys), layout)
     for key, buffer in zip(keys, buffers, strict=True):
         buffer[: layout.page_bytes] = payload_of(key, layout)
@@ -73,13 +73,13 @@ def filled_buffers(keys: Sequence[bytes], layout: BlockLayout) -> list[memoryvie
 
 
 def put(store: StoreTier, keys: Sequence[bytes]) -> list[bool]:
-    """Store what belongs to the keys and wait; which blocks were kept."""
+    """Store the payloads of the keys and wait. Return which blocks were kept."""
     outcomes = store.store(keys, filled_buffers(keys, store.layout)).result(SECONDS)
     return [outcome is Stored.KEPT for outcome in outcomes]
 
 
 def fetch(store: StoreTier, keys: Sequence[bytes]) -> list[bytes | None]:
-    """The payloads of hits, None for misses. A hit with other bytes is a broken contract."""
+    """Load the payloads of hits; None for misses. A hit with other bytes breaks the contract."""
     buffers = make_buffers(len(keys), store.layout)
     proofs = store.load(keys, buffers).result(SECONDS)
     _expect("one answer for each key", len(keys), len(proofs))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors a tier may raise, and who is at fault in each.
+"""The errors that a tier may raise, and the cause of each.
 
     TierError
     ├── InvalidBlock     the caller gave a key, layout or buffer that cannot be right
@@ -16,7 +16,7 @@ import errno
 import os
 from pathlib import Path
 
-# What a file system says that no waiting mends, and what does. Everything else may pass: a disk
+# Errors of a file system that do not pass by waiting, and their cures. All others may pass: a disk
 # that is not mounted, full, read-only or broken, permissions, a shortage of memory or descriptors.
 LASTING = {
     errno.ELOOP: "its links lead in a circle; name a directory",
@@ -32,25 +32,25 @@ LASTING = {
 
 
 class TierError(Exception):
-    """Base of everything a tier raises."""
+    """The base of all errors of a tier."""
 
 
 class InvalidBlock(TierError, ValueError):
-    """A key, layout or buffer that no caller should have made."""
+    """An invalid key, layout or buffer; the caller's mistake."""
 
 
 class TierConfigError(TierError, ValueError):
-    """A setting that cannot work; the message says what was expected, what came, what to do."""
+    """An invalid setting; the message has the expected value, the actual one and the cure."""
 
 
 class TierDown(TierConfigError):
-    """What the tier needs is not there at present, such as a mount or a server. Opening it later
-    may succeed without anybody changing a setting."""
+    """A mount, a server or another need of the tier is missing at present. Opening it later may
+    succeed with the same settings."""
 
 
 def lasting_cause(error: BaseException, path: Path | None = None) -> str | None:
-    """What is to be changed where waiting mends nothing; None for what may pass, and for what is no
-    error of a file system. `path` is the directory that could not be made."""
+    """The cure of an error that does not pass by waiting; None for one that may pass, and for one
+    that no file system raised. `path` is the directory that could not be made."""
     if not isinstance(error, OSError) or error.errno is None:
         return None
     if path is not None and error.errno in (errno.EEXIST, errno.ENOENT, errno.ENOTDIR):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ForwardingStore: a store over another one. What wraps a store inherits it and overrides what it
-changes; the slab's hierarchy asks a store that is at most two such wrappers deep."""
+"""ForwardingStore: a store over another one. A wrapper of a store inherits it and overrides the
+calls that it changes; a store of the hierarchy has at most two such wrappers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .tag import Proof, Proofs
 
 
 class ForwardingStore(StoreTier):
-    """Every call goes to `inner`, which a subclass may replace while calls run."""
+    """Passes every call on to `inner`, which a subclass may replace while calls run."""
 
     def __init__(self, name: str, layout: BlockLayout, inner: StoreTier) -> None:
         self.name = name

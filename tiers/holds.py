@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds: blocks that are not to be evicted before a time, because somebody will ask for them.
+"""Holds: blocks that are not evicted before a time, because a request will need them.
 
-They are held by name, so that one on its way in is held when it comes, and one that never comes
-costs nothing but its name. A hold ends with its time at the latest, whoever made it, and what all
-of them name is bounded. Time is monotonic.
+They are held by name, so that a block on its way in is held when it comes, and one that never comes
+costs only its name. Every hold ends with its time at the latest, and the number of held names is
+bounded. Time is monotonic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Beside one entry for each hold: those that were released early, until their time has come.
+# Holds that were released early stay in the heap: at most this many more than half of its entries.
 _MOST_DEAD = 64
 
 
@@ -28,8 +28,8 @@ class Hold:
 
 
 class Holds:
-    """Names of at most `most_blocks` blocks. A name that several hold is held by each of them, and
-    counts once. Called under its owner's lock."""
+    """Holds on at most `most_blocks` names. A name in several holds counts once, and is held until
+    the last of them ends. Called under its owner's lock."""
 
     def __init__(self, most_blocks: int) -> None:
         self.most_blocks = most_blocks
@@ -39,7 +39,7 @@ class Holds:
         self._num_dead = 0
 
     def create_hold(self, keys: Sequence[bytes], until: float, now: float) -> Hold:
-        """Hold the leading ones of these, given head first, as far as there is room."""
+        """Hold the leading keys of these, given head first, as far as there is room."""
         self.expire(now)
         room = self.most_blocks - len(self.times)
         taken: list[bytes] = []
@@ -56,7 +56,7 @@ class Holds:
         return hold
 
     def end_hold(self, hold: Hold) -> None:
-        """End a hold before its time. It may have ended."""
+        """End a hold before its time; one that has ended is ignored."""
         if hold.is_over:
             return
         self._release_hold(hold)
@@ -77,7 +77,7 @@ class Holds:
                 self._release_hold(hold)
 
     def clear(self) -> None:
-        """End all."""
+        """End all holds, before their times."""
         for _, _, hold in self._ends:
             hold.is_over = True
         self._ends.clear()

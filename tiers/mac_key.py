@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key that seals the records of a store, or makes the tags of blocks on cache servers: read
-from a file of its owner's, never made here.
+from an operator's file, never made here.
 
     id                 the first 8 bytes of HMAC-SHA256(key, "id")
     key of one store   HMAC-SHA256(key, "store" ‖ 0 ‖ namespace)
     key of tags        HMAC-SHA256(key, "tag")
 
-The second keeps a record of one store from passing in another of the same key, where the names of
-blocks do not say which model they are of.
+The second line keeps a record of one store from being valid in another one with the same key, where
+block keys do not identify the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ID_BYTES = 8
 
 
 class MacKey:
-    """A key, which no text of it shows. Raises TierConfigError for one that is too short."""
+    """A key that has no printable form. Raises TierConfigError for a key of a wrong length."""
 
     def __init__(self, key: bytes) -> None:
         if not LEAST_BYTES <= len(key) <= MOST_BYTES:
@@ -41,7 +41,7 @@ class MacKey:
 
     @property
     def tag_key(self) -> bytes:
-        """The key that makes the tags of blocks, where they are made with this key."""
+        """The key for the tags of blocks, derived from this key."""
         return self._derive(b"tag")
 
     def seal(self, namespace: bytes) -> Seal:
@@ -52,12 +52,13 @@ class MacKey:
 
 
 def read_mac_key(path: Path, flag: str, store: Path | None = None) -> MacKey:
-    """The key that the file at `path` is, every byte of it, a line's end too. `flag` is the option
-    that named it; `store` a directory whose writers are to be kept out. A file that others can read
-    is a warning in the log. Raises TierConfigError with a cure."""
+    """Read the key at `path`: all bytes of the file, a line end too. `flag` is the option that
+    named it; `store` a directory that must not hold the file, since its writers could exchange it.
+    A file that other users can access gives a warning in the log. Raises TierConfigError with a
+    cure."""
     if store is not None and _lies_in(store, path):
         raise TierConfigError(
-            f"{flag} names {path}, which lies in {store}, where whoever can write could exchange "
+            f"{flag} names {path}, which lies in {store}, where any writer could exchange "
             "it; keep it elsewhere"
         )
     try:
@@ -92,7 +93,7 @@ def read_mac_key(path: Path, flag: str, store: Path | None = None) -> MacKey:
 
 def _lies_in(folder: Path, path: Path) -> bool:
     """Whether the file, or the link to it, lies in that folder."""
-    # realpath, which takes links that lead in a circle.
+    # realpath does not raise for a circle of links.
     places = Path(os.path.realpath(path.parent), path.name), Path(os.path.realpath(path))
     return any(place.is_relative_to(os.path.realpath(folder)) for place in places)
 

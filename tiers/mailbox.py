@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mailbox: how store threads and deadlines reach the one thread that owns the hierarchy."""
+"""The mailbox: passes completions and alarms to the one thread that owns the hierarchy."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import Callable
 
 
 class Mailbox:
-    """Completions, one alarm, and what has changed. `deliver` may be called from any thread, the
-    rest by the owner. `wakeup` tells the owner, from any thread, that there is something to do."""
+    """Completions, one alarm, and a version for changes. `deliver` may be called from any thread,
+    the rest by the owner. `wakeup` is called, from any thread, when the owner has work."""
 
     def __init__(self, wakeup: Callable[[], None]) -> None:
         self._wakeup = wakeup
         self._queue: deque[Callable[[], None]] = deque()
         self._delivered = threading.Event()
         self._alarm = Alarm(self._ring)
-        self.is_due = True  # something has happened since the owner last set this to False
+        self.is_due = True  # work may have come since the owner last set this to False
         self.version = 0  # the owner's parts add 1 for whatever a ticket or a look-up could show
 
     def deliver(self, completion: Callable[[], None]) -> None:
@@ -29,7 +29,7 @@ class Mailbox:
         self._ring()
 
     def wake_at(self, moment: float) -> None:
-        """Wake the owner at `moment` (seconds, monotonic clock)."""
+        """Set an alarm: the owner is woken at `moment` (seconds, monotonic clock)."""
         self._alarm.at(moment)
 
     def run_delivered(self) -> None:
@@ -38,11 +38,11 @@ class Mailbox:
             self._queue.popleft()()
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until something is delivered, at most so long."""
+        """Wait until a completion is delivered or `timeout_seconds` are over."""
         self._delivered.wait(timeout_seconds)
 
     def close(self) -> None:
-        """Ring no alarm any more. Completions are still taken."""
+        """End the alarm for good. Completions can still be delivered and run."""
         self._alarm.close()
 
     def _ring(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record: a block's bytes with the header that lets a reader refuse everything else.
+"""The record: a block's bytes with a header that lets a reader refuse any other record.
 
     offset bytes field
          0     8 magic "STRKVBLK"
@@ -13,7 +13,7 @@
         88     8 payload bytes once decoded; 0 where there is no codec
         96    16 tag, as the engine that stored the block made it (`tag.py`)
        112    16 xxh3-128 over bytes 0..111 and the digest of the payload as it lies here; or the
-                 seal of bytes 0..111 and the payload (`record_seal.py`)
+                 seal of bytes 0..111 and the payload (`Seal`)
 All integers little-endian. Version 1 had no tag; a record of it is a miss.
 """
 
@@ -42,9 +42,9 @@ _FIELDS = struct.Struct("<8sHHIQQ16s40sQ16s")
 
 
 class Seal:
-    """A checksum that only who has the key can make: the first 16 bytes of HMAC-SHA256. It stands
-    where the plain checksum stands and covers the same bytes, so a record has one layout with and
-    without it. Thread-safe; hashing a payload releases the interpreter."""
+    """A checksum that only a holder of the key can make: the first 16 bytes of HMAC-SHA256. It
+    stands in the place of the plain checksum and covers the same bytes, so a record has one layout
+    with and without it. Thread-safe; hashing a payload releases the interpreter."""
 
     def __init__(self, key: bytes) -> None:
         self._keyed = hmac.new(key, digestmod="sha256")  # copied, so the key is hashed once
@@ -61,7 +61,7 @@ _GENERATION_OFFSET, _KEY_OFFSET, _TAG_OFFSET, _CHECKED_BYTES = 24, 48, 96, 112
 
 
 class Defect(Enum):
-    """Why a record was refused; the value is the label in metrics."""
+    """The reason why a record was refused; the value is the label in metrics."""
 
     SHORT = "short"
     MAGIC = "magic"
@@ -71,14 +71,14 @@ class Defect(Enum):
     LENGTH = "length"
     GENERATION = "generation"
     CHECKSUM = "checksum"
-    ENCODING = "encoding"  # whole, but no codec can have written it
+    ENCODING = "encoding"  # its checksum fits, but no codec can have written it
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """The fields of a header that vary, and what seals the record: no reader that expects a seal
-    takes a plain checksum for one, nor the other way round. Who checks a record learns its tag
-    from it, so that of an expected header does not count."""
+    """The fields of a header that vary, and the seal of the record. A reader that expects a seal
+    refuses a plain checksum, and one that expects a plain checksum refuses a seal. A check returns
+    the record's tag, so the tag of an expected header is ignored."""
 
     key: bytes
     layout_id: bytes
@@ -96,8 +96,8 @@ class RecordHeader:
 
 
 def encode_header(header: RecordHeader, payload: Buffer, digest: bytes | None = None) -> bytes:
-    """The 128 header bytes for `payload`, checksum included. `digest` is the payload's, where it is
-    known: then it is not read again, except for a seal."""
+    """The 128 header bytes for `payload`, checksum included. `digest` is the payload's, if known:
+    then the payload is not read again, except for a seal."""
     if len(header.key) != KEY_BYTES or len(header.layout_id) != 16:
         raise ValueError("a record header takes a 40-byte key and a 16-byte layout id")
     if not 0 <= header.codec <= LARGEST_CODEC:
@@ -120,14 +120,14 @@ def encode_header(header: RecordHeader, payload: Buffer, digest: bytes | None = 
 
 
 class PlainHeaders:
-    """The headers of records of one layout, without a codec: as `encode_header` makes them, in a
-    fifth of its time, since most of each is the same. Thread-safe."""
+    """Headers of records of one layout, without a codec: equal to those of `encode_header`, in a
+    fifth of its time, since most bytes of all headers are the same. Thread-safe."""
 
     def __init__(self, layout_id: bytes, payload_bytes: int, seal: Seal | None = None) -> None:
         whole = _FIELDS.pack(
             MAGIC, RECORD_VERSION, HEADER_BYTES, 0, payload_bytes, 0, layout_id, b"", 0, b""
         )
-        self.shared = whole  # what they all say, with zeros in place of what differs
+        self.shared = whole  # the common fields, with zeros in place of the others
         self._head = whole[:_GENERATION_OFFSET]
         self._layout_id = layout_id
         self._decoded = bytes(_TAG_OFFSET - _KEY_OFFSET - KEY_BYTES)
@@ -145,7 +145,7 @@ class PlainHeaders:
 
 
 def decode_header(raw_header: Buffer) -> RecordHeader | None:
-    """What a header says of its record, unverified; None for bytes that are no header."""
+    """Read the fields of a header, unverified; None for bytes that are no header."""
     if len(raw_header) < HEADER_BYTES or bytes(raw_header[: len(MAGIC)]) != MAGIC:
         return None
     fields = _FIELDS.unpack(bytes(raw_header[:_CHECKED_BYTES]))
@@ -154,7 +154,7 @@ def decode_header(raw_header: Buffer) -> RecordHeader | None:
 
 
 def check_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -> Defect | None:
-    """None if the record is exactly the expected one, else the first defect found."""
+    """Return None if the record is exactly the expected one, else the first defect found."""
     found = verify_record(raw_header, payload, expected)
     return found if isinstance(found, Defect) else None
 
@@ -174,7 +174,7 @@ def verify_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -
 
 
 def check_fields(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -> Defect | None:
-    """Does what `check_record` does, without a look at what the payload holds."""
+    """Check a record as `check_record` does, but for the bytes of the payload."""
     if len(raw_header) < HEADER_BYTES:
         return Defect.SHORT
     fields = _FIELDS.unpack(bytes(raw_header[:_CHECKED_BYTES]))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other projects bring, found by entry point and opened by name: tiers, eviction policies,
-admission filters.
+"""The registry of other packages' tiers, eviction policies and admission filters, found by entry
+point and opened by name.
 
 A package declares one in its own `pyproject.toml`:
 
@@ -9,8 +9,8 @@ A package declares one in its own `pyproject.toml`:
 
 where `open_tier` takes a `TierRequest` and returns an empty or a filled `StoreTier` that keeps the
 promise of `tiers/base.py` (`tiers/contract.py` checks that). `policies/known_policies.py` and
-`admission/filters.py` say what the other groups name. Nothing of a package is imported before its
-name is given.
+`admission/filters.py` describe the other groups. A package is imported only when a setting names
+its entry point.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ENTRY_POINTS = "stratakv.tiers"
 
 @dataclass(frozen=True, slots=True)
 class TierRequest:
-    """What a tier is opened for. `options` are the operator's, as text, unchecked."""
+    """The request to open a tier. `options` are the operator's, as text, unchecked."""
 
     name: str
     layout: BlockLayout
-    namespace: bytes  # blocks of another one must never be found
+    namespace: bytes  # blocks of another namespace must never be found
     options: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -44,13 +44,13 @@ def installed_tiers() -> list[str]:
 
 
 def installed(group: str) -> list[str]:
-    """The names that other packages bring in a group of entry points, sorted."""
+    """The names of other packages' entry points in a group, sorted."""
     return sorted({point.name for point in entry_points(group=group)})
 
 
 def find_entry(group: str, what: str, name: str, ours: Sequence[str]) -> EntryPoint:
-    """The entry point of this name; `what` it is and which are `ours` are for the message. Raises
-    TierConfigError where there is none, or several that differ."""
+    """The entry point of this name; `what` (its kind) and `ours` (the built-in names) are for the
+    message. Raises TierConfigError where there is none, or several that differ."""
     found = list(entry_points(group=group, name=name))
     if not found:
         raise TierConfigError(
@@ -66,15 +66,15 @@ def find_entry(group: str, what: str, name: str, ours: Sequence[str]) -> EntryPo
 
 
 def open_tier(request: TierRequest) -> StoreTier:
-    """Open a tier by name. Raises TierConfigError with the cause and a cure, TierDown where the
-    tier's place may come back."""
+    """Open a tier by name. Raises TierConfigError with cause and cure, TierDown where the cause may
+    pass."""
     point = find_entry(ENTRY_POINTS, "tier", request.name, ("cpu", "ssd"))
     try:
         open_it: OpenTier = point.load()
         store = open_it(request)
     except TierConfigError:
         raise
-    except Exception as error:  # code of others, at start: whatever it is, it is named
+    except Exception as error:  # another package's code, at start: any error names it
         may_pass = isinstance(error, OSError) and lasting_cause(error) is None
         kind = TierDown if may_pass else TierConfigError
         raise kind(

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ReopeningStore: a store that may be down at the start, and whose disk may go and come back.
+"""ReopeningStore: a store that may be down at the start, and whose disk may vanish and return.
 
     down ──it can be opened──► in use ──the disk is gone, or the folder──► closed ──► down
 
 While it is down every look-up is a miss and every block is refused. A thread tries to open it, soon
-at first and then ever more rarely. Only a store that lies there is opened again, never a new one
-made: the folder where a disk was mounted is on another disk once it is not.
+at first and then ever more rarely. Only an existing store is opened again and no new one made:
+while the disk is not mounted, the folder of its mount is on another disk.
 
-A file that is open on a disk that went will never work again, also when the disk is back at its
-place, and what is written to files that were removed is lost. So the thread looks whether the files
-of a `DiskStore` are still at their path, and once faults have been met whether they can be read;
-where not it closes the store.
+A file that was open on a lost disk never works again, even when the disk is back, and writes to
+removed files are lost. So the thread checks whether the files of a `DiskStore` are still at their
+path, and after faults also whether they can be read; if not, it closes the store.
 
-A disk that hangs may keep a thread of the store for longer than `close` waits, and the store keeps
-its files and its lock so long. They are closed as soon as the thread is back: until then the store
-could not be opened again, by us least of all.
+A disk that hangs may keep a thread of the store for longer than `close` waits; the store keeps its
+files and its lock for that time. They are closed as soon as the thread has ended: until then no
+process can open the store again.
 """
 
 from __future__ import annotations
@@ -38,11 +37,12 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 LOOK_SECONDS = 1.0
-# Keys in `TierStats.errors`: times that it could not be opened, and that the disk was gone.
+# Keys in `TierStats.errors`: times that the store could not be opened, and that its disk was gone.
 DOWN, GONE = "down", "disk gone"
-# Blocks that are to be forgotten once it opens; with more, everything is.
+# Most dropped keys that are remembered while the store is down; with more, all its blocks are
+# forgotten.
 MOST_DROPPED = 65536
-_CLOSE_SECONDS = 2.0  # for a store whose disk is gone: nothing of it can be written
+_CLOSE_SECONDS = 2.0  # for a store whose disk is gone: its writes cannot end
 _GAUGES = ("capacity_bytes", "used_bytes", "capacity_blocks", "blocks", "pinned_blocks",
            "reserved_blocks")  # fmt: skip
 
@@ -50,15 +50,15 @@ _T = TypeVar("_T")
 
 
 class ReopeningStore(ForwardingStore):
-    """`opened` is the store where it is open already. `open_it` raises TierDown while it cannot be
-    opened; what else it raises at the first opening is the end of trying. Thread-safe. The seconds
-    are for tests."""
+    """`opened` is the store if it is open already. `open_it` raises TierDown while it cannot be
+    opened; any other error at the first opening ends the attempts. Thread-safe. The seconds are for
+    tests."""
 
     @classmethod
     def wait_for(
         cls, name: str, layout: BlockLayout, open_it: Callable[[bool], StoreTier], error: TierDown
     ) -> ReopeningStore:
-        """A store that is down, as this error says."""
+        """Return a store that is down for the reason in `error`, which is logged."""
         log.warning("serving without the %s tier until it can be opened: %s", name, error)
         return cls(name, layout, open_it)
 
@@ -85,11 +85,11 @@ class ReopeningStore(ForwardingStore):
         self._was_open = opened is not None
         self._is_over = opened is not None and not isinstance(opened, DiskStore)
         self._times_down = int(opened is None)
-        self._past = TierStats()  # counters of stores whose disk went
+        self._past = TierStats()  # counters of stores that lost their disk
         self._hanging: list[DiskStore] = []  # the thread's own
-        self._lock = threading.Lock()  # guards what follows, and `inner`
-        self._is_cleared = False  # what it held before is forgotten
-        self._dropped: set[bytes] = set()  # so are these
+        self._lock = threading.Lock()  # guards the fields below, and `inner`
+        self._is_cleared = False  # forget all earlier blocks when it opens
+        self._dropped: set[bytes] = set()  # forget these keys when it opens
         self._is_closed = False
         self._closing = threading.Event()
         self._thread = threading.Thread(
@@ -122,7 +122,8 @@ class ReopeningStore(ForwardingStore):
         return self._retry_after_reopen(lambda: self.inner.lease(keys, seconds))
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """See StoreTier. Includes what it will turn out to hold, of which none is known now."""
+        """See StoreTier. Applies to blocks of a store that is down too, when it opens; these are
+        not counted."""
         with self._lock:
             if self.inner is self._empty and not self._is_cleared:
                 self._dropped.update(keys)
@@ -131,13 +132,13 @@ class ReopeningStore(ForwardingStore):
             return self.inner.drop(keys)
 
     def clear(self) -> None:
-        """See StoreTier. Includes what it will turn out to hold."""
+        """See StoreTier. Applies to blocks of a store that is down too, when it opens."""
         with self._lock:
             self._is_cleared |= self.inner is self._empty
             self.inner.clear()
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
-        """See StoreTier. While it is down what it was told to forget is still there."""
+        """See StoreTier. False while the store is down and has blocks to forget."""
         inner = self.inner  # once: it may be replaced meanwhile
         if inner is not self._empty:
             return inner.wait_forgotten(timeout_seconds)
@@ -152,7 +153,8 @@ class ReopeningStore(ForwardingStore):
         return stats
 
     def close(self, timeout_seconds: float) -> None:
-        """See StoreTier. An opening under way that takes longer closes what it opened by itself."""
+        """See StoreTier. If an opening under way takes longer, the thread closes the store it
+        opened."""
         deadline = time.monotonic() + timeout_seconds
         self._closing.set()
         with self._lock:
@@ -162,7 +164,7 @@ class ReopeningStore(ForwardingStore):
         self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
 
     def _retry_after_reopen(self, call: Callable[[], _T]) -> _T:
-        """Ask the store, and the one that has just taken its place where it was closed for that."""
+        """Call the store; if it was closed because another one took its place, call that one."""
         asked = self.inner
         try:
             return call()
@@ -180,7 +182,7 @@ class ReopeningStore(ForwardingStore):
                     self._open_when_due()
                 elif isinstance(store, DiskStore) and store.has_lost_disk():
                     self._give_up(store)
-            except Exception:  # the next look may do better
+            except Exception:  # the next round may succeed
                 log.exception("the %s tier could not be looked after", self._shown_name)
             if self._is_over and not self._hanging:
                 return
@@ -208,7 +210,7 @@ class ReopeningStore(ForwardingStore):
             self._is_over = True
             log.exception("the %s tier stays closed: it could not be opened", self._shown_name)
         else:
-            self._is_over = not isinstance(store, DiskStore)  # nothing is left to look at
+            self._is_over = not isinstance(store, DiskStore)  # no disk to watch
             self._take_over(store)
 
     def _open_inner(self) -> StoreTier:
@@ -263,35 +265,35 @@ class ReopeningStore(ForwardingStore):
         self._end_hanging()
 
     def _end_hanging(self) -> None:
-        """Close those stores of which no thread is with the disk any more."""
+        """Close given-up stores again, and forget those whose files are closed now."""
         for store in self._hanging:
             store.close(0.0)
         self._hanging = [store for store in self._hanging if store.has_open_files]
 
 
 class DiskStore(StoreTier):
-    """A store in files whose disk may go while it is open."""
+    """A store in files whose disk may vanish while it is open."""
 
     path: Path
 
     @abstractmethod
     def has_lost_disk(self) -> bool:
-        """Whether the disk is gone for this store. Waits for the disk. For one thread."""
+        """Whether this store has lost its disk. Waits for the disk. Called by one thread."""
 
     @abstractmethod
     def not_yet_forgotten(self) -> tuple[list[bytes], bool]:
-        """Keys that were dropped and may still be on the disk, and whether everything is to be
+        """Dropped keys that may still be on the disk, and whether every block is to be
         forgotten."""
 
     @property
     @abstractmethod
     def has_open_files(self) -> bool:
-        """Whether its files are open, and its folder locked: as long as it is not closed, or the
-        disk holds one of its threads."""
+        """Whether the store's files are open and its folder locked: until it is closed and the disk
+        holds none of its threads."""
 
 
 class EmptyStore(StoreTier):
-    """A store that is down: it has nothing and takes nothing."""
+    """A store that is down: it has no blocks and refuses all."""
 
     is_up = False
 

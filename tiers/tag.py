@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tag of a block: made by the engine that stores it, carried wherever the block goes, and what
-an engine that loads it compares.
+"""The tag of a block: the engine that stores the block makes it, every tier keeps it with the
+block, and an engine that loads the block compares it.
 
     digest   xxh3-128(payload)                                          what lies here
     tag      xxh3-128(name ‖ digest)                                    what was stored under a name
@@ -9,8 +9,8 @@ an engine that loads it compares.
 
 A tier keeps digest and tag together as the block's proof. It compares the digest whenever it moves
 the bytes, for which it needs neither the name nor a key; it never makes a tag for bytes that came
-with one. A tag without a key finds damage and mix-ups. With a key, nobody who lacks it can make
-one: not the server that keeps the block, and no other client of it.
+with one. A tag without a key finds damage and mix-ups. A tag with a key can be made only with that
+key: neither by the server that keeps the block nor by another client of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Proof(NamedTuple):
-    """What came with a block: its tag, and the digest of its bytes. 16 bytes each."""
+    """The proof of a block: its tag and the digest of its bytes, 16 bytes each."""
 
     tag: bytes
     digest: bytes
@@ -42,7 +42,7 @@ class Proof(NamedTuple):
         return self.tag + self.digest
 
 
-# Of each block of a batch; None where the block did not come, or came without one.
+# Proofs of a batch's blocks; None where a block did not come, or came without one.
 Proofs = Sequence[Proof | None]
 
 
@@ -56,8 +56,8 @@ def payload_digest(payload: Buffer) -> bytes:
 
 
 class Tagger:
-    """Makes tags of blocks of one layout. `tag_key`: 32 bytes or more that all engines share that
-    load each other's blocks, and nobody else has. Thread-safe."""
+    """Makes tags of blocks of one layout. `tag_key`: a secret of 32 bytes or more, shared by all
+    engines that load each other's blocks. Thread-safe."""
 
     def __init__(self, layout_id: bytes, payload_bytes: int, tag_key: bytes | None = None) -> None:
         self._name_head = _NAME_HEAD.pack(_MAGIC, layout_id, payload_bytes)
@@ -65,33 +65,33 @@ class Tagger:
 
     @property
     def is_keyed(self) -> bool:
-        """Whether a tag takes the bytes of its block, and not only their digest."""
+        """Whether a tag is made from the bytes of its block, and not only from their digest."""
         return self._keyed is not None
 
     def join_names(self, keys: Sequence[bytes]) -> bytes:
-        """The names of blocks, one after the other and all of one length."""
+        """The names of blocks, of one length each, joined without separators."""
         head = self._name_head
         return b"".join([head + key for key in keys])
 
     def tag(self, key: bytes, digest: bytes) -> bytes:
-        """The tag without a tag key of the block `key` whose bytes have this digest."""
+        """The tag, without a tag key, of the block `key` whose bytes have this digest."""
         return xxhash.xxh3_128_digest(self._name_head + key + digest)
 
     def prove_all(self, keys: Sequence[bytes], digests: Sequence[bytes]) -> list[Proof]:
-        """The proofs without a tag key of blocks whose bytes have these digests."""
+        """The proofs, without a tag key, of blocks whose bytes have these digests."""
         head, digest_of = self._name_head, xxhash.xxh3_128_digest
         pairs = zip(keys, digests, strict=True)
         return [Proof(digest_of(head + key + digest), digest) for key, digest in pairs]
 
     def create_hasher(self, key: bytes) -> Any:
-        """A hasher with `update`, for a payload that comes in parts, so that each is hashed while
-        it is in the processor's cache; `finish_proof` takes it."""
+        """A hasher with `update`, for a payload that comes in parts, so that each part is hashed
+        while it is in the processor's cache; `finish_proof` takes the hasher."""
         if self._keyed is None:
             return xxhash.xxh3_128()
         return _KeyedHasher(self._keyed, self._name_head + key)
 
     def finish_proof(self, key: bytes, hasher: Any) -> Proof:
-        """The proof of the payload that `hasher`, from `create_hasher(key)`, was given."""
+        """The proof of the payload passed to `hasher`, which is from `create_hasher(key)`."""
         digest = hasher.digest()
         if self._keyed is None:
             return Proof(self.tag(key, digest), digest)
@@ -108,7 +108,7 @@ class Tagger:
 
 
 class Hashed:
-    """In place of a hasher, where the bytes have been hashed already."""
+    """A stand-in for a hasher whose bytes have been hashed already."""
 
     def __init__(self, digest: bytes) -> None:
         self._digest = digest

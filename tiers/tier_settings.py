@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the tiers: each field is an option too, with its reader and its help.
+"""The settings of the tiers: most fields are options too, each with its reader and its help.
 
 `settings/option.py` makes flags, environment variables and keys of files out of them, and
 `assemble.py` builds the tiers from them. A new option is a field here and the code that uses it.
@@ -27,11 +27,11 @@ from .settings.values import GIB, MAX_THREADS, MIB, ConfigError, within
 if TYPE_CHECKING:
     from .testing.faulty_store import Drill
 
-REMOTE = "remote"  # the tier that cache servers are together
-PEER = "peer"  # the tier that other engines are together
+REMOTE = "remote"  # the name of the tier of all cache servers
+PEER = "peer"  # the name of the tier of all other engines
 DURABILITIES = ("sync", "async")
 MAX_DISKS = 16
-# Longer than any answer takes that is sooner than computing a prompt.
+# Later answers come after the prompt could have been computed.
 MAX_LOOKUP_SECONDS = 60.0
 
 _policy = readers.one_of_these_or(POLICIES, known_policies)
@@ -55,8 +55,8 @@ class CpuSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdSettings:
     """The SSD tier. `path` may name several directories by commas, on a disk each, which then share
-    `capacity_bytes` evenly: see `paths`. `daily_bytes` bounds what is written to it, shutdown
-    apart; the key in `mac_key_file` seals it against whoever else can write there."""
+    `capacity_bytes` evenly: see `paths`. `daily_bytes` bounds the writes of a day, except at
+    shutdown; the key in `mac_key_file` seals the records against other writers of the directory."""
 
     path: Path | None = setting(
         None, readers.path, "directory of the ssd tier, or of several disks by commas", "DIR",
@@ -102,25 +102,26 @@ class SsdSettings:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The directory, or those of several disks."""
+        """The directories, one for each disk; none without a path."""
         if self.path is None:
             return ()
         return tuple(Path(part.strip()).expanduser() for part in str(self.path).split(","))
 
     def below(self, folder: str) -> SsdSettings:
-        """The same in a folder below each directory."""
+        """A copy of these settings in which `folder` is appended to each directory."""
         return replace(self, path=Path(",".join(str(path / folder) for path in self.paths)))
 
 
 def _check_apart(paths: Sequence[Path]) -> None:
-    """Raises ConfigError for a directory that stands twice, lies in another, or has no name."""
+    """Raise ConfigError for too many directories, and for one that is given twice, lies in another,
+    or has no name."""
     if any(path == Path() for path in paths):
         raise ConfigError(
             "an ssd path between two commas is empty; name a directory or drop a comma"
         )
     if len(paths) > MAX_DISKS:
         raise ConfigError(f"the ssd tier takes up to {MAX_DISKS} disks, not {len(paths)}")
-    real = [Path(os.path.realpath(path)) for path in paths]  # where links lead in a circle too
+    real = [Path(os.path.realpath(path)) for path in paths]  # does not raise for a circle of links
     for number, path in enumerate(real):
         for other in real[number + 1 :]:
             if path == other:
@@ -134,15 +135,15 @@ def _check_apart(paths: Sequence[Path]) -> None:
                 )
 
 
-# Of a cache server, which writes whatever its slab loses, unless told otherwise.
+# Of a cache server: by default it writes all blocks that its slab loses.
 SERVER_SSD = SsdSettings(admission="all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSettings:
-    """The files that a client shows and trusts."""
+    """The files that a client presents and trusts."""
 
-    THEM: ClassVar[str]  # whom it asks, in a help
+    THEM: ClassVar[str]  # the servers, as help texts name them
 
     token_file: Path | None = setting(None, readers.path, "file with the token for {them}", "FILE")
     ca_file: Path | None = setting(
@@ -161,20 +162,21 @@ class ClientSettings:
     )  # fmt: skip
 
     def credentials(self) -> Credentials:
-        """What is shown to them. Raises TierConfigError for half a certificate."""
+        """The credentials to present. Raises TierConfigError for a certificate without a key or a
+        key without a certificate."""
         return Credentials(**{each.name: getattr(self, each.name) for each in fields(Credentials)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSettings(ClientSettings):
-    """The files that reading other engines' slabs needs."""
+    """The files for reading other engines' slabs."""
 
     THEM: ClassVar[str] = "other engines"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteTierSettings(ClientSettings):
-    """The files that the tier of cache servers needs, and how long it waits for an answer."""
+    """The files of the tier of cache servers, and the longest wait for an answer."""
 
     THEM: ClassVar[str] = "cache servers"
 
@@ -191,7 +193,7 @@ class RemoteTierSettings(ClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """Who may read this engine's slab, where it is served to other engines, and how."""
+    """Access to this engine's slab, where it is served to other engines."""
 
     token_file: Path | None = setting(
         None, readers.path, "file of the token that other engines send", "FILE",
@@ -204,12 +206,12 @@ class ServeSettings:
     tls_client_ca: Path | None = setting(
         None, readers.path, "ask other engines for certificates of this CA", "FILE"
     )
-    insecure: bool = setting(False, readers.switch, "let anybody read the cpu tier who reaches it")
+    insecure: bool = setting(False, readers.switch, "let every connecting client read the cpu tier")
 
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """Where to listen; port 0 takes any that is free."""
+    """The address to listen on; port 0 takes any free port."""
 
     host: str  # without brackets
     port: int
@@ -217,8 +219,8 @@ class ListenAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """All tiers from the slab down, and how they are used. Engines and adapters inherit it and say
-    how its fields are given. The ssd tier exists where it has a path."""
+    """The settings of all tiers from the slab down. Engines and adapters inherit it and define the
+    options of its fields. The ssd tier exists where it has a path."""
 
     cpu: CpuSettings = field(default_factory=CpuSettings)
     ssd: SsdSettings = field(default_factory=SsdSettings)
@@ -235,7 +237,7 @@ class TierSettings:
     faults: str = ""  # see tiers/testing/fault_plan.py
     watermark: float = WATERMARK  # share of the slab that is written back ahead of evictions
     read_seconds: float = READ_SECONDS  # for the blocks of one load
-    keeps_unwritten: bool = False  # evict no block that a store is still to have
+    keeps_unwritten: bool = False  # evict no block before it is written
 
     @property
     def has_ssd(self) -> bool:
@@ -253,9 +255,9 @@ class TierSettings:
 
     @property
     def drill(self) -> Drill | None:
-        """The faults to inject; None where none were asked for. Raises TierConfigError."""
+        """The faults to inject; None where `faults` is empty. Raises TierConfigError."""
         if not self.faults:
             return None
-        from .testing.faulty_store import parse_drill  # no process without a drill loads it
+        from .testing.faulty_store import parse_drill  # only a process with a drill loads it
 
         return parse_drill(self.faults, self.store_names)

@@ -106,14 +106,20 @@ def add_legend(figure: Any, axes: Any, columns: int, handles: Sequence[Any] = ()
 
 
 def save_figure(figure: Any, environment: Mapping[str, Any], path: Path) -> Path:
-    """Write the PNG, with what the report's `environment` says of the machine at its foot."""
+    """Write the picture, a PNG or by its name an SVG, with what the report's `environment` says of
+    the machine at its foot."""
     from matplotlib import pyplot
 
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(footer(environment), fontsize=7.5, color="#555555", x=0.995, ha="right")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI, pil_kwargs={"optimize": True})
+    if path.suffix == ".svg":
+        # The same bytes for the same figures: no date, and ids that are not drawn by chance.
+        with pyplot.rc_context({"svg.hashsalt": "stratakv"}):
+            figure.savefig(path, metadata={"Date": None})
+    else:
+        figure.savefig(path, dpi=DPI, pil_kwargs={"optimize": True})
     pyplot.close(figure)
     return path
 

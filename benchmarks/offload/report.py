@@ -23,6 +23,13 @@ _COLOURS = {
     "ssd": "#b7791f",
     "remote": "#6b46c1",
 }
+_PLACES = {
+    "cold": "nowhere (computed)",
+    "pool": "KV pool",
+    "cpu": "CPU memory",
+    "ssd": "SSD, after a restart",
+    "remote": "cache server",
+}
 # What a phase's loads are held against.
 LOAD_LIMITS = {
     "cpu": "memory_copy_gb_per_second",
@@ -228,31 +235,37 @@ def _row(name: str, figures: dict[str, Any]) -> list[str]:
 
 
 def plot_phases(report: Report, path: Path) -> Path:
-    """Bars of the median time to first token by phase; whiskers from it up to the 99th percentile,
-    and none below, where nothing was measured."""
+    """Bars of the median time to first token by phase, each with the factor over the cold one;
+    whiskers up to the 99th percentile."""
     phases = report.figures["phases"]
-    figure, panels = new_figure(1, 1, 4.4)
+    figure, panels = new_figure(1, 1, 3.2)
     axes = panels[0][0]
     names = list(phases)
     medians = [1e3 * phases[name]["ttft_p50_seconds"] for name in names]
     highs = [1e3 * phases[name]["ttft_p99_seconds"] for name in names]
     above = [high - middle for high, middle in zip(highs, medians, strict=True)]
     colours = [_COLOURS.get(name, "#555555") for name in names]
-    axes.bar(names, medians, color=colours, width=0.6)
+    places = range(len(names))
+    axes.barh(places, medians, color=colours, height=0.62)
     axes.errorbar(
-        names, medians, yerr=[[0.0] * len(names), above], fmt="none", ecolor="#333333", capsize=3
+        medians, places, xerr=[[0.0] * len(names), above], fmt="none", ecolor="#333333", capsize=3
     )
-    for place, (middle, high) in enumerate(zip(medians, highs, strict=True)):
-        label = f"{middle:.3g} ms\np99 {high:.3g}"
+    for place, (name, middle, high) in enumerate(zip(names, medians, highs, strict=True)):
+        label = f"{middle:.3g} ms"
+        if name in WARM_PHASES:
+            label = f"{report.ratios[f'ttft_cold_over_{name}']:.0f} times sooner: {label}"
         axes.annotate(
-            label, (place, high), (0, 4), textcoords="offset points", ha="center", fontsize=8
+            label, (high, place), (7, 0), textcoords="offset points", va="center", fontsize=9
         )
-    axes.set_yscale("log")
-    axes.set_ylim(top=2.5 * max(highs))
-    axes.set_ylabel("time to first token, ms (log)")
-    axes.set_title(
-        "Where the document's KV cache was found: median, whisker to the 99th percentile",
-        fontsize=9,
+    axes.set_yticks(places, [_PLACES.get(name, name) for name in names], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0.0, 1.22 * max(highs))
+    plan = report.figures["plan"]
+    caption(
+        axes,
+        f"Time to first token of a prompt of {plan['prefix_tokens']:,} tokens, by where its KV "
+        "cache lies",
+        "ms: median, whisker to the 99th percentile",
     )
     return save_figure(figure, report.environment, path)
 

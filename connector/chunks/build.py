@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the tiers together that keep chunks of one size and one namespace, below any host.
 
-Before that it looks at the cache servers: one that will never take these chunks is a reason not to
-start, one that is down is none."""
+First it looks at the cache servers: a server that will never take these chunks stops the start, one
+that is down does not."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ LEAST_SLOTS = 8
 
 
 def chunk_layout(chunk_bytes: int) -> BlockLayout:
-    """The layout of chunks of so many bytes, whose inside is their host's affair: what the numbers
-    are stands in the keys. Raises ConfigError for a size that no block has."""
+    """The layout of chunks of so many bytes. Only the host knows how their inside lies; the keys
+    name it. Raises ConfigError for a size that no block has."""
     if chunk_bytes < 2 or chunk_bytes % 2:
         raise ConfigError(
             f"a chunk has an even number of bytes, not {chunk_bytes}; what is compressed or packed "
@@ -50,8 +50,8 @@ def chunk_layout(chunk_bytes: int) -> BlockLayout:
 
 
 def assemble(settings: TierSettings, layout: BlockLayout, namespace: bytes) -> Assembly:
-    """Slab, stores and hierarchy. Raises TierConfigError for what cannot work; nothing stays open
-    then."""
+    """Build slab, stores and hierarchy. Raises TierConfigError for settings that cannot work;
+    nothing stays open then."""
     wakeup = threading.Event()
     return Assembly(*open_hierarchy(layout, settings, wakeup.set, namespace=namespace), wakeup)
 
@@ -59,8 +59,9 @@ def assemble(settings: TierSettings, layout: BlockLayout, namespace: bytes) -> A
 def open_chunk_tiers(
     settings: ChunkSettings, chunk_bytes: int, namespace: bytes, host: str, folder: str
 ) -> ChunkTiers:
-    """The tiers for chunks of one layout; `folder` is theirs below the directory of the ssd tier.
-    Raises ConfigError or TierConfigError for what cannot work; nothing stays open then."""
+    """Open the tiers for chunks of one layout; `folder` is theirs below the directory of the ssd
+    tier. Raises ConfigError or TierConfigError for settings that cannot work; nothing stays open
+    then."""
     layout, above = chunk_layout(chunk_bytes), settings.ssd.paths
     if settings.cpu.capacity_bytes < LEAST_SLOTS * layout.slot_bytes:
         raise ConfigError(
@@ -91,8 +92,8 @@ def open_chunk_tiers(
 
 
 def _make_folders(paths: Sequence[Path], is_each_required: bool) -> None:
-    """The directories of the ssd tier. Raises ConfigError where none can be made, or where one that
-    is required cannot: of several disks one that is not there is waited for."""
+    """Make the directories of the ssd tier. Raises ConfigError if none can be made, or if one that
+    is required cannot: an absent disk among several is waited for."""
     refused = []
     for path in paths:
         try:
@@ -104,8 +105,8 @@ def _make_folders(paths: Sequence[Path], is_each_required: bool) -> None:
 
 
 def check_servers(settings: TierSettings, layout: BlockLayout) -> None:
-    """Raises ConfigError, or TierConfigError for credentials that cannot be read, where a server
-    refuses these chunks for good."""
+    """Ask each cache server about these chunks. Raises ConfigError if one refuses them for good, or
+    TierConfigError for credentials that cannot be read."""
     addresses, credentials = settings.cache_servers, settings.remote.credentials()
     if not addresses:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of tiers below another project's engine: read from the JSON object that it hands on.
+"""The settings of tiers below another project's engine, read from its JSON object.
 
 The names are those of the engine's flags without `--kv-offload-`, with underscores. A host adds
 fields to `HostSettings` and defaults of its own: `Host`.
@@ -60,9 +60,7 @@ class HostSettings(TierSettings):
     revision: str | None = setting(
         None, readers.text, "keeps chunks of otherwise equal models apart", "TEXT"
     )
-    salt: str | None = setting(
-        None, readers.text, "keeps chunks of whoever has another salt apart", "TEXT"
-    )
+    salt: str | None = setting(None, readers.text, "keeps chunks with another salt apart", "TEXT")
     require_tiers: bool = setting(False, readers.switch, "refuse to start while a tier is down")
     read_seconds: float = setting(
         READ_SECONDS, _seconds, "how long the tiers may take to bring the chunks of a load", "N"
@@ -74,8 +72,8 @@ class HostSettings(TierSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSettings(HostSettings):
-    """Settings of a host that waits for answers: how long. A chunk that the host was told is kept
-    is written at once, not when room is short, and is not evicted before it is."""
+    """Settings of a host that waits for answers, with the time limits. A chunk that the host was
+    told is kept is written at once, not when room is short, and is not evicted before that."""
 
     watermark: float = 1.0
     keeps_unwritten: bool = True
@@ -92,8 +90,8 @@ Settings = TypeVar("Settings", bound=HostSettings)
 
 @dataclass(frozen=True, slots=True)
 class Host(Generic[Settings]):
-    """An engine that the tiers may lie below: what can be set there, and what holds where it is
-    not. `needs_store`: it has memory of its own, so that a slab alone is of no use to it."""
+    """An engine that the tiers may lie below: its settings and their defaults. `needs_store`: it
+    has memory of its own, so that a slab alone is of no use to it."""
 
     name: str
     kind: type[Settings]
@@ -106,7 +104,7 @@ class Host(Generic[Settings]):
 
     def read(self, given: Mapping[str, Any]) -> Settings:
         """The settings in a JSON object of the host's configuration. Raises ConfigError, which
-        names what is wrong, for what is unknown or cannot work."""
+        names the setting, for unknown ones and values that cannot work."""
         options = self.options
         for name in given:
             if name not in options:
@@ -148,8 +146,8 @@ MAX_LAYOUTS, MAX_CHUNK_BYTES = 16, 2**40
 
 
 def lmcache_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What `--l2-adapter` of LMCache's server takes, with these settings. Raises ConfigError for
-    what it would be refused for."""
+    """Return the value of `--l2-adapter` of LMCache's server with these settings. Raises
+    ConfigError for settings that it would refuse."""
     ours = {name: value for name, value in given.items() if name not in ("layouts", "chunk_bytes")}
     chunk_host("LMCache").read(ours)
     return {
@@ -161,8 +159,8 @@ def lmcache_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sglang_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What `--hicache-storage-backend-extra-config` of SGLang takes for its back end `dynamic`,
-    with these settings. Raises ConfigError."""
+    """Return the value of `--hicache-storage-backend-extra-config` of SGLang for its back end
+    `dynamic`, with these settings. Raises ConfigError."""
     chunk_host("SGLang").read(given)
     return {
         "backend_name": "stratakv",
@@ -174,7 +172,7 @@ def sglang_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chunk_host(name: str) -> Host[ChunkSettings]:
-    """A host that hands down what it has no room for: that was worth keeping to it, and it hands it
-    down once."""
+    """A host that hands down the chunks it has no room for, each once. The host found each worth
+    keeping, so every chunk is admitted."""
     defaults = {"cpu_bytes": "1GiB", "cpu_policy": "lru", "ssd_admission": "all"}
     return Host(name, ChunkSettings, defaults, needs_store=True)

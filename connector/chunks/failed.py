@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks whose load has failed: for a while they are not found, unless they are stored anew.
 
-A host asks again at once for what it was told is there, so that a chunk that is found and never
-comes would be loaded for ever.
+A host asks again at once for chunks that it was told are there, so without this it would try for
+ever to load a chunk that never comes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MAX_FORGOTTEN = 65536
 
 
 class FailedChunks:
-    """Their keys. The owner's lock is held for every call. `version` changes with each call that
-    adds some."""
+    """The keys of such chunks. The owner's lock is held for every call. `version` changes with each
+    call that adds some."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -33,7 +33,7 @@ class FailedChunks:
         return False
 
     def add(self, keys: Iterable[bytes]) -> None:
-        """The load of these chunks failed."""
+        """Record that the load of these chunks failed."""
         until = time.monotonic() + FORGET_SECONDS
         self.version += 1
         for key in keys:
@@ -43,6 +43,5 @@ class FailedChunks:
             self._until.popitem(last=False)
 
     def discard_stored(self, keys: Iterable[bytes]) -> None:
-        """These chunks have come anew."""
         for key in keys:
             self._until.pop(key, None)

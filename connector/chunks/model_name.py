@@ -3,9 +3,9 @@
 
     name = "sha256:" | SHA-256( canonical CBOR of [file name, digest] of each file )
 
-The files are those of the directory that the host was given, or of the Hub's cache. Which of them a
-host reads is its own business, so all of them count but for hidden ones and pages of text. A host's
-own settings that change numbers stand beside the name (`settings_text`).
+The files are those of the directory that the host was given, or of the Hub's cache. A host may read
+any of them, so all of them count but for hidden ones and pages of text. A host's own settings that
+change numbers stand beside the name (`settings_text`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CONFIG = "config.json"
 
 
 class HostModel(NamedTuple):
-    """What a host calls a model."""
+    """The host's name of a model."""
 
     name: str  # a directory, a file, an id on the Hub, or an address elsewhere
     revision: str = ""  # on the Hub
@@ -44,7 +44,7 @@ class ModelName(NamedTuple):
 
     text: str
     files: tuple[FileDigest, ...]  # as they were when they were hashed
-    unseen: str = ""  # why its bytes are not known and the host's word stands for them
+    unseen: str = ""  # why its bytes are unknown, so that the host's name stands for them
 
     @property
     def is_unchanged(self) -> bool:
@@ -73,8 +73,8 @@ def name_model(
 
 
 def warn_of_unseen(host: str, model: HostModel, name: ModelName, revision: str | None) -> None:
-    """Say at the start which model is known by the host's word only, unless `revision` of our
-    settings tells its weights apart."""
+    """Warn at the start about a model that only the host's name identifies, unless `revision` of
+    our settings tells its weights apart."""
     if name.unseen and not revision:
         log.warning(
             "StrataKV below %s names the blocks of %s by that name, not by its bytes: %s. Set "
@@ -94,7 +94,7 @@ def settings_text(settings: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no form for: by its fields or its kind, never by its place in memory."""
+    """Replace a value that JSON has no form for by its fields or its kind, never by its address."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, set | frozenset):
@@ -107,7 +107,7 @@ def _plain(value: Any) -> Any:
 
 
 def _path_of(model: HostModel) -> Path | None:
-    """The directory or file here; None where there is none."""
+    """The directory or file on this machine; None if there is none."""
     try:
         path = Path(model.name)
         if path.exists():
@@ -130,7 +130,7 @@ def _path_of(model: HostModel) -> Path | None:
 
 
 def _files(path: Path) -> list[Path]:
-    """All files that may count, by name."""
+    """All files that may count, sorted by name."""
     if path.is_file():
         return [path]
     try:

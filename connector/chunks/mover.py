@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every engine above the tiers needs: the thread that drives the hierarchy, the copies between
-its memory and the slab, and an end in order.
+"""The common base of the engines' tiers: the thread that drives the hierarchy, the copies between
+its memory and the slab, and an orderly end.
 
     store   host's bytes ──digest, copy──► slot of the slab ──► SSD, cache servers
     load    SSD, cache servers ──► slot of the slab ──copy, digest──► host's bytes
 
-Which jobs there are, and when each is begun, is the subclass's: one host's scheduler must not wait
+A subclass decides which jobs there are, and when each is begun: one host's scheduler must not wait
 for anything and has its tickets made in the call (`vllm/tier_transfers.py`), another's stores wait
 for room and its answers are futures (`tiers.py`).
 """
@@ -30,10 +30,10 @@ from .failed import FailedChunks
 
 log = logging.getLogger(__name__)
 
-# Whatever is due by the clock has its alarm in the hierarchy; should one be missed, it costs this.
+# Work that is due by the clock has its alarm in the hierarchy; a missed alarm costs this.
 LOOK_SECONDS = 0.25
 CLOSE_SECONDS = 2.0
-# A load is copied by so many threads, where each has as much to do.
+# Threads that copy one load, and the least bytes for each of them.
 COPY_THREADS = 2
 SHARE_BYTES = 8 * 1024**2
 
@@ -42,7 +42,7 @@ Parts = Sequence[memoryview]
 
 
 class Assembly(NamedTuple):
-    """Tiers put together: `wakeup` is set when the hierarchy may have something to do."""
+    """Tiers put together. `wakeup` is set when the hierarchy may have work to do."""
 
     hierarchy: Hierarchy
     slab: CpuSlab
@@ -51,7 +51,7 @@ class Assembly(NamedTuple):
 
 
 class _Arrived(NamedTuple):
-    """A chunk that is in the slab, and where its bytes are to go."""
+    """A chunk that is in the slab, and the host's memory that its bytes go to."""
 
     key: bytes
     slot: int
@@ -60,20 +60,20 @@ class _Arrived(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What a load brought: the chunks that have not come, and those that were not what was
-    stored."""
+    """The result of a load: the chunks that have not come, and those whose bytes were not the
+    stored ones."""
 
     missing: list[bytes]
     damaged: list[bytes]
 
 
 class ChunkMover(ABC):
-    """Takes over what was assembled. `lock` guards hierarchy, `failed` and jobs: it is held for
-    work in memory only, never during a copy. Should the thread fail, everything is a miss from then
+    """Takes over the assembly. `lock` guards hierarchy, `failed` and jobs; a thread holds it for
+    work in memory only, never during a copy. If the thread fails, every chunk is a miss from then
     on."""
 
     THREAD: ClassVar[str]
-    THEN: ClassVar[str]  # what everything is once the thread has failed
+    THEN: ClassVar[str]  # the fate of all chunks once the thread has failed
 
     def __init__(self, assembly: Assembly, failed: FailedChunks) -> None:
         self.lock = threading.Lock()
@@ -86,8 +86,8 @@ class ChunkMover(ABC):
         self._helpers = ThreadPoolExecutor(COPY_THREADS - 1, thread_name_prefix=self.THREAD)
 
     def close(self, seconds: float) -> None:
-        """Fail what waits, write down what the stores lack within the time, release everything.
-        Idempotent."""
+        """Fail the jobs that wait, write down what the stores lack within the time, release
+        everything. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -109,8 +109,8 @@ class ChunkMover(ABC):
 
     @abstractmethod
     def _turn(self) -> bool:
-        """Do what is due, and one copy at most. False: nothing was to do. Called by the thread,
-        without the lock."""
+        """Do the work that is due, with one copy at most. Return False if there was none. Called by
+        the thread, without the lock."""
 
     @abstractmethod
     def _give_back(self) -> None:
@@ -118,10 +118,11 @@ class ChunkMover(ABC):
 
     @abstractmethod
     def _end_jobs(self) -> None:
-        """End every job with what it has. Asks nothing of the hierarchy, which may have failed."""
+        """End every job with what it has, without a call to the hierarchy, which may have
+        failed."""
 
     def _wait_seconds(self) -> float:
-        """How long the thread may sleep at most."""
+        """The longest sleep of the thread, in seconds."""
         return LOOK_SECONDS
 
     @property
@@ -129,7 +130,8 @@ class ChunkMover(ABC):
         return self._closed or self.is_broken
 
     def _copy_in(self, ticket: StoreTicket, chunks: Iterable[Parts]) -> list[bytes]:
-        """Copy the ticket's chunks to their slots; the digest of each, as the host has it."""
+        """Copy the ticket's chunks to their slots. Return the digest of each, of the host's
+        bytes."""
         digests = []
         for key, slot, parts in zip(ticket.keys, ticket.slots, chunks, strict=True):
             target, at = self._slab.buffer(slot), 0
@@ -142,14 +144,14 @@ class ChunkMover(ABC):
         return digests
 
     def _end_store(self, ticket: StoreTicket, digests: Sequence[bytes]) -> None:
-        """The chunks are in their slots. Under the lock."""
+        """Store chunks whose bytes are in their slots. Called under the lock."""
         self._hierarchy.end_store(ticket, True, digests=digests)
 
     def _copy_out(
         self, ticket: LoadTicket, proofs: Sequence[Proof | None], chunks: Iterable[Parts]
     ) -> Copied:
-        """Copy what has come, and compare it where the host has it now. What is late has no
-        slot."""
+        """Copy the chunks that have come, and compare them in the host's memory. A late chunk has
+        no slot."""
         copied = Copied([], [])
         wanted = []
         for key, slot, proof, parts in zip(ticket.keys, ticket.slots, proofs, chunks, strict=True):
@@ -157,7 +159,7 @@ class ChunkMover(ABC):
                 copied.missing.append(key)
             else:
                 wanted.append(_Arrived(key, slot, proof, parts))
-        # Somebody waits for these bytes, and one thread alone does not move what memory can.
+        # A host waits for these bytes, and one thread alone does not use the memory's whole speed.
         num_shares = min(COPY_THREADS, len(wanted) * self._hierarchy.block_bytes // SHARE_BYTES)
         if num_shares < 2:
             copied.damaged.extend(self._bring_some(wanted))
@@ -167,14 +169,14 @@ class ChunkMover(ABC):
         try:
             copied.damaged.extend(self._bring_some(shares[0]))
         finally:
-            # A load that fails has ended for the host, which may use its memory for something else.
+            # A load that fails has ended for the host, which may reuse its memory.
             wait(others)
         for other in others:
             copied.damaged.extend(other.result())
         return copied
 
     def _bring_some(self, arrived: Iterable[_Arrived]) -> list[bytes]:
-        """Copy these; the keys of those that are not what was stored."""
+        """Copy these chunks. Return the keys of those whose bytes are not the stored ones."""
         damaged = []
         for key, slot, proof, parts in arrived:
             source, at = self._slab.buffer(slot), 0
@@ -188,7 +190,7 @@ class ChunkMover(ABC):
         return damaged
 
     def _end_load(self, ticket: LoadTicket, copied: Copied) -> None:
-        """The chunks are where the host wants them. Under the lock."""
+        """End a load whose chunks the host has now. Called under the lock."""
         self._hierarchy.end_load(ticket)
         damaged = copied.damaged
         if damaged:
@@ -216,5 +218,5 @@ class ChunkMover(ABC):
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
-    """Releases the interpreter, as an assignment of slices does not."""
+    """Copy bytes without the interpreter's lock, which an assignment of slices would hold."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

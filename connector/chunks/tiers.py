@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks of one size under 40-byte keys: stored, looked up and loaded on behalf of another engine.
 
-Every call returns at once with a future, which ends within `Limits`; the host's bytes are touched
-between the call and that end, and not after. One thread does it all and alone uses the hierarchy.
+Every call returns at once with a future, which ends within `Limits`. The host's bytes are touched
+between the call and that end, and not after. One thread does all the work and alone uses the
+hierarchy.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ STORE_SHARE, LOAD_SHARE = 8, 2
 
 
 class Limits(NamedTuple):
-    """How long calls may take, in seconds."""
+    """Time limits of calls, in seconds."""
 
     lookup_seconds: float = 1.0
     read_seconds: float = 5.0
@@ -43,11 +44,11 @@ class _Job:
     deadline: float
     answers: list[bool]
     future: Future[list[bool]] = field(default_factory=Future)
-    begun: int = 0  # leading keys that were taken on
+    begun: int = 0  # leading keys whose work has begun
     ended: int = 0
 
     def resolve_partial(self) -> None:
-        """Whatever has not come until now does not come."""
+        """End the job with the answers so far."""
         if not self.future.done():
             self.future.set_result(list(self.answers))
 
@@ -72,25 +73,26 @@ class ChunkTiers(ChunkMover):
         self.refused = 0  # chunks that no tier took
         self._stores: deque[_Job] = deque()
         self._lookups: deque[_Job] = deque()
-        self._loads: deque[_Job] = deque()  # of which not all is begun
+        self._loads: deque[_Job] = deque()  # that have not begun all their keys
         self._orders: deque[Callable[[], object]] = deque()
         self._pieces: list[_Piece] = []
-        self._ended: list[_Job] = []  # whose futures are still to be told
+        self._ended: list[_Job] = []  # whose futures are still to be resolved
         self._copying: _Job | None = None
         self._num_loading = 0  # chunks of pieces
         self._thread.start()
 
     def store(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:
-        """Keep chunks. Of each whether it is kept; they may be evicted later."""
+        """Store chunks. Return for each whether it is kept; it may be evicted later."""
         self._check_chunk_sizes(keys, chunks)
         return self._queue(self._stores, keys, chunks, self.limits.store_seconds)
 
     def lookup(self, keys: Sequence[bytes]) -> Future[list[bool]]:
-        """Of each chunk whether some tier has it."""
+        """Look up chunks. Return for each whether some tier has it."""
         return self._queue(self._lookups, keys, (), self.limits.lookup_seconds)
 
     def load(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:
-        """Bring chunks. Of each whether it is here now; the bytes of others are anything."""
+        """Load chunks. Return for each whether it is here now; bytes of the others are
+        undefined."""
         self._check_chunk_sizes(keys, chunks)
         return self._queue(self._loads, keys, chunks, self.limits.read_seconds)
 
@@ -160,7 +162,7 @@ class ChunkTiers(ChunkMover):
         return has_ended or piece is not None
 
     def _poll_lookup(self, job: _Job) -> bool:
-        """Answer a look-up as far as is known. True: for good."""
+        """Answer a look-up as far as is known. True if the answer is final."""
         keys = job.keys
         if not job.begun:
             job.begun = len(keys)
@@ -177,7 +179,7 @@ class ChunkTiers(ChunkMover):
         return not (prefix.asked or prefix.pending)
 
     def _begin_loads(self) -> None:
-        """Promote as much as the slab has room for."""
+        """Begin as many loads as the slab has room for."""
         num_slots = self._slab.num_slots
         most = min(max(1, num_slots // LOAD_SHARE), num_slots - self._hierarchy.num_unwritten)
         now = time.monotonic()
@@ -224,11 +226,11 @@ class ChunkTiers(ChunkMover):
             job.resolve_partial()
 
     def _store_some(self, job: _Job) -> bool:
-        """Copy a part of the job to the slab. False: the slab has no room yet."""
+        """Copy a part of the job to the slab. False if the slab has no room yet."""
         size = max(1, self._slab.num_slots // STORE_SHARE)
         keys = job.keys[job.begun : job.begun + size]
         with self.lock:
-            # The other half is for what loads bring, which would evict what is not written yet.
+            # The other half is for loads, which would evict chunks that are not written yet.
             room = self._slab.num_slots // 2 - self._hierarchy.num_unwritten
             is_late = time.monotonic() >= job.deadline
             if room < len(keys) and not is_late:
@@ -253,7 +255,7 @@ class ChunkTiers(ChunkMover):
         return True
 
     def _new(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those that no tier is known to have."""
+        """The keys that no tier is known to have."""
         answers = self._hierarchy.lookup(keys)
         return [
             key

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration: the rates of the tiers, measured at the start before there is any traffic."""
+"""Calibration: the rates of the tiers, measured at the start before any traffic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .economics import Economics
 
 log = logging.getLogger(__name__)
 
-COPIES = 3  # the quickest counts: what else the machine does only adds
+COPIES = 3  # the quickest counts: other work of the machine only adds time
 COPY_BYTES = 32 * 1024**2  # of each: more than caches hold
 # Smaller reads say nothing about a disk's speed.
 LEAST_READ_BYTES = 2 * 1024**2
@@ -22,11 +22,11 @@ _TYPICAL_PROMPT = 1024  # tokens
 
 
 class Calibration(TierEstimates):
-    """Times loads of one connector before its first request, so that it is decided on as well as
-    later ones.
+    """Times loads of one connector before its first request, so that the choice for that request
+    also rests on measured rates.
 
-        stores   each reads a little of what it holds and throws it away
-        slab     slots that hold nothing yet are copied to blocks of the pool that no request has
+        stores   each reads some of its blocks and discards them
+        slab     empty slots are copied to unused blocks of the pool
     """
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -59,7 +59,7 @@ class Calibration(TierEstimates):
         return [store.name for store in self._hierarchy.stores if not store.is_up]
 
     def pop_calibration_job(self, output: ConnectorWorkerOutput) -> int:
-        """Take the trial's job out of what has ended; how many that are."""
+        """Remove the trial's job from the jobs that have ended. Return the number removed."""
         job = self.job
         if job is None:
             return 0
@@ -70,7 +70,7 @@ class Calibration(TierEstimates):
         else:
             return 0
         self.job = None
-        # Beside other loads the time of each alone is not known.
+        # If other loads ended too, the time of a single one is not known.
         if not (output.finished_loads or output.failed_loads):
             if ids is output.finished_loads:
                 self._learn(len(job.slots) * self._hierarchy.block_bytes, output.load_copy_seconds)
@@ -78,7 +78,7 @@ class Calibration(TierEstimates):
         return 1
 
     def _read_stores(self, seconds: float) -> None:
-        """Measure each store for its part of the time, one after the other."""
+        """Measure each store for its part of `seconds`, one after the other."""
         stores = self._hierarchy.stores
         for store in stores:
             try:
@@ -110,7 +110,7 @@ class Calibration(TierEstimates):
 
 
 def in_words(economics: Economics, down: Collection[str] = ()) -> str:
-    """The estimates and what follows from them, for a person: one line. Tiers in
+    """The estimates and the prompt lengths from which loading pays, as one line of text. Tiers in
     `down` are listed without estimates."""
     compute = economics.prefill.estimate_prefill(0, _TYPICAL_PROMPT)
     parts = ["prefill not measured"]

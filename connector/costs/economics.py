@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load, recompute, or overlap the two: what the tiers hold of a prompt is taken from them only as
-far as that is quicker than computing it.
+"""Load, recompute, or overlap the two: blocks of a prompt are loaded from the tiers only as far as
+that is quicker than computing them.
 
     load       wait for the blocks, then compute what follows them
     recompute  compute everything
     overlap    compute from the front while blocks are loaded from the back, until they meet; only
-               where nobody else computes, since in a busy engine others do so while it waits.
-               Several requests with overlapped loads share what computing there is
+               where no other request computes, since in a busy engine others compute meanwhile.
+               Several requests with overlapped loads share the computing
 
-The leading run of blocks up to a change of tier is loaded for which most seconds are saved, if any
-are. What others compute before a request's turn hides as much of its load. Near break-even the last
-choice for as many blocks from the same tier stands. What was found too slow to load is tried again,
-a few blocks of it, by every `PROBE_EVERY`-th request that could have used it, so that a tier that
-is quick again is noticed. All seconds are estimates; nothing is known here of requests, keys or
-tickets.
+A load ends at a change of tier: at the one where it saves most seconds, if any saves some. The
+computing of other requests before a request's turn hides as many seconds of its load. Near
+break-even the last choice for as many blocks from the same tier stands. A tier that was too slow is
+probed: every `PROBE_EVERY`-th request that could have used it loads a few blocks more, so that a
+tier that is quick again is noticed. All seconds are estimates; requests, keys and tickets do not
+appear here.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ PROBE_EVERY = 16  # requests
 PROBE_BLOCKS = 16
 # A load is never given up earlier: threads are late by as much on a busy machine.
 GRACE_SECONDS = 0.01
-# Nor later while nobody knows what computing takes.
+# Limit on the wait while the cost of computing is not measured.
 UNMEASURED_SECONDS = 0.5
-# In so many parts each of the two goes until they meet, and so many pieces are read at once.
+# Loading and computing take so many parts each until they meet; so many pieces are read at once.
 OVERLAP_PARTS = 4
 PIECES_AT_ONCE = 2
-# Both at once has to beat the better of the two by this factor. A prompt computed in such parts
-# takes up to a fifth longer than in one (measured with the embedded model, 1,000 tokens).
+# An overlap has to beat the better of the two by this factor. A prompt computed in such parts takes
+# up to a fifth longer than in one (measured with the embedded model, 1,000 tokens).
 OVERLAP_MARGIN = 1.25
 # Changes of tier within one prefix that are looked at one by one.
 MAX_RUNS = 8
@@ -58,7 +58,7 @@ NONE_READ: Mapping[str, int] = {}
 
 
 class Choice(Enum):
-    """Choose by the estimates, or always the same, for drills and measurements."""
+    """A choice by the estimates, or a fixed one for drills and measurements."""
 
     AUTO = "auto"
     LOAD = "always"
@@ -66,8 +66,8 @@ class Choice(Enum):
 
 
 class Plan(NamedTuple):
-    """Blocks to load, the leading ones; with `compute_blocks`, about how many of them will have
-    been computed before the two meet."""
+    """The leading blocks to load. `compute_blocks`, if any, is about the number of them that will
+    have been computed before the two meet."""
 
     num_blocks: int
     compute_blocks: int = 0
@@ -84,8 +84,8 @@ NOTHING = Plan(0)
 
 
 class Economics:
-    """The estimates and choices for one hierarchy, whose positions have these `parts`. `prefill` is
-    told by the part that runs steps."""
+    """The estimates and choices for one hierarchy, whose positions have these `parts`. The part
+    that runs steps records to `prefill`."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Economics:
         self._loaded_last: dict[tuple[str, int], bool] = {}  # by last tier and log2 of the blocks
         self._declined = 0  # plans since the last probe
         self.probes = 0
-        self.declined_tokens: Counter[str] = Counter()  # by tier that had them, and were computed
+        self.declined_tokens: Counter[str] = Counter()  # by tier, computed though it had them
 
     def plan_loads(
         self,
@@ -121,9 +121,9 @@ class Economics:
     ) -> Plan:
         """The plan for blocks that lie in `tiers`, the first one at `first_token`. `num_sharing`
         requests, this one included, would share the engine if its load was overlapped; 0: others
-        compute. `num_queued_tokens` of others are computed before it. Of `queued`, `num_read_ahead`
-        are these blocks. `decides`: the request will follow the plan, and the choice is remembered;
-        else nothing changes."""
+        compute. `num_queued_tokens` of others are computed before it. `num_read_ahead` counts the
+        `queued` blocks that are these. `decides`: the request will follow the plan, and the choice
+        is remembered; else the call changes nothing."""
         hidden = self._queue_seconds(num_queued_tokens)
         plan = self._best_plan(first_token, tiers, num_sharing, hidden, num_read_ahead)
         if not decides or self.choice is not Choice.AUTO or self.prefill.seconds_per_token is None:
@@ -144,8 +144,8 @@ class Economics:
     def max_wait_seconds(
         self, first_token: int, num_blocks: int, *, num_queued_tokens: int = 0
     ) -> float | None:
-        """How long to wait for blocks at most, in seconds: as long as computing them takes, and
-        what is queued before them. None: until they come."""
+        """The most seconds to wait for blocks: the time to compute them and what is queued before
+        them. None: no limit."""
         if self.choice is not Choice.AUTO:
             return None
         compute = self._compute(first_token, num_blocks)
@@ -154,8 +154,8 @@ class Economics:
         return max(GRACE_SECONDS, compute + self._queue_seconds(num_queued_tokens))
 
     def break_even_tokens(self, tier: str) -> int | None:
-        """The shortest prompt that is quicker to load from `tier` than to compute; None while
-        nothing was measured, and where there is none."""
+        """The shortest prompt that is quicker to load from `tier` than to compute; None before any
+        measurement, and if there is no such prompt."""
         num_blocks = 1
         while num_blocks * self._block_size <= _BREAK_EVEN_LIMIT:
             if self._pays(tier, num_blocks):
@@ -218,8 +218,8 @@ class Economics:
         hidden: float,
     ) -> float | None:
         """Seconds that loading the blocks up to `end`, the last one from `tier`, saves of computing
-        them, where `hidden` seconds of a load delay nobody. None if it is not to be done; near
-        break-even it may save a little less than none."""
+        them, if `hidden` seconds of the load delay no request. None if loading does not pay; near
+        break-even the saving may be slightly negative."""
         compute = self._compute(first_token, end) or 0.0
         load = max(0.0, self._estimate_load(runs, queued, 0, end) - hidden)
         stays = self._loaded_last.get((tier, end.bit_length()), True)
@@ -236,9 +236,9 @@ class Economics:
         num_blocks: int,
         num_sharing: int,
     ) -> tuple[int, float]:
-        """After how many computed blocks the frontiers meet, and when."""
+        """The number of blocks computed when the frontiers meet, and the seconds until then."""
         low, high = 0, num_blocks
-        # Pieces pay for the fixed part of their links more than once.
+        # Each piece pays the fixed part of its links again.
         more = self._estimate_load(runs, queued, 0, 1) * (OVERLAP_PARTS / PIECES_AT_ONCE - 1)
         while low < high:
             middle = (low + high) // 2

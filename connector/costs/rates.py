@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moving estimates of what computing a prompt and moving its blocks takes.
+"""Moving estimates of the time to compute a prompt and to move its blocks.
 
-Both learn from what they are told and forget it again: a rate is that of the last steps or loads,
-not that of the whole life.
+Both learn from new samples and forget old ones: a rate is that of the last steps or loads, not that
+of the whole run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.hierarchy.promotions import LoadTicket
 
 MEMORY_STEPS = 32
-_KEPT = 1.0 - 1.0 / MEMORY_STEPS  # of what is known, when something is added
-# Steps whose tokens had all about the same context say little of what context costs. The spread
-# that they need, as a share of the square of the mean, before half of what they say is believed.
+_KEPT = 1.0 - 1.0 / MEMORY_STEPS  # share of the earlier sums that stays when a step is added
+# Steps whose tokens had all about the same context say little of what context costs. At this
+# spread, a share of the square of the mean, half of the slope that they show is believed.
 _SPREAD = 0.01
 _LEAST_FREE_SHARE = 0.1  # of a token's price that does not depend on its context
 
-# How far an estimate of a link moves towards a sample, in logarithms. At 0.3 one hiccup of 100
-# times the usual is four times in the estimate, and five samples undo it.
+# The share by which an estimate of a link moves towards a sample, in logarithms. At 0.3 one outlier
+# of 100 times the usual makes the estimate four times as large, and five samples undo it.
 _LEARNED = 0.3
 _LEAST_SECONDS = 1e-6
 
@@ -35,18 +35,17 @@ class _Watched:
     ticket: LoadTicket
     began: float
     indices: dict[str, list[int]]  # blocks to come, by store
-    num_read: dict[str, int]  # those of them that nobody else reads already
+    num_read: dict[str, int]  # those of them that no earlier load reads
     num_bytes: dict[str, int]  # of `num_read` and of what was on its way before, by store
-    joined: _Watched | None  # the one that began to read what this one waits for too
-    let_go: bool = False  # to be ended here
+    joined: _Watched | None  # the load that first began to read a block of this one
+    let_go: bool = False  # to be ended when its reads have ended
 
 
 class ReadTimes:
-    """Begins loads of `hierarchy`, and ends them. Those that wait for a store are timed, and its
-    rate in `links` learns from them.
+    """Begins loads of `hierarchy`, and ends them. Loads that wait for a store are timed, and the
+    store's rate in `links` learns from them.
 
-    Abandoned loads are still timed: a load we gave up on is the best evidence that its store is
-    slow.
+    Abandoned loads are still timed: such a load is the best evidence that its store is slow.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class ReadTimes:
         self._clock = clock
         self.watched: dict[int, _Watched] = {}  # under way, by id of the ticket; not to be changed
         self._reader_of: dict[bytes, _Watched] = {}  # the first one that waited for a key
-        self._looked = clock()  # the last time
+        self._looked = clock()  # when `record_ended_loads` last ran
         self.queued: Counter[str] = Counter()  # blocks on their way, by store
 
     def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
@@ -99,7 +98,7 @@ class ReadTimes:
         self.queued.update(num_read)
 
     def let_go(self, ticket: LoadTicket) -> None:
-        """Nobody waits for this load any more: end it, now or when its reads have ended."""
+        """Stop waiting for this load: end it, now or when its reads have ended."""
         watched = self.watched.get(id(ticket))
         if watched is None or not ticket.waiting:
             self._hierarchy.end_load(ticket)
@@ -109,12 +108,12 @@ class ReadTimes:
         self._learn(reader, self._clock() - reader.began, math.inf)
 
     def record_ended_loads(self) -> None:
-        """Look which have ended."""
+        """Learn from the loads that have ended, and end those that were let go."""
         now = self._clock()
         for watched in [w for w in self.watched.values() if not w.ticket.waiting]:
             self._remove_watched(watched)
             if watched.joined is None:
-                # It was still under way when last looked at.
+                # The load was still under way at the last look.
                 self._learn(watched, self._looked - watched.began, now - watched.began)
             if watched.let_go:
                 self._hierarchy.end_load(watched.ticket)
@@ -146,7 +145,7 @@ class PrefillRate:
 
         seconds of a token  =  free part  +  slope x position
 
-    fitted to the last steps, each counting as much as it has tokens.
+    fitted to the last steps, each weighted by its tokens.
     """
 
     def __init__(self) -> None:
@@ -162,8 +161,8 @@ class PrefillRate:
         return self._seconds / self._tokens if self._tokens else None
 
     def record_prefill(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
-        """Computing `num_tokens` took so long; `num_context_tokens` are the positions before them,
-        summed over these tokens."""
+        """Record that computing `num_tokens` took `seconds`. `num_context_tokens` are the positions
+        before them, summed over these tokens."""
         mean = num_context_tokens / num_tokens
         self._tokens = self._tokens * _KEPT + num_tokens
         self._seconds = self._seconds * _KEPT + seconds
@@ -177,7 +176,7 @@ class PrefillRate:
         return None if price is None else (end - start) * price
 
     def price_at(self, position: float) -> float | None:
-        """Seconds of a token there; None while nothing was measured."""
+        """Seconds of a token at `position`; None while nothing was measured."""
         price = self.seconds_per_token
         if price is None:
             return None
@@ -196,29 +195,29 @@ class PrefillRate:
 class LinkRate:
     """Seconds of moving bytes: a fixed part and a part for each byte, both learned.
 
-    A sample is a span in which a transfer ended, since whoever looks does so between two steps. An
-    estimate inside it stays as it is; one outside is moved towards it by a share of the distance in
-    logarithms, so that a link grown 100 times slower is found out in as few samples as it is then
-    forgiven. The part that makes up most of the estimate moves most: small transfers teach the
-    fixed part, large ones the other.
+    A sample is a span in which a transfer ended, since transfers are polled between two steps. An
+    estimate inside the span stays as it is; one outside moves towards it by a share of the distance
+    in logarithms, so that a link that becomes 100 times slower is detected in as many samples as
+    one that becomes as much faster. The part that makes up most of the estimate moves most: small
+    transfers teach the fixed part, large ones the part for each byte.
     """
 
     def __init__(self, fixed_seconds: float, bytes_per_second: float) -> None:
         self.fixed_seconds = fixed_seconds
         self.seconds_per_byte = 1.0 / bytes_per_second
-        self.is_measured = False  # until then it is what was assumed
+        self.is_measured = False  # False while the rates are those assumed
 
     def estimate_transfer(self, num_bytes: float) -> float:
         return self.fixed_seconds + num_bytes * self.seconds_per_byte
 
     def believe(self, num_bytes: float, seconds: float) -> None:
-        """Moving so much, many times over what the fixed part pays for, took so long in a trial.
-        Believed at once; the fixed part stays, since a trial waits for no step of an engine."""
+        """Take over the rate of a trial, in which `num_bytes`, large beside the fixed part, took
+        `seconds`. The fixed part stays, since a trial waits for no step of an engine."""
         self.is_measured = True
         self.seconds_per_byte = max(_LEAST_SECONDS, seconds) / num_bytes
 
     def record_transfer(self, num_bytes: float, at_least: float, at_most: float = math.inf) -> None:
-        """Moving so much took a time between the two."""
+        """Record that moving `num_bytes` took a time between the two limits."""
         self.is_measured = True
         expected = self.estimate_transfer(num_bytes)
         seen = max(_LEAST_SECONDS, min(max(expected, at_least), at_most))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promise of a copy device: what moves bytes between the KV pool and the slab, in which order.
+"""The contract of a copy device, which moves bytes between the KV pool and the slab in order.
 
 A device has two streams, one for each direction, and marks points in them with events. On CUDA
 these are real streams and events; on the CPU they are threads, with the same rules, so that every
@@ -8,7 +8,7 @@ ordering rule can be tested without a GPU.
 A caller may rely on this:
 - copies in one stream run in the order in which they were queued;
 - a copy starts only after every event in its `after` has ended, whether it ended well or not;
-- an event that has ended well means that all its bytes are in place and visible to everyone; one
+- an event that has ended well means that all its bytes are in place and visible to all threads; one
   that ended with an error means that they may be partly there, and that nothing more is written;
 - queueing never waits: a full queue is an error at once;
 - `notify` is called from any thread after each copy that has ended.
@@ -18,7 +18,7 @@ A caller must do this:
   after the event of its store;
 - read a block only after the event of its load;
 - leave slots alone between `copy` and the end of its event.
-Knows nothing of keys, requests or tiers below the slab.
+Keys, requests and tiers below the slab do not appear here.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ class Event(Protocol):
         """Whether everything before this point has ended, well or not."""
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait for the end, at most so long; the same as `done` afterwards."""
+        """Wait for the end, `timeout_seconds` at most; return what `done` then returns."""
 
     def error(self) -> Exception | None:
-        """Why the work of this event failed. None if it ended well or has not ended."""
+        """The cause if the work of this event failed. None if it ended well or has not ended."""
 
     def seconds(self) -> float:
-        """How long the copy of this event ran, without its time in the queue; 0 until it ended and
-        for an event that is no copy."""
+        """Seconds that the copy of this event ran, without its time in the queue; 0 until it ended
+        and for an event that is no copy."""
 
 
 class SlabMemory(Protocol):
-    """What a device needs of a slab: its memory, in this process."""
+    """A slab as a device needs it: its memory, in this process."""
 
     @property
     def layout(self) -> BlockLayout: ...
     @property
     def num_slots(self) -> int: ...
     def memory(self) -> memoryview:
-        """As `SlabTier.memory`."""
+        """Return the slab's bytes, as `SlabTier.memory` does."""
 
 
 class CopyDevice(ABC):
@@ -83,15 +83,14 @@ class CopyDevice(ABC):
 
     @abstractmethod
     def register_slab(self, slab: SlabMemory) -> None:
-        """Make the slab's memory reachable (page-locked, on CUDA). Once, before the pool."""
+        """Make the slab's memory reachable (page-locked, on CUDA). Called once, before the pool."""
 
     def make_digests(self) -> None:  # noqa: B027 - without tiers below the slab there is no use for them
-        """From now on every store has digests. Before the first copy."""
+        """Give every store digests from now on. Called before the first copy."""
 
     def digests(self, store: Event) -> list[bytes] | None:
-        """The `payload_digest` of what a store left in each of its slots, in their order. None for
-        a store that did not end well, for any other event, and where `make_digests` was not
-        called."""
+        """The `payload_digest` of each of a store's slots, in their order. None for a store that
+        did not end well, for any other event, and if `make_digests` was not called."""
         return None
 
     def wait_locked(self, timeout_seconds: float) -> bool:
@@ -101,17 +100,18 @@ class CopyDevice(ABC):
 
     @abstractmethod
     def register_pool(self, pool: torch.Tensor) -> None:
-        """The contiguous KV pool `[num_blocks, ...]`, `page_bytes` a block; InvalidBlock where it
-        does not fit the slab's layout."""
+        """Take the contiguous KV pool `[num_blocks, ...]`, `page_bytes` a block. Raises
+        InvalidBlock if it does not fit the slab's layout."""
 
     @abstractmethod
     def writer_event(self) -> Event:
-        """Ends when everything that computes on the pool and was queued before has run."""
+        """An event that ends when all computing on the pool that was queued before has run."""
 
     def hold_compute(self, events: Sequence[Event], timeout_seconds: float) -> list[Event]:
-        """Whatever computes on the pool and is queued from now on runs after the events. Those
-        that were not over in time, and hold nothing: their bytes may be overwritten. Here the
-        caller waits; a device whose computing has a stream lets that wait instead."""
+        """Make all computing on the pool that is queued from now on run after the events. Return
+        the events that were not over in time; these hold nothing, so their bytes may be
+        overwritten. Here the caller waits; a device whose computing has a stream lets that wait
+        instead."""
         deadline = time.monotonic() + timeout_seconds
         return [event for event in events if not event.wait(max(0.0, deadline - time.monotonic()))]
 
@@ -124,8 +124,8 @@ class CopyDevice(ABC):
         after: Sequence[Event] = (),
     ) -> Event:
         """Queue a copy of `block_ids[i]` ↔ `slots[i]`, which must stay as they are until its end.
-        Raises DeviceError where the queue is full or the device closed, InvalidBlock for ids
-        outside the pool or the slab."""
+        Raises DeviceError if the queue is full or the device closed, InvalidBlock for ids outside
+        the pool or the slab."""
 
     def copy_held(
         self, block_ids: Sequence[int], slots: Sequence[int], after: Sequence[Event] = ()
@@ -136,5 +136,5 @@ class CopyDevice(ABC):
 
     @abstractmethod
     def close(self, timeout_seconds: float) -> bool:
-        """Let queued copies end, at most so long, and let go of pool and slab. False if copies
-        are still running: the memory must then stay. Idempotent."""
+        """Let queued copies end, `timeout_seconds` at most, and release pool and slab. False if
+        copies are still running: the memory must then stay. Idempotent."""

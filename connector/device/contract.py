@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promises of `connector/device/base.py` as functions that any copy device has to pass.
+"""The contract of `connector/device/base.py` as functions that any copy device has to pass.
 
-For whoever writes a device, also outside this project: describe its surroundings, and call
+A new device, also outside this project, is tested so: describe its surroundings, and call
 `check_device_contract`, or the checks of `CHECKS` one by one, each on a `Rig` of its own. They
-make real copies of real bytes and wait for real ends. Raises ContractBroken with what is not so.
+make real copies of real bytes and wait for real ends. Raises ContractBroken, which names the fault.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TURNS = 100
 
 
 def check_device_contract(surroundings: Surroundings) -> None:
-    """Everything, on a new device for each check and layout."""
+    """Run all checks, on a new device for each check and layout."""
     for layout in LAYOUTS:
         for check in CHECKS:
             with contextlib.closing(Rig(surroundings, layout)) as rig:
@@ -42,7 +42,7 @@ def check_device_contract(surroundings: Surroundings) -> None:
 
 
 def blocks_go_out_and_come_back(rig: Rig) -> None:
-    """Runs on both sides, neighbours on one side only, single blocks, in any order."""
+    """Copy runs on both sides, neighbours on one side only, and single blocks, in any order."""
     before = [rig.block(i) for i in range(NUM_BLOCKS)]
     pairs = {0: 3, 1: 4, 2: 5, 7: 6, 4: 9, 3: 10, 11: 0}
     expect_end(rig.queue_copy(Stream.STORE, pairs))
@@ -59,7 +59,7 @@ def blocks_go_out_and_come_back(rig: Rig) -> None:
 
 
 def many_blocks_go_at_once(rig: Rig) -> None:
-    """All blocks, forwards into neighbouring slots and backwards into scattered ones."""
+    """Copy all blocks, forwards into neighbouring slots and backwards into scattered ones."""
     before = [rig.block(i) for i in range(NUM_BLOCKS)]
     forwards = {i: i for i in range(NUM_BLOCKS)}
     scattered = {i: NUM_SLOTS - 1 - 2 * i for i in reversed(range(NUM_BLOCKS))}
@@ -74,7 +74,7 @@ def many_blocks_go_at_once(rig: Rig) -> None:
 
 
 def stores_have_digests(rig: Rig) -> None:
-    """A store has the digests of what lies in its slots, in their order; a load has none."""
+    """A store has the digests of its slots' bytes, in their order; a load has none."""
     rig.device.make_digests()
     pairs = {4: 9, 3: 10, 11: 0}
     event = rig.queue_copy(Stream.STORE, pairs)
@@ -96,7 +96,7 @@ def the_rest_of_a_slot_is_left_alone(rig: Rig) -> None:
 
 
 def a_copy_waits_for_its_events(rig: Rig) -> None:
-    """It reads what they have left."""
+    """A copy reads the bytes as its events have left them."""
     gates = [rig.gate(), rig.gate()]
     event = rig.queue_copy(Stream.STORE, {2: 2}, *(gate.event for gate in gates))
     expect(not event.wait(MOMENT_SECONDS), "a copy waits for both of its events")
@@ -110,7 +110,7 @@ def a_copy_waits_for_its_events(rig: Rig) -> None:
 
 
 def a_load_waits_for_its_events(rig: Rig) -> None:
-    """It reads slots as late as a store reads blocks."""
+    """A load reads slots as late as a store reads blocks."""
     gate = rig.gate()
     rig.fill(3, 1)
     event = rig.queue_copy(Stream.LOAD, {6: 3}, gate.event)
@@ -161,7 +161,7 @@ def a_block_is_reused_after_its_store(rig: Rig) -> None:
 
 
 def a_slot_is_read_after_its_store(rig: Rig) -> None:
-    """A load of what is being stored waits for the bytes, wherever they come from."""
+    """A load of a slot that is being stored waits for the bytes, from either side."""
     page = rig.block(3)
     gate = rig.gate()
     store = rig.queue_copy(Stream.STORE, {3: 7}, gate.event)
@@ -182,7 +182,7 @@ def the_writer_event_ends_without_help(rig: Rig) -> None:
 
 
 def what_computes_is_held(rig: Rig) -> None:
-    """Whatever computes from now on comes after the events, unless that takes too long."""
+    """Computing that is queued from now on runs after the events, unless those take too long."""
     gate = rig.gate()
     old = rig.block(2)
     store = rig.queue_copy(Stream.STORE, {2: 2}, gate.event)
@@ -196,7 +196,7 @@ def what_computes_is_held(rig: Rig) -> None:
 
 
 def every_end_is_announced(rig: Rig) -> None:
-    """Once each."""
+    """The device announces the end of each copy once."""
     events = [rig.queue_copy(Stream.STORE, {i: i}) for i in range(5)]
     for event in events:
         expect_end(event)
@@ -207,7 +207,7 @@ def every_end_is_announced(rig: Rig) -> None:
 
 
 def pairs_that_cannot_be_are_refused(rig: Rig) -> None:
-    """They are refused at once, and nothing is copied."""
+    """Wrong pairs are refused at once, and no byte is copied."""
     wrong = [([NUM_BLOCKS], [0]), ([-1], [0]), ([0], [NUM_SLOTS]), ([0], [-1]), ([0, 1], [0])]
     for stream in Stream:
         for block_ids, slots in wrong:
@@ -217,7 +217,7 @@ def pairs_that_cannot_be_are_refused(rig: Rig) -> None:
 
 
 def a_pool_of_another_shape_is_refused(rig: Rig) -> None:
-    """Both sizes are named."""
+    """The error names both sizes."""
     other = BlockLayout(3, 4, 1, 24, "bfloat16")
     with _raises(InvalidBlock, "a pool with other blocks is refused", str(other.page_bytes)):
         rig.device.register_pool(rig.surroundings.pool(4, other))
@@ -239,7 +239,7 @@ def close_lets_queued_copies_end(rig: Rig) -> None:
 
 
 def copies_at_once_keep_every_byte(rig: Rig) -> None:
-    """Each block goes round: out, then in at another place, ordered by events alone."""
+    """Each block moves in turns: out, then in at another place, ordered by events alone."""
     expected = [rig.block(i) for i in range(NUM_BLOCKS)]
     stored: Event | None = None
     loaded: Event | None = None

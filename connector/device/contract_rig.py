@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checks of `contract.py` are made on: a device with a pool, a slab and its surroundings.
+"""The rig for the checks of `contract.py`: a device with a pool, a slab and its surroundings.
 
-A device that is to be tried describes its surroundings here.
+A device that is to be tested describes its surroundings here.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ LAYOUTS = (SHORT_PAGES, WHOLE_PAGES)
 NUM_BLOCKS = 12
 NUM_SLOTS = 40
 WAIT_SECONDS = 10.0
-MOMENT_SECONDS = 0.02  # in which something that must not happen would have happened
+MOMENT_SECONDS = 0.02  # time in which a forbidden event would have happened
 
 
 class ContractBroken(AssertionError):
-    """A device does not do what it promises."""
+    """A device breaks its contract."""
 
 
 class Gate(NamedTuple):
-    """An event that copies can wait for, and what ends it."""
+    """An event that copies can wait for, and the function that ends it."""
 
     event: Event
     open: Callable[[], None]
@@ -42,22 +42,22 @@ class Surroundings(ABC):
 
     @abstractmethod
     def device(self) -> CopyDevice:
-        """A new one, without pool and slab."""
+        """Make a device, without pool and slab."""
 
     @abstractmethod
     def pool(self, num_blocks: int, layout: BlockLayout) -> torch.Tensor:
-        """A new pool with random numbers in it, where the device wants it."""
+        """Make a pool with random numbers in it, in the memory that the device needs."""
 
     @abstractmethod
     def gate(self, device: CopyDevice) -> Gate:
-        """A closed one. Several may be open or closed in any order."""
+        """Make a closed gate. Several may be open or closed in any order."""
 
     def write(self, pool: torch.Tensor, block_id: int, value: int) -> None:
         """Fill a block the way the engine does: where kernels are queued, behind them."""
         pool[block_id] = value
 
     def settle(self) -> None:  # noqa: B027 - nothing to do where the caller computes itself
-        """Return when what the caller has done to the pool is done."""
+        """Return when the caller's changes to the pool are done."""
 
 
 class Rig:
@@ -76,7 +76,7 @@ class Rig:
         surroundings.settle()
 
     def close(self) -> None:
-        """Raises ContractBroken where the device does not end."""
+        """Close the device and the slab. Raises ContractBroken if the device does not end."""
         expect(self.device.close(WAIT_SECONDS), "an idle device closes")
         expect(self.device.close(WAIT_SECONDS), "a closed device may be closed again")
         self.slab.close()
@@ -110,13 +110,12 @@ class Rig:
 
 
 def expect(is_so: bool, what: str) -> None:
-    """Raise ContractBroken unless it is."""
     if not is_so:
         raise ContractBroken(f"expected that {what}")
 
 
 def expect_end(event: Event) -> None:
-    """A copy ends, and ends well."""
+    """Expect that a copy ends, and ends well."""
     expect(event.wait(WAIT_SECONDS) and event.done(), "a copy ends")
     expect(event.error() is None, f"a copy ends well, not with {event.error()!r}")
     expect(event.seconds() >= 0.0, "a copy takes time")

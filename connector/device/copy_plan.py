@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a copy job becomes copies: addresses, merged neighbours, ways, all without a device.
+"""The plan of a copy job: addresses, merged neighbours, ways to copy, all without a device.
 
     job   block ids and slots
      ├─ slots that are page-locked      → one batch, by the copy engine or by a capped kernel
      └─ slots that are not (or not yet) → through page-locked memory, or as the driver does it
 
-Sources are always read in the order of the stream. For stores nothing else is right: the block may
-still be written by a kernel queued before. For loads CUDA would also allow reading during the call,
-or at any time, where nothing queued writes the source; but a slot may be the target of a store that
-is queued in the other stream, so a load waits like any other copy.
+Sources are always read in the order of the stream. Stores need that order: a kernel queued before
+may still write the block. For loads CUDA would also allow reading during the call, or at any time,
+where nothing queued writes the source; but a slot may be the target of a store that is queued in
+the other stream, so a load waits like any other copy.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ...tiers.errors import InvalidBlock
 from .base import Stream
 
 ABOUT_AS_FAST = 0.95
-# A kernel takes time from those that compute, which the copy engine does not.
+# A kernel takes time from computing, which the copy engine does not.
 KERNEL_GAIN = 1.5
 # Below this the copy engine is known to be slow, and a kernel is worth compiling to be compared.
 FRAGMENT_BYTES = 64 << 10
 
 
 class Way(Enum):
-    """How the bytes get there."""
+    """A way to copy bytes."""
 
     BATCHED = "one call for all"
     SINGLE = "one call each"
@@ -39,15 +39,15 @@ class Way(Enum):
     PAGEABLE = "as the driver copies ordinary memory"
 
 
-# In the order in which they are taken where two are about as fast: the cheaper one to submit first.
+# The order in which ways are chosen if two are about as fast: the cheaper one to submit first.
 LOCKED_WAYS = (Way.BATCHED, Way.SINGLE, Way.KERNEL)
 PAGEABLE_WAYS = (Way.PAGEABLE, Way.STAGED)
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where blocks and slots lie. `piece_slots` neighbouring slots are page-locked by one call; a
-    copy that reaches into two such pieces is refused by CUDA."""
+    """The places of blocks and slots. `piece_slots` neighbouring slots are page-locked by one call;
+    CUDA refuses a copy that reaches into two such pieces."""
 
     pool_address: int
     num_blocks: int
@@ -62,8 +62,8 @@ Pairs = list[tuple[int, int]]  # (block, slot)
 
 
 def check_pairs(geometry: Geometry, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-    """InvalidBlock for numbers that are not there, and for a slot or block that is named twice:
-    the copies of a batch have no order among themselves."""
+    """Raise InvalidBlock for numbers outside the pool or the slab, and for a slot or block that is
+    named twice: the copies of a batch have no order among themselves."""
     if len(block_ids) != len(slots):
         raise InvalidBlock(f"{len(block_ids)} blocks cannot go to {len(slots)} slots")
     _check("block", block_ids, geometry.num_blocks)
@@ -71,7 +71,7 @@ def check_pairs(geometry: Geometry, block_ids: Sequence[int], slots: Sequence[in
 
 
 def make_pairs(block_ids: Sequence[int], slots: Sequence[int]) -> Pairs:
-    """Sorted by block, so that neighbours are found in whatever order they were given."""
+    """Sort the pairs by block, so that neighbours are found in any given order."""
     return sorted(zip(block_ids, slots, strict=True))
 
 
@@ -84,7 +84,7 @@ def split_locked(pairs: Pairs, num_locked: int) -> tuple[Pairs, Pairs]:
 
 
 def make_batch(geometry: Geometry, stream: Stream, pairs: Pairs) -> Batch:
-    """One copy for each run of neighbours, within one page-locked piece."""
+    """Make one copy for each run of neighbours, within one page-locked piece."""
     size, slot_size, piece = geometry.page_bytes, geometry.slot_bytes, geometry.piece_slots
     pool: list[int] = []
     slab: list[int] = []
@@ -104,8 +104,8 @@ def make_batch(geometry: Geometry, stream: Stream, pairs: Pairs) -> Batch:
 
 
 def cut(batch: Batch, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
-    """The copies in groups of at most so many bytes, each `(source, target, size)`; those that are
-    larger than a group are cut."""
+    """Yield the copies in groups of at most so many bytes, each `(source, target, size)`; a copy
+    that is larger than a group is cut."""
     group: list[tuple[int, int, int]] = []
     room = most_bytes
     table = (batch.sources.tolist(), batch.targets.tolist(), batch.sizes.tolist())
@@ -124,8 +124,8 @@ def cut(batch: Batch, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def choose_locked(rates: Mapping[Way, float]) -> Way:
-    """The way between the pool and page-locked slots, given bytes per second. The copy engine,
-    unless a kernel gains so much that the time it takes from others is paid for."""
+    """Choose the way between the pool and page-locked slots, given bytes per second. It is the copy
+    engine, unless a kernel gains enough to pay for the time it takes from computing."""
     engine = _choose({way: rate for way, rate in rates.items() if way is not Way.KERNEL})
     if rates.get(Way.KERNEL, 0.0) > KERNEL_GAIN * rates[engine]:
         return Way.KERNEL
@@ -133,7 +133,7 @@ def choose_locked(rates: Mapping[Way, float]) -> Way:
 
 
 def choose_pageable(rates: Mapping[Way, float]) -> Way:
-    """The way between the pool and ordinary memory."""
+    """Choose the way between the pool and ordinary memory, given bytes per second."""
     return _choose({way: rate for way, rate in rates.items() if way in PAGEABLE_WAYS})
 
 

@@ -2,9 +2,9 @@
 """The CPU as a copy device: one thread for each stream, events that threads can wait for.
 
 The pool is ordinary memory and the forward pass runs on the caller's thread, so the last writer of
-a block has always finished when a copy is queued. A small store for which computing is held is made
-by the caller: a thread would be woken only to be waited for, which costs as much as copying half a
-megabyte. Everything else is as on CUDA.
+a block has always finished when a copy is queued. The caller makes a small store itself if
+computing is held for it: a thread would be woken only to be waited for, which costs as much as
+copying half a megabyte. Everything else is as on CUDA.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Bytes = npt.NDArray[np.uint8]
 class CpuEvent:
     """An event that its maker ends by hand.
 
-    One is made for each copy in the step loop and seldom waited for: who does makes the lock.
+    One is made for each copy in the step loop and seldom waited for: the first waiter makes the
+    lock.
     """
 
     __slots__ = ("_ended", "_error", "_gate", "_seconds", "digests", "pages")
@@ -46,20 +47,20 @@ class CpuEvent:
 
     def __init__(self) -> None:
         self._ended = False
-        self._gate: threading.Lock | None = None  # held until the end, where somebody waits
+        self._gate: threading.Lock | None = None  # held until the end; None without a waiter
         self._error: Exception | None = None
         self._seconds = 0.0
         self.digests: list[bytes] | None = None  # a list: one for each block is to be made
         self.pages: Bytes | None = None  # the whole pages that these are of
 
     def mark_done(self, error: Exception | None = None, seconds: float = 0.0) -> None:
-        """Reach the point, well or with an error; wakes all who wait. Its maker calls it from one
+        """Reach the point, well or with an error, and wake all waiters. Its maker calls it from one
         thread at a time; only the first call counts."""
         if self._ended:
             return
         self._error = error
         self._seconds = seconds
-        self._ended = True  # before the gate is looked for, as `wait` looks after it has made one
+        self._ended = True  # set before the look for a gate, as `wait` looks after it has made one
         if self._gate is not None:
             self._gate.release()
 
@@ -75,7 +76,7 @@ class CpuEvent:
                 gate.acquire()
                 self._gate = gate
         if not self._ended and self._gate.acquire(timeout=max(0.0, timeout_seconds)):
-            self._gate.release()  # for the next one who waits
+            self._gate.release()  # for the next waiter
         return self._ended
 
     def error(self) -> Exception | None:
@@ -85,12 +86,12 @@ class CpuEvent:
         return self._seconds
 
 
-# What a page consists of, each part with all its pages: mostly one.
+# The arrays that make up a page, each with the part of all pages: mostly one.
 Parts = Sequence[Bytes]
 
-# A source and its pages, a target and its pages; both once more, where the library can copy and
-# hash their rows; then what is waited for, and the copy's own event. A plain tuple, because the
-# step loop makes it.
+# A source and its pages, a target and its pages; both once more, if the library can copy and hash
+# their rows; then the events to wait for, and the copy's own event. A plain tuple, because the step
+# loop makes it.
 _Job = tuple[
     Parts, Sequence[int], Parts, Sequence[int], tuple[Rows, Rows] | None, Sequence[Event], CpuEvent
 ]
@@ -107,22 +108,23 @@ def _run(job: _Job) -> None:
             for source, target in zip(sources, targets, strict=True):
                 _copy_runs(source, target, runs)
         elif rows is not None:
-            # Hashed as they are copied, by a thread that takes the interpreter back once for all.
+            # Hashed during the copy, by a thread that takes the interpreter's lock back once for
+            # all.
             event.digests += copy_rows_and_digest(rows[1], target_pages, rows[0], source_pages)
         else:
             for start, end in zip(source_pages, target_pages, strict=True):
                 for source, target in zip(sources, targets, strict=True):
                     target[end] = source[start]
                 event.digests.append(payload_digest(event.pages[end].data))
-    except Exception as failure:  # noqa: BLE001 - the event carries it to whoever asks
-        # Without its frames, which would keep views of the pool and the slab alive.
+    except Exception as failure:  # noqa: BLE001 - the event carries it to its readers
+        # The error drops its frames, which would keep views of the pool and the slab alive.
         error = failure.with_traceback(None)
     event.pages = None
     event.mark_done(error, time.monotonic() - began)
 
 
 def _whole_rows(sources: Parts, targets: Parts) -> tuple[Rows, Rows] | None:
-    """Source and target where a page lies in one piece; None where the library cannot copy it."""
+    """Source and target if a page lies in one piece; None if the library cannot copy it."""
     if len(sources) > 1 or sources[0].ndim != 2 or not has_digests():
         return None
     source, target = sources[0], targets[0]
@@ -140,7 +142,7 @@ class _StreamThread:
 
     def __init__(self, name: str, dependency_seconds: float) -> None:
         self._dependency_seconds = dependency_seconds
-        # Waking its thread costs half of what a bounded Queue takes; who submits counts instead.
+        # A wake-up costs half of what a bounded Queue takes; the submitting thread counts instead.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.notify: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -162,7 +164,7 @@ class _StreamThread:
             *_, after, event = job
             try:
                 self._wait_for(after)
-            except Exception as error:  # noqa: BLE001 - the event carries it to whoever asks
+            except Exception as error:  # noqa: BLE001 - the event carries it to its readers
                 event.mark_done(error.with_traceback(None))
             else:
                 _run(job)
@@ -177,7 +179,8 @@ class _StreamThread:
 
 
 class CpuCopyDevice(CopyDevice):
-    """See the promise in `base.py`. `dependency_seconds` bounds the wait for `after` events."""
+    """A copy device on the CPU; see `base.py`. `dependency_seconds` bounds the wait for `after`
+    events."""
 
     def __init__(self, dependency_seconds: float = DEPENDENCY_SECONDS) -> None:
         self._streams = {
@@ -214,9 +217,9 @@ class CpuCopyDevice(CopyDevice):
         self.register_parts([pool_pages(pool, self._page_bytes)])
 
     def register_parts(self, parts: Parts) -> None:
-        """A pool whose pages lie in several places: each part has the bytes `[num_blocks, ...]`,
-        of any strides, and one after the other they make a page. Instead of `register_pool`.
-        InvalidBlock where they do not fit the slab's layout."""
+        """Take a pool whose pages lie in several places: each part is `[num_blocks, ...]` bytes, of
+        any strides, and one after the other they make a page. Replaces `register_pool`. Raises
+        InvalidBlock if they do not fit the slab's layout."""
         if self._slab is None:
             raise DeviceError("the slab must be registered before the pool")
         sizes = [part[0].size for part in parts]
@@ -243,7 +246,7 @@ class CpuCopyDevice(CopyDevice):
         slots: Sequence[int],
         after: Sequence[Event] = (),
     ) -> Event:
-        # Merged by the thread that copies: the step loop should not wait for it.
+        # The copying thread merges runs: the step loop should not wait for that.
         job = self._job(stream, block_ids, slots, after)
         self._streams[stream].submit(job)
         return job[-1]
@@ -251,7 +254,7 @@ class CpuCopyDevice(CopyDevice):
     def copy_held(
         self, block_ids: Sequence[int], slots: Sequence[int], after: Sequence[Event] = ()
     ) -> Event:
-        """Copies at once, unless it is much or has to wait for something."""
+        """Copy at once, unless there is much to copy or an event to wait for."""
         is_much = len(slots) * self._page_bytes > HELD_BYTES
         if is_much or not all(event.done() for event in after):
             return self.copy(Stream.STORE, block_ids, slots, after)
@@ -267,7 +270,7 @@ class CpuCopyDevice(CopyDevice):
         slots: Sequence[int],
         after: Sequence[Event],
     ) -> _Job:
-        """Raises as promised of `copy`."""
+        """Check and make a job. Raises as `copy` does."""
         pool, slab = self._pool, self._slab
         if self._closed or pool is None or slab is None:
             raise DeviceError("the device is closed or has no pool and slab yet")
@@ -331,6 +334,6 @@ def _copy_runs(source: Bytes, target: Bytes, runs: Sequence[tuple[int, int, int]
 
 
 def _check_range(what: str, ids: Sequence[int], count: int) -> None:
-    # Negative ids would count from the end, in silence.
+    # Negative ids would silently count from the end.
     if ids and (min(ids) < 0 or max(ids) >= count):
         raise InvalidBlock(f"{what} ids go from 0 to {count - 1}, not {min(ids)} to {max(ids)}")

@@ -6,9 +6,9 @@
     loads         another; start after the stores whose blocks or slots they touch
     each copy     neighbours merged, one `cudaMemcpyBatchAsync`, sources read in stream order
 
-What a machine cannot do, or does slowly, is replaced by what was measured to be best there: plain
-copies, a buffer in between, a capped kernel. After an error that leaves CUDA useless the device is
-closed and says so.
+Ways to copy that a machine lacks, or that are slow there, are replaced by the best measured one:
+plain copies, a buffer in between, a capped kernel. After an error that leaves CUDA unusable the
+device is closed and raises that error.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .cuda_staging import HALF_BYTES
 
 log = logging.getLogger(__name__)
 
-# A caller queues up to so many blocks itself, which takes no longer than waking a thread that does.
+# A caller queues up to so many blocks itself, which takes no longer than waking a thread.
 QUICK_BLOCKS = 16
 
 
 class CudaCopyDevice(CopyDevice):
-    """See the promise in `base.py`. `runtime` stands for the device; by default it is torch's
-    current one. `dependency_seconds` bounds the wait of threads for `after` events; streams wait
-    as long as it takes. `progress` is told how much of the slab is page-locked."""
+    """A copy device on CUDA; see `base.py`. `runtime` stands for the device; by default it is
+    torch's current one. `dependency_seconds` bounds the wait of threads for `after` events; streams
+    have no limit. `progress` is told how much of the slab is page-locked."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class CudaCopyDevice(CopyDevice):
         self._slab_rows: torch.Tensor | None = None
         self._slot_bytes = 0
         self._memory: Memory | None = None
-        self._refusal: str | None = None  # why not all of the slab is page-locked
-        self._lost: str | None = None  # why CUDA is of no use any more
+        self._refusal: str | None = None  # why a part of the slab is not page-locked
+        self._lost: str | None = None  # why CUDA cannot be used any more
         self._closed = False
         self._released = False
         self._said_cost = False
@@ -113,11 +113,12 @@ class CudaCopyDevice(CopyDevice):
         return store.digests if isinstance(store, CopyEvent) else None
 
     def wait_locked(self, timeout_seconds: float) -> bool:
-        """Wait until the slab is page-locked where it can be; False if the time was too short."""
+        """Wait until the slab is page-locked as far as it can be; False if the time was too
+        short."""
         return self._slab is not None and self._slab.wait(timeout_seconds)
 
     def register_pool(self, pool: torch.Tensor) -> None:
-        """Keeps the contract of CopyDevice, and calibrates the ways to copy."""
+        """Take the pool as CopyDevice requires, and calibrate the ways to copy."""
         if self._slab is None or self._slab_rows is None:
             raise DeviceError("the slab must be registered before the pool")
         page = self._slab_rows.shape[1]
@@ -175,8 +176,8 @@ class CudaCopyDevice(CopyDevice):
         return self._lanes[stream].submit(job)
 
     def hold_compute(self, events: Sequence[Event], timeout_seconds: float) -> list[Event]:
-        """The compute stream waits; the caller waits only for what is in no stream yet, or for
-        everything where CUDA fails."""
+        """Make the compute stream wait. The caller waits only for events that are in no stream yet,
+        or for all of them if CUDA fails."""
         deadline = time.monotonic() + timeout_seconds
         by_caller = []
         for event in [event for event in events if not event.done()]:
@@ -209,7 +210,8 @@ class CudaCopyDevice(CopyDevice):
             for copier in self._copiers.values():
                 copier.close()
         except CudaError as error:
-            # Nothing runs any more. What CUDA does not unlock it unlocks with the process.
+            # Nothing runs any more. Memory that CUDA does not unlock now it unlocks with the
+            # process.
             log.warning("page-locked memory was not given back: %s", self._blame(error))
         self._memory = self._slab_rows = None
         self._released = True
@@ -220,7 +222,7 @@ class CudaCopyDevice(CopyDevice):
         self._say_cost()
 
     def _say_cost(self) -> None:
-        """Once, as soon as both are known: that memory is not page-locked, and what that costs."""
+        """Warn once, as soon as both are known, that memory is not page-locked, and of the cost."""
         with self._say_lock:
             if self._said_cost or self._refusal is None or self._memory is None:
                 return
@@ -275,7 +277,7 @@ class _CopyJob(Job):
         is_by_cpu = len(slots) > 0 and max(slots) >= num_locked
         is_quick = not is_by_cpu and len(slots) <= QUICK_BLOCKS and copier.locked is Way.BATCHED
         super().__init__(after, is_quick=is_quick, is_by_cpu=is_by_cpu)
-        # Lists of its own, which nobody changes until a thread gets to them.
+        # Lists of its own, which stay unchanged until a thread gets to them.
         self._work = (copier, memory, list(block_ids), list(slots), num_locked)
 
     def run(self, stream: int) -> None:
@@ -283,7 +285,7 @@ class _CopyJob(Job):
         copier.run(memory, make_pairs(block_ids, slots), num_locked, stream)
 
     def arrived(self) -> None:
-        """Hash what came, where digests are wanted. The blocks are in the host's memory, and most
+        """Hash the blocks that came, if digests are wanted. They are in the host's memory, and most
         of them in the processor's cache."""
         digests = self.event.digests
         if digests is not None:

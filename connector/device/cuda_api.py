@@ -2,9 +2,9 @@
 """The functions of the CUDA runtime that streams, events and single copies need, bound by ctypes.
 
 torch has most of them too, but its streams come from a pool in which two may be one, its events
-name no error codes, and nobody can say what the numbers below are without the header. Every row
-here is compared with a table read from the headers of CUDA 12.8 and 13. Batched copies and
-page-locking are in `kernels/copy/copy_engine.py`. Importing this needs no CUDA.
+name no error codes, and the numbers below are known only from the header. Every row here is
+compared with a table read from the headers of CUDA 12.8 and 13. Batched copies and page-locking
+are in `kernels/copy/copy_engine.py`. Importing this needs no CUDA.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STREAM_NON_BLOCKING = 1
 EVENT_BLOCKING_SYNC = 1
 MEMCPY_HOST_TO_DEVICE = 1
 MEMCPY_DEVICE_TO_HOST = 2
-# What a thread may call while another one captures a graph.
+# The mode of a thread whose calls stay allowed while another one captures a graph.
 CAPTURE_MODE_RELAXED = 2
 
 SUCCESS = 0
@@ -68,7 +68,7 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
 
 
 class CudaApi:
-    """The functions of one library, as Python calls them. Any thread may.
+    """The functions of one library as Python functions, for any thread.
 
     Those that wait release the interpreter's lock, as every call by ctypes does. Raises CudaError.
     """
@@ -85,8 +85,8 @@ class CudaApi:
         self._call("cudaSetDevice", index)
 
     def relax_capture(self) -> None:
-        """Let the calling thread go on while another one captures a graph; otherwise its calls
-        would be refused and the capture lost."""
+        """Let the calling thread go on while another one captures a graph; CUDA would otherwise
+        refuse its calls and lose the capture."""
         mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
         self._call("cudaThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
 
@@ -115,11 +115,11 @@ class CudaApi:
         return event.value or 0
 
     def destroy_event(self, event: int) -> None:
-        """Whoever waits for it in a stream still does."""
+        """Destroy an event; streams that wait for it still do."""
         self._call("cudaEventDestroy", event)
 
     def record_event(self, event: int, stream: int) -> None:
-        """It ends when everything that is in the stream now has run."""
+        """Record an event that ends when all work that is in the stream now has run."""
         self._call("cudaEventRecord", event, stream)
 
     def wait_event(self, stream: int, event: int) -> None:
@@ -136,7 +136,7 @@ class CudaApi:
         return True
 
     def synchronise_event(self, event: int) -> None:
-        """Sleep until it has been reached, without end."""
+        """Sleep until the event has been reached, without a time limit."""
         self._call("cudaEventSynchronize", event)
 
     def seconds_between(self, start: int, end: int) -> float:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one direction of the CUDA device copies: chosen by measurement, then done.
+"""The copies of one direction of the CUDA device: ways are measured, the best one is used.
 
-Knows where pool and slab lie, and nothing of events, order or threads.
+It works with the places of pool and slab; events, order and threads do not appear here.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def measure_rates(
 
 
 def _best_seconds(runtime: Runtime, stream: int, launch: Callable[[], None]) -> float:
-    """The best of a few, by the clock of the CPU, which takes part in some of the ways."""
+    """The best seconds of a few rounds, by the CPU's clock, since the CPU takes part in some
+    ways."""
     best = float("inf")
     for _ in range(ROUNDS):
         began = time.perf_counter()
@@ -118,7 +119,7 @@ class Memory:
 
 
 class Copier:
-    """One direction. Its streams are handles; everything is queued in the one that is given."""
+    """Copies in one direction. Its streams are handles; everything is queued in the given one."""
 
     def __init__(self, runtime: Runtime, direction: Stream, staging_bytes: int) -> None:
         self._runtime = runtime
@@ -139,7 +140,7 @@ class Copier:
         self.pageable = Way.PAGEABLE
 
     def calibrate(self, stream: int, block_bytes: int) -> None:
-        """Measure, and choose from now on what was best. The stream must be idle."""
+        """Measure the ways to copy, and use the best from now on. The stream must be idle."""
         if self._staging is None:
             return
         rates = self._rates = measure_rates(
@@ -159,15 +160,15 @@ class Copier:
         )
 
     def cost_of_pageable(self) -> str:
-        """A sentence on the cost of slots that are not page-locked."""
+        """The cost of slots that are not page-locked, as a sentence."""
         if not self._rates:
             return f"{self._direction.value}s as the driver does it"
         slow, quick = (self._rates[way] / GB for way in (self.pageable, self.locked))
         return f"{self._direction.value}s at {slow:.1f} instead of {quick:.1f} GB/s"
 
     def run(self, memory: Memory, pairs: Pairs, num_locked: int, stream: int) -> None:
-        """Queue the copies of a job; those whose slots are not among the first `num_locked`, with
-        the help of the calling thread, which reads or writes slots itself."""
+        """Queue the copies of a job. The calling thread takes part if slots are not among the first
+        `num_locked`: it reads or writes those itself."""
         locked, rest = split_locked(pairs, num_locked)
         if locked:
             if self.locked is Way.KERNEL:
@@ -185,7 +186,7 @@ class Copier:
             self._staging.load(batch, stream, self._copy)
 
     def close(self) -> None:
-        """Nothing may be queued any more. Raises CudaError."""
+        """Release the buffer; no copy may be queued any more. Raises CudaError."""
         if self._staging is not None:
             self._staging.close()
 

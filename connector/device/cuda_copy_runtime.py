@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CUDA device needs of CUDA, as a protocol, and the real one.
+"""The CUDA device's interface to CUDA, as a protocol, and the real one.
 
-The protocol is as thin as it can be, so that a test can put streams made of queues under the whole
-device. Streams and events are handles of the CUDA runtime; addresses are numbers. Every method may
-be called from any thread that has called `enter_thread`, and raises CudaError.
+The protocol is kept minimal, so that a test can put streams made of queues under the whole device.
+Streams and events are handles of the CUDA runtime; addresses are numbers. Any thread that has
+called `enter_thread` may call every method. Each raises CudaError.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FEW_PROGRAMS = 12
 
 
 class PageLocked(Protocol):
-    """Page-locked memory that somebody owns."""
+    """Page-locked memory with an owner."""
 
     address: int
 
@@ -42,18 +42,19 @@ class PageLocked(Protocol):
         """All of it as uint8."""
 
     def close(self) -> None:
-        """Give it back; no copy may use it any more."""
+        """Release it; no copy may use it any more."""
 
 
 class Runtime(Protocol):
-    """One device, and the CUDA runtime that torch has loaded."""
+    """A device, and the CUDA runtime that torch has loaded."""
 
     device: torch.device
     batch_refusal: str | None  # why there are no batched copies, if there are none
 
     def enter_thread(self, *, is_own: bool) -> None:
-        """Once in every thread that calls anything else. One's own may go on while another thread
-        captures a graph; of a caller's nothing is changed but its current device."""
+        """Prepare the calling thread; called once in every thread, before anything else. The
+        device's own thread may go on while another captures a graph; a caller's thread only gets
+        its current device changed."""
 
     def compute_stream(self) -> int:
         """The stream in which the calling thread's kernels are queued."""
@@ -71,12 +72,13 @@ class Runtime(Protocol):
     def record_event(self, event: int, stream: int) -> None: ...
 
     def wait_event(self, stream: int, event: int) -> None:
-        """The stream waits, if the event was recorded before; the caller does not."""
+        """Make the stream wait, if the event was recorded before; the caller does not wait."""
 
     def has_ended(self, event: int) -> bool: ...
 
     def synchronise_event(self, event: int) -> None:
-        """The caller sleeps, without a limit and without the interpreter's lock."""
+        """Let the caller sleep until the event, without a limit and without the interpreter's
+        lock."""
 
     def seconds_between(self, start: int, end: int) -> float: ...
 
@@ -84,8 +86,8 @@ class Runtime(Protocol):
         """Queue all copies in one call, sources read in stream order. Page-locked memory only."""
 
     def copy_each(self, batch: Batch, stream: int, *, to_host: bool) -> None:
-        """Queue one after the other. With ordinary memory the caller may have to wait, and sources
-        on the host may be read before the stream gets there."""
+        """Queue the copies one by one. With ordinary memory the caller may have to wait, and
+        sources on the host may be read before the stream gets there."""
 
     def move_blocks(
         self,
@@ -95,7 +97,7 @@ class Runtime(Protocol):
         target_ids: Sequence[int],
         stream: int,
     ) -> None:
-        """Queue a kernel of few programs. KernelRefused where there is none."""
+        """Queue a kernel of few programs. Raises KernelRefused if there is none."""
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """Page-lock memory that exists."""
@@ -110,8 +112,7 @@ class Runtime(Protocol):
 
 
 class TorchRuntime:
-    """CUDA as torch has loaded it. Raises DeviceError where there is none, and for a device that
-    is not there."""
+    """CUDA as torch has loaded it. Raises DeviceError if there is none, or no such device."""
 
     def __init__(self, device: torch.device) -> None:
         try:
@@ -163,7 +164,7 @@ class TorchRuntime:
     ) -> None:
         queue = torch.cuda.ExternalStream(stream, self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(queue):
-            # From ordinary memory this thread would wait here for all that is queued before.
+            # A copy from ordinary memory would make this thread wait for all that is queued before.
             ids = torch.tensor([source_ids, target_ids]).pin_memory()
             ids = ids.to(self.device, non_blocking=True)
             transfer_blocks(
@@ -194,16 +195,16 @@ class CupyMemory:
         self.address = int(self._memory.ptr)
 
     def tensor(self) -> torch.Tensor:
-        # It may be longer than what was asked for.
+        # It may be longer than `num_bytes`.
         return torch.from_numpy(np.frombuffer(self._memory, np.uint8, self._num_bytes))
 
     def close(self) -> None:
-        """Freed with the last tensor that shows it."""
+        """Release it; it is freed with the last tensor that shows it."""
         self._memory = None
 
 
 def _cupy_memory(num_bytes: int) -> CupyMemory | None:
-    """None without CuPy."""
+    """New page-locked memory of CuPy; None without CuPy."""
     try:
         import cupy
     except ImportError:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of the CUDA device: what streams wait for, and what threads wait for.
+"""Events of the CUDA device: those that streams wait for, and those that threads wait for.
 
-A `Point` is an event of CUDA, recorded once. An event of the copy device has one from the moment in
-which it is queued; before that moment CUDA would take it for reached, so whoever depends on it must
-wait as a thread does.
+A `Point` is an event of CUDA, recorded once. An event of the copy device has one from the moment
+when it is queued. Before that CUDA would take it for reached, so until then only a thread can wait
+for it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .base import DeviceError, Event
 from .cpu import CpuEvent
 from .cuda_copy_runtime import Runtime
 
-# Between two looks at an event for which no thread sleeps in CUDA.
+# Times between two looks at an event for which no thread sleeps in CUDA.
 SHORTEST_NAP, LONGEST_NAP = 50e-6, 1e-3
 
 Blame = Callable[[CudaError], DeviceError]
 
 
 class Point:
-    """A recorded event of CUDA; freed with the last one who might let a stream wait for it."""
+    """A recorded event of CUDA, freed with the last reference that a stream might wait by."""
 
     __slots__ = ("_runtime", "handle")
 
@@ -40,13 +40,13 @@ class Point:
     def __del__(self) -> None:
         try:
             self._runtime.destroy_event(self.handle)
-        except Exception:  # noqa: BLE001, S110 - nobody could be told; the process may be ending
+        except Exception:  # noqa: BLE001, S110 - no caller to tell; the process may be ending
             pass
 
 
 class CopyEvent(CpuEvent):
-    """The end of a copy, ended by its lane. `point` is there from the moment in which all of the
-    copy is queued in CUDA, and the CPU's part of it, if it has one, is done."""
+    """The end of a copy, ended by its lane. `point` is set from the moment when all of the copy is
+    queued in CUDA, and the CPU's part of it, if it has one, is done."""
 
     __slots__ = ("_unqueued", "point")
 
@@ -57,19 +57,20 @@ class CopyEvent(CpuEvent):
         self._unqueued.acquire()
 
     def queued(self, point: Point | None) -> None:
-        """Called once, also for a copy that cannot be queued, which may have no point."""
+        """Set the point. Called once, also for a copy that cannot be queued, which may have no
+        point."""
         self.point = point
         self._unqueued.release()
 
     def wait_queued(self, timeout_seconds: float) -> None:
-        """Wait until `point` is final, at most so long."""
+        """Wait until `point` is final, `timeout_seconds` at most."""
         if self._unqueued.acquire(timeout=max(0.0, timeout_seconds)):
-            self._unqueued.release()  # for the next one who waits
+            self._unqueued.release()  # for the next waiter
 
 
 class ComputeEvent:
-    """Everything that computes and was queued before. Asked about rarely by threads, so nobody
-    sleeps in CUDA for it: whoever waits looks now and then."""
+    """The end of all computing that was queued before. Threads seldom ask for it, so none sleeps in
+    CUDA for it: a waiting thread looks now and then."""
 
     __slots__ = ("_blame", "_ended", "_error", "_runtime", "point")
 
@@ -105,13 +106,13 @@ class ComputeEvent:
 
 
 def point_of(event: Event) -> Point | None:
-    """A point that a stream can wait for in place of the event; None where only a thread can."""
+    """A point that a stream can wait for in place of the event; None if only a thread can wait."""
     return event.point if isinstance(event, CopyEvent | ComputeEvent) else None
 
 
 def wait_for_point(event: Event, timeout_seconds: float) -> Point | None:
     """Wait for a point that a stream can wait for, and return it; None if instead the event has
-    ended. Raises DeviceError where the time is too short for either."""
+    ended. Raises DeviceError if the time is too short for either."""
     deadline = time.monotonic() + timeout_seconds
     if isinstance(event, CopyEvent) and not event.done():
         event.wait_queued(timeout_seconds)

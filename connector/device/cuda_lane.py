@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One direction of the CUDA device: a stream, a thread that queues in it, one that sees it end.
 
-    copy ─┬─ small, and all it waits for is in streams ──► queued in CUDA by the caller ─────┐
-          └─ else ──► the first thread waits for what only threads can wait for, queues it ──┤
+    copy ─┬─ small, and its events are in streams ──► queued in CUDA by the caller ──────────┐
+          └─ else ──► the first thread waits for events outside streams, queues it ──────────┤
                                        the second sleeps until CUDA has come past it, ends it┘
 
 The second sleeps in `cudaEventSynchronize` with an event made for that, which costs no processor
 time and holds no lock. A host function in the stream would come at the same moment, but must not
-call CUDA, holds the stream up until it returns, and would wait for the interpreter's lock while it
-does. Two threads, so that a copy is never queued only when the one before has ended: the link would
-stand still in between.
+call CUDA, holds the stream up until it returns, and would wait for the interpreter's lock
+meanwhile. There are two threads so that a copy is queued before the one ahead of it has ended;
+otherwise the link would stand still in between.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ class Job(ABC):
 
     @abstractmethod
     def run(self, stream: int) -> None:
-        """Queue the copies; where the CPU takes part, do its part too."""
+        """Queue the copies; if the CPU takes part, do its part too."""
 
     def arrived(self) -> None:  # noqa: B027 - most have nothing left to do
-        """The copies have ended well; on the thread that saw it, before anybody hears of it."""
+        """Handle copies that have ended well, on the thread that saw it, before the event ends."""
 
     def points(self) -> list[Point] | None:
-        """The points its stream has to wait for; None if a thread has to wait for something."""
+        """The points that its stream has to wait for; None if a thread has to wait for an event."""
         points = [point_of(event) for event in self.after]
         known = [point for point in points if point is not None]
         return known if len(known) == len(points) and not (points and self.is_by_cpu) else None
 
 
 class Lane:
-    """Runs jobs in order. `blame` makes the error that callers see, of one of CUDA."""
+    """Runs jobs in order. `blame` makes the error that callers see from one of CUDA."""
 
     def __init__(
         self, name: str, runtime: Runtime, blame: Blame, *, dependency_seconds: float
@@ -84,7 +84,8 @@ class Lane:
             thread.start()
 
     def submit(self, job: Job) -> CopyEvent:
-        """Never waits. Raises DeviceError for a full queue."""
+        """Submit a job and return its event, without a wait. Raises DeviceError for a full
+        queue."""
         with self._lock:
             if self._in_flight >= QUEUE_JOBS:
                 raise DeviceError(f"{QUEUE_JOBS} copies wait already in one stream")
@@ -99,7 +100,7 @@ class Lane:
         return job.event
 
     def close(self, timeout_seconds: float) -> bool:
-        """Let the jobs end, at most so long. Idempotent."""
+        """Let the jobs end, `timeout_seconds` at most. Idempotent."""
         deadline = time.monotonic() + timeout_seconds
         for thread, jobs in zip(self._threads, (self._unqueued, self._queued), strict=True):
             if thread.is_alive():
@@ -125,7 +126,7 @@ class Lane:
                 job.failure = error
             self._queue(job, points)
             self._queued.put(job)
-            del job, points  # an idle lane holds on to nothing
+            del job, points  # an idle lane holds no references
             with self._lock:
                 self._num_unqueued -= 1
 
@@ -136,7 +137,7 @@ class Lane:
             if failure is None:
                 try:
                     job.arrived()
-                except Exception as error:  # noqa: BLE001 - the event carries it to whoever asks
+                except Exception as error:  # noqa: BLE001 - the event carries it to its readers
                     failure = error.with_traceback(None)
             job.event.mark_done(failure, 0.0 if failure else self._seconds_of(job))
             with self._lock:
@@ -151,7 +152,7 @@ class Lane:
             self._blame(error)  # and every job will fail by itself
 
     def _wait_as_a_thread(self, job: Job) -> list[Point]:
-        """Wait until only streams have to wait, and return their points. Raises DeviceError if that
+        """Wait until only streams have to wait, and return the points. Raises DeviceError if that
         takes too long."""
         deadline = time.monotonic() + self._dependency_seconds
         points = []
@@ -170,8 +171,8 @@ class Lane:
         return points
 
     def _queue(self, job: Job, points: list[Point]) -> None:
-        """Queue the job in CUDA. A job that fails on the way still gets its end: what was queued
-        of it must be over before anybody hears of the failure."""
+        """Queue the job in CUDA. A job that fails on the way still gets its end: its queued part
+        must be over before the event reports the failure."""
         runtime, stream = self._runtime, self.stream
         if job.failure is None:
             try:
@@ -181,7 +182,7 @@ class Lane:
                 job.run(stream)
             except CudaError as error:
                 job.failure = self._blame(error)
-            except Exception as error:  # noqa: BLE001 - the event carries it to whoever asks
+            except Exception as error:  # noqa: BLE001 - the event carries it to its readers
                 job.failure = error.with_traceback(None)
         try:
             job.ended = Point(runtime, stream)
@@ -192,7 +193,7 @@ class Lane:
         job.event.queued(job.ended)
 
     def _wait_for_end(self, job: Job) -> Exception | None:
-        """Wait for a job's end, which a failed job has too; the error, if any."""
+        """Wait for a job's end, which a failed job has too. Return the error, if any."""
         try:
             if job.ended is not None:
                 job.ended.synchronise()

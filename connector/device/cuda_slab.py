@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page-locks a slab in pieces, in the background, and lets go of it at the end.
+"""Page-locks a slab in pieces, in the background, and unlocks it at the end.
 
-Locking takes a second for some gigabytes, and the copy engine reaches only what is locked. So a
-thread locks one piece after the other while the engine serves already, and copies of slots that
-come later go the slower way until it gets there. Where the system locks no more, the rest stays
-ordinary memory.
+Locking takes a second for some gigabytes, and the copy engine reaches only locked memory. So a
+thread locks one piece after the other while the engine serves already, and copies of later slots go
+the slower way until it gets there. If the system locks no more, the rest stays ordinary memory.
 """
 
 from __future__ import annotations
@@ -50,19 +49,19 @@ class LockedSlab:
         self._refused = refused
         self._pieces: list[int] = []
         self._stop = threading.Event()
-        # Slots from 0 on that the copy engine reaches. It only grows, so nobody needs a lock.
+        # Slots from 0 on that the copy engine reaches. It only grows, so readers need no lock.
         self.num_locked = 0
         self._thread = threading.Thread(target=self._run, name="stratakv-page-lock", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until all that can be is locked; False if the time was too short."""
+        """Wait until all memory that can be is locked; False if the time was too short."""
         self._thread.join(max(0.0, timeout_seconds))
         return not self._thread.is_alive()
 
     def close(self, timeout_seconds: float) -> bool:
-        """Unlock everything. No copy may use it any more. False if the thread is still locking.
-        Raises CudaError where CUDA will not; what it says of the rest is then lost."""
+        """Unlock everything; no copy may use it any more. False if the thread is still locking.
+        Raises the last CudaError if CUDA refuses to unlock pieces."""
         self._stop.set()
         if not self.wait(timeout_seconds):
             return False

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between the pool and ordinary memory, through a small page-locked buffer in two halves.
 
-While the copy engine fills or empties one half, the CPU empties or fills the other. It is the
-calling thread that does the CPU's part, so it must be one that may wait.
+While the copy engine fills or empties one half, the CPU empties or fills the other. The calling
+thread does the CPU's part, so it must be one that may wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Copy = Callable[[Batch, int], None]
 
 
 class StagingBuffer:
-    """One for each direction. `copy` queues a batch of page-locked memory in a stream."""
+    """The buffer of one direction. `copy` queues a batch of page-locked memory in a stream."""
 
     def __init__(self, runtime: Runtime, half_bytes: int = HALF_BYTES) -> None:
         self._runtime = runtime
@@ -54,12 +54,12 @@ class StagingBuffer:
                 ctypes.memmove(at, source, size)
             copy(_batch([(at, target, size) for (_, target, size), at in placed]), stream)
             busy.append(Point(self._runtime, stream))
-        # The next one finds both halves empty.
+        # The next copy needs both halves empty.
         while busy:
             busy.popleft().synchronise()
 
     def close(self) -> None:
-        """No copy may use it any more."""
+        """Release the buffer; no copy may use it any more."""
         self.memory.close()
 
     def _halves(self) -> itertools.cycle[int]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy device by its name: `cpu`, `cuda`, or one of several GPUs, `cuda:1`.
+"""Makes a copy device by its name: `cpu`, `cuda`, or one of several GPUs, `cuda:1`.
 
-Nothing of CUDA is imported for the CPU.
+The CPU device imports nothing of CUDA.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _CUDA = re.compile(r"cuda(?::(\d{1,3}))?", re.ASCII)
 
 
 def make_device(name: str, progress: Callable[[int, int], None] | None = None) -> CopyDevice:
-    """`progress` is told, as bytes done and bytes in all, how much of the slab is page-locked.
-    Raises TierConfigError for a name that stands for nothing, for several GPUs, and where there is
-    no such device."""
+    """Make the device `name`. `progress` is told, as bytes done and bytes in all, how much of the
+    slab is page-locked. Raises TierConfigError for an unknown name, for several GPUs, and if there
+    is no such device."""
     if name == "cpu":
         return CpuCopyDevice()
     match = _CUDA.fullmatch(name)
@@ -36,7 +36,7 @@ def make_device(name: str, progress: Callable[[int, int], None] | None = None) -
     from .cuda_copy_runtime import TorchRuntime
 
     try:
-        # Without a number, which of them is current in this thread.
+        # A name without a number means the device that is current in this thread.
         return CudaCopyDevice(TorchRuntime(torch.device(name)), progress=progress)
     except DeviceError as error:
         raise TierConfigError(f"offloading from {name}: {error}") from error

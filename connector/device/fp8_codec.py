@@ -7,7 +7,7 @@
 
 The scale is the smallest power of two that brings the row's largest number to 448 or less, e4m3's
 largest. A power of two makes dividing and multiplying exact in every dtype, down to the smallest
-numbers, so that rounding to e4m3 is all that is lost:
+numbers, so that only rounding to e4m3 loses anything:
 
     |x - decoded x| <= max(|x| / 16, scale / 1024)
 
@@ -15,7 +15,7 @@ e4m3 has three bits behind the point, so half a step is 1/16 of a number at most
 steps are 2 ** -9. Rounding up could end in infinity within a sixteenth of the dtype's largest, so
 blocks with such numbers, with an infinity or a NaN have no encoding and are stored as they are.
 
-Lives here because `tiers/` imports no torch.
+The codec is here because `tiers/` imports no torch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-# At a time: from 32768 on torch shares its work with threads of its own, and those that move blocks
-# are many already. A chunk stays in the cache as well.
+# Numbers at a time: from 32768 on torch shares its work with threads of its own, and the threads
+# that move blocks are many already. A chunk stays in the cache as well.
 _CHUNK_NUMBERS = 32767
 _BIAS = 127  # of a float32's exponent
 _SMALLEST, _LARGEST = -126, 120  # powers of two: the last normal float32; the largest over 448
@@ -87,7 +87,7 @@ class Fp8Codec(Codec):
         for numbers, exponents, codes in self._chunks(payload, out):
             x = numbers.float()
             peaks = x.abs().amax(1, keepdim=True)
-            # Written so that NaN is refused too.
+            # This form refuses NaN too.
             if not peaks.max().item() <= self._largest * (1 - 1 / 16):
                 return None
             mantissas, powers = torch.frexp(peaks)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataKV's tiers as the L2 of LMCache's server: what `module_path` of its `--l2-adapter` names.
+"""StrataKV's tiers as the L2 of LMCache's server, for `module_path` of its `--l2-adapter`.
 
     StrataL2Adapter   SSD and cache servers below LMCache's own memory
 
-docs/lmcache.md says how to switch it on. It is imported when it is first named, since that imports
-LMCache.
+docs/lmcache.md says how to switch it on. The adapter is imported at its first use, since that
+imports LMCache.
 """
 
 from __future__ import annotations

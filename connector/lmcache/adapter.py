@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataL2Adapter: what LMCache's server asks for chunks that its own memory lacks.
+"""StrataL2Adapter: answers LMCache's server for chunks that its own memory lacks.
 
 Its controllers submit tasks from two threads, sleep on event fds, and take each result once. A task
-that gets no answer would hang a request there, so every task here ends: with what has come when its
-time is over, with misses where tiers are not open or failed.
+that gets no answer would hang a request there, so every task here ends: with the chunks that have
+come when its time is over, with misses where tiers are not open or failed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FLAGS = os.EFD_NONBLOCK | os.EFD_CLOEXEC
 
 
 class _Task:
-    """One submit of LMCache's, whose keys may lie on several shelves."""
+    """A task that LMCache submitted, whose keys may lie on several shelves."""
 
     __slots__ = ("answers", "id", "kind", "objects", "parts", "sizes")
 
@@ -51,15 +51,15 @@ class _Task:
         self.objects = objects  # kept: their memory is in use until the task ends
         self.answers = [False] * num_keys
         self.sizes = [0] * num_keys
-        self.parts = 0  # of it that have not ended
+        self.parts = 0  # parts of it that have not ended
 
 
 class StrataL2Adapter(L2AdapterInterface):
-    """`config` is what stands under `adapter_params`. Raises ConfigError, or TierConfigError, for
-    what cannot work."""
+    """`config` is the value of `adapter_params`. Raises ConfigError, or TierConfigError, for values
+    that cannot work."""
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
-        # No capacity for LMCache to evict by: the tiers keep within theirs by themselves.
+        # LMCache gets no capacity to evict by: the tiers keep within theirs by themselves.
         super().__init__(max_capacity_bytes=0)
         version = SUPPORTED.installed()
         given = dict(config)
@@ -91,7 +91,7 @@ class StrataL2Adapter(L2AdapterInterface):
         return self._fds[LOAD]
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Keep chunks. Those of a layout that is not kept fail the task."""
+        """Store chunks. A chunk of a layout that is not kept fails the task."""
         return self._submit(STORE, keys, objects)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
@@ -102,8 +102,8 @@ class StrataL2Adapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(
         self, keys: list[Any], group_layout_descs: Mapping[int, Any]
     ) -> int:
-        """Find chunks. Nothing is locked: a chunk that is gone by the time of its load is a miss,
-        and a lock that nobody takes back would be a leak."""
+        """Look up chunks. It locks none: a chunk that is gone by the time of its load is a miss,
+        and a lock that LMCache never released would be a leak."""
         task = self._register_task(LOOKUP, (), len(keys))
         models = self._models_of(keys)
         places: dict[Shelf, list[int]] = {}
@@ -125,14 +125,14 @@ class StrataL2Adapter(L2AdapterInterface):
         pass
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Bring chunks. Each is checked against what was stored before it counts as loaded."""
+        """Load chunks. Each is checked against the stored bytes before it counts as loaded."""
         return self._submit(LOAD, keys, objects)
 
     def query_load_result(self, task_id: int) -> Any:
         return self._take_found(task_id)
 
     def delete(self, keys: list[Any]) -> None:
-        """Forget chunks, in every tier."""
+        """Drop chunks from every tier."""
         models = self._models_of(keys)
         named = [(key, name) for key in keys if (name := models[key.model_name]) is not None]
         for shelf, tiers in self._open_shelves():
@@ -174,7 +174,7 @@ class StrataL2Adapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """Write down what the tiers lack, within the time set, and release everything."""
+        """Write down what the tiers lack, within `shutdown_seconds`, and release everything."""
         with self._lock:
             if self._closed:
                 return
@@ -210,7 +210,8 @@ class StrataL2Adapter(L2AdapterInterface):
         return task.id
 
     def _models_of(self, keys: Sequence[Any]) -> dict[str, str | None]:
-        """The name of each model that the keys are of; None for one whose chunks are not kept."""
+        """The name of each model that the keys mention; None for a model whose chunks are not
+        kept."""
         return {
             model: self._models.resolve_name(model) for model in {key.model_name for key in keys}
         }
@@ -302,13 +303,13 @@ class StrataL2Adapter(L2AdapterInterface):
     def _shelf_of_desc(self, desc: Any) -> Shelf | None:
         if desc is not None and desc.shapes:
             return self._shelf(desc.shapes, desc.dtypes)
-        # LMCache did not say how the chunks lie. With one layout there is no doubt.
+        # LMCache did not describe the layout of the chunks. A single layout leaves no doubt.
         with self._lock:
             shelves = list(self._shelves.values())
         return shelves[0] if len(shelves) == 1 else None
 
     def _shelf(self, shapes: Sequence[Any], dtypes: Sequence[Any]) -> Shelf | None:
-        """None for what is not kept."""
+        """The shelf of a layout; None for a layout that is not kept."""
         own = self._settings
         try:
             identity = read_identity(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a chunk of LMCache is called here: its name there, and what decides its bytes and that the
-name there leaves out.
+"""The key of a chunk of LMCache: from its name there, and from the other things that decide its
+bytes.
 
     root    = SHA-256( canonical CBOR of the fields of ChunkIdentity )
     digest  = SHA-256( root | canonical CBOR of [hash, model, kv rank, object group, cache salt] )
@@ -28,8 +28,8 @@ _NAMESPACE = b"lmcache-chunk-1\0"
 _SUFFIX = key_suffix()
 _MAX_RANK = 16
 
-# LMCache's dtypes whose numbers need nothing beside them to be read, and their widths. `uint8` is
-# what it calls bytes that it does not look into.
+# LMCache's dtypes that are read without further numbers, and their widths. `uint8` is its dtype for
+# opaque bytes.
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -44,7 +44,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkIdentity:
-    """What must be equal for two daemons to share chunks, beside LMCache's own names."""
+    """The values that must be equal for two daemons to share chunks, beside LMCache's own names."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -62,14 +62,14 @@ class ChunkIdentity:
         return hashlib.sha256(cbor2.dumps(asdict(self), canonical=True)).digest()
 
     def namespace(self) -> bytes:
-        """What a store of these chunks is bound to."""
         return _NAMESPACE + self.root()
 
 
 def read_identity(
     shapes: Sequence[Sequence[int]], dtypes: Sequence[Any], revision: str, salt: str, version: str
 ) -> ChunkIdentity:
-    """Of shapes and torch dtypes. Raises ConfigError for what cannot be kept."""
+    """Make the identity from shapes and torch dtypes. Raises ConfigError for a layout that cannot
+    be kept."""
     names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
     unknown = sorted(set(names) - DTYPE_BYTES.keys())
     if unknown:

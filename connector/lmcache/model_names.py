@@ -2,8 +2,8 @@
 """The names of the models whose chunks LMCache brings: digests of their files, if they lie here.
 
 LMCache's server loads no model; its engines do, each at its own time. So a thread makes the digest
-once, when the first chunk of a model comes. When the files change afterwards, engines may have read
-either state: no chunk of that model is kept from then on.
+once, when the first chunk of a model comes. If the files change afterwards, engines may have read
+either state, so no chunk of that model is kept from then on.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 HOST = "LMCache"
 MOST_MODELS = 64
-# For which the first call waits; small models, and those that are remembered, take less.
+# Wait of the first call; small models, and remembered ones, take less.
 FIRST_SECONDS = 1.0
 CHECK_SECONDS = 1.0  # between two looks at the files
 
 
 @dataclass(slots=True)
 class _Model:
-    """One model that LMCache has named."""
+    """A model that LMCache has named."""
 
     ready: threading.Event = field(default_factory=threading.Event)
     name: ModelName | None = None  # None: its chunks are not kept
@@ -36,7 +36,7 @@ class _Model:
 
 
 class ModelNames:
-    """The names of models by what LMCache calls them. Thread-safe."""
+    """The names of models, by LMCache's names for them. Thread-safe."""
 
     def __init__(self, revision: str | None) -> None:
         """`revision` is that of our settings."""
@@ -47,12 +47,13 @@ class ModelNames:
 
     @property
     def refused(self) -> list[str]:
-        """Why chunks of a model are not kept, a sentence each."""
+        """Reasons why chunks of a model are not kept, a sentence each."""
         with self._lock:
             return list(self._refused)
 
     def resolve_name(self, model: str) -> str | None:
-        """The name of a model. None: its chunks are not kept, or its files are still hashed."""
+        """The name of a model. None if its chunks are not kept, or its files are still being
+        hashed."""
         with self._lock:
             known = self._models.get(model)
             is_new = known is None and len(self._models) < MOST_MODELS

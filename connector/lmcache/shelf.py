@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiers of each layout that LMCache brings: opened when its first chunk or look-up comes, on a
-thread of its own, since an index is read and memory is filled then.
+thread of their own, since that reads an index and fills memory.
 
-    opening ──► open                     what came meanwhile goes on
-       │  └───► refused                  for good: everything is a miss, and the reason is logged
-       └──late► a miss for everything until it is open
+    opening ──► open                     tasks that came meanwhile go on
+       │  └───► refused                  for good: every chunk is a miss, and the reason is logged
+       └──late► every chunk is a miss until it is open
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Shelf:
         self._settings = settings
         self._layouts = layouts
         self._lock = threading.Lock()
-        self._waiters: list[Waiter] | None = []  # None: nobody waits any more
+        self._waiters: list[Waiter] | None = []  # None: no task waits any more
         self._closed = False
         self._timer = threading.Timer(OPEN_SECONDS, self._late)
         self._timer.daemon = True
@@ -52,7 +52,8 @@ class Shelf:
         self._thread.start()
 
     def when_open(self, waiter: Waiter) -> None:
-        """Call with the tiers, now or once they are open; with None where they are not in time."""
+        """Call `waiter` with the tiers, now or once they are open; with None if they are not in
+        time."""
         with self._lock:
             tiers = self.tiers
             if tiers is None and self._waiters is not None:
@@ -61,7 +62,7 @@ class Shelf:
         waiter(tiers)
 
     def close(self, seconds: float) -> None:
-        """Close the tiers, or what is opened of them later. Idempotent."""
+        """Close the tiers, now or as soon as they are open. Idempotent."""
         with self._lock:
             self._closed = True
             tiers, self.tiers = self.tiers, None
@@ -106,15 +107,14 @@ class Shelf:
 
 
 def identity_text(identity: ChunkIdentity) -> str:
-    """A layout in a message."""
     parts = zip(identity.shapes, identity.dtypes, strict=True)
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in parts)
 
 
 def check_folders(path: Path, folder: str, layouts: int) -> None:
-    """Raises ConfigError where the directory holds as many other layouts as it may: what they take
-    of the disk counts too. One that cannot be looked at is a disk that is down, as its store will
-    find."""
+    """Check that the directory has room for this layout. Raises ConfigError if it holds as many
+    others as it may: they take room on the disk too. A directory that cannot be read is a disk that
+    is down, as its store will find."""
     try:
         if not path.is_dir():
             return

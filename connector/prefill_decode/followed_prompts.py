@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that another engine is computing, and that this one will go on with: their blocks are
-read into the slab as they come, so that little is left to load when they are wanted.
+"""Prompts that another engine is computing and this one will go on with: their blocks are read into
+the slab as they come, so that little is left to load when a request needs them.
 
-A hint and no more: one that does not come costs the slots that its blocks take until others need
-them. Requests that wait for such a prompt are in `prefill_waits.py`.
+They are only hints: a prompt that does not come costs the slots that its blocks take until other
+blocks need them. Requests that wait for such a prompt are in `prefill_waits.py`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.hierarchy.promotions import LoadTicket
 from ...tiers.mailbox import Alarm
 
-# While a prompt is computed elsewhere, which takes seconds where it is worth it.
+# Limit on following a prompt; computing one elsewhere takes seconds where it is worth it.
 FOLLOW_SECONDS = 60.0
 MOST_PROMPTS = 256
 # Reads of this kind hold at most this share of the slab.
 SHARE = 0.25
-# What others have stored is remembered for so long; a step of theirs takes less.
+# Blocks that others have stored are remembered for so long; a step of theirs takes less.
 NEWS_SECONDS = 5.0
 MOST_NEWS = 65_536  # blocks
 
 
 @dataclass(slots=True, eq=False)
 class FollowedPrompt:
-    """One that is followed."""
+    """A prompt whose blocks are read as they come."""
 
     keys: list[bytes]
     give_up_at: float  # monotonic
@@ -45,7 +45,7 @@ class FollowedPrompt:
 
 
 class Follows:
-    """The prompts that one connector follows. `alarm` wakes the engine where one is given up."""
+    """The prompts that one connector follows. `alarm` wakes the engine when one is given up."""
 
     def __init__(self, hierarchy: Hierarchy, alarm: Alarm) -> None:
         self._hierarchy = hierarchy
@@ -57,20 +57,20 @@ class Follows:
         self.num_followed = 0  # since the start
 
     def start_watching(self) -> None:
-        """Hear from now on which blocks others store."""
+        """Record the blocks that other engines store from now on."""
         if not self._is_watching and self._hierarchy.hears_of_others:
             self._is_watching = True
             self._hierarchy.watch_stores(self._hear)
 
     def newest(self, keys: Sequence[bytes]) -> tuple[int, float, float]:
-        """How many of these, counted from the last one back, others have stored just now, and when
-        the first and the last of them came."""
+        """The number of these keys, counted from the last one back, that others have stored just
+        now, and the times when the first and the last of them came."""
         recent = itertools.takewhile(self._news.__contains__, reversed(keys))
         moments = [self._news[key] for key in recent]
         return len(moments), min(moments, default=0.0), max(moments, default=0.0)
 
     def track_prompt(self, keys: Sequence[bytes]) -> FollowedPrompt | None:
-        """Follow a prompt with these blocks, head first. None where that is of no use."""
+        """Follow a prompt with these blocks, head first. None if that is of no use."""
         if not keys or not self._hierarchy.hears_of_others or len(self.prompts) >= MOST_PROMPTS:
             return None
         self.start_watching()
@@ -83,13 +83,13 @@ class Follows:
         return prompt
 
     def remove_prompt(self, prompt: FollowedPrompt) -> None:
-        """Follow it no longer. It may have ended by itself."""
+        """Stop following a prompt, which may have ended by itself."""
         self._let_go(prompt, all_of_them=True)
         if prompt in self.prompts:
             self.prompts.remove(prompt)
 
     def read_arrived(self) -> None:
-        """Read what has come, and let go of what was read."""
+        """Read the blocks that have come, and release reads that have ended."""
         if not self.prompts:
             return
         now = time.monotonic()
@@ -104,7 +104,7 @@ class Follows:
         ]
 
     def _hear(self, keys: Sequence[bytes]) -> bool:
-        """Others have stored these blocks. Whether anybody is to look for them."""
+        """Note blocks that others have stored. Return whether to look them up."""
         now = time.monotonic()
         news = self._news
         for key in keys:

@@ -3,8 +3,9 @@
 
     hand_over ──► moving ──(the shared store has them, as far as is known)──► leasing ──► ended
 
-What is known may be old, so the lease decides: the store says which blocks it has, and evicts none
-of them until the lease is over. A hand-over that takes too long ends with what is missing.
+This knowledge may be old, so the lease decides: the store reports the blocks that it has, and
+evicts none of them until the lease is over. A hand-over that takes too long ends with its missing
+blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MOST_SECONDS = 10.0
 
 @dataclass(slots=True, eq=False)
 class _HandOver:
-    """One request's blocks."""
+    """The hand-over of one request's blocks."""
 
     request_id: str
     keys: list[bytes]
@@ -37,8 +38,8 @@ class _HandOver:
 
 
 class HandOvers(HandOver):
-    """The hand-overs of one connector. The engine is woken where one is to be given up. A
-    hand-over begins when its request has ended, and outlives the request's record."""
+    """The hand-overs of one connector. It wakes the engine when one is to be given up. A hand-over
+    begins when its request has ended, and outlives the request's record."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
@@ -51,7 +52,7 @@ class HandOvers(HandOver):
         give_up_at = time.monotonic() + MOST_SECONDS
         named = [key + shard for key in keys for shard in self._shards]
         hand_over = _HandOver(request_id, named, give_up_at)
-        self.forget_hand_over(request_id)  # one before it of that name
+        self.forget_hand_over(request_id)  # an earlier one of the same name
         self.moving.append(hand_over)
         self._hierarchy.shared(named, write=True)
         self._alarm.at(give_up_at)
@@ -63,7 +64,7 @@ class HandOvers(HandOver):
         self.ended = [ended for ended in self.ended if ended.request_id != request_id]
 
     def poll_hand_overs(self) -> None:
-        """Look which have got further, and give up those that take too long."""
+        """Check the hand-overs for progress, and give up those that take too long."""
         now = time.monotonic()
         for hand_over in list(self.moving):
             self._look_at(hand_over)
@@ -79,7 +80,7 @@ class HandOvers(HandOver):
         if hand_over.is_leasing or hand_over.version == version:
             return
         hand_over.version = version
-        # Mostly it is the first that is waited for: what is written together comes together.
+        # Usually the first block is the one waited for: blocks written together come together.
         size = 1
         while hand_over.num_there < len(hand_over.keys):
             there = hand_over.num_there
@@ -107,5 +108,5 @@ class HandOvers(HandOver):
             return  # given up, or forgotten
         self.moving.remove(hand_over)
         end = -len(self._shards[0])
-        names = dict.fromkeys(key[:end] for key in missing)  # lost where one rank's part is
+        names = dict.fromkeys(key[:end] for key in missing)  # lost if one rank's part is
         self.ended.append(HandedOver(hand_over.request_id, list(names)))

@@ -3,10 +3,10 @@
 
     await_prefill ──► (the scheduler asks for it, and blocks are missing) ──► waiting ──► ended
 
-How a wait ends is in `wait_limit.py`; the request then loads what has come and computes the rest.
-Such a request holds no blocks of the pool. Its prompt is followed (`followed_prompts.py`), so that
-what comes is in the slab by then. A request waits once at most, and only where a node is known to
-compute its prompt; see `PromptsElsewhere.await_prefill`.
+`wait_limit.py` decides how a wait ends; the request then loads the blocks that have come and
+computes the rest. A waiting request holds no blocks of the pool. Its prompt is followed
+(`followed_prompts.py`), so that its blocks are in the slab by then. A request waits once at most,
+and only where a node is known to compute its prompt; see `PromptsElsewhere.await_prefill`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .wait_limit import LOOK_UP_SECONDS, MOST_RATIO, End, PrefillWait, WaitLimit
 MOST_WAITING = 64  # requests; each is looked at when anything comes
 # Computing less than this here is not worth a wait.
 LEAST_SECONDS = 0.1
-# Where loads are always chosen, whatever they cost: as long may nothing come.
+# The longest time without a block where loads are always chosen, whatever they cost.
 ALWAYS_SECONDS = 5.0
 
 
 class PrefillWaits(PromptsElsewhere):
-    """The waits of one connector, and the prompts that it follows. The engine is woken
-    where one is to end."""
+    """The waits of one connector, and the prompts that it follows. It wakes the engine when one is
+    to end."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = hierarchy = context.hierarchy
@@ -44,7 +44,7 @@ class PrefillWaits(PromptsElsewhere):
         self._parts = parts = context.parts
         self._block_size = parts.block_size
         self._num_parts = parts.width
-        # Where others' blocks come to.
+        # The tier that blocks of other engines come to.
         self._tier = next(
             (store.name for store in hierarchy.stores if store.is_shared or store.is_read_only),
             None,
@@ -56,7 +56,7 @@ class PrefillWaits(PromptsElsewhere):
         self.follows.start_watching()
 
     def follow_blocks(self, block_hashes: Sequence[bytes]) -> bool:
-        # The last block may be the prompt's end, which fills a part of it.
+        # The last block may be the prompt's end, a partly filled block.
         least_tokens = (len(block_hashes) - 1) * self._block_size + 1
         return (
             self.follows.track_prompt(self._parts.hit_keys(block_hashes, least_tokens)) is not None
@@ -69,13 +69,14 @@ class PrefillWaits(PromptsElsewhere):
             offload.elsewhere = elsewhere
 
     def begin_wait(self, offload: RequestOffload, request: RequestView, lookup: Lookup) -> bool:
-        """Make a request wait whose prompt another engine may compute, if that is worth it; asked
-        once for each. `lookup` is what the tiers have of it now."""
+        """Make a request wait whose prompt another engine may compute, if that is worth it. Called
+        once for each request; `lookup` is the tiers' present answer for it."""
         is_told = offload.elsewhere is Elsewhere.TOLD
         offload.elsewhere = Elsewhere.NO
         if len(self.waiting) >= MOST_WAITING or not self._hierarchy.others_are_up:
             return False
-        # What follows the full blocks is computed here, unless it happens to be there too.
+        # Tokens behind the full blocks are computed here, unless their block happens to be there
+        # too.
         num_full = (request.num_tokens - 1) // self._block_size
         num_full = min(num_full, len(request.block_hashes)) - lookup.first
         num_full = min(num_full, len(lookup.keys) // self._num_parts)
@@ -101,7 +102,7 @@ class PrefillWaits(PromptsElsewhere):
         return True
 
     def poll_waits(self) -> bool:
-        """Take in what has come; whether a wait has ended."""
+        """Take in the blocks that have come. Return whether a wait has ended."""
         self.follows.read_arrived()
         if not self.waiting:
             return False
@@ -112,7 +113,8 @@ class PrefillWaits(PromptsElsewhere):
             wait = offload.wait
             assert wait is not None
             num_there = wait.num_there
-            # An alarm may have come for what was due before more was there; the next one follows.
+            # An earlier alarm may have come, set before more blocks were there; the next one
+            # follows.
             is_due = now >= min(wait.look_at, wait.alarm_at)
             if num_there == wait.limit.num_there and not is_due and not is_lost:
                 continue
@@ -127,7 +129,7 @@ class PrefillWaits(PromptsElsewhere):
         return bool(ended)
 
     def end_wait(self, offload: RequestOffload, end: End) -> None:
-        """The request waits no longer, if it did."""
+        """End the wait of the request, if it has one."""
         offload.elsewhere = Elsewhere.NO
         wait, offload.wait = offload.wait, None
         if wait is not None:
@@ -136,14 +138,14 @@ class PrefillWaits(PromptsElsewhere):
             self._counters.count_prefill_wait(end.value, time.monotonic() - wait.began)
 
     def clear(self) -> None:
-        """No request waits any longer."""
+        """End all waits, as lost."""
         for offload in list(self.waiting.values()):
             self.end_wait(offload, End.LOST)
 
     def _limit(
         self, lookup: Lookup, num_there: int, num_missing: int, *, is_told: bool
     ) -> WaitLimit | None:
-        """None where a wait is not worth it."""
+        """The limit of a wait; None if it is not worth it."""
         economics, size = self._economics, self._block_size
         first_token = (lookup.first + num_there) * size
         now = time.monotonic()
@@ -155,7 +157,7 @@ class PrefillWaits(PromptsElsewhere):
 
         if economics.choice is not Choice.AUTO:
             if not is_told:
-                return None  # there is nothing that a rate could be compared to
+                return None  # there is no rate to compare with
             return WaitLimit(num_missing, now, lambda _start, _end: None, ALWAYS_SECONDS)
         seconds = compute_seconds(0, num_missing)
         if seconds is not None:
@@ -180,7 +182,7 @@ class PrefillWaits(PromptsElsewhere):
         return limit if limit.decide_end(now) is None else None
 
     def _look_again(self, wait: PrefillWait, now: float) -> None:
-        """See to it that the wait is looked at when something is due."""
+        """Set the alarm for the next look at the wait, and ask the stores again when due."""
         if now >= wait.look_up_at:
             wait.look_up_at = now + LOOK_UP_SECONDS
             self._hierarchy.prefetch_lookup(wait.prompt.missing)

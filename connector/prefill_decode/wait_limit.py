@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WaitLimit: how long a request waits for a prompt that another engine computes, and how that ends.
+"""WaitLimit: how long a request waits for another engine's prompt, and how the wait ends.
 
 whole     all full blocks of the prompt can be loaded
-slow      at the rate at which blocks come, computing the rest here is done sooner
-stalled   nothing has come for too long
+slow      at the rate at which blocks come, computing the rest here ends sooner
+stalled   no block has come for too long
 capped    MOST_SECONDS are over
-lost      the store that others share is away, or all tiers were told to forget
+lost      the store that engines share is down, or all tiers were cleared
 gone      the request itself has ended
 """
 
@@ -19,23 +19,23 @@ from enum import Enum
 from .followed_prompts import FOLLOW_SECONDS, FollowedPrompt
 
 MOST_SECONDS = FOLLOW_SECONDS
-# For blocks to get from where they were computed to the news of them: to the store, and its word.
+# Time for blocks to get from the engine that computed them to the store, and for its news of them.
 GRACE_SECONDS = 0.1
-# How many times as long as computing here a wait may be expected to take. Above 1: an engine like
-# this one needs as long, and a wait costs those that run here nothing.
+# The longest wait to expect, as a multiple of computing here. Above 1: an engine like this one
+# needs as long, and a wait costs requests that run here nothing.
 MOST_RATIO = 1.5
-# The store is asked again about what is missing, since news of it may have been lost.
+# The store is asked again about missing blocks, since its news of them may have been lost.
 LOOK_UP_SECONDS = 1.5
 
 
 @dataclass(slots=True, eq=False)
 class WaitLimit:
-    """How long to wait for `num_blocks` blocks, of which none is there at `began`.
+    """The limit of a wait for `num_blocks` blocks, of which none is there at `began`.
 
-    `compute_seconds(start, end)` is what computing the blocks from `start` to `end` takes here,
-    None where that is not known or not to be looked at; `unknown_seconds` may then pass without a
-    block. `num_before` blocks in front of these came shortly before, the last one at `last`: this
-    is then all that is known of the engine that computes the others.
+    `compute_seconds(start, end)` is the time to compute the blocks from `start` to `end` here, None
+    if it is unknown or not to be looked at; `unknown_seconds` may then pass without a block.
+    `num_before` blocks in front of these came shortly before, the last one at `last`; they are then
+    all that is known of the engine that computes the others.
     """
 
     num_blocks: int
@@ -53,7 +53,7 @@ class WaitLimit:
         self._last = self.began if self.last is None else self.last
 
     def record_arrivals(self, num_there: int, now: float) -> None:
-        """So many of the blocks, the leading ones, are there now."""
+        """Record that so many of the blocks, the leading ones, are there now."""
         if num_there <= self.num_there:
             return
         self._longest = max(self._longest, now - self._last)
@@ -62,11 +62,11 @@ class WaitLimit:
             self._first = now, num_there
 
     def ends_at(self) -> float:
-        """When the wait ends if nothing comes before."""
+        """The moment at which the wait ends if no block comes before."""
         return min(self.began + MOST_SECONDS, self._last + self._next_seconds())
 
     def decide_end(self, now: float) -> End | None:
-        """How the wait ends now, None if it does not."""
+        """The way in which the wait ends now, None if it does not."""
         if self.num_there >= self.num_blocks:
             return End.WHOLE
         if now >= self.began + MOST_SECONDS:
@@ -76,9 +76,9 @@ class WaitLimit:
         return End.SLOW if self._is_slow() else None
 
     def _next_seconds(self) -> float:
-        """How long to wait for the next blocks. After the first ones twice as long as any took so
-        far, or as long as computing so many here; never much longer than computing all that is
-        missing."""
+        """Seconds to wait for the next blocks. After the first ones, the larger of twice the
+        longest gap so far and the time to compute as many here; never much longer than computing
+        all that is missing."""
         rest = self.compute_seconds(self.num_there, self.num_blocks)
         if rest is None:
             return self.unknown_seconds
@@ -101,7 +101,7 @@ class WaitLimit:
 
 
 class End(Enum):
-    """How a wait ended; the value is the label in metrics."""
+    """The way in which a wait ended; the value is the label in metrics."""
 
     WHOLE = "whole"
     SLOW = "slow"
@@ -117,7 +117,7 @@ class PrefillWait:
 
     limit: WaitLimit
     prompt: FollowedPrompt
-    positions: list[int]  # that are there, by how many of the prompt's keys are
+    positions: list[int]  # that are there, by the number of the prompt's keys that are
     began: float
     look_up_at: float = field(init=False)
     look_at: float = field(init=False)  # even if nothing comes

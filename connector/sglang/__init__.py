@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataKV's tiers as the storage of SGLang's HiCache: what `module_path` of its `dynamic` back end
-names.
+"""StrataKV's tiers as the storage of SGLang's HiCache, for `module_path` of its `dynamic` back end.
 
     StrataHiCacheStorage   SSD and cache servers below SGLang's host memory
 
-docs/sglang.md says how to switch it on. It is imported when it is first named, since that imports
+docs/sglang.md says how to switch it on. The class is imported at its first use, since that imports
 SGLang.
 """
 

@@ -11,7 +11,7 @@ from ..chunks.model_name import HostModel, ModelName, name_model, settings_text,
 log = logging.getLogger(__name__)
 
 HOST = "SGLang"
-# Of the arguments that SGLang was started with, those that change numbers beside the files.
+# SGLang's arguments that change numbers, beside the files.
 _NUMBERS = (
     "dtype",
     "quantization",
@@ -25,15 +25,15 @@ _NUMBERS = (
 
 
 class ModelNames(NamedTuple):
-    """Two parts of a PageIdentity."""
+    """Two fields of a PageIdentity."""
 
     model: str
     settings: str  # empty where they cannot be seen
 
 
 def names_of(served_name: str, revision: str | None) -> ModelNames:
-    """Of the SGLang in this process, which calls its model so. `revision` is that of our settings.
-    Raises ConfigError for a model that cannot be read."""
+    """The names from the SGLang in this process, which serves the model as `served_name`.
+    `revision` is that of our settings. Raises ConfigError for a model that cannot be read."""
     arguments = _server_arguments()
     path = getattr(arguments, "model_path", None)
     if not path:
@@ -53,7 +53,7 @@ def names_of(served_name: str, revision: str | None) -> ModelNames:
 
 
 def _server_arguments() -> Any:
-    """SGLang's own; None where it does not tell them."""
+    """SGLang's own arguments; None if it does not tell them."""
     try:
         from sglang.srt.runtime_context import get_server_args
 

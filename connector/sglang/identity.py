@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a page of SGLang is called here: its name there, and what decides its bytes and that the
-name there leaves out.
+"""The key of a page of SGLang: from its name there, and from whatever else decides its bytes.
+
 
     root    = SHA-256( canonical CBOR of the fields of PageIdentity )
     digest  = SHA-256( root | SGLang's page hash )
     key     = digest | group 0 | shard 0 of 1                               (40 bytes, docs/abi.md)
 
-SGLang's hash chains token ids, adapters and the request's `cache_salt`. Model, dtype, the way bytes
-lie in its host pool and ranks are not in it. Of a model with MLA every tensor-parallel rank has the
-same bytes, of which one is the writer, so the rank is left out there.
+SGLang's hash chains token ids, adapters and the request's `cache_salt`. It leaves out model, dtype,
+ranks and the layout of bytes in its host pool. For a model with MLA every tensor-parallel rank has
+the same bytes, which one rank writes, so the rank is left out there.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .host_model import ModelNames
 _NAMESPACE = b"sglang-page-1\0"
 _SUFFIX = key_suffix()
 
-# Of pools whose pages need nothing beside them to be read.
+# Dtypes of pools whose pages are read without further numbers.
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8")
-# Those in which a page lies in one piece for K and one for V.
+# Layouts in which a page lies in one piece for K and one for V.
 LAYOUTS = ("page_first", "page_first_direct")
 MAX_KEY_CHARACTERS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageIdentity:
-    """What must be equal for two engines to share pages, beside SGLang's own names."""
+    """The values that must be equal for two engines to share pages, beside SGLang's own names."""
 
     model: str  # a digest of its files, or the name that SGLang has for it (host_model.py)
     settings: str  # those of SGLang that change numbers; empty where they cannot be seen
@@ -62,7 +62,6 @@ class PageIdentity:
         return hashlib.sha256(cbor2.dumps(asdict(self), canonical=True)).digest()
 
     def namespace(self) -> bytes:
-        """What a store of these pages is bound to."""
         return _NAMESPACE + self.root()
 
 
@@ -76,8 +75,8 @@ def read_identity(
     salt: str,
     version: str,
 ) -> PageIdentity:
-    """Of SGLang's HiCacheStorageConfig and host pool. Raises ConfigError for what cannot be
-    kept."""
+    """Make the identity from SGLang's HiCacheStorageConfig and host pool. Raises ConfigError for
+    pages that cannot be kept."""
     dtype = str(pool.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ConfigError(
@@ -130,7 +129,7 @@ class PageKeys:
         self._root = hashlib.sha256(root)
 
     def derive_page_key(self, key: str) -> bytes:
-        """The 40-byte key of a page. Raises ValueError for what is no name of a page."""
+        """The 40-byte key of a page. Raises ValueError for a text that is no name of a page."""
         if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_CHARACTERS:
             raise ValueError(f"a page of SGLang has a name of 1 to {MAX_KEY_CHARACTERS} characters")
         hasher = self._root.copy()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataHiCacheStorage: what SGLang's cache controller asks for pages that its host memory lacks.
+"""StrataHiCacheStorage: answers SGLang's cache controller for pages that its host memory lacks.
 
-It asks from two threads, one that fetches and one that backs up, and waits for the answer; both
-get one in time. Pages move between the tiers and SGLang's host pool itself, whose addresses the
-pool names: `batch_get_v1` and `batch_set_v1`. The older methods, with tensors, are there too.
+The controller asks from two threads, one that fetches and one that backs up, and waits for the
+answer; both get one in time. Pages move between the tiers and SGLang's host pool itself, whose
+addresses the pool names: `batch_get_v1` and `batch_set_v1`. The older methods, with tensors, are
+there too.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from .identity import PageKeys, read_identity
 log = logging.getLogger(__name__)
 
 SUPPORTED = Supported(HOST, "sglang", (0, 5, 23), (0, 6, 0))
-# Of the back end's JSON, SGLang's own.
+# SGLang's own keys in the back end's JSON.
 HOST_KEYS = ("backend_name", "module_path", "class_name", "interface_v1")
-# Beyond the time that a call may take by itself: only a machine that stands still needs it.
+# Wait beyond the time that a call may take by itself; only a stalled machine needs it.
 GRACE_SECONDS = 30.0
 
 
 class StrataHiCacheStorage(HiCacheStorage):
     """`kwargs` is empty in the versions known. The tiers are opened when SGLang registers its host
-    pool. Raises ConfigError, or TierConfigError, for what cannot work."""
+    pool. Raises ConfigError, or TierConfigError, for settings that cannot work."""
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         version = SUPPORTED.installed()
@@ -99,7 +100,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         self.mem_pool_host = mem_pool_host
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """SGLang registers the pool of K and V here as well; other pools are not kept."""
+        """Refuse pools other than that of K and V, which SGLang registers here as well."""
         name = str(getattr(host_pool_name, "value", host_pool_name))
         if name != "kv":
             raise ConfigError(
@@ -109,7 +110,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many of the leading pages some tier has."""
+        """The number of leading pages that some tier has."""
         tiers = self._tiers
         if tiers is None or not keys:
             return 0
@@ -122,13 +123,12 @@ class StrataHiCacheStorage(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Bring pages into the host pool; each is checked against what was stored."""
+        """Load pages into the host pool; each is checked against the stored bytes."""
         return self._transfer_pages("load", keys, self._places(keys, host_indices))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Keep pages of the host pool."""
         if not self._config.is_storage_writer:
             return [True] * len(keys)  # another rank writes the same bytes
         return self._transfer_pages("store", keys, self._places(keys, host_indices))
@@ -139,7 +139,7 @@ class StrataHiCacheStorage(HiCacheStorage):
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
-        """Bring pages into the tensors given; None for what did not come."""
+        """Load pages into the tensors given; None for a page that did not come."""
         targets = list(target_locations or [])
         if len(targets) != len(keys) or any(each is None for each in targets):
             raise ValueError("StrataKV loads pages into tensors that are given, one for each key")
@@ -159,7 +159,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Keep pages. Whether all are kept."""
+        """Store pages. Return whether all are kept."""
         if not self._config.is_storage_writer:
             return True
         held = [each.contiguous() for each in values or []]
@@ -170,11 +170,11 @@ class StrataHiCacheStorage(HiCacheStorage):
             self._tiers.clear()
 
     def get_stats(self) -> Any:
-        """None: SGLang knows only its own counters."""
+        """Return None: SGLang knows only its own counters."""
         return None
 
     def close(self) -> None:
-        """Write down what the tiers lack, within the time set, and release everything."""
+        """Write down what the tiers lack, within `shutdown_seconds`, and release everything."""
         tiers, self._tiers = self._tiers, None
         if tiers is not None:
             tiers.close(self._settings.shutdown_seconds)
@@ -193,7 +193,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         return _wait(tiers.store(self._names(keys), pages), tiers.limits.store_seconds)
 
     def _places(self, keys: Sequence[str], host_indices: Any) -> list[list[memoryview]]:
-        """Where the pages lie in the host pool."""
+        """The memory of each page in the host pool, in pieces."""
         if self._tiers is None:
             return []
         if len(host_indices) != len(keys) * self._page_tokens:
@@ -210,7 +210,7 @@ class StrataHiCacheStorage(HiCacheStorage):
 
 
 class _Indices(list[int]):
-    """As much of a tensor of indices as the pool looks at."""
+    """The part of an index tensor's interface that the pool uses."""
 
     def tolist(self) -> list[int]:
         return list(self)
@@ -227,7 +227,7 @@ def _array_type(size: int) -> Any:
 
 
 def _memory(pointer: int, size: int) -> memoryview:
-    """Memory of the host pool, which outlives the call."""
+    """A view of the host pool's memory, which outlives the call."""
     return memoryview(_array_type(size).from_address(pointer))
 
 

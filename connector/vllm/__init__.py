@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataKV's tiers below vLLM's own KV offloading: what `spec_module_path` and `module_path` of its
-configuration name.
+"""StrataKV's tiers below vLLM's own KV offloading, for `spec_module_path` and `module_path` of its
+configuration.
 
     StrataSpec   the whole: vLLM's region in memory, the tiers below it, and on vLLM's CPU build the
                  copies too
     StrataTier   the tiers alone, one of the `secondary_tiers` of vLLM's TieringOffloadingSpec
 
-and, in the place of vLLM's offloading, what `kv_connector_module_path` names:
+and, in the place of vLLM's offloading, for `kv_connector_module_path`:
 
-    StrataConnector  a KV connector between vLLM's KV cache and our slab
+    StrataConnector    a KV connector between vLLM's KV cache and our slab
 
-docs/vllm.md says how to switch them on, and which to take. Each is imported when it is first named,
-since that imports vLLM.
+docs/vllm.md says how to switch them on, and which to take. Each is imported at its first use, since
+that imports vLLM.
 """
 
 from __future__ import annotations

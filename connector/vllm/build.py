@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the tiers together that lie below one vLLM engine, and what decides for it."""
+"""Builds the tiers below one vLLM engine, and the parts that decide for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Tiers(NamedTuple):
-    """What a tier of vLLM's is made of."""
+    """The parts of a tier of vLLM's."""
 
     hierarchy: Hierarchy
     transfers: Transfers
@@ -40,8 +40,8 @@ def build_tiers(
     rows: np.ndarray[Any, Any],
     chunk_tokens: int,
 ) -> Tiers:
-    """The tiers below vLLM's region, whose chunks of `chunk_tokens` tokens are `rows`. Raises
-    TierConfigError, or ConfigError, for what cannot work; nothing stays open then."""
+    """Build the tiers below vLLM's region, whose chunks of `chunk_tokens` tokens are `rows`. Raises
+    TierConfigError, or ConfigError, for settings that cannot work; nothing stays open then."""
     layout = chunk_layout(identity.chunk_bytes, identity.kv_dtype)
     root = identity.root()
     check_servers(settings, layout)

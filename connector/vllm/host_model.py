@@ -10,12 +10,12 @@ from ..chunks.model_name import HostModel, name_model, settings_text, warn_of_un
 
 log = logging.getLogger(__name__)
 
-# Of the configuration that vLLM has worked out: where it came from.
+# Fields of vLLM's configuration that say where it came from.
 _NOT_NUMBERS = ("_name_or_path", "name_or_path", "transformers_version")
 
 
 class ModelNames(NamedTuple):
-    """Three parts of a ChunkIdentity."""
+    """Three fields of a ChunkIdentity."""
 
     model: str
     drafts: str  # of a model that proposes tokens; empty where there is none
@@ -23,10 +23,10 @@ class ModelNames(NamedTuple):
 
 
 def names_of(vllm_config: Any, revision: str | None) -> ModelNames:
-    """Of vLLM's whole configuration. `revision` is that of our settings. Raises ConfigError for a
-    model that cannot be read."""
+    """The names from vLLM's whole configuration. `revision` is that of our settings. Raises
+    ConfigError for a model that cannot be read."""
     model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
-    # What was pulled out of an object store has its weights there only.
+    # A model from an object store has its weights there only.
     name = getattr(model, "model_weights", "") or model.model
     cache_folder = getattr(load, "download_dir", None)
     own = HostModel(name, getattr(model, "revision", None) or "", cache_folder)
@@ -40,7 +40,8 @@ def names_of(vllm_config: Any, revision: str | None) -> ModelNames:
 
 
 def names_of_tier(model: str, revision: str | None) -> ModelNames:
-    """Of all that vLLM tells a secondary tier: what the model is called. Raises ConfigError."""
+    """The names from a secondary tier's view of vLLM, which has the model's name only. Raises
+    ConfigError."""
     if not revision:
         log.info(
             "vLLM tells StrataSpec the model's files and not its own settings: give another "
@@ -58,8 +59,9 @@ def _named(model: HostModel, revision: str | None) -> str:
 
 
 def _numbers_of(model: Any, load: Any) -> dict[str, Any]:
-    """Beside the files: overrides of the configuration (rope, windows), the dtype that is computed
-    in, quantisation while loading, random weights, what pictures are made to."""
+    """Settings beside the files that change numbers: overrides of the configuration (rope,
+    windows), the dtype of computing, quantisation while loading, random weights, processing of
+    pictures."""
     config = getattr(model, "hf_config", None)
     known = {} if config is None else dict(config.to_dict())
     for name in _NOT_NUMBERS:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a chunk of vLLM is called here: its name there, and everything that decides its bytes and
-that the name there leaves out.
+"""The key of a chunk of vLLM: from its name there, and from everything else that decides its bytes.
+
 
     root    = SHA-256( canonical CBOR of the fields of ChunkIdentity )
     digest  = SHA-256( root | vLLM's block hash )
     key     = digest | group u16 | shard 0 of 1                             (40 bytes, docs/abi.md)
 
-vLLM's hash chains token ids, adapters, images and the request's `cache_salt`; it knows nothing of
-model, dtype, layout or parallel ranks. A chunk holds the pages of all ranks side by side, so a key
-has no rank, and engines of other sizes never meet.
+vLLM's hash chains token ids, adapters, images and the request's `cache_salt`, but not the model,
+dtype, layout or parallel ranks. A chunk holds the pages of all ranks side by side, so a key has no
+rank, and engines of other sizes never share a key.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ...tiers.block import DTYPE_BYTES, BlockLayout, key_suffix
 from ...tiers.errors import InvalidBlock
 from ...tiers.settings.values import ConfigError
 
-# What stands behind the block hash in vLLM's own key.
+# Bytes behind the block hash in vLLM's own key.
 GROUP_BYTES = 4
 NAMESPACE = b"vllm-chunk-1\0"
 
 # vLLM's names of dtypes whose bytes mean the same in every engine of the same model, and ours.
-# Those that keep scales outside the pages are not among them.
+# Dtypes with scales outside the pages are left out.
 DTYPES = {
     "float32": "float32",
     "bfloat16": "bfloat16",
@@ -43,7 +43,7 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkIdentity:
-    """What must be equal for two vLLM engines to share chunks."""
+    """The values that must be equal for two vLLM engines to share chunks."""
 
     model: str  # a digest of its files, or the name that vLLM was given (chunks/model_name.py)
     drafts: str  # the same of the model that proposes tokens, whose layers may be in the pages
@@ -61,18 +61,17 @@ class ChunkIdentity:
     parallel: tuple[int, ...]  # world, tensor, pipeline, prefill and decode context
     is_replicated: bool
     is_canonical: bool
-    # Of each layer with a state: group, name, kind, and the shapes and dtypes of its tensors.
+    # For each layer with a state: group, name, kind, and the shapes and dtypes of its tensors.
     states: tuple[tuple[Any, ...], ...] = ()
 
     def root(self) -> bytes:
         """The 32 bytes that bind keys and stores to all of it."""
         fields = asdict(self)
-        if not self.states:  # as names were before there were any
+        if not self.states:  # such identities keep the digest from before there were states
             del fields["states"]
         return hashlib.sha256(cbor2.dumps(fields, canonical=True)).digest()
 
     def namespace(self) -> bytes:
-        """What a store of these chunks is bound to."""
         return NAMESPACE + self.root()
 
 
@@ -83,7 +82,7 @@ class ChunkKeys:
         self._root = hashlib.sha256(root)
 
     def derive_chunk_key(self, host_key: bytes) -> bytes:
-        """The 40-byte key of a chunk. Raises InvalidBlock for what is none of vLLM's keys."""
+        """The 40-byte key of a chunk. Raises InvalidBlock for bytes that are no key of vLLM's."""
         if len(host_key) <= GROUP_BYTES:
             raise InvalidBlock(f"a key of vLLM has a hash and a group, not {len(host_key)} bytes")
         hasher = self._root.copy()
@@ -92,8 +91,8 @@ class ChunkKeys:
 
 
 def chunk_layout(chunk_bytes: int, kv_dtype: str) -> BlockLayout:
-    """The layout of a chunk: so many bytes of that dtype, in an order that is vLLM's. Raises
-    ConfigError for a dtype whose bytes other engines could read otherwise."""
+    """The layout of a chunk: so many bytes of that dtype, in vLLM's order. Raises ConfigError for a
+    dtype whose bytes other engines could read otherwise."""
     name = DTYPES.get(kv_dtype)
     if name is None:
         raise ConfigError(

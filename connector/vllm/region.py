@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's region: the file in shared memory that scheduler and workers map, and what is left of it
-when an engine was killed.
+"""vLLM's region: the file in shared memory that scheduler and workers map, and the files left
+behind by an engine that was killed.
 
-vLLM removes the file at an orderly stop. Beside it lies an empty one of ours, on which every
-process of the engine has a lock from before the region is made: where nobody has, the engine is
-gone, and the next one to start removes both. The kernel drops the locks of whoever is killed, and
-knows those of other containers that share this memory.
+vLLM removes the file at an orderly stop. Beside it lies an empty lock file of ours, on which every
+process of the engine has a lock from before the region is made. A file without a lock belongs to an
+engine that is gone, and the next one to start removes both. The kernel drops the locks of killed
+processes, and knows locks of other containers that share this memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ LOCK = ".lock"
 
 
 def marked(engine_id: str) -> str:
-    """What vLLM is to name an engine's region after. The same in every process of the engine."""
+    """The id from which vLLM makes the name of an engine's region, the same in each of its
+    processes."""
     return engine_id + MARK
 
 
@@ -40,16 +41,18 @@ class Hold:
             fcntl.flock(self._lock.descriptor, fcntl.LOCK_SH)
             if os.fstat(self._lock.descriptor).st_nlink:
                 break
-            self._lock.close()  # another engine has just found it without a lock
+            self._lock.close()  # another engine found it without a lock just now
 
     def release_lock(self) -> None:
-        """Let go after an orderly stop, in which vLLM removes the region; the last process of the
-        engine removes the lock. Idempotent, and nothing in a process that was forked."""
+        """Release the lock after an orderly stop, in which vLLM removes the region; the last
+        process of the engine removes the lock file. Idempotent, and without effect in a process
+        that was forked."""
         self._let_go([])
 
     def abandon(self) -> None:
-        """Let go after a stop that was not orderly, such as a start that was refused: the last
-        process removes the region too. Idempotent, and nothing in a process that was forked."""
+        """Release the lock after a stop that was not orderly, such as a refused start: the last
+        process removes the region too. Idempotent, and without effect in a process that was
+        forked."""
         self._let_go(_regions(self._place))
 
     def _let_go(self, others: list[Path]) -> None:
@@ -77,12 +80,12 @@ def left_behind(folder: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def unmarked(folder: Path = SHARED_MEMORY) -> list[Path]:
-    """The regions of engines without our spec, of which nobody can say whether they run."""
+    """The regions of engines without our spec; whether such an engine runs is unknown."""
     return [place for place in folder.glob(f"{PREFIX}*.mmap*") if MARK not in place.name]
 
 
 def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove the regions of engines that are gone; what was removed."""
+    """Remove the regions of engines that are gone. Return the removed files."""
     removed: list[Path] = []
     for lock in folder.glob(f"{PREFIX}*{MARK}{LOCK}"):
         try:

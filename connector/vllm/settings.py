@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the tiers below vLLM: read from the JSON that vLLM is given, and written for it.
+"""The settings of the tiers below vLLM, read from the JSON that vLLM is given, and written for it.
 
 The names are those of the engine's flags without `--kv-offload-`, with underscores.
 """
@@ -50,13 +50,13 @@ OPTIONS = HOST.options
 
 
 def transfer_config(region_bytes: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What `--kv-transfer-config` of vLLM takes: a region of so many bytes, and these settings.
-    Raises ConfigError for what vLLM would be refused for at its start."""
+    """Return the value of `--kv-transfer-config` of vLLM: a region of so many bytes, and these
+    settings. Raises ConfigError for settings that vLLM would refuse at its start."""
     HOST.read(given)
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        # What vLLM does where a load of its own fails; below its region nothing does.
+        # vLLM's answer to a failed load of its own; below its region no load of its own fails.
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "spec_name": SPEC,

@@ -23,7 +23,8 @@ from .worker import CpuWorker
 
 
 class StrataSpec(TieringOffloadingSpec):
-    """Raises ConfigError for what cannot work."""
+    """vLLM's tiering spec with StrataTier below. Raises ConfigError for settings that cannot
+    work."""
 
     # vLLM's own.
     secondary_tier_configs: list[dict[str, Any]]
@@ -62,7 +63,7 @@ class StrataSpec(TieringOffloadingSpec):
         return super().get_manager()
 
     def get_worker(self, kv_caches: Any) -> Any:
-        """vLLM's on a GPU, ours on its CPU build."""
+        """Return vLLM's worker on a GPU, ours on its CPU build."""
         if not versions.is_cpu_build():
             return super().get_worker(kv_caches)
         if self._worker is None:
@@ -70,7 +71,7 @@ class StrataSpec(TieringOffloadingSpec):
         return self._worker
 
     def release_region(self) -> None:
-        """This process's side of the engine has stopped. Idempotent."""
+        """Release the region: this process's side of the engine has stopped. Idempotent."""
         atexit.unregister(self._hold.abandon)
         self._hold.release_lock()
 

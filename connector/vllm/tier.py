@@ -5,7 +5,7 @@ scheduler.
     lookup            is it there, and worth loading?          from memory, at once
     submit_load       promote chunks into vLLM's region        a job, done by a thread
     submit_store      take chunks that vLLM has just stored    a job, done by a thread
-    get_finished_jobs what the thread has done
+    get_finished_jobs report the jobs that the thread has done
 
 A load that fails is a miss from then on, so that vLLM computes the chunks and does not ask again.
 """
@@ -41,15 +41,15 @@ _RESULTS = {
     Found.MISS: LookupResult.MISS,
     Found.RETRY: LookupResult.RETRY,
 }
-# Beside what a load may take by its settings, for the copies.
+# Time for the copies, beside the time that the settings allow for a load.
 DRAIN_SECONDS = 5.0
 
-MAX_STEPS = 64  # whose chunks have not come yet
+MAX_STEPS = 64  # steps whose chunks have not come yet
 
 
 class StrataTier(SecondaryTierManager):
     """The slab, the SSD and the cache servers below vLLM's region. The keyword arguments are the
-    settings of settings.py. Raises ConfigError or TierConfigError for what cannot work."""
+    settings of settings.py. Raises ConfigError or TierConfigError for those that cannot work."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -92,14 +92,14 @@ class StrataTier(SecondaryTierManager):
             return _RESULTS[self._tiers.lookups.find_chunk(key, req_context)]
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Bring chunks into vLLM's region."""
+        """Load chunks into vLLM's region."""
         names = self._register_job(job_metadata, is_load=True)
         with self._tiers.transfers.lock:
             self._tiers.lookups.loading(list(names), job_metadata.req_context)
         self._tiers.transfers.load(job_metadata.job_id, list(names), job_metadata.chunk_ids)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Take chunks that vLLM has stored in its region."""
+        """Store chunks that vLLM has stored in its region."""
         names = self._register_job(job_metadata, is_load=False)
         context = job_metadata.req_context
         positions = versions.key_positions(context)
@@ -110,7 +110,7 @@ class StrataTier(SecondaryTierManager):
         self._tiers.transfers.store(job_metadata.job_id, list(names), job_metadata.chunk_ids)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """What has ended since the last call."""
+        """The jobs that have ended since the last call."""
         results = []
         for ended in self._tiers.transfers.take_ended():
             is_load, names = self._jobs.pop(ended.job_id)
@@ -127,16 +127,15 @@ class StrataTier(SecondaryTierManager):
         return results
 
     def has_pending_work(self) -> bool:
-        """Whether steps are needed for a job to be reported. What goes on below the slab needs
-        none."""
+        """Whether vLLM must step for a job to be reported. Work below the slab needs no steps."""
         return bool(self._jobs)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Chunks are wanted as they are computed."""
+        """Ask vLLM for chunks as they are computed."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Nothing waits for this request any more."""
+        """Release the region's room that the request held."""
         with self._tiers.transfers.lock:
             self._tiers.lookups.let_go([req_context.req_id])
 
@@ -154,12 +153,13 @@ class StrataTier(SecondaryTierManager):
         return metrics.definitions()
 
     def get_stats(self) -> Any:
-        """What has happened in the tiers since the last call, and what is in them now."""
+        """Counters of the tiers since the last call, and the blocks in them now."""
         return self._metrics.build_stats()
 
     def shutdown(self) -> None:
-        """Write down what is to survive, and release everything. Idempotent, and nothing in a
-        process that was forked, which has the registration and none of the threads."""
+        """Write down the chunks that are to survive, and release everything. Idempotent, and
+        without effect in a process that was forked, which has the registration and none of the
+        threads."""
         atexit.unregister(self.shutdown)
         if self._process_id != os.getpid():
             return
@@ -180,7 +180,7 @@ class StrataTier(SecondaryTierManager):
         self._has_checked_names = True
         if versions.hash_seed_is_random():
             log.warning(
-                "vLLM names blocks with a random seed, so that nobody finds them again after a "
+                "vLLM names blocks with a random seed, so that they are not found again after a "
                 "restart, or from another engine; use --prefix-caching-hash-algo sha256, or set "
                 "PYTHONHASHSEED to the same number everywhere"
             )
@@ -195,8 +195,7 @@ def chunk_tokens(spec: Any) -> int:
 def identity_of(
     spec: Any, chunk_bytes: int, revision: str | None, salt: str | None
 ) -> ChunkIdentity:
-    """What decides the bytes of this engine's chunks. Raises ConfigError for a layout that is not
-    known."""
+    """The identity of this engine's chunks. Raises ConfigError for a layout that is not known."""
     config = spec.config
     parallel = config.parallel
     layout = config.kv_cache_layout
@@ -245,7 +244,7 @@ class _Step:
 
 
 class PrefillMeter:
-    """Tells `rate` of steps."""
+    """Records the times of vLLM's steps in `rate`."""
 
     def __init__(self, rate: PrefillRate, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate = rate
@@ -253,15 +252,15 @@ class PrefillMeter:
         self._steps: list[_Step] = []
 
     def scheduled(self, request_ids: Collection[str]) -> None:
-        """A step has been scheduled, and these requests are in one for the first time. Call it once
-        for each step."""
+        """Record that a step has been scheduled, in which these requests run for the first time.
+        Call it once for each step."""
         self._record_steps()
         if request_ids:
             self._steps.append(_Step(self._clock(), set(request_ids)))
             del self._steps[:-MAX_STEPS]
 
     def measure_stored(self, request_id: str, ends: Sequence[int], chunk_tokens: int) -> None:
-        """Chunks of a request have been computed, each up to the token in `ends`."""
+        """Record that chunks of a request have been computed, each up to the token in `ends`."""
         for step in self._steps:
             if request_id in step.requests and ends:
                 step.requests.remove(request_id)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiers have of a request's prompt, as vLLM asks for it: chunk by chunk, in every step in
-which the request waits.
+"""Look-ups of a request's prompt in the tiers as vLLM asks for them: chunk by chunk, in every step
+in which the request waits.
 
 The first question of a step is answered for all chunks behind it at once, and remembered until
 something in the tiers changes or a load fails. MISS is also the answer for
 - chunks that are quicker to compute than to load,
-- chunks whose load has just failed, so that nobody waits for them again,
+- chunks whose load has just failed, so that no request waits for them again,
 - chunks whose answer a request has waited for too long: a server whose answers are damaged is
   asked again and again,
-- what would not fit into vLLM's region beside what waits there for other requests: promoted chunks
-  would evict each other before they are loaded.
+- chunks that would not fit into vLLM's region beside those that wait there for other requests:
+  promoted chunks would evict each other before they are loaded.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..costs.economics import Economics
 from . import versions
 from .identity import GROUP_BYTES, ChunkKeys
 
-# A request waits for answers of stores that are far away so long at most, in all.
+# A request waits for answers of remote stores so long at most, in all.
 MOST_RETRY_SECONDS = 5.0
 # The same chunk is loaded for the same request so often at most.
 MAX_LOADS = 2
-# The share of vLLM's region that chunks may take which wait there for their requests.
+# The share of vLLM's region for chunks that wait there for their requests.
 REGION_SHARE = 0.75
 
 
@@ -44,14 +44,14 @@ class Found(Enum):
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """What is known for one request. vLLM keeps it with the request."""
+    """The answers and decisions for one request. vLLM keeps them with the request."""
 
     version: tuple[int, int] | None = None  # of the tiers, and of the loads that failed
     answers: dict[bytes, Found] = field(default_factory=dict)  # by vLLM's keys
     keys: dict[bytes, bytes] = field(default_factory=dict)  # ours of vLLM's
-    accepted: set[bytes] = field(default_factory=set)  # ours, that are to be loaded
-    declined: set[bytes] = field(default_factory=set)  # ours, that are to be computed
-    loads: dict[bytes, int] = field(default_factory=dict)  # how often each was
+    accepted: set[bytes] = field(default_factory=set)  # keys of ours, to be loaded
+    declined: set[bytes] = field(default_factory=set)  # keys of ours, to be computed
+    loads: dict[bytes, int] = field(default_factory=dict)  # loads begun, by key
     is_announced: bool = False
     retry_until: float | None = None  # monotonic; None: it has not waited for an answer
 
@@ -97,21 +97,20 @@ class TierLookups:
         return found
 
     def key_of(self, host_key: bytes, context: Any) -> bytes:
-        """Our key of a chunk of vLLM's."""
         return self._key(self._asked(context), host_key)
 
     def loading(self, keys: Sequence[bytes], context: Any) -> None:
-        """These chunks, by our keys, are being loaded for the request."""
+        """Count a load of these chunks, by our keys, for the request."""
         asked = self._asked(context)
         for key in keys:
             asked.loads[key] = asked.loads.get(key, 0) + 1
 
     def clear_failures(self, keys: Sequence[bytes]) -> None:
-        """These chunks have been computed anew."""
+        """Forget failed loads of these chunks, which have been computed anew."""
         self._failed.discard_stored(keys)
 
     def let_go(self, request_ids: Collection[str]) -> None:
-        """These requests have begun to run, or have ended: nothing waits for them any more."""
+        """Release the room of requests that have begun to run, or have ended."""
         for request_id in request_ids:
             asked = self._waiting.pop(request_id, None)
             if asked is not None:
@@ -132,7 +131,7 @@ class TierLookups:
         return key
 
     def _lookup_chunks(self, asked: Asked, host_key: bytes, context: Any) -> None:
-        """Find the chunks from this one on and remember the answers."""
+        """Look up the chunks from this one on and remember the answers."""
         positions = versions.key_positions(context)
         run = [host_key]
         if host_key in positions and not asked.answers:
@@ -163,8 +162,8 @@ class TierLookups:
     def _wanted(
         self, asked: Asked, keys: Sequence[bytes], first_token: int, tiers: Sequence[str]
     ) -> int:
-        """How many of the leading chunks, which lie in `tiers`, are to be loaded. What was decided
-        for a request stands."""
+        """The number of leading chunks, which lie in `tiers`, to load. An earlier decision for the
+        request stands."""
         if keys[0] in asked.declined:
             return 0
         decided = next((i for i in range(len(tiers)) if keys[i] not in asked.accepted), len(tiers))
@@ -178,7 +177,7 @@ class TierLookups:
         return asked.loads.get(key, 0) >= MAX_LOADS or key in self._failed
 
     def _accept(self, asked: Asked, host_key: bytes, context: Any) -> bool:
-        """Take room in vLLM's region for a chunk; False where there is none."""
+        """Take room in vLLM's region for a chunk; False if there is none."""
         key = self._key(asked, host_key)
         if key in asked.accepted:
             return True

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's metrics tell of the tiers, beside what it counts of every secondary tier itself.
+"""vLLM's metrics of the tiers, beside its own counts of every secondary tier.
 
-vLLM sums counters, so each is told by what it grew since the last time.
+vLLM sums counters, so each report has their growth since the last one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .build import Tiers
 
 PREFIX = "stratakv:"
 TIER = ("tier",)
-TELL_SECONDS = 1.0  # at the most so often
+TELL_SECONDS = 1.0  # the shortest time between two reports
 
 GAUGES = {
     "tier_capacity_bytes": "bytes that a tier may take",
@@ -31,7 +31,7 @@ COUNTERS = {
     "declined_tokens": "prompt tokens a tier had that were quicker to compute",
 }
 DAMAGED = "damaged_blocks"
-# Of StrataConnector: name -> what its one label is called, and its meaning.
+# Metrics of StrataConnector: name -> the name of its one label, and its meaning.
 CONNECTOR_COUNTERS = {
     "loaded_tokens": ("tier", "prompt tokens that came from a tier"),
     "load_failures": ("reason", "loads of which something, or everything, did not come"),
@@ -40,7 +40,7 @@ CONNECTOR_COUNTERS = {
 
 
 def definitions() -> dict[str, Any]:
-    """Of each metric, for vLLM."""
+    """Definitions of all metrics, for vLLM."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
     made: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def definitions() -> dict[str, Any]:
 
 
 class TierMetrics:
-    """Tells vLLM of `tiers`."""
+    """Reports the counters of `tiers` to vLLM."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
@@ -62,7 +62,7 @@ class TierMetrics:
         self._next = 0.0
 
     def build_stats(self) -> Any:
-        """vLLM's payload; None where it is too soon for another."""
+        """Return vLLM's payload; None if it is too soon for another."""
         now = time.monotonic()
         if now < self._next:
             return None

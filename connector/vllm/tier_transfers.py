@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The jobs that vLLM gives its tier: copies between rows of its region and the slab.
 
-vLLM's scheduler calls from its step loop, so nothing here waits but `wait_for_jobs` and `close`: a
-call reserves or pins and leaves the rest to the thread. The thread also takes in what stores have
-done, so blocks reach a cache server while the engine is idle.
+vLLM's scheduler calls from its step loop, so only `wait_for_jobs` and `close` wait here: any other
+call reserves or pins and leaves the rest to the thread. The thread also takes in finished stores,
+so blocks reach a cache server while the engine is idle.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Load:
 
 
 class Transfers(ChunkMover):
-    """Moves chunks between `rows`, vLLM's region with a chunk in each row, and the tiers. `failed`
-    hears of those whose load failed; `economics` learns what loads took."""
+    """Moves chunks between `rows`, vLLM's region with a chunk in each row, and the tiers. It adds
+    chunks whose load failed to `failed`; `economics` learns the times of loads."""
 
     THREAD, THEN = "stratakv-vllm", "computed"
 
@@ -78,8 +78,8 @@ class Transfers(ChunkMover):
         self._thread.start()
 
     def store(self, job_id: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        """Copy these rows to the slab, as far as it has room and lacks them. The rows stay as they
-        are until the job has ended."""
+        """Copy these rows to the slab, as far as it has room and lacks them. The caller leaves the
+        rows unchanged until the job has ended."""
         row_of = dict(zip(keys, rows, strict=True))
         with self.lock:
             self._num_open += 1
@@ -92,7 +92,7 @@ class Transfers(ChunkMover):
         self._wakeup.set()
 
     def load(self, job_id: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        """Bring these chunks into these rows, which are nobody else's until the job has ended."""
+        """Load these chunks into these rows, which only this job uses until it has ended."""
         with self.lock:
             self._num_open += 1
             if self._is_over:
@@ -103,14 +103,14 @@ class Transfers(ChunkMover):
         self._wakeup.set()
 
     def take_ended(self) -> list[Ended]:
-        """The jobs that have ended since the last call. Each is given once."""
+        """The jobs that have ended since the last call, each once."""
         ended = []
         while self._ended:
             ended.append(self._ended.popleft())
         return ended
 
     def wait_for_jobs(self, seconds: float) -> None:
-        """Wait until every job has ended; loads that have not begun to be copied fail then."""
+        """Wait until every job has ended; loads whose copy has not begun by then fail."""
         with self.lock:
             if not self._idle.wait_for(lambda: not self._num_open, seconds):
                 self._let_go_loads()
@@ -119,7 +119,7 @@ class Transfers(ChunkMover):
                 self._idle.wait_for(lambda: not self._num_open, CLOSE_SECONDS)
 
     def close(self, seconds: float) -> None:
-        """See ChunkMover. Lets go of vLLM's region."""
+        """Close as `ChunkMover.close` does, and release vLLM's region."""
         super().close(seconds)
         if not self._thread.is_alive():
             self._rows = np.empty((0, 0), np.uint8)
@@ -152,7 +152,7 @@ class Transfers(ChunkMover):
         self._wakeup.set()  # write-backs may be due
 
     def _bring(self, job: _Load, proofs: Sequence[Proof | None]) -> None:
-        """Copy what has come to rows."""
+        """Copy the chunks that have come to their rows."""
         ticket, began = job.ticket, time.monotonic()
         copied = self._copy_out(ticket, proofs, self._parts(job.rows))
         now = time.monotonic()
@@ -183,7 +183,6 @@ class Transfers(ChunkMover):
             self._record_ended(Ended(self._stores.popleft().job_id, frozenset(), 0.0, 0))
 
     def _let_go_loads(self) -> None:
-        """Nobody waits any more for the loads that are not being copied."""
         for load in self._loads:
             self._read_times.let_go(load.ticket)
 

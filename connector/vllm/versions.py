@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that differs between the versions of vLLM that are supported, and which those are.
+"""The supported versions of vLLM, and everything that differs between them.
 
     0.30   ReqContext has no positions of keys; a secondary tier takes no backpressure detector;
            JobResult has no transfer_bytes
@@ -7,9 +7,9 @@
     0.32   cache_hit_source of a tier; a KV connector is asked for the sources of hits
     0.33   submit_load has `expedited`; a lock around manager and tiers
 
-What StrataConnector overrides and reads is the same in all of them otherwise.
+Otherwise StrataConnector overrides and reads the same things in all of them.
 
-Knows vLLM's objects by their attributes and imports nothing of it before it is asked.
+This module reads vLLM's objects by their attributes and imports vLLM only inside its functions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def host_version() -> tuple[int, int]:
 
 
 def check_version(text: str) -> tuple[int, int]:
-    """The same, of what vLLM says of itself."""
+    """vLLM's version from its own text. Raises ConfigError for one that is not supported."""
     return SUPPORTED.require_version(text)[:2]
 
 
@@ -48,7 +48,7 @@ def platform_name() -> str:
 
 
 def key_positions(context: Any) -> Mapping[bytes, int]:
-    """The keys of a request, as far as they are known, with the token that each ends at."""
+    """The known keys of a request, with the token that each ends at."""
     positions: Mapping[bytes, int] = getattr(context, "_offload_key_positions", {})
     return positions
 
@@ -75,8 +75,8 @@ def job_result(
 
 
 def hit_sources(num_near: int, num_tokens: int, tiers: Sequence[str]) -> dict[Any, int]:
-    """Where so many tokens come from, in words of vLLM 0.32 and later: `num_near` from memory, the
-    others from one of `tiers`. Older versions do not ask."""
+    """The sources of so many tokens, in the terms of vLLM 0.32 and later: `num_near` from memory,
+    the others from one of `tiers`. Older versions do not ask."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     far = CacheHitSource.DISK if [*tiers] == ["ssd"] else CacheHitSource.EXTERNAL_UNSPECIFIED
@@ -86,7 +86,7 @@ def hit_sources(num_near: int, num_tokens: int, tiers: Sequence[str]) -> dict[An
 
 
 def hash_seed_is_random() -> bool:
-    """Whether this process names blocks as no other does, and it after a restart does not."""
+    """Whether no other process names blocks as this one does, nor this one after a restart."""
     import os
 
     from vllm.v1.core import kv_cache_utils

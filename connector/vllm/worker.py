@@ -2,9 +2,9 @@
 """The copies between vLLM's KV tensors and its region on vLLM's CPU build, which has none of its
 own.
 
-A copy is made in the call that asks for it: on a CPU the forward pass would wait for a thread that
-copies as it waits for the copy, and memory is written by nobody else meanwhile. So no job is ever
-under way, and a job never fails but by the worker's end.
+Each call makes its copy itself: on a CPU the forward pass would wait as long for a thread that
+copies, and no other thread writes to the memory meanwhile. So no job is ever under way, and none
+fails unless the worker ends.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ...tiers.errors import TierConfigError
 
 
 class Pages(NamedTuple):
-    """Where one tensor's pages lie: in the KV cache by block, in the region by chunk and block."""
+    """The pages of one tensor: in the KV cache by block, in the region by chunk and block."""
 
     blocks: torch.Tensor  # [blocks, bytes]
     region: torch.Tensor  # [chunks, blocks of a chunk, bytes]
 
 
 class CpuWorker(OffloadingWorker):
-    """Copies between `kv_caches` and `region`, this rank's part of vLLM's region. Takes the region
+    """Copies between `kv_caches` and `region`, this rank's part of vLLM's region, which it takes
     over. Raises TierConfigError where the two do not fit together."""
 
     def __init__(
@@ -44,7 +44,7 @@ class CpuWorker(OffloadingWorker):
         rank_bytes: int,
         released: Callable[[], None],
     ) -> None:
-        """`released` is called when the region has been let go."""
+        """`released` is called after the release of the region."""
         self._region = region
         self._released = released
         self._per_chunk = blocks_per_chunk
@@ -73,10 +73,10 @@ class CpuWorker(OffloadingWorker):
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is ever under way."""
+        """Return at once: no job is ever under way."""
 
     def shutdown(self) -> None:
-        """Let go of the region, whose file the last of its makers removes. Idempotent."""
+        """Release the region; the last process that made it removes its file. Idempotent."""
         self._pages = []
         region, self._region = self._region, None
         if region is not None:
@@ -114,8 +114,8 @@ class CpuWorker(OffloadingWorker):
     def _by_group(
         self, blocks: Any, chunks: Any
     ) -> Iterator[tuple[int, list[int], list[tuple[int, int]]]]:
-        """Each group's blocks, with the chunk of each and its place in there: a group's first block
-        may lie inside its first chunk."""
+        """The blocks of each group, with the chunk of each and its place in there: a group's first
+        block may lie inside its first chunk."""
         block_ids, chunk_ids = _as_ids(blocks.block_ids), _as_ids(chunks.block_ids)
         first_block = first_chunk = 0
         for group, count in enumerate(blocks.group_sizes):
@@ -143,7 +143,7 @@ class _Run(NamedTuple):
 
 
 def _runs(ids: Sequence[int], places: Sequence[tuple[int, int]]) -> list[_Run]:
-    """As few copies as they can be. Indexing by lists would copy everything twice."""
+    """The fewest runs to copy. Indexing by lists would copy everything twice."""
     runs: list[_Run] = []
     for block, (chunk, within) in zip(ids, places, strict=True):
         last = runs[-1] if runs else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error a client can see, in OpenAI's form, and the one table that maps exceptions to it.
 
-`ApiError` is raised anywhere below a route; everything else that can reach the border is turned
-into one by `to_api_error`, so that no traceback leaves the process.
+Any code below a route may raise `ApiError`; `to_api_error` turns every other exception into one, so
+that no traceback leaves the process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _BY_STATUS: dict[int, tuple[str, str]] = {
 
 
 class ApiError(Exception):
-    """An answer of its own: HTTP status and the fields of OpenAI's error object. `retry_seconds`:
-    the same request may succeed after that time."""
+    """An error answer: HTTP status and the fields of OpenAI's error object. `retry_seconds`: the
+    same request may succeed after that time."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_seconds: int | None = None,
     ) -> None:
-        if len(message) > MAX_MESSAGE_CHARACTERS:  # what the client sent may be quoted in it
+        if len(message) > MAX_MESSAGE_CHARACTERS:  # it may quote the client's input
             message = message[:MAX_MESSAGE_CHARACTERS] + "..."
         super().__init__(message)
         self.message = message
@@ -53,7 +53,7 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection, so no answer is sent."""
 
 
 class ErrorDetail(msgspec.Struct):
@@ -72,7 +72,7 @@ class ErrorBody(msgspec.Struct):
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The answer for anything that was raised. Logs what is a fault of ours."""
+    """The answer for any exception. Logs unexpected ones, which are faults of this server."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDead):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the HTTP front: switches and the limits on what comes from outside."""
+"""The settings of the HTTP front: switches, and limits on requests."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from ..request.sampling_params import MAX_N
 
 @dataclass(frozen=True, slots=True)
 class CrossOrigin:
-    """Which pages of other origins may use the server from a browser. `*` is any."""
+    """The pages of other origins that may use the server from a browser. `*` is any."""
 
     origins: tuple[str, ...]
     methods: tuple[str, ...] = ("*",)
     headers: tuple[str, ...] = ("*",)
-    credentials: bool = False  # cookies and what else a browser keeps for the server
+    credentials: bool = False  # cookies and other credentials that a browser keeps for the server
 
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
     """Settings of the routes. Raises ConfigError for values that cannot work."""
 
-    api_key: str | None = field(default=None, repr=False)  # None: no key is asked for
+    api_key: str | None = field(default=None, repr=False)  # None: requests need no key
     metrics_without_key: bool = False
-    tenant_header: str | None = None  # whose word is taken for the tenant; None: there is one
+    tenant_header: str | None = None  # the header that names the tenant; None: there is one tenant
     cross_origin: CrossOrigin | None = None  # None: no page of another origin may use the server
-    allowed_hosts: frozenset[str] | None = None  # what requests may call us; None: anything
+    allowed_hosts: frozenset[str] | None = None  # values of Host in requests; None: any
     max_body_bytes: int = 16 * MIB
     max_prompts_per_request: int = 128
     max_messages_per_request: int = 4096
     # From the whole body being read to the last token. A request that takes longer is aborted.
     request_timeout_seconds: float = 3600.0
-    # How long a client may take to send its body.
+    # The time for a client to send its body.
     body_timeout_seconds: float = 60.0
-    # The same for each part behind the first of a prompt that comes in parts.
+    # The same for each later part of a prompt that comes in parts.
     part_timeout_seconds: float = 60.0
     # One rendering of the chat template: time, and characters of its result.
     template_timeout_seconds: float = 2.0
     max_rendered_characters: int = 4 * MIB
     # Texts of one request that are cut into tokens, which takes about 200 bytes a character.
     max_text_characters: int = 2 * MIB
-    # How long a scrape waits for the core's figures before it shows the last known ones.
+    # The time a scrape waits for the core's figures before it shows the last known ones.
     stats_timeout_seconds: float = 1.0
     enable_dev_routes: bool = False
-    # Answers of one request: for one prompt, and for all of its prompts together.
+    # Answers of one request: for one prompt, and for all its prompts together.
     max_n: int = MAX_N
     max_choices_per_request: int = 256
     # Log-probabilities of prompts in one answer: positions, each with its likeliest tokens.
     max_prompt_logprobs_per_request: int = 1_000_000
-    # The same for new tokens: what the answers may hold, whether or not they get so long.
+    # The same for new tokens, counted by the longest possible answers.
     max_logprobs_per_request: int = 1_000_000
     max_template_kwargs_bytes: int = 64 * 1024
     max_tools_per_request: int = 128

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP application: every route, what guards it, and how its errors are answered.
+"""The HTTP application: its routes, their checks and their error answers.
 
-server.py runs it. Handlers are plain ASGI underneath FastAPI, because its validation and its
+http_server.py runs it. Handlers are plain ASGI underneath FastAPI, because FastAPI's validation and
 response classes cost more per request than decoding a prompt does.
 """
 
@@ -80,10 +80,10 @@ NOT_BUILT: Mapping[str, str] = {
 }  # fmt: skip
 RESETS = ("pool", "all")
 PAUSES = ("new", "all")
-NODE_OBJECT = "stratakv.node"  # of a node's account of itself
+NODE_OBJECT = "stratakv.node"  # the object type of the answer at NODE_PATH
 NONE = "none"
 NO_DEFAULTS: Mapping[str, float | int] = MappingProxyType({})
-CLIENT_CLOSED_REQUEST = 499  # nobody sees it; it keeps logs apart from answers
+CLIENT_CLOSED_REQUEST = 499  # not sent; tells such requests from answered ones in logs
 
 
 def create_app(
@@ -104,12 +104,13 @@ def create_app(
     """The application over one engine. The caller keeps the client and closes it afterwards.
 
     `app.state.in_flight` counts the requests being answered, and can end them. `model_aliases` are
-    paths that clients may name in place of `model_name`. `default_sampling` counts for fields that
-    a client leaves out; it is what `load_default_sampling` finds. With `marks`, those of the
-    model's thoughts, chats get these apart. `check_params` raises ValueError for parameters that a
-    logits processor refuses. `pooling` is that of embeddings. `tool_call_parser` names what reads
-    calls of tools; where it is empty, the chat template shows it. `chat_template` is there in place
-    of the model's own. Raises ConfigError for a chat template or a parser that cannot be used.
+    paths that clients may name in place of `model_name`. `default_sampling`, the result of
+    `load_default_sampling`, is used for fields that a client leaves out. `marks` delimit the
+    model's thoughts, which chats then return apart. `check_params` raises ValueError for parameters
+    that a logits processor refuses. `pooling` is that of embeddings. `tool_call_parser` names the
+    parser of tool calls; if it is empty, the chat template shows which one. `chat_template`
+    replaces the model's own. Raises ConfigError for a chat template or a parser that cannot be
+    used.
     """
     settings = settings or ApiSettings()
     if chat_template is None and tokenizer is not None:
@@ -164,7 +165,7 @@ def create_app(
             _route("/resume", ["POST"], front, partial(_call, "resume")),
             _route("/is_paused", ["GET"], front, partial(_call, "paused")),
         ]
-    # No generated documentation: handlers check their input themselves, so it would be empty.
+    # No generated documentation: it would be empty, since handlers check their input themselves.
     socket = WebSocketRoute(PARTS_PATH, PartsSocket(front))
     app = FastAPI(title="StrataKV", version=__version__, openapi_url=None, routes=[*routes, socket])
     app.router.redirect_slashes = False
@@ -175,7 +176,7 @@ def create_app(
         open_paths += [METRICS_PATH] if settings.metrics_without_key else []
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key, open_paths=open_paths)
     if settings.cross_origin is not None:
-        # Outside the key check: a browser asks first without a key, and a page has to see a 401.
+        # Before the key check: a browser's first request has no key, and a page must see a 401.
         _allow_cross_origin(app, settings.cross_origin)
     if settings.allowed_hosts is not None:
         app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)
@@ -193,7 +194,7 @@ def _allow_cross_origin(app: FastAPI, allowed: CrossOrigin) -> None:
 
 
 class _Endpoint:
-    """One handler as an ASGI application. A `counted` one is in flight until its answer is sent."""
+    """A handler as an ASGI application. A `counted` one is in flight until its answer is sent."""
 
     def __init__(self, front: Front, handler: Handler, counted: bool) -> None:
         self._front = front
@@ -224,7 +225,7 @@ def _route(
 async def _answer_http_exception(
     routes: Sequence[Route], request: Request, error: Exception
 ) -> Response:
-    """What the router raises: no such route, or not for this method."""
+    """Answer an error of Starlette's router: no such route, or not for this method."""
     answer = to_api_error(error)
     path, headers = request.url.path[:MAX_QUOTED_CHARACTERS], getattr(error, "headers", None) or {}
     if answer.status == 404:
@@ -239,11 +240,11 @@ async def _answer_http_exception(
 
 
 def _cure(path: str, known: Sequence[str]) -> str:
-    """What to do in place of asking for a route that is not there, as the end of a sentence."""
+    """The advice for a route that does not exist, as the end of a sentence."""
     if path in DEV_ROUTES:
         return "; start the server with --enable-dev-routes"
     bare = path.rstrip("/")
-    # Of the other APIs the routes below count too.
+    # Routes below those of the other APIs count too.
     other = next((name for name in NOT_BUILT if f"{bare}/".startswith(f"{name}/")), None)
     if other is not None:
         return f": {NOT_BUILT[other]}; chats are at /v1/chat/completions"
@@ -251,7 +252,7 @@ def _cure(path: str, known: Sequence[str]) -> str:
         return "; it is the base of /v1/chat/completions, /v1/completions and /v1/models"
     if bare in known:
         return f"; did you mean {bare}?"
-    # A route below another one is no nearer than that.
+    # Suggest no route below another one: the upper one is at least as near.
     bases = [each for each in known if not any(each.startswith(f"{base}/") for base in known)]
     return did_you_mean(path, bases) or "; the API lies under /v1"
 
@@ -283,8 +284,8 @@ async def _health(front: Front, request: Request) -> ASGIApp:
 
 
 async def _node(front: Front, request: Request) -> ASGIApp:
-    """What a router compares nodes by. It is told to anybody, so no secret and no address is in
-    it."""
+    """Answer with the facts by which a router compares nodes. They need no key, so they contain no
+    secret and no address."""
     told = {
         "object": NODE_OBJECT,
         "model": front.model_name,
@@ -298,7 +299,8 @@ async def _node(front: Front, request: Request) -> ASGIApp:
 
 
 def _generation_digest(front: Front) -> str:
-    """Equal where an answer begins and ends alike for a request that says neither."""
+    """A digest of the sampling defaults and EOS tokens. Equal digests: requests without these
+    settings are answered alike."""
     defaults = [sorted(front.default_sampling.items()), front.client.ready.eos_token_ids]
     return hashlib.sha256(msgspec.json.encode(defaults)).hexdigest()
 
@@ -312,7 +314,7 @@ async def _version(front: Front, request: Request) -> ASGIApp:
 
 
 async def _server_info(front: Front, request: Request) -> ASGIApp:
-    """What SGLang's router reads of its nodes, to know which model they serve."""
+    """Answer in the form in which SGLang's router reads the model of a node."""
     card = _card(front, 0)
     return _json(
         {
@@ -331,7 +333,7 @@ async def _metrics(front: Front, request: Request) -> ASGIApp:
 
 
 async def _reset_prefix_cache(front: Front, request: Request) -> ASGIApp:
-    """Forget cached blocks: of the pool, or of every tier."""
+    """Forget the cached blocks of the pool, or of every tier."""
     tiers = _only_parameter(request, "tiers", RESETS)
     try:
         await front.client.call("reset_prefix_cache", tiers)
@@ -342,7 +344,6 @@ async def _reset_prefix_cache(front: Front, request: Request) -> ASGIApp:
 
 
 async def _pause(front: Front, request: Request) -> ASGIApp:
-    """Have new requests wait, or all of them."""
     mode = _only_parameter(request, "mode", PAUSES)
     return _json(await front.client.call("pause", mode))
 
@@ -352,7 +353,7 @@ async def _call(name: str, front: Front, request: Request) -> ASGIApp:
 
 
 def _only_parameter(request: Request, param: str, choices: Sequence[str]) -> str:
-    """The value of the only query parameter that a route takes; the first choice by default."""
+    """The value of a route's only query parameter; by default the first choice. Raises ApiError."""
     unknown = sorted(set(request.query_params) - {param})
     if unknown:
         name = unknown[0][:MAX_QUOTED_CHARACTERS]

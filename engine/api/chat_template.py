@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chat template of a model: a conversation becomes one prompt text.
+"""The chat template of a model: it turns a conversation into one prompt text.
 
-Templates come with the model from elsewhere, so they are treated as hostile: compiled and rendered
-in Jinja's sandbox without access to Python's internals, in a process of its own that ends beyond
-its time and its memory, limited in source and output size and in how many run at once.
+Templates come with models from outside, so they are treated as hostile. Jinja's sandbox, without
+access to Python's internals, compiles and renders them in a separate process with limits on time
+and memory. The sizes of source and output are limited, and the number of renderings at once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MAX_TEMPLATE_CHARACTERS = 1 * MIB
 MAX_CONFIG_BYTES = 64 * MIB
 MAX_CONCURRENT_RENDERINGS = 4
 MAX_NAMED_TEMPLATES = 64
-COMPILE_SECONDS = 10.0  # of a processor
+COMPILE_SECONDS = 10.0  # processor time
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 SPECIAL_TOKENS = (
     "bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token",
 )  # fmt: skip
-# The names that transformers gives templates; those of others are never asked for.
+# The names of templates in transformers; the server uses no others.
 DEFAULT, TOOL_USE = "default", "tool_use"
 # Variables that the server sets, and a client may not.
 RESERVED_VARIABLES = frozenset(
@@ -50,8 +50,8 @@ class SpecialTokens(Protocol):
 
 
 class ChatTemplate:
-    """One compiled template. Raises ConfigError where it cannot be compiled. `tool_use` is the
-    source of the model's other template, for conversations that offer tools."""
+    """A compiled template. Raises ConfigError if it cannot be compiled. `tool_use` is the source of
+    the model's other template, for conversations that offer tools."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         sources = [source] if tool_use is None else [source, tool_use]
         whole = json.dumps([*sources, self._special_tokens], sort_keys=True)
-        self.digest = hashlib.sha256(whole.encode()).hexdigest()  # equal where all prompts are
+        self.digest = hashlib.sha256(whole.encode()).hexdigest()  # equal digests: equal prompts
         self._running = asyncio.Semaphore(MAX_CONCURRENT_RENDERINGS)
         self._tool_use = None
         if tool_use is not None:
@@ -91,8 +91,8 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_path: Path, tokenizer: SpecialTokens) -> ChatTemplate | None:
-        """The template of a Hugging Face directory: of `chat_template.jinja`, or else of
-        `tokenizer_config.json`; None where it has none. The one named `tool_use` stands in
+        """The template of a Hugging Face directory: from `chat_template.jinja`, else from
+        `tokenizer_config.json`; None if it has neither. The one named `tool_use` is in
         `additional_chat_templates/`, or in the list of the configuration."""
         sources, origin = _sources_in(model_path, tokenizer)
         if DEFAULT not in sources:
@@ -110,7 +110,6 @@ class ChatTemplate:
         return cls(source, _texts_of(tokenizer), origin)
 
     def for_tools(self, tools: Sequence[object] | None) -> ChatTemplate:
-        """The one that is for a conversation with these tools."""
         return self if self._tool_use is None or not tools else self._tool_use
 
     @property
@@ -128,10 +127,9 @@ class ChatTemplate:
         variables: Mapping[str, object] = _NO_VARIABLES,
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
-        """The prompt text. `variables` are plain JSON values that the template may ask for, none
-        of RESERVED_VARIABLES; `tools` are in the form of OpenAI's API. Raises TemplateRefused, with
-        the template's own words where it has some, also when the output grows too long or the time
-        is up."""
+        """Render the prompt text. `variables` are plain JSON values for the template, none of them
+        in RESERVED_VARIABLES; `tools` are in the form of OpenAI's API. Raises TemplateRefused, with
+        the template's own message if it has one, and for an output that is too long or late."""
         context = {
             **variables,
             **self._special_tokens,
@@ -154,7 +152,7 @@ class ChatTemplate:
 
 
 def read_template(path: Path) -> str:
-    """The source in a file. Raises ConfigError where it cannot be one."""
+    """The source in a file. Raises ConfigError if it cannot be read or is too long."""
     return _read_text(path, 4 * MAX_TEMPLATE_CHARACTERS)
 
 
@@ -164,8 +162,8 @@ def _texts_of(tokenizer: SpecialTokens) -> dict[str, str]:
 
 
 def _sources_in(model_path: Path, tokenizer: SpecialTokens) -> tuple[dict[str, str], str]:
-    """The templates of a directory by name, and where they are from. Files go before the
-    configuration, as in transformers."""
+    """The templates of a directory by name, and the path of the default one. Files take precedence
+    over the configuration, as in transformers."""
     path, folder = model_path / TEMPLATE_FILE, model_path / TEMPLATE_FOLDER
     config = model_path / "tokenizer_config.json"
     sources: dict[str, str] = {}
@@ -197,8 +195,7 @@ def _read_text(path: Path, max_bytes: int) -> str:
 
 
 def _named(path: Path) -> dict[str, str]:
-    """The templates where the configuration holds several: a list of them with names, or an
-    object."""
+    """The templates of a configuration that holds several: a list of named ones, or an object."""
     if not path.is_file():
         return {}
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every route shares: the engine client, the model's name, tokenizer, template and settings.
+"""The state that all routes share: engine client, model name, tokenizer, template and settings.
 
-Also turns prompts into checked token ids. every refusal is an ApiError.
+`Front` also turns prompts into checked token ids. Every refusal is an ApiError.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .openai.dropped import DroppedFields
 from .openai.request.protocol import Prompt
 from .token_texts import TokenTexts
 
-# Longer texts are tokenized in a thread. A hop costs about 50 us, as much as so many characters.
+# Longer texts are tokenized in a thread. A hop costs about 50 us, as long as these take.
 MAX_INLINE_CHARACTERS = 2048
-# Beyond it a text takes so much memory and time that only a few of them are worked on at once.
+# Longer texts take so much memory and time that only MAX_LONG_TEXTS are tokenized at once.
 MAX_SHARED_CHARACTERS = 256 * 1024
 MAX_LONG_TEXTS = 2
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """One served model."""
+    """The front of one served model."""
 
     client: EngineClient
     model_name: str
@@ -52,9 +52,9 @@ class Front:
     # The authors' recommendations, used for fields that a client leaves out.
     default_sampling: Mapping[str, float | int]
     texts: TokenTexts
-    model_aliases: tuple[str, ...] = ()  # paths; clients may ask for the model by them
-    marks: ReasoningMarks | None = None  # of the model's thoughts; None: none are known
-    tool_format: ToolFormat | None = None  # of the model's calls; None: it is not known
+    model_aliases: tuple[str, ...] = ()  # paths that clients may use as the model's name
+    marks: ReasoningMarks | None = None  # of the model's thoughts; None: unknown
+    tool_format: ToolFormat | None = None  # of the model's calls; None: unknown
     # Raises ValueError for parameters that a logits processor refuses.
     check_params: Callable[[SamplingParams], None] = lambda params: None
     pooling: str = "last"  # of embeddings
@@ -71,7 +71,7 @@ class Front:
         object.__setattr__(self, "dropped", DroppedFields(self.metrics.dropped_fields.inc))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something that nobody waits for, and that raises nothing."""
+        """Start `work` as a task that no caller awaits. It must not raise."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -82,12 +82,12 @@ class Front:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """One position is left for the first token of the answer."""
+        """The most tokens of a prompt; one position is left for the first token of the answer."""
         return self.max_model_len - 1
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a name that is not served; None and "" are the one that is.
-        A path may be spelt as paths are, `./x/` for `x`."""
+        """Raise ApiError 404 for a name that is not served. None and "" mean the served one.
+        A path may have other spellings, `./x/` for `x`."""
         if not name or name == self.model_name:
             return
         if not self.model_aliases or normpath(name) not in map(normpath, self.model_aliases):
@@ -95,7 +95,7 @@ class Front:
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
     def need_tokenizer(self, param: str, cure: str) -> Tokenizer:
-        """The tokenizer. Raises ApiError where there is none."""
+        """The tokenizer. Raises ApiError if there is none."""
         if self.tokenizer is None:
             message = f"this server has no tokenizer; {cure}"
             raise ApiError(message, param=param, code="no_tokenizer")
@@ -110,9 +110,8 @@ class Front:
         max_tokens: int | None = None,
         param: str = "prompt",
     ) -> list[bytes]:
-        """Each prompt as int32 bytes, only its last `truncate_to` tokens where given; -1 keeps as
-        many as fit beside an answer of `max_tokens`. All of them are checked before any is given
-        back."""
+        """Each prompt as int32 bytes, only its last `truncate_to` tokens if given; -1 keeps as many
+        as fit beside an answer of `max_tokens`. All prompts are checked before any is returned."""
         keep_last = self._num_kept_tokens(truncate_to, max_tokens)
         prompts = as_list(prompt, param)
         most = self.settings.max_prompts_per_request
@@ -166,7 +165,7 @@ class Front:
         max_tokens: int | None,
         param: str = "prompt",
     ) -> list[list[int]]:
-        """The token ids of texts, in a thread where that takes long."""
+        """The token ids of texts; long texts are tokenized in a thread."""
         tokenizer = self.need_tokenizer(param, "send the prompt as a list of token ids")
         size, most = sum(map(len, texts)), self.settings.max_text_characters
         if size > most:
@@ -188,15 +187,15 @@ class Front:
             raise self.refused_text(error, param) from None
 
     def refused_text(self, error: ValueError, param: str) -> ApiError:
-        """The error for a text that cannot be the prompt, by what its tokenizer raised."""
+        """The ApiError for a text that its tokenizer refused with `error`."""
         if not isinstance(error, PromptTooLong):
             return ApiError(str(error), param=param, code="invalid_value")
         context = f"the context of {self.max_model_len} tokens leaves one for the answer"
         return ApiError(f"{error} ({context})", param=param, code="context_length_exceeded")
 
     async def off_loop(self, work: Callable[[], T], size: int) -> T:
-        """The result of `work` on a text of so many characters, or on so many tokens: made at once
-        where that is quick, and else in a thread. TimeoutError where its turn does not come."""
+        """The result of `work` on `size` characters or tokens: made here if that is quick, else in
+        a thread. Raises TimeoutError for a long text that gets no turn in time."""
         if size <= MAX_INLINE_CHARACTERS:
             return work()
         if size <= MAX_SHARED_CHARACTERS:
@@ -208,7 +207,7 @@ class Front:
         self, ids: Sequence[int], param: str, keep_last: int | None = None, *, is_text: bool = False
     ) -> bytes:
         """A prompt's token ids as little-endian int32 bytes, each within the vocabulary. `is_text`:
-        the tokenizer has made them of what the client sent."""
+        the tokenizer made them from the client's text."""
         if not ids:
             message = f"`{param}` is empty; send at least one token"
             raise ApiError(message, param=param, code="empty_prompt")
@@ -226,14 +225,14 @@ class Front:
     def check_vocabulary(
         self, ids: Sequence[int], param: str, *, is_text: bool = False
     ) -> NDArray[np.int64]:
-        """The ids as an array. Raises ApiError, naming the place, for one that is out of range."""
+        """The ids as an array. Raises ApiError, with the position, for one that is out of range."""
         vocab_size = self.client.ready.vocab_size
         try:
             array = np.array(ids, np.int64)
         except OverflowError:
             message = f"`{param}` holds an id of more than 64 bits; ids end at {vocab_size - 1}"
             raise ApiError(message, param=param, code="token_id_out_of_range") from None
-        # Negative ids are huge as unsigned numbers, so one comparison checks both ends.
+        # Negative ids are large as unsigned numbers, so one comparison checks both ends.
         wrong = array.view(np.uint64) >= vocab_size
         if wrong.any():
             place = int(wrong.argmax())
@@ -246,8 +245,8 @@ class Front:
 
 
 def as_list(prompt: Prompt, param: str = "prompt") -> Sequence[str | list[int]]:
-    """The prompts of a request: a list of ids is one prompt, any other list is many and is given
-    back as it is."""
+    """The prompts of a request: a list of ids is one prompt; any other list holds several, and is
+    returned unchanged."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))

@@ -8,8 +8,9 @@ from types import TracebackType
 
 
 class InFlight:
-    """Counts the generating requests that are being answered, for load balancers, and ends them all
-    when the server ends. Use `with in_flight:` around a request. Belongs to one event loop."""
+    """The count of generating requests that are being answered, for load balancers, and the signal
+    that ends them with the server. Use `with in_flight:` around a request. Belongs to one event
+    loop."""
 
     __slots__ = ("_ended", "count")
 
@@ -19,13 +20,13 @@ class InFlight:
 
     @property
     def ended(self) -> asyncio.Future[None]:
-        """Done once no request is to be answered any further."""
+        """A future that is done once all open answers must end."""
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
         return self._ended
 
     def abort_all(self) -> None:
-        """Have every open answer end now, with an error that says why. Idempotent."""
+        """End every open answer now, with an error that gives the reason. Idempotent."""
         if not self.ended.done():
             self.ended.set_result(None)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text and the bytes of single tokens, looked up once each.
 
-A token's text is what it adds to a text before it, so the space before a word belongs to it:
+A token's text is the text that it adds to the tokens before it, including a space before a word:
 
     vocabulary     text        bytes
     Ġworld         " world"    20 77 6f 72 6c 64
@@ -19,14 +19,14 @@ from typing import NamedTuple
 from ..text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# Tokens that stand at the start of a text may lose their space, so they are put after this one.
+# A token at the start of a text may lose its space, so each is decoded after this text.
 _ANCHOR = "a"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenText(NamedTuple):
-    """One token. `raw` is None where the tokenizer cannot tell; a special token has no place in
-    texts without special tokens."""
+    """The text and bytes of a token. `raw` is None if the tokenizer cannot tell; a text without
+    special tokens leaves out one that `is_special`."""
 
     text: str
     raw: list[int] | None
@@ -34,7 +34,7 @@ class TokenText(NamedTuple):
 
 
 class TokenTexts:
-    """The tokens of one tokenizer. What is remembered is bounded by the vocabulary."""
+    """The token texts of one tokenizer, remembered; the vocabulary bounds their number."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -45,14 +45,14 @@ class TokenTexts:
         self._before = "" if tokenizer is None else self._decode_token_ids(tokenizer, self._anchor)
 
     def get_token_text(self, token_id: int, *, as_id: bool = False) -> TokenText:
-        """One token, its text as `token_id:5` where wanted or where there is no tokenizer."""
+        """A token's text and bytes; the text is `token_id:5` if `as_id`, or without a tokenizer."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._look_up(token_id)
         return known._replace(text=f"token_id:{token_id}") if as_id else known
 
     def spelling(self, token_id: int) -> str:
-        """The token as it stands in the vocabulary; empty for ids that are not in it."""
+        """The token's spelling in the vocabulary; empty for ids that are not in it."""
         return "" if self._tokenizer is None else _spelling(self._tokenizer, token_id)
 
     def _look_up(self, token_id: int) -> TokenText:
@@ -77,8 +77,8 @@ def _spelling(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _bytes_of(text: str, spelling: str) -> list[int] | None:
-    """The bytes behind a text. Where some are no character, the vocabulary's spelling may have
-    them; it is believed only if they make that text."""
+    """The bytes of a token's text. If some are no character, they come from the vocabulary's
+    spelling, provided that they decode to that text; else None."""
     if REPLACEMENT not in text:
         return list(text.encode())
     byte = _BYTE_TOKEN.fullmatch(spelling)
@@ -92,8 +92,8 @@ def _bytes_of(text: str, spelling: str) -> list[int] | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The letters that byte-level vocabularies write bytes in: printable ones stand for themselves,
-    the others are counted up from U+0100."""
+    """The letters of bytes in byte-level vocabularies: a printable one stands for itself, the
+    others count up from U+0100."""
     letters: dict[str, int] = {}
     hidden = 0
     for byte in range(256):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one step changes in the batch, as the worker and the sampler both see it."""
+"""The changes of the batch in one step, for the worker and the sampler."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one step changed in the persistent batch, for those who keep state by row.
+"""The changes of the persistent batch in one step, for parts that keep state by row.
 
-Readers apply the three lists in this order: rows removed, rows added (an added row replaces what
-its index held), rows moved.
+Readers apply the three lists in this order: rows removed, rows added (an added row replaces the one
+at its index), rows moved.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class AddedRow(NamedTuple):
     params: SamplingParams
     prompt_token_ids: TokenArray
     output_token_ids: list[int]
-    has_prompt_tokens: bool = True  # False: the prompt is of embeddings, its token ids mean nothing
-    num_likeliest: int = 0  # tokens that come with each of its own, whatever its parameters say
+    has_prompt_tokens: bool = True  # False: a prompt of embeddings, whose token ids are invalid
+    num_likeliest: int = 0  # likeliest tokens with each output token; overrides its `logprobs`
 
 
 class MovedRow(NamedTuple):
-    """A request that changed its row. The source is empty afterwards; what
-    the target held is gone."""
+    """A request that changed its row. The source is empty afterwards; the target's old content is
+    gone."""
 
     source: int
     target: int
@@ -42,7 +42,7 @@ class MovedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchUpdate:
-    """One step's changes; never altered once made."""
+    """The changes of one step. It is immutable."""
 
     batch_size: int  # rows in use after the changes
     removed: Sequence[int]  # descending
@@ -53,15 +53,15 @@ class BatchUpdate:
 class BatchUpdateBuilder:
     """Collects a step's changes: all removals first, then additions and moves.
 
-    Removed rows are handed out again lowest first, to keep the batch dense; those handed out are no
-    longer reported as removed, for what took them replaces them.
+    Removed rows are handed out again lowest first, to keep the batch dense. A row that is handed
+    out is no longer reported as removed, since the added request replaces its content.
     """
 
     def __init__(self) -> None:
         self._reset()
 
     def remove(self, row: int) -> None:
-        """Note an emptied row; raises RuntimeError once removed rows have been read."""
+        """Record an emptied row. Raises RuntimeError once removed rows have been read."""
         if self._removals_read:
             raise RuntimeError(
                 f"row {row} is removed too late: removed rows have been read in this step, and "
@@ -84,7 +84,7 @@ class BatchUpdateBuilder:
         return self._removed.pop() if self._removed else None
 
     def get_and_reset(self, batch_size: int) -> BatchUpdate | None:
-        """The step's changes, None where there are none; the builder is empty afterwards."""
+        """Return the step's changes, None if there are none, and empty the builder."""
         self._sort_removed()
         update = None
         if self._removed or self._added or self._moved:

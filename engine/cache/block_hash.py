@@ -89,8 +89,8 @@ def _encoded_extras(
 
 
 def _embeds_digests(request: Request, first: int, end: int, block_size: int) -> dict[int, bytes]:
-    """For blocks `first`..`end` that hold embeddings of the prompt: a hash of these numbers and
-    their type, by index within the run."""
+    """Hashes of the embeddings in blocks `first`..`end` of a prompt, numbers and type, by index
+    within the run; blocks without embeddings have none."""
     embeds = request.prompt_embeds
     if embeds is None:
         return {}

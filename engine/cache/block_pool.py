@@ -25,8 +25,8 @@ step that writes it has run. Until `commit_step` it counts as not computed:
 - `drop_uncomputed` takes the names away after a step that failed, and those of all later steps,
   which may have read its blocks.
 
-Whoever copies blocks is told of every name that is taken away otherwise than by an eviction
-(`tell_dropped`), at that moment: such a block may be overwritten by the next step.
+`tell_dropped` reports every name that a block loses without being evicted, at that moment: the next
+step may overwrite the block, so a pending copy of it is void.
 
 Steps are told apart by their ids, which only grow: a block belongs to the step that `begin_step`
 named last when it got its name. Names from a finished load are trusted at once.
@@ -105,7 +105,7 @@ class BlockPool:
 
     @property
     def num_reclaimable(self) -> int:
-        """Pinned blocks that nobody else holds."""
+        """Pages of pinned blocks that no request holds."""
         return self._num_reclaimable * self.width
 
     @property
@@ -124,7 +124,7 @@ class BlockPool:
     def get_cached_prefix(
         self, digests: Sequence[bytes], group_ids: Sequence[int] = (0,)
     ) -> tuple[list[KVCacheBlock], ...]:
-        """For each group the blocks of the longest run of `digests` that every group has.
+        """The blocks of the longest run of `digests` that every group has, a list for each group.
 
         Changes nothing; the blocks may be reused until they are touched.
         """
@@ -141,7 +141,7 @@ class BlockPool:
         return key in self._named
 
     def named(self, key: bytes) -> KVCacheBlock:
-        """A block of this name, which there is."""
+        """A block of this name; raises KeyError without one."""
         found = self._named[key]
         return next(iter(found.values())) if isinstance(found, dict) else found
 
@@ -208,15 +208,15 @@ class BlockPool:
         self._num_reclaimable += sum([pins.get(block) == block.ref_cnt for block in blocks])
 
     def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Held blocks are from now on held for nobody who runs; `num_reclaimable` counts those that
-        nobody else holds."""
+        """Count held blocks as held by a pin, and no longer by a running request; `num_reclaimable`
+        counts those that pins alone hold."""
         for block in blocks:
             if not block.is_null:
                 count = self._pins[block] = self._pins.get(block, 0) + 1
                 self._num_reclaimable += block.ref_cnt == count
 
     def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """As before `pin`, right before they are given back."""
+        """Undo one `pin` of each block, right before `free_blocks` gives them back."""
         for block in blocks:
             if block.is_null:
                 continue
@@ -285,12 +285,12 @@ class BlockPool:
 
     @property
     def num_fresh(self) -> int:
-        """Blocks that were ever to be given to `take_fresh`."""
+        """Blocks queued for `take_fresh` since the start."""
         return self._num_fresh
 
     @property
     def num_given(self) -> int:
-        """Of `num_fresh`, in their order, those that were given, or passed over."""
+        """The number of the `num_fresh` blocks, in their order, that were given or passed over."""
         return self._num_fresh - len(self.fresh)
 
     def tell_dropped(self, tell: Callable[[Sequence[EvictedBlock]], None]) -> None:
@@ -299,11 +299,12 @@ class BlockPool:
         self._tell_dropped = tell
 
     def offer_all(self) -> None:
-        """Give every computed block to `take_fresh` from now on."""
+        """Queue every computed block for `take_fresh` from now on, and not only offered ones."""
         self._offers_all = True
 
     def begin_step(self, step_id: int) -> None:
-        """From now on names belong to this step. Raises ValueError for an id that does not grow."""
+        """Give names on behalf of this step from now on. Raises ValueError for an id that does not
+        grow."""
         if step_id <= self._step_id:
             raise ValueError(f"steps are numbered upwards: {step_id} came after {self._step_id}")
         self._step_id = step_id
@@ -443,7 +444,7 @@ class BlockPool:
             self.observer.unnamed(page_keys(keys, self.width))
 
     def _whole(self, num_pages: int) -> int:
-        """How many blocks have so many pages; one at least."""
+        """The number of blocks with `num_pages` pages; one at least."""
         return min(num_pages, max(1, num_pages // self.width))
 
     def _offered(self, blocks: Sequence[KVCacheBlock]) -> list[EvictedBlock]:
@@ -483,7 +484,7 @@ class BlockPool:
     def _keep_others(
         self, key: bytes, block: KVCacheBlock, found: KVCacheBlock | dict[int, KVCacheBlock]
     ) -> None:
-        """Put back what a popped key named beside `block`."""
+        """Put the other blocks of a popped key back, which named `block` too."""
         if isinstance(found, dict):
             del found[block.block_id]
             self._named[key] = found if len(found) > 1 else found.popitem()[1]

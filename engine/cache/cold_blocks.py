@@ -30,7 +30,8 @@ class ColdBlocks:
         self.was_late = False  # a block was evicted that had not been offered
 
     def added(self, count: int) -> None:
-        """So many have come to its end, which in a short queue is in the window."""
+        """Count `count` blocks that came to the end of the queue, where a short queue has them in
+        the window."""
         if self._queue.num_free - count < self._window:
             self.num_unseen += count
 

@@ -58,20 +58,21 @@ class GroupManager(ABC):
 
     @abstractmethod
     def num_reserved(self, table: Sequence[KVCacheBlock], num_tokens: int) -> int:
-        """As `num_missing`, whatever others do with blocks that it shares with them."""
+        """Blocks that a request takes, at most, until `num_tokens` have been computed, also where
+        other requests give back blocks that it shares with them."""
 
     @abstractmethod
     def num_to_reserve(self, num_tokens: int, hits: Sequence[KVCacheBlock]) -> int:
-        """By how many blocks those that are free become fewer, and those that are reserved more, if
-        a request begins with these hits that will have `num_tokens` computed."""
+        """Blocks that a request takes which begins with these hits and will have `num_tokens`
+        computed: free ones that it holds, and those that it reserves."""
 
     @abstractmethod
     def num_given_back(self, table: Sequence[KVCacheBlock], first: int) -> int:
-        """How many blocks `prune` makes free."""
+        """The number of blocks that `prune` makes free."""
 
     @abstractmethod
     def prune(self, table: list[KVCacheBlock], first: int) -> list[KVCacheBlock]:
-        """Put null blocks in the places of those before `first`, which nobody reads any more. They
+        """Put null blocks in the places of those before `first`, which no later token reads. They
         are the caller's to give back, in this order."""
 
     @abstractmethod
@@ -80,7 +81,7 @@ class GroupManager(ABC):
 
 
 def num_free(blocks: Sequence[KVCacheBlock]) -> int:
-    """Those that nobody holds, and that leave the queue when they are held."""
+    """The blocks that no request holds: each leaves the free queue when it is held."""
     return sum([not (block.ref_cnt or block.is_null) for block in blocks])
 
 
@@ -138,7 +139,7 @@ class LocalAttentionManager(GroupManager):
         return first // self._block_size if first > 0 else 0
 
     def longest_hit(self, is_there: Callable[[int], bool], most_blocks: int) -> int:
-        """From the end: each block is asked for once at most."""
+        """Search from the end; `is_there` is called at most once for each block."""
         length = most_blocks
         while length:
             first = self.first_needed(length * self._block_size)
@@ -188,8 +189,8 @@ class LocalAttentionManager(GroupManager):
         return not any(block.is_null for block in table[first:end])
 
     def _first_held(self, table: Sequence[KVCacheBlock], end: int) -> int:
-        """Where the blocks before `end` begin that the request still holds: they lie side by side,
-        since all before them are null blocks."""
+        """The index of the first block before `end` that the request holds. The held ones are
+        adjacent: all before them are null blocks."""
         start = end if end < len(table) else len(table)
         while start and not table[start - 1].is_null:
             start -= 1

@@ -69,7 +69,7 @@ class CacheGroup:
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer's K and V lie."""
+    """The place of a layer's K and V: the cache group, and the index in its page."""
 
     group: int
     in_page: int
@@ -140,7 +140,7 @@ class CacheGroups:
 
     @property
     def attention(self) -> tuple[LayerAttention, ...]:
-        """How each group attends."""
+        """The attention of each group, in the order of the groups."""
         return tuple(group.attention for group in self.groups)
 
     @property
@@ -196,8 +196,9 @@ class CacheGroups:
 
 
 def pages_per_block(attention: Sequence[LayerAttention]) -> int:
-    """In how many groups a block of the pool has a page: groups that follow each other and attend
-    alike hold and forget the same tokens, so they share blocks. All blocks of a pool are alike.
+    """The pages of a pool block, one for each of the groups that share it. Consecutive groups that
+    attend alike hold and forget the same tokens, so they share blocks; all blocks of a pool have
+    equally many pages.
 
         full full                             2
         full full window window window window    2

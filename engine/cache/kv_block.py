@@ -32,7 +32,7 @@ class BlockCopy(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class KVCacheBlock:
-    """One block of the pool, with the pages `block_id`, `block_id + 1` … (`BlockPool.width`).
+    """A block of the pool, with the pages `block_id`, `block_id + 1` … (`BlockPool.width`).
 
     `block_hash` is the block's name in the prefix map: digest (32 bytes) and the first of its cache
     groups (u16, little-endian). None: the block cannot be found.

@@ -25,13 +25,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 
-from ...connector.page_names import group_suffix
 from ..models.layer_attention import LayerAttention, full
 from ..request.request import Request
 from .block_pool import BlockPool
 from .group_manager import FullAttentionManager, GroupManager, LocalAttentionManager, num_free
 from .group_spec import pages_per_block
-from .kv_block import BlockIds, GroupBlocks, KVCacheBlock, page_ids, page_tables
+from .kv_block import BlockIds, GroupBlocks, KVCacheBlock, page_tables
+from .named_blocks import NamedBlocks
 from .prefix_finder import HybridPrefixFinder, UnitaryPrefixFinder
 from .shared_tails import SharedTails
 from .state_checkpoints import StateCheckpoints
@@ -87,7 +87,6 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, enable_caching, width)
         self.num_groups = len(attention)  # as many pages has a block in all groups
         self.forgets = not all(kind.is_full for kind in attention)
-        self._hashes_per_block = each
         self._width = width
         sizes = (block_size, min(most_step_tokens or max_model_len, max_model_len))
         self._groups: tuple[GroupManager, ...] = tuple(
@@ -103,7 +102,7 @@ class KVCacheManager:
         self._finder = finder(self.pool, self._groups, block_size)
         self.no_blocks: GroupBlocks = tuple([] for _ in self._groups)
         self._tables: dict[str, GroupBlocks] = {}
-        self._num_cached: dict[str, int] = {}  # leading blocks that have had their names
+        self.names = NamedBlocks(self.pool, self._groups, block_size, each)
         self.shared_tails = SharedTails(self.pool, self._groups)
         self.states: StateCheckpoints | None = None
         if num_state_pages:
@@ -117,7 +116,7 @@ class KVCacheManager:
             )
 
     def tables(self, request_id: str) -> GroupBlocks:
-        """The blocks of a request; not to be changed."""
+        """The blocks of a request, which the caller must not change; empty tables without any."""
         return self._tables.get(request_id, self.no_blocks)
 
     def num_slots(self, request_id: str) -> int:
@@ -155,8 +154,8 @@ class KVCacheManager:
         return self._width * num_blocks
 
     def num_to_reserve(self, num_tokens: int, hits: GroupBlocks | None = None) -> int:
-        """By how many blocks `num_reserved` and what is held become more if a request begins, with
-        these hits, that will have `num_tokens` computed."""
+        """Pages by which held and reserved ones become more together when a request begins with
+        these hits that will have `num_tokens` computed."""
         given = self.no_blocks if hits is None else hits
         both = zip(self._groups, given, strict=True)
         blocks = sum([group.num_to_reserve(num_tokens, found) for group, found in both])
@@ -172,7 +171,7 @@ class KVCacheManager:
         if not self.pool.enable_caching or request.skip_reading_prefix_cache:
             return self.no_blocks, 0
         most = request.most_cached_tokens // self.block_size
-        digests = self._of_blocks(request.block_hashes)[:most]
+        digests = self.names.of_blocks(request.block_hashes)[:most]
         blocks, num_tokens = self._finder.find(digests)
         if self.states is None:
             return blocks, num_tokens
@@ -187,7 +186,7 @@ class KVCacheManager:
     def stateless_blocks(self, request: Request, num_tokens: int) -> GroupBlocks:
         """The blocks that the pool has of the first `num_tokens` of a request, where the states
         behind them are to be loaded. Changes nothing."""
-        digests = self._of_blocks(request.block_hashes)[: num_tokens // self.block_size]
+        digests = self.names.of_blocks(request.block_hashes)[: num_tokens // self.block_size]
         return self._finder.find(digests)[0]
 
     def allocate_slots(
@@ -203,10 +202,9 @@ class KVCacheManager:
         """Blocks for the next tokens of a request: those added (hits not among them), or None.
 
         None means fewer than `keep_free_blocks` would be left, and nothing has changed. Hits that
-        nobody holds are in the free queue and count as taken; blocks that no later token reads are
-        given back first, and count as free. Names are given at once, unless
-        `delay_cache_blocks`: then `cache_blocks` gives them when the load has ended.
-        """
+        no request holds are in the free queue and count as taken; blocks that no later token reads
+        are given back first, and count as free. Names are given at once, unless
+        `delay_cache_blocks`: then `cache_blocks` gives them when the load has ended."""
         computed = request.num_computed_tokens
         forked = self.shared_tails.families
         if forked and not self._own_tail(request, num_new_tokens, keep_free_blocks):
@@ -215,7 +213,7 @@ class KVCacheManager:
         if num_new_tokens == 1 and not more and (offset := computed % self.block_size):
             # A decode in a block that the request has.
             if offset == self._last_offset and not delay_cache_blocks:
-                self._cache(request, min(computed + 1, request.num_tokens), computed=False)
+                self._name_full(request, min(computed + 1, request.num_tokens))
             return self.no_blocks
         computed += num_new_computed_tokens + num_external_computed_tokens
         num_tokens = computed + num_new_tokens
@@ -233,7 +231,7 @@ class KVCacheManager:
         if added is None:
             return None
         if not delay_cache_blocks:
-            self._cache(request, min(num_tokens, request.num_tokens), computed=False)
+            self._name_full(request, min(num_tokens, request.num_tokens))
         return added
 
     def fork(self, parent_id: str, child: Request, num_tokens: int) -> None:
@@ -245,8 +243,8 @@ class KVCacheManager:
         for table in tables:
             self.pool.touch([block for block in table if not block.is_null])
         self._tables[child.request_id] = tables
-        num_cached = self._num_cached.get(parent_id, 0)
-        self._num_cached[child.request_id] = min(num_cached, num_full)
+        num_named = self.names.counts.get(parent_id, 0)
+        self.names.counts[child.request_id] = min(num_named, num_full)
         if rest:
             self.shared_tails.add_fork(parent_id, child.request_id)
 
@@ -260,14 +258,14 @@ class KVCacheManager:
         and nothing has changed, unless the request holds all that is read behind them."""
         if not self.can_go_on(request, num_computed_tokens):
             return False
-        self._cache(request, num_computed_tokens, computed=True)
+        self._name_full(request, num_computed_tokens, computed=True)
         if self.states is not None:
             self.states.name_loaded(request, num_computed_tokens)
         return True
 
     def name_blocks(self, request: Request, num_tokens: int) -> None:
         """Name the full blocks among the first `num_tokens`, which the last step made computes."""
-        self._cache(request, num_tokens, computed=False)
+        self._name_full(request, num_tokens)
         if self.states is not None:
             self.states.name_known(request)
 
@@ -275,9 +273,10 @@ class KVCacheManager:
         """Name the full blocks of tokens that were drafts when a step computed them, which has come
         back."""
         tables = self.tables(request.request_id)
-        first = self._num_cached.get(request.request_id, 0)
-        self._cache(request, min(request.num_tokens, request.num_computed_tokens), computed=True)
-        end = self._num_cached.get(request.request_id, 0)
+        first = self.names.counts.get(request.request_id, 0)
+        num_tokens = min(request.num_tokens, request.num_computed_tokens)
+        self.names.name_full(request, tables, num_tokens, computed=True)
+        end = self.names.counts.get(request.request_id, 0)
         self.pool.note_computed([block for table in tables for block in table[first:end]])
 
     def trim(self, request: Request) -> None:
@@ -291,31 +290,17 @@ class KVCacheManager:
     def name_tail(self, request: Request) -> None:
         """Name the block that the prompt's end lies in, if it is not a full one. The prompt has
         been computed, and nothing more will be written for the request."""
-        if tail := request.prompt_tail_hash():
-            index = (request.num_prompt_tokens - 1) // self.block_size
-            for group, table in zip(self._groups, self._tables[request.request_id], strict=True):
-                self.pool.name_computed(tail, table[index], group.group_id)
+        self.names.name_tail(request, self._tables[request.request_id])
 
     def prompt_keys(self, request: Request, *, with_tail: bool) -> list[bytes]:
-        """The names of the blocks of a prompt, as the pool keeps them, that whoever goes on behind
-        it reads."""
-        digests = self.prompt_digests(request, with_tail=with_tail)
-        keys = self._keys(digests, request.num_prompt_tokens)
+        """The names of the blocks of a prompt, as the pool keeps them, that an engine reads which
+        goes on behind it."""
+        digests = self.names.of_prompt(request, with_tail=with_tail)
+        keys = self.names.page_keys(digests, request.num_prompt_tokens)
         if self.states is not None and digests:
             # Without its states the other engine computes what is behind an earlier checkpoint.
             keys += [key for key in self.states.keys(digests[-1]) if self.pool.has(key)]
         return keys
-
-    def digests(self, request: Request) -> list[bytes]:
-        """The digests of all full blocks of a request, its output's too."""
-        return list(self._of_blocks(request.block_hashes))
-
-    def prompt_digests(self, request: Request, *, with_tail: bool = True) -> list[bytes]:
-        """The digests of the blocks of a prompt; its end has one of its own where it fills none."""
-        blocks = self._of_blocks(request.block_hashes)
-        digests = list(blocks[: request.num_prompt_tokens // self.block_size])
-        tail = request.prompt_tail_hash() if with_tail else b""
-        return [*digests, tail] if tail else digests
 
     def revoke(
         self, request: Request, num_computed_tokens: int, block_ids: BlockIds | None
@@ -325,11 +310,8 @@ class KVCacheManager:
         `block_ids` for each group, are given back. Raises RuntimeError where another request of the
         step has found one of them, and nothing changes."""
         request_id = request.request_id
-        first = num_computed_tokens // self.block_size
-        known = self._num_cached.get(request_id, 0)
         tables = self.tables(request_id)
-        self.pool.revoke_names([block for table in tables for block in table[first:known]])
-        self._num_cached[request_id] = min(known, first)
+        self.names.revoke_names(request_id, tables, num_computed_tokens // self.block_size)
         if block_ids is None:
             return
         for group, table in zip(self._groups, tables, strict=True):
@@ -349,8 +331,8 @@ class KVCacheManager:
             self.states.pin(request_id, holder)
         if request_id in self._tables:
             self._tables[holder] = self._tables.pop(request_id)
-        if request_id in self._num_cached:
-            self._num_cached[holder] = self._num_cached.pop(request_id)
+        if request_id in self.names.counts:
+            self.names.counts[holder] = self.names.counts.pop(request_id)
         for table in self.tables(holder):
             self.pool.pin(table)
 
@@ -363,18 +345,19 @@ class KVCacheManager:
         self._free(holder)
 
     def offer(self, request: Request) -> None:
-        """Have the blocks of a request stored ahead of need, its head first."""
+        """Offer the blocks of a request to the tiers ahead of their eviction, its head first."""
         for table in self.tables(request.request_id):
             self.pool.offer(table)
 
     def drop_names(self, request: Request) -> list[bytes]:
-        """Make sure that nobody finds the blocks of a request again, nor another block of the same
-        name; it keeps them. The names, head first: tiers may have such blocks too."""
-        digests = self._of_blocks(request.block_hashes)
+        """Take their names from the blocks of a request, which keeps them, and from other blocks of
+        the same names: no look-up finds them. Returns the names, head first, which tiers may have
+        too."""
+        digests = self.names.of_blocks(request.block_hashes)
         for group, table in zip(self._groups, self.tables(request.request_id), strict=True):
             self.pool.drop_names(table)
             self.pool.drop_keys(digests, group.group_id)
-        keys = self._keys(digests)
+        keys = self.names.page_keys(digests)
         if self.states is None:
             return keys
         tail = request.prompt_tail_hash() if request.hands_over else b""
@@ -460,7 +443,7 @@ class KVCacheManager:
             keep_free_blocks += states.num_pages
         elif is_hit:
             # Now, since the blocks added may be taken from its pages.
-            digests = self._of_blocks(request.block_hashes)
+            digests = self.names.of_blocks(request.block_hashes)
             states.note_hit(request_id, digests[computed // self.block_size - 1])
         while True:
             num_spare = self.pool.free_queue.num_free - keep_free_blocks
@@ -493,8 +476,8 @@ class KVCacheManager:
     def _num_taken(
         self, tables: GroupBlocks, num_blocks: int, num_computed: int, hits: GroupBlocks | None
     ) -> int:
-        """By how much the free blocks become fewer where tables begin with hits, or are pruned, and
-        then get `num_blocks`."""
+        """Free pages that are taken, net, where tables begin with hits, or are pruned, and then get
+        `num_blocks`."""
         taken = 0
         for group, table, found in zip(self._groups, tables, hits or self.no_blocks, strict=True):
             first = group.first_needed(num_computed)
@@ -514,7 +497,7 @@ class KVCacheManager:
             read = found[group.first_needed(num_computed) :]
             self.pool.touch(read)
             table += [null] * (len(found) - len(read)) + read
-        self._num_cached[request_id] = len(hits[0])
+        self.names.counts[request_id] = len(hits[0])
 
     def _extend_behind_gaps(
         self, tables: GroupBlocks, num_blocks: int, num_computed: int
@@ -536,46 +519,14 @@ class KVCacheManager:
             table += blocks
         return added
 
-    def _cache(self, request: Request, num_tokens: int, computed: bool) -> None:
-        """Name the full blocks among the first `num_tokens` that have no name yet; none where the
-        request has no digests."""
-        request_id, digests = request.request_id, request.block_hashes
-        each, known = self._hashes_per_block, self._num_cached.get(request_id, 0)
-        full = min(num_tokens // self.block_size, len(digests) // each)
-        if full > known and self.pool.enable_caching:
-            wanted = digests[(known + 1) * each - 1 : full * each : each]
-            for group, table in zip(self._groups, self._tables[request_id], strict=True):
-                blocks = table[known:full]
-                self.pool.cache_full_blocks(wanted, blocks, group.group_id, computed)
-                if self.pool.observer is not None:
-                    self._tell_named(request, group.group_id, known, blocks)
-            self._num_cached[request_id] = full
-
-    def _tell_named(
-        self, request: Request, group_id: int, first: int, blocks: Sequence[KVCacheBlock]
-    ) -> None:
-        # Null blocks come before all others.
-        ids = [block.block_id for block in blocks if not block.is_null]
-        first += len(blocks) - len(ids)
-        if self.pool.observer is not None and ids:
-            for place in range(self._width):
-                pages = page_ids(ids, place)
-                self.pool.observer.named(request, group_id + place, first, pages)
-
-    def _keys(self, digests: Sequence[bytes], num_tokens: int = 0) -> list[bytes]:
-        """The names of the blocks of every group, head first in each, as the pool keeps them:
-        those that the token behind the first `num_tokens`, or any later one, reads."""
-        return [
-            digest + group_suffix(group.group_id + place)
-            for group in self._groups
-            for place in range(self._width)
-            for digest in digests[group.first_needed(num_tokens) :]
-        ]
+    def _name_full(self, request: Request, num_tokens: int, *, computed: bool = False) -> None:
+        tables = self.tables(request.request_id)
+        self.names.name_full(request, tables, num_tokens, computed=computed)
 
     def _free(self, request_id: str) -> None:
         """Give all blocks of a request back: of all groups the last ones first, since a hit needs
         every group."""
-        self._num_cached.pop(request_id, None)
+        self.names.counts.pop(request_id, None)
         if self.states is not None:
             self.states.free(request_id)
         if self.shared_tails.families or self.shared_tails.sources:
@@ -588,8 +539,3 @@ class KVCacheManager:
             self.pool.free_blocks(tails_first[0])
         else:
             self.pool.free_blocks(chain.from_iterable(zip(*tails_first, strict=True)))
-
-    def _of_blocks(self, digests: Sequence[bytes]) -> Sequence[bytes]:
-        """Of digests that come more often than blocks, those that name one: the last of each."""
-        each = self._hashes_per_block
-        return digests if each == 1 else digests[each - 1 :: each]

@@ -64,7 +64,7 @@ class PrefixFinder(ABC):
 
 
 class UnitaryPrefixFinder(PrefixFinder):
-    """One group, or several that share all blocks."""
+    """The finder of one group, or of several that share all blocks."""
 
     def find(self, digests: Sequence[bytes]) -> tuple[GroupBlocks, int]:
         if self._full_ids:

@@ -20,8 +20,9 @@ _SECONDS = (
 
 
 class Residency:
-    """How long blocks stay in the pool: their age and idle time at eviction, and the time between
-    two uses. A block is used when it is handed out and when a request finds it by its name.
+    """Histograms of the time that blocks stay in the pool: age and idle time at eviction, and the
+    time between two uses. A block is used when it is handed out and when a request finds it by its
+    name.
 
     Only every n-th block is followed, so that a step of thousands of blocks pays for a few.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags that commands share, and a parser that says in one sentence what is wrong.
 
-A parser with the engine's flags also reads the environment and a file, so that what it gives is
-what holds; `settings/` does the reading.
+A parser with the engine's flags also reads the environment and a file, so its result has the values
+that apply; `config/` reads them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SETTINGS = "settings"
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError instead of printing the usage and leaving."""
+    """A parser that raises ConfigError instead of printing the usage and exiting."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
@@ -48,10 +48,10 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{text}; see {self.prog} --help")
 
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The arguments; a flag nobody knows is refused with the nearest one.
+        """Parse the arguments. Raises ConfigError for an unknown flag, with the nearest known one.
 
-        With the engine's flags, `settings` is what all layers give, and the options in the
-        namespace are those.
+        With the engine's flags, `settings` holds the values of all layers, and the options in the
+        namespace have these values.
         """
         namespace, unknown = self.parse_known_args(list(argv))
         if unknown:
@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _explain_unknown(prog: str, unknown: str, namespace: argparse.Namespace) -> None:
-    """Raises ConfigError for a flag that vLLM has and we have not."""
+    """Raise ConfigError for a flag that vLLM has and StrataKV lacks."""
     flag, _, value = unknown.partition("=")
     if flag == flag_of(MODEL):
         given = value or getattr(namespace, MODEL) or "MODEL"
@@ -86,7 +86,7 @@ def _explain_unknown(prog: str, unknown: str, namespace: argparse.Namespace) -> 
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, --config and every option of the engine; and that all layers count."""
+    """Add MODEL, --config and every option of the engine, and make the parser read all layers."""
     parser.set_defaults(**{_SETTINGS: None})
     parser.add_argument(
         MODEL,
@@ -104,14 +104,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """The server's options, and the spellings of vLLM that belong to them."""
+    """Add the server's options, and vLLM's spellings of them."""
     add_options(parser.add_argument_group("server"), SERVER_OPTIONS)
     _add_aliases(parser, is_server=True)
 
 
 def add_options(group: argparse._ActionsContainer, options: Mapping[str, Option]) -> None:
-    """A flag for each, with its default in words. Options not given are absent from the
-    namespace."""
+    """Add a flag for each option, with its default in words. Options that are not given are absent
+    from the namespace."""
     for name, option in options.items():
         text = f"{option.help} (default: {option.default_text})"
         settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
@@ -132,7 +132,7 @@ def _form(metavar: str) -> dict[str, Any]:
 
 
 def _add_layers(namespace: argparse.Namespace) -> None:
-    """Put what all layers give into the namespace."""
+    """Put the values of all layers into the namespace."""
     given = vars(namespace)
     flags = {name: given[name] for name in SCHEMA if given.get(name) is not None}
     flags |= {
@@ -144,7 +144,7 @@ def _add_layers(namespace: argparse.Namespace) -> None:
 
 
 def add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
-    """`--log-level`, for a command that is no server."""
+    """Add `--log-level`, for a command that is no server."""
     parser.set_defaults(default_log_level=default)
     parser.add_argument(
         "--log-level",
@@ -165,7 +165,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 @contextmanager
 def naming_origins(args: argparse.Namespace) -> Iterator[None]:
-    """A refusal inside also says where the options came from that it names."""
+    """Add to a ConfigError in the body the origins of the options that it names."""
     try:
         yield
     except ConfigError as error:
@@ -176,11 +176,11 @@ def naming_origins(args: argparse.Namespace) -> Iterator[None]:
 
 
 def engine_config_of(args: argparse.Namespace) -> EngineConfig:
-    """The engine's settings that these arguments describe; raises ConfigError."""
+    """Make the engine's settings from these arguments. Raises ConfigError."""
     settings = settings_of(args)
     return engine_config(settings.model, settings.engine_options)
 
 
 def engine_options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine's options that were given, by name, as `LLM` takes them."""
+    """Return the given options of the engine by name, in the form that `LLM` takes."""
     return settings_of(args).engine_options

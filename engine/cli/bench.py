@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench NAME`: runs one of the project's benchmarks. Knows only where each of them lies.
+"""`stratakv bench NAME`: runs one of the project's benchmarks, by the name of its module.
 
 Every benchmark takes --quick and --out DIR and writes DIR/NAME.json.
 """
@@ -20,9 +20,9 @@ from .args import Parser
 
 DESCRIPTION = "Run a benchmark; it prints a table and writes JSON and a plot."
 
-# Name → module with run(args) -> exit code, and add_arguments(parser) where there are options; args
-# also holds `quick` and `out`, which every benchmark takes. Without `run` it is a package whose
-# module `command` has that: a benchmark that needs torch, which its --help does not.
+# Name → module with run(args) -> exit code, and add_arguments(parser) if it has options; args also
+# has `quick` and `out`, which every benchmark takes. A package without `run` has it in its module
+# `command`: such a benchmark needs torch, but its --help does not.
 BENCHMARKS = {
     "offload": "...benchmarks.offload",
     "serve": "...benchmarks.serve",
@@ -41,7 +41,7 @@ BENCHMARKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The name; the rest belongs to the benchmark."""
+    """Add the name; the rest belongs to the benchmark."""
     parser.add_argument("name", metavar="NAME", nargs="?", help=", ".join(BENCHMARKS))
     parser.add_argument(
         "rest", metavar="...", nargs=argparse.REMAINDER, help="options of the benchmark"
@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_directory(path: Path) -> None:
-    """Before minutes are spent on results that could not be written."""
+    """Make the directory of the results, so that a fault shows before a run of minutes. Raises
+    ConfigError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -49,7 +49,7 @@ _SWITCH_SECONDS = 0.0005
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for each option, and --config and --new-token."""
+    """Add a flag for each option, --config and --new-token."""
     parser.add_argument(
         "--config", metavar="FILE",
         help=f"YAML or TOML file of these options; flags and {CACHE_SERVER_PREFIX}* come before it",
@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal (0, or 1 if not everything could be written down)."""
-    # A reload that is asked for during the start must not end it.
+    """Serve until a signal. Return 0, or 1 if some blocks could not be written to disk."""
+    # A SIGHUP during the start must not end the process.
     asked_early: list[int] = []
     try:
         if args.new_token is not None:
@@ -98,9 +98,9 @@ def _print_new_token(name: str) -> int:
 
 
 def _prepare_process() -> None:
-    """Files for this user alone; as many descriptors as the system gives; no memory in dumps."""
+    """Limit new files to this user, raise the limit of descriptors, and forbid memory dumps."""
     os.umask(0o077)
-    # Other processes of this user, which may be tenants, get at neither its memory nor its files.
+    # Other processes of this user may be tenants; they must not read its memory or its files.
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
         logger.warning(
             "other processes of this user can read this one: %s", os.strerror(ctypes.get_errno())
@@ -108,15 +108,15 @@ def _prepare_process() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # grpc's own thread takes each event in; by default it would wait 5 ms for every one of them
-    # while the event loop works.
+    # grpc's own thread handles each event; with Python's default it would wait 5 ms for each while
+    # the event loop works.
     sys.setswitchinterval(_SWITCH_SECONDS)
     _keep_freed_memory()
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc keep what grpc frees, message after message of a MiB, instead of giving it back
-    to the kernel and faulting it in anew: streams run about half as fast again."""
+    """Make glibc keep the memory that grpc frees, a MiB for each message, instead of returning it
+    to the kernel and faulting it in anew: streams are about half as fast again."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # other C libraries have none
         for parameter, value in _MALLOC:
@@ -126,11 +126,12 @@ def _keep_freed_memory() -> None:
 async def _serve(
     settings: ServerSettings, read_again: Callable[[], ServerSettings], asked_early: Sequence[int]
 ) -> int:
-    """`asked_early` is not empty where SIGHUP came already."""
+    """Serve until a signal, and return the exit code. `asked_early` has an entry for each SIGHUP
+    that came before."""
     from ...tiers.cache_server.server import CacheServer
 
     told = asyncio.Event()
-    hung_up: asyncio.Queue[float] = asyncio.Queue()  # when SIGHUP came
+    hung_up: asyncio.Queue[float] = asyncio.Queue()  # times of SIGHUP
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, told.set)
@@ -140,7 +141,7 @@ async def _serve(
     server = CacheServer(settings)
     await server.start()
     gc.collect()
-    gc.freeze()  # what was built stays, and need not be looked through again and again
+    gc.freeze()  # the collector need not scan these objects, which stay
     logs.announce(_announcement(server))
     systemd.tell_ready()
     reloading = asyncio.create_task(_reload(server, hung_up, read_again))
@@ -157,7 +158,7 @@ async def _serve(
 async def _reload(
     server: CacheServer, hung_up: asyncio.Queue[float], read_again: Callable[[], ServerSettings]
 ) -> None:
-    """Once for each SIGHUP, or for several that came meanwhile."""
+    """Reload the settings after each SIGHUP, or after several that came during a reload."""
     while True:
         heard = await hung_up.get()
         while not hung_up.empty():
@@ -167,7 +168,7 @@ async def _reload(
             left = await server.reload(read_again)
         except (ConfigError, TierConfigError) as error:
             logger.error("SIGHUP: %s; everything stays as it was", one_line(str(error)))
-        except Exception:  # without this task the next signal would do nothing
+        except Exception:  # the task must go on, for the next signal
             logger.exception("SIGHUP: tenants and certificates could not be read anew")
         else:
             seconds = asyncio.get_running_loop().time() - heard
@@ -194,7 +195,7 @@ def _announcement(server: CacheServer) -> str:
     if server.token_path is not None:
         access = f", for clients of this user by the token in {server.token_path}"
     elif any(each.takes_anyone for each in settings.tenants):
-        access = ", for anybody who reaches it"
+        access = ", for any client that reaches it"
     data = f"data port {server.data_plane.port}" if server.data_plane.port else "no data port"
     metrics = (
         f"metrics at http://{settings.metrics_host}:{server.metrics_port}/metrics"

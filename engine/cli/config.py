@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv config show` and `config check FILE`: what holds, and where it comes from; and
-`config vllm`: what another engine is to be given.
+"""`stratakv config show` and `config check FILE`: the values of all options and their origins; and
+`config vllm`: the configuration for another engine.
 
-`show` takes the arguments of `serve` and refuses what `serve` would refuse; what it prints is a
-file that `--config` takes. `vllm` prints what vLLM's `--kv-transfer-config` takes. Starts nothing.
+`show` takes the arguments of `serve` and refuses the same ones; its output is a file for
+`--config`. `vllm` prints the value of vLLM's `--kv-transfer-config`. They start no engine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WORDS_OF_YAML = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The word; the rest belongs to it."""
+    """Add the word; the rest belongs to it."""
     words = "|".join(_WORDS)
     parser.add_argument("word", metavar=words, nargs="?", help="see the documentation")
     parser.add_argument(
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the word says."""
+    """Run the subcommand of the word."""
     if args.word not in _WORDS:
         near = did_you_mean(args.word or "", _WORDS)
         given = "" if args.word is None else f", not {args.word!r}{near}"
@@ -101,7 +101,7 @@ REGION_BYTES, LEAST_REGION_BYTES = GIB, 1024**2
 
 
 def add_vllm_arguments(parser: argparse._ActionsContainer) -> None:
-    """Which form, the region, and each setting of the tiers."""
+    """Add flags for the form, the region, and each setting of the tiers."""
     parser.add_argument(
         "--connector",
         action="store_true",
@@ -175,7 +175,8 @@ def _vllm(words: list[str]) -> int:
 
 
 def transfer_config_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """What the flags of `add_vllm_arguments` say to vLLM. Raises ConfigError."""
+    """Make vLLM's transfer configuration from the flags of `add_vllm_arguments`. Raises
+    ConfigError."""
     flag, region = "--region-bytes", args["region_bytes"]
     given = _given(args, VLLM_OPTIONS)
     if args["connector"]:
@@ -202,13 +203,13 @@ _WORDS: Mapping[str, Callable[[list[str]], int]] = {
 
 
 def effective(settings: Settings) -> dict[str, Any]:
-    """Every option with what holds for it, as a file takes it. Secrets are masked, and None is
-    what has no value or no effect."""
+    """Return the value of every option in the form of a file. Secrets are masked; None: no value,
+    or no effect."""
     engine = engine_config(settings.model, settings.engine_options, is_fetched=False)
     server = server_config(settings.server_options)
     values = {name: SCHEMA[name].file_value(value_in(name, engine, server)) for name in SCHEMA}
     if settings.model is None:
-        values[MODEL] = None  # where the embedded model lies is nobody's concern
+        values[MODEL] = None  # the path of the embedded model is not shown
     for name in without_effect(engine):
         values[name] = None
     return values
@@ -225,7 +226,7 @@ def _print_lines(values: Mapping[str, Any], settings: Settings, *, with_origin: 
 
 
 def _yaml_line(name: str, value: Any) -> str:
-    """A line of YAML; a comment for what no file can hold: a secret, or nothing."""
+    """Return a line of YAML; a comment for a secret or a missing value, which no file can hold."""
     if value is None:
         is_unused = SCHEMA[name].default_text != SCHEMA[name].unset
         return f"# {name}: {'not used' if is_unused else SCHEMA[name].unset}"

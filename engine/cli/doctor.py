@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv doctor`: what will not work on this machine, before anything is started on it.
-`stratakv doctor vllm`: what will not work with our tiers below another engine.
+"""`stratakv doctor`: finds problems of this machine before an engine starts.
+`stratakv doctor vllm`: finds problems of StrataKV's tiers below another engine.
 
-One line for each thing that was looked at. Starts no engine and changes nothing. Exit codes: 0 no
-problem, 1 at least one, 2 wrong usage.
+It prints a line for each check, starts no engine and changes nothing. Exit codes: 0 no problem, 1
+at least one, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .checks.base import Finding, Level, run_checks
 DESCRIPTION = "Say what will not work on this machine, or below another engine, before the start."
 
 EXIT_PROBLEMS = 1
-# Of this machine, as words before the name of another engine.
+# Flags of this machine, which may come before the name of another engine.
 _HOST_FLAGS = (
     "--cpu-bytes", "--ssd-path", "--ssd-bytes", "--address", "--tls-cert", "--tls-key",
     "--tls-client-ca", "--device", "--port", "--cpu-huge-pages", "--json",
@@ -34,7 +34,7 @@ _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Another engine, and the rest belongs to it; or what is to run on this machine."""
+    """Add the name of another engine, to which the rest belongs, and the flags of this machine."""
     add_host_arguments(parser)
     parser.add_argument("host", metavar="|".join(_HOSTS), nargs="?", help="another engine")
     parser.add_argument(
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, show, and say by the exit code whether anything will not work."""
+    """Check, print the findings, and return the exit code."""
     if args.host is None:
         return _host(args)
     if args.host not in _HOSTS:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is to run on this machine."""
+    """Add the flags that say which programs will run on this machine."""
     for flag, metavar, text in (
         ("--cpu-bytes", "SIZE", "of the cpu tier (default: 4GiB)"),
         ("--ssd-path", "PATH", "of the SSD tier"),
@@ -127,7 +127,7 @@ def _host(args: argparse.Namespace) -> int:
 
 
 def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
-    """What vLLM is to be given, in one of two ways, and what it is started with beside that."""
+    """Add the flags of vLLM's transfer configuration, in two forms, and those of its start."""
     parser.add_argument(
         "--config", metavar="FILE|JSON", help="what --kv-transfer-config is to be given"
     )
@@ -152,7 +152,7 @@ def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _vllm(words: list[str]) -> int:
-    # Here, since what they import is of no use to `add_arguments`.
+    # Imported here, since `add_arguments` does not need their imports.
     from .checks import python, vllm
 
     parser = Parser(
@@ -211,5 +211,5 @@ def _tell(host: str, findings: Sequence[Finding], *, as_json: bool) -> int:
     return EXIT_PROBLEMS if problems else 0
 
 
-# Another engine is a list of checks in `checks/`, and a word here.
+# A further engine needs a list of checks in `checks/` and an entry here.
 _HOSTS: Mapping[str, Callable[[list[str]], int]] = {"vllm": _vllm}

@@ -45,14 +45,14 @@ _SAMPLING: dict[str, tuple[type, str]] = {
     "seed": (int, "makes random draws the same every time"),
     "thinking_token_budget": (int, "most tokens of a thought; then its end mark is written"),
 }
-# A context has up to 2**24 tokens; whoever pipes in what never ends is told before memory does.
+# A context has up to 2**24 tokens. An endless input is refused before it exhausts the memory.
 MAX_PROMPT_CHARACTERS = 2**26
 # Flags that take one value at a time, by parameter.
 _FLAGS = {"bad_words": "--bad-word"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The prompt, sampling, and the engine's flags."""
+    """Add the prompt, the sampling flags and the engine's flags."""
     parser.add_argument("--prompt", metavar="TEXT", help="the text; - reads standard input")
     for name, (_, text) in _SAMPLING.items():
         parser.add_argument(flag_of(name), metavar="N", default=argparse.SUPPRESS, help=text)
@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate; 1 if the request failed."""
-    from ..core.model_check import check_model
+    """Generate. Return 0, or 1 if the request failed."""
+    from ..core.setup.model_check import check_model
 
     if args.prompt is None:
         raise ConfigError("stratakv generate needs --prompt TEXT, or --prompt - for standard input")
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_prompt() -> str:
-    """All of standard input, for which it may take as long as it wants."""
+    """Read all of standard input, without a limit on time."""
     try:
         text = sys.stdin.read(MAX_PROMPT_CHARACTERS + 1) if sys.stdin is not None else ""
     except UnicodeError as error:
@@ -165,6 +165,6 @@ def _extra_args(text: str | None) -> Any:
 
 
 def _flag_error(error: ValueError) -> ConfigError:
-    """The field is named first, and here it is a flag."""
+    """Turn an error that begins with a field's name into one that begins with its flag."""
     name, _, rest = str(error).partition(" ")
     return ConfigError(f"{_FLAGS.get(name) or flag_of(name)} {rest}")

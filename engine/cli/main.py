@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line `stratakv`: finds the command and turns what went wrong into one sentence.
+"""The command line `stratakv`: runs a command, and reports a failure in one sentence.
 
 Exit codes: 0 done, 1 the engine failed, 2 wrong usage or environment, 130 interrupted. Runs with
 the base installation; a command imports what it needs when it runs.
@@ -25,7 +25,7 @@ from ..config.optional_packages import explain_missing_module
 from ..logs import is_json
 from .args import Parser, naming_origins
 
-# Not __name__, which is __main__ where this is run as a module.
+# A fixed name, since __name__ is __main__ when this runs as a module.
 logger = logging.getLogger("stratakv.engine.cli.main")
 
 # Each is a module here with DESCRIPTION, add_arguments(parser) and run(args) -> exit code.
@@ -45,7 +45,7 @@ COMMANDS = {
     "plan": "say what a model takes and what fits",
 }
 _OF_TIERS = ("ping", "describe", "check", "cache")  # their modules lie in tiers/
-_RELOADED = ("cache-server",)  # by SIGHUP, which is not to end them before they can be
+_RELOADED = ("cache-server",)  # commands that SIGHUP reloads, and must not end during the start
 _USAGE = "usage: stratakv [--version] [--help] COMMAND ..."
 
 EXIT_FAILED = 1
@@ -54,7 +54,7 @@ EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _write_any_text()
     _lose_what_standard_error_cannot_take()
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has left
+    except BrokenPipeError:  # the reader of the output has left
         _drop_output()
         return EXIT_FAILED
     except OSError as error:
@@ -82,8 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _silence_grpc() -> None:
-    """Its core writes lines of its own to standard error, in the middle of ours, for what clients
-    get wrong; what matters is told by whoever made the call. Who wants them sets the variable."""
+    """Turn off grpc's own log lines about faults of clients, which would appear among ours on
+    standard error. The code that makes a call reports its faults. A user who wants the lines sets
+    GRPC_VERBOSITY."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
@@ -94,14 +95,13 @@ def _write_any_text() -> None:
 
 
 class _Lossy:
-    """Standard error: a full disk behind it loses what is told beside the output, and ends no
-    command."""
+    """Standard error, whose write faults end no command: on a full disk its lines are lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """All of it, or nothing from then on."""
+        """Write the text. After a fault this text and all later ones are dropped."""
         try:
             return self._stream.write(text)
         except OSError:
@@ -109,7 +109,7 @@ class _Lossy:
             return len(text)
 
     def flush(self) -> None:
-        """Nothing is left behind that Python would try again at its end."""
+        """Flush, and drop text that cannot be written, so that Python does not retry at exit."""
         try:
             self._stream.flush()
         except OSError:
@@ -128,8 +128,8 @@ def _lose_what_standard_error_cannot_take() -> None:
 
 
 def _check_working_directory() -> None:
-    """Raises ConfigError where it was removed: no relative path means anything, and libraries that
-    look there end the process with words of their own."""
+    """Raise ConfigError if the working directory was removed: relative paths are invalid then, and
+    libraries that use it would end the process with messages of their own."""
     try:
         os.getcwd()
     except OSError as error:
@@ -139,7 +139,7 @@ def _check_working_directory() -> None:
 
 
 def _flush() -> None:
-    """Flush standard output now, because a full disk is a failure too."""
+    """Flush standard output now, so that a full disk counts as a failure."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
@@ -165,7 +165,7 @@ def _run(words: list[str]) -> int:
         known = ("--version", "--help") if kind == "option" else COMMANDS
         near = did_you_mean(name, known) or f"; the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no {kind} {format_value(name)}{near}")
-    if name in _RELOADED:  # it has not read anything yet that it would have to read anew
+    if name in _RELOADED:  # it has read no settings yet, so a reload has no work to do
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _check_working_directory()
     command = import_command(name)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv plan`: what a model takes, what fits and when loading pays, before anything is started.
+"""`stratakv plan`: the memory that a model needs, the capacity of the tiers, and the prefixes that
+load faster than they compute, before an engine starts.
 
-Reads config.json, and of weight files only whether they are there. The arithmetic is in
+It reads config.json, and looks whether the weight files exist. The arithmetic is in
 `engine/plan/memory_plan.py`, rates come from `machine_rates.py`, and `table.py` prints.
 """
 
@@ -40,11 +41,11 @@ DESCRIPTION = "Say what a model and its KV cache take, what fits, and when loadi
 TYPICAL_TOKENS = 2048
 MAX_DEVICES = 1024
 MAX_SEQS = 1 << 20
-# More than all computers of the world do in a second, and less than any of them does.
+# Bounds of a rate: more than all computers together reach, and less than any one does.
 MAX_PER_SECOND = 1e24
 MIN_PER_SECOND = 1e-3
 
-_SIZES = ("memory", "cpu", "ssd", "reserve")  # which are shown in the unit that they came in
+_SIZES = ("memory", "cpu", "ssd", "reserve")  # these are shown in the unit in which they are given
 
 
 def _size(called: str, value: Any) -> int:
@@ -127,7 +128,7 @@ class Subject:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, sizes and rates."""
+    """Add the model, sizes and rates."""
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
         help="a directory with config.json, or org/model on the Hub (default: the embedded model)",
@@ -160,10 +161,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(path: Path, given: Mapping[str, Any], probe: bool) -> dict[str, Any]:
-    """The whole plan, as JSON has it."""
+    """Make the whole plan in its JSON form. Raises ConfigError."""
     subject = _subject(path, given)
     tiers = _tiers(subject, given)
-    rates = resolve_rates(given, probe)  # last of what may be refused, for it takes a second
+    rates = resolve_rates(given, probe)  # behind all other checks, since it takes a second
     return {
         "model": _model(subject),
         "block": {
@@ -250,10 +251,10 @@ def _model(subject: Subject) -> dict[str, Any]:
 
 
 def _weight_files(path: Path) -> dict[str, int] | None:
-    """Count and size of the safetensors files; None where they are not all there."""
+    """Return the count and size of the safetensors files; None if some are missing."""
     try:
         files = find_shards(path).files
-    except ConfigError:  # a plan needs none of them
+    except ConfigError:  # a plan does not need them
         return None
     return {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}
 
@@ -313,7 +314,7 @@ def _loading(subject: Subject, rates: Mapping[str, Rate]) -> dict[str, Any]:
 def _notes(
     subject: Subject, given: Mapping[str, Any], rates: Mapping[str, Rate], pool: plan.Capacity
 ) -> list[str]:
-    """The assumptions behind the figures, and what `serve` would say to them."""
+    """Return the assumptions behind the figures, and the objections that `serve` would have."""
     notes = []
     if "reserve" not in given:
         notes.append("the reserve is an estimate for steps of the default size")

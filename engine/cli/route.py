@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv route`: a proxy in front of prefill and decode nodes.
 
-It needs neither a model nor torch. A signal ends it in an orderly way: no new connections, running
-requests may finish for a while.
+It needs neither a model nor torch. A signal ends it in an orderly way: it accepts no new
+connections, and running requests may finish for a while.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ DESCRIPTION = "Send requests to prefill and decode nodes, and their answers back
 
 logger = logging.getLogger(__name__)
 
-# Beyond --drain-seconds, for the last event of answers that had not ended by then.
+# Time beyond --drain-seconds for the last event of answers that did not end in time.
 _LAST_WORDS_SECONDS = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The nodes, and a flag for each option."""
+    """Add the nodes, and a flag for each option."""
     for role, text in (
         ("decode", "a node that answers requests; may be given several times, and one is needed"),
         ("prefill", "a node that computes long prompts first; may be given several times"),
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def router_config(args: argparse.Namespace) -> RouterConfig:
-    """The settings that these arguments describe; raises ConfigError."""
+    """Make the settings from these arguments. Raises ConfigError."""
     given = vars(args)
     values = read_fields(ROUTER_OPTIONS, given)
     for role in ("decode", "prefill"):
@@ -56,7 +56,7 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Route until a signal (0)."""
+    """Route until a signal, and return 0."""
     config = router_config(args)
     try:
         from ..router.router import Router, read_admin_key
@@ -110,7 +110,7 @@ def _announce(config: RouterConfig, router: Router, sock: socket.socket) -> None
     host, port = sock.getsockname()[:2]
     if not ip_address(host.partition("%")[0]).is_loopback:
         logger.warning(
-            "whoever reaches %s may use the nodes as far as they let him in; start them with "
+            "any client that reaches %s may use the nodes that admit it; start them with "
             "--api-key, which clients send and the router passes on",
             host,
         )

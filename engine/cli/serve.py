@@ -46,11 +46,11 @@ DESCRIPTION = "Serve a model over HTTP, in the form of OpenAI's API."
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-# For requests that run when the end is asked for.
+# Time for requests that run when the server is told to end.
 _REQUEST_SECONDS = 5.0
-# Beyond it, for the last event of answers that had not ended by then.
+# Time beyond that for the last event of answers that did not end in time.
 _LAST_WORDS_SECONDS = 3.0
-# Beyond the time that the tiers are given to write back.
+# Time beyond that of the tiers to write back.
 _CLOSE_GRACE_SECONDS = 10.0
 
 
@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal (0) or until the core is gone (1)."""
-    from ..core.model_check import check_model
+    """Serve until a signal, and return 0; 1 if the core has ended."""
+    from ..core.setup.model_check import check_model
 
     config = engine_config_of(args)
     settings = settings_of(args)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _notes(config: EngineConfig, server: ServerConfig, settings: Settings) -> Iterator[str]:
-    """Notes on settings that apply without having been given, or have no effect."""
+    """Yield notes on settings that apply without being given, or that have no effect."""
     offload = config.offload
     if "ssd" in offload.tiers and "kv_offload_ssd_bytes" not in settings.given:
         yield (
@@ -95,7 +95,7 @@ def _notes(config: EngineConfig, server: ServerConfig, settings: Settings) -> It
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError where there can be none."""
+    """Open a listening socket. Raises ConfigError if that fails."""
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
@@ -107,7 +107,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(info[4])
-        # Already now, or another process could still take the port while the model is loaded.
+        # Already now, or another process could take the port while the model is loaded.
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
@@ -174,7 +174,7 @@ async def _serve(
             config.model.path,
         )
     marks = find_marks(tokenizer, config.model.reasoning_start, config.model.reasoning_end)
-    # Whatever may be refused is read before the model is loaded.
+    # All files that may be refused are read before the model is loaded.
     if server.tool_call_parser:
         find_tool_parser(server.tool_call_parser, None)
     template = None
@@ -229,7 +229,7 @@ async def _serve_app(
     tls: ssl.SSLContext | None,
     told: asyncio.Event,
 ) -> int:
-    """Serve until told to stop (0) or until the core is gone (1)."""
+    """Serve until `told` is set, and return 0; 1 if the core has ended."""
     from ..api.http.http_server import make_server
     from ..api.metrics.stats_log import StatsLog
 
@@ -289,7 +289,7 @@ def _tell_start(
     host, port = sock.getsockname()[:2]
     asks_who = server.api_key is not None or server.ssl_cert_reqs == ssl.CERT_REQUIRED
     if not asks_who and not ip_address(host.partition("%")[0]).is_loopback:
-        logger.warning("whoever reaches %s may use this server; --api-key asks for a key", host)
+        logger.warning("any client of %s may use this server; --api-key asks for a key", host)
     host = f"[{host}]" if ":" in host else host
     scheme = "http" if server.ssl_certfile is None else "https"
     tiers = f"; {tiers_in_short(offload, ready.tiers_down)}" if offload.enabled else ""
@@ -301,8 +301,8 @@ def _tell_start(
 
 
 def tiers_in_short(offload: OffloadConfig, down: Sequence[str] = ()) -> str:
-    """The tiers from the pool down, with their sizes and places, and which are `down`: `cpu: 4 GiB,
-    ssd: ~/.cache/stratakv/ssd (20 GiB), remote: grpc://cache:9400 (down)`."""
+    """Return the tiers from the pool down, with their sizes and places, and which are `down`:
+    `cpu: 4 GiB, ssd: ~/.cache/stratakv/ssd (20 GiB), remote: grpc://cache:9400 (down)`."""
     parts = {"cpu": f"cpu: {rough_size(offload.cpu.capacity_bytes)}"}
     if offload.ssd.path is not None:
         parts["ssd"] = (
@@ -319,12 +319,12 @@ def tiers_in_short(offload: OffloadConfig, down: Sequence[str] = ()) -> str:
 def _in_home(path: Path) -> str:
     try:
         return f"~/{path.relative_to(Path.home())}"
-    except (ValueError, RuntimeError):  # elsewhere, or there is no home
+    except (ValueError, RuntimeError):  # the path is outside the home, or there is none
         return str(path)
 
 
 async def _unless(told: asyncio.Event, starting: asyncio.Future[ProcessClient]) -> bool:
-    """Wait for the start; False where the end was asked for first, and nothing is left then."""
+    """Wait for the start. Return False if `told` was set first; the started core is closed then."""
     asking = asyncio.ensure_future(told.wait())
     await asyncio.wait((starting, asking), return_when=asyncio.FIRST_COMPLETED)
     asking.cancel()

@@ -2,7 +2,8 @@
 """Tells systemd, of a unit with `Type=notify` or `notify-reload`, when a server can be used, reads
 its files anew, and ends: sd_notify(3), a datagram to the socket that NOTIFY_SOCKET names.
 
-Without that variable nothing is told. What cannot be told ends nothing: it is one line in the log.
+Without that variable it sends nothing. A message that cannot be sent is one line in the log, and
+does not end the server.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ import time
 logger = logging.getLogger(__name__)
 
 VARIABLE = "NOTIFY_SOCKET"
-# systemd may be busy; a server that cannot tell it something goes on.
+# systemd may be busy; the server goes on if a message cannot be sent in time.
 SEND_SECONDS = 1.0
 
 
 def tell_ready() -> None:
-    """Clients are served, or: what SIGHUP asked for is done."""
+    """Tell systemd that the server serves clients, or that a reload is done."""
     _tell("READY=1")
 
 
 def tell_reloading() -> None:
-    """SIGHUP was heard; `tell_ready` follows, whatever comes of it."""
-    # The time by which `notify-reload` knows that this answers its signal and no earlier one.
+    """Tell systemd that a reload begins. `tell_ready` must follow, even if the reload fails."""
+    # By the time `notify-reload` sees that this answers its own signal and not an earlier one.
     _tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
 
 def tell_stopping() -> None:
-    """The end has begun."""
+    """Tell systemd that the server has begun to end."""
     _tell("STOPPING=1")
 
 

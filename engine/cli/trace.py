@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv trace explain|export`: reads what `--step-trace` wrote.
+"""`stratakv trace explain|export`: reads a file of `--step-trace`.
 
-Both read the last run in a file. `explain` tells one request's story in words, or lists the
+Both read the last run in a file. `explain` prints the history of a request in words, or lists the
 requests; `export` makes a timeline for Perfetto.
 """
 
@@ -28,7 +28,7 @@ DESCRIPTION = "Read a step trace: explain one request, or export a timeline."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The word; the rest belongs to it."""
+    """Add the word; the rest belongs to it."""
     parser.add_argument("word", metavar="explain|export", nargs="?", help="see the documentation")
     parser.add_argument(
         "rest", metavar="...", nargs=argparse.REMAINDER,
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the word says."""
+    """Run the subcommand of the word."""
     if args.word not in _WORDS:
         near = did_you_mean(args.word or "", _WORDS)
         given = "" if args.word is None else f", not {args.word!r}{near}"
@@ -84,7 +84,7 @@ def _explain(words: list[str]) -> int:
 
 
 def _named(request: str, stories: list[Story], path: Path) -> list[Story]:
-    """A request by its id, or by the beginning of one where no other begins so."""
+    """Return a request by its id, or by the beginning of an id that no other shares."""
     exact = [story for story in stories if story.request_id == request]
     found = exact or [story for story in stories if story.request_id.startswith(request)]
     ids = list(dict.fromkeys(story.request_id for story in found))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a front reaches the engine core: over a process boundary, or in the same process."""
+"""The clients of the engine core: in a process of its own, or in the same process."""

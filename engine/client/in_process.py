@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client of an engine core in this process: a thread steps it, the same messages go unencoded.
+"""The client of an engine core in this process: a thread steps it, and messages are not encoded.
 
-For the Python API and for tests.
+The Python API and tests use it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EXIT_SECONDS = 5.0
 
 
 class InProcessClient(MessageClient):
-    """Takes over a core. Belongs to the event loop that it was made in."""
+    """The client of `core`, which it owns. Belongs to the event loop that it was made in."""
 
     def __init__(self, core: EngineCore) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ class InProcessClient(MessageClient):
         except TimeoutError:
             logger.warning("the engine core's thread did not end in time and is left behind")
             return
-        # It still gives its workspace back, and torch lets go of the GIL in that: should Python end
-        # meanwhile, the thread is unwound out of a C++ destructor, which ends the process.
+        # The thread still frees its workspace, during which torch releases the GIL. If Python ended
+        # meanwhile, it would unwind the thread out of a C++ destructor, which aborts the process.
         self._thread.join(_EXIT_SECONDS)
 
     def _run(self) -> None:
@@ -71,5 +71,5 @@ class InProcessClient(MessageClient):
         try:
             self._event_loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            # The event loop is closed, so nobody listens any more.
+            # The event loop is closed, so no caller waits for outputs.
             self._core_loop.stop()

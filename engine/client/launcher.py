@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a core process and ends it: its environment, its private directory, its standard input.
+"""The launcher of a core process: its environment, private directory and standard input.
 
-`process_client.py` carries those.
+`process_client.py` carries messages over the sockets in that directory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..core.start import CoreStart, encode_start
 # The path of a Unix socket has to fit into 107 bytes.
 _MAX_DIRECTORY_BYTES = 90
 # With glibc's own thresholds every large tensor is mapped, faulted in and unmapped again, which
-# costs more than filling it where page faults are dear. And OpenMP's threads spin at the end of
-# each parallel loop: where another process wants a core that costs a time slice for each operation
+# costs more than filling it if page faults are slow. OpenMP's threads spin at the end of each
+# parallel loop; if another process needs the processor, that costs a time slice for each operation
 # (measured: 20 times the whole work), so they spin for microseconds only and then sleep.
 CORE_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -34,12 +34,12 @@ CORE_ENVIRONMENT = {
 
 
 class LaunchedCore:
-    """One core process. `on_exit` is called once, from another thread, with the exit status."""
+    """A core process. Another thread calls `on_exit` once, with the exit status."""
 
     def __init__(self, on_exit: Callable[[int], None]) -> None:
         self._on_exit = on_exit
         self._process: subprocess.Popen[bytes] | None = None
-        # mkdtemp makes it readable by this user only, which is what protects the sockets in it.
+        # mkdtemp makes it accessible to this user only, which protects the sockets in it.
         self.directory = Path(tempfile.mkdtemp(prefix="stratakv-"))
         if len(os.fsencode(self.directory)) > _MAX_DIRECTORY_BYTES:
             self.directory.rmdir()
@@ -48,15 +48,15 @@ class LaunchedCore:
         self.from_core_endpoint = f"ipc://{self.directory}/from-core"
 
     def start(self, config: EngineConfig, log_level: str, log_json: bool) -> None:
-        """Start the process; the sockets must be bound by now."""
+        """Start the process; the sockets must be bound before."""
         self._process = subprocess.Popen(
             python_command("-m", "stratakv.engine.core.process"),
             stdin=subprocess.PIPE,
-            stdout=2,  # its words are for people, and this process may print results
+            stdout=2,  # standard error, since this process may print results to standard output
             env={**CORE_ENVIRONMENT, **os.environ},
-            # Ctrl-C is for this process alone, which then tells the core to shut down. In one
-            # session with it, by which Linux groups what it schedules: what compiles grammars gives
-            # way to others of its group only.
+            # Ctrl-C must reach only this process, which then tells the core to shut down. The core
+            # stays in the same session, by which Linux groups processes for scheduling: the
+            # compiler of grammars yields only to processes of its group.
             process_group=0,
         )
         threading.Thread(target=self._await_exit, name="core-exit", daemon=True).start()
@@ -68,7 +68,7 @@ class LaunchedCore:
             self._process.stdin.write(encode_start(start))
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it is gone already, and `on_exit` says so
+            pass  # the core is gone already, which `on_exit` reports
 
     @property
     def is_started(self) -> bool:
@@ -82,20 +82,20 @@ class LaunchedCore:
         return self._process.pid
 
     def hang_up(self) -> None:
-        """Close the core's standard input, which it takes for the end of its launcher."""
+        """Close the core's standard input, which the core takes for the end of its launcher."""
         if self._process is None or self._process.stdin is None:
             return
         try:
             self._process.stdin.close()
         except BrokenPipeError:
-            pass  # an unwritten rest; the reader is gone
+            pass  # unwritten bytes are left; the reader is gone
 
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
 
     def remove_directory(self) -> None:
-        """The sockets' directory; when they are closed."""
+        """Remove the sockets' directory; the sockets must be closed."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _await_exit(self) -> None:

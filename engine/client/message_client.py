@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every engine client has in common: outputs find their requests, answers their calls.
+"""The common part of all engine clients: it assigns outputs to requests, and answers to calls.
 
-A subclass carries messages to the core and hands `_receive` what comes back. All of it lives in one
-event loop.
+A subclass carries messages to the core and passes the core's messages to `_receive`. All of it runs
+in one event loop.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ _MERGED_FIELDS = tuple(
 
 logger = logging.getLogger(__name__)
 
-# For a core that takes no messages at all; a step is never this long.
+# The wait for a core that takes no messages; a step is never this long.
 SEND_SECONDS = 60.0
-# For a prompt in parts, from its newest part to the reader of its answer, beyond the time that the
-# core lets it wait for the next one.
+# The time from the newest part of a prompt to the reader of its answer, beyond the core's time-out
+# for the next part.
 UNREAD_SECONDS = 3600.0
 
 
 class MessageClient(EngineClient):
-    """Subclasses write `_send_to_core` and `_close_transport`."""
+    """The base of clients. Subclasses implement `_send_to_core` and `_close_transport`."""
 
     def __init__(self) -> None:
         self._mailboxes: dict[str, Mailbox] = {}
-        # Requests that reach the core before their outputs are asked for: forks, which their first
-        # request brings, and prompts that were opened. Whether they have been sent.
+        # Requests that reach the core before their `generate`: forks, which the first request
+        # brings, and opened prompts. The future says whether they were sent.
         self._brought: dict[str, asyncio.Future[bool]] = {}
-        self._unread_timers: dict[str, asyncio.TimerHandle] = {}  # of prompts that were opened
-        # Of forks whose outputs were not asked for in time.
+        self._unread_timers: dict[str, asyncio.TimerHandle] = {}  # of opened prompts
+        # Aborts under way of forks without a `generate` in time.
         self._aborts: dict[str, asyncio.Task[None]] = {}
         self._stopped: set[str] = set()
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -72,7 +72,7 @@ class MessageClient(EngineClient):
         return self._death is None
 
     async def wait_dead(self) -> str:
-        """Return when the core is gone, with the reason in one sentence."""
+        """Wait until the core is gone; return the reason in one sentence."""
         await self._dead.wait()
         return str(self._death)
 
@@ -85,7 +85,7 @@ class MessageClient(EngineClient):
         finished = False
         try:
             if (abort := self._aborts.get(request_id)) is not None:
-                await asyncio.wait([abort])  # it must not end this one
+                await asyncio.wait([abort])  # that abort must not end this request
             if brought is None or not await brought:
                 await self._send_with_forks(request)
             while not finished:
@@ -128,7 +128,6 @@ class MessageClient(EngineClient):
         await self._send_to_core(part)
 
     async def drop_prompt(self, request_id: str) -> None:
-        """Abort a request that was opened and whose outputs were not asked for."""
         if self._forget_unread(request_id) and self.is_alive:
             await self._send_to_core(AbortRequests([request_id], ABORTED))
 
@@ -166,19 +165,19 @@ class MessageClient(EngineClient):
         """See `EngineClient.close`. Requests still running end with EngineDead."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._shutdown_and_close(timeout_seconds))
-        # Shielded: a caller who gives up must not leave the core half closed.
+        # Shielded: a cancelled caller must not leave the core half closed.
         await asyncio.shield(self._closing)
 
     @abstractmethod
     async def _send_to_core(self, message: ToCore) -> None:
-        """Bring a message to the core, in order. Raises EngineDead where it cannot."""
+        """Send a message to the core, in order. Raises EngineDead if that fails."""
 
     @abstractmethod
     async def _close_transport(self, timeout_seconds: float) -> None:
-        """The core was told to shut down: wait for its end, release everything."""
+        """Wait for the end of the core, which was told to shut down, and release everything."""
 
     def _receive(self, message: FromCore) -> None:
-        """Take a message from the core."""
+        """Handle a message from the core."""
         if isinstance(message, Outputs):
             self.num_failed_steps = message.num_failed_steps
             for output in message.outputs:
@@ -193,7 +192,7 @@ class MessageClient(EngineClient):
             self.ready = message
 
     def _die(self, reason: str) -> None:
-        """Nothing more will come. The first reason counts."""
+        """End all requests and calls with EngineDead. Only the first reason counts."""
         if self._death is not None:
             return
         self._death = EngineDead(reason)
@@ -209,7 +208,7 @@ class MessageClient(EngineClient):
             raise EngineDead(str(self._death))
 
     async def _send_with_forks(self, request: AddRequest) -> None:
-        """Send a request; the outputs of its forks are kept until they are read."""
+        """Send a request, and keep the outputs of its forks until they are read."""
         sent: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         try:
             for request_id in _forks_of(request):
@@ -222,8 +221,8 @@ class MessageClient(EngineClient):
                 sent.set_result(False)
 
     def _start_unread_timer(self, request_id: str) -> None:
-        """Give a prompt that was opened some time, from now on, to be read or extended; more than
-        the core gives it for the next part."""
+        """Restart the time in which an opened prompt must be read or extended, which is longer than
+        the core's time-out for the next part."""
         self._stop_unread_timer(request_id)
         seconds = UNREAD_SECONDS + self.ready.session_idle_seconds
         loop = asyncio.get_running_loop()
@@ -235,12 +234,12 @@ class MessageClient(EngineClient):
             timer.cancel()
 
     def _drop_unread(self, request_id: str) -> None:
-        """Abort a request whose prompt was opened and whose outputs were never asked for."""
+        """Abort a request whose prompt was opened and never read."""
         if self._forget_unread(request_id) and self.is_alive:
             self._send_soon(AbortRequests([request_id], ABORTED))
 
     def _forget_unread(self, request_id: str) -> bool:
-        """Drop the outputs of a request that were not asked for; whether it had a mailbox."""
+        """Drop the outputs of a request without a reader; return whether there was one."""
         self._stop_unread_timer(request_id)
         if self._brought.pop(request_id, None) is None:
             return False
@@ -248,8 +247,8 @@ class MessageClient(EngineClient):
         return True
 
     def _drop_unread_forks(self, request: AddRequest) -> None:
-        """A request has ended: its forks whose outputs were never asked for are aborted. A
-        later reader sends them as requests of their own."""
+        """Abort the forks of an ended request that have no reader. A later `generate` sends such a
+        fork as a request of its own."""
         unread = [each for each in _forks_of(request) if self._brought.pop(each, None) is not None]
         for request_id in unread:
             del self._mailboxes[request_id]
@@ -279,7 +278,7 @@ class MessageClient(EngineClient):
             answer.set_result(json.loads(reply.result))
 
     def _send_soon(self, message: ToCore) -> asyncio.Task[None]:
-        """Send from where nothing may be awaited, such as a generator that is being closed."""
+        """Send from code that may not await, such as a generator that is being closed."""
         task = asyncio.ensure_future(self._send_to_core(message))
         self._sends.add(task)
         task.add_done_callback(self._sent)
@@ -305,11 +304,11 @@ class MessageClient(EngineClient):
 
 
 class Mailbox:
-    """Holds a request's outputs, merged into one, until their reader comes. One writer, one reader,
-    one event loop.
+    """The outputs of a request, merged into one, until the reader takes them. One writer, one
+    reader, one event loop.
 
-    Merging bounds it by the request's own length, so a slow reader neither holds up the others nor
-    fills the memory.
+    Merging bounds the mailbox by the request's own length, so a slow reader neither delays other
+    requests nor fills the memory.
     """
 
     __slots__ = ("_error", "_filled", "_pending")
@@ -320,7 +319,7 @@ class Mailbox:
         self._filled = asyncio.Event()
 
     def put(self, output: TokenOutput) -> None:
-        """Add an output behind those that wait. Takes over the object."""
+        """Add an output after the waiting ones. The mailbox owns the object."""
         if self._pending is None:
             self._pending = output
         else:
@@ -329,18 +328,18 @@ class Mailbox:
 
     @property
     def last_output(self) -> TokenOutput | None:
-        """The output that waits to be read, if it has a finish reason; None else."""
+        """The waiting output if it has a finish reason, else None."""
         pending = self._pending
         return None if pending is None or pending.finish_reason is None else pending
 
     def fail(self, error: BaseException) -> None:
-        """Let the reader have this error, after what waits."""
+        """Raise this error in the reader, after the waiting outputs."""
         self._error = error
         self._filled.set()
 
     async def get(self) -> TokenOutput:
-        """Everything that came since the last call; waits for the first of it. Raises the error
-        given to `fail`. The owner of the mailbox calls `fail` when nothing more can come."""
+        """Wait for an output; return all outputs since the last call as one. Raises the error of
+        `fail`, which the mailbox's owner calls when no more outputs can come."""
         await self._filled.wait()
         output, self._pending = self._pending, None
         if self._error is None:

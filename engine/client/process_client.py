@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client of an engine core in a process of its own: msgpack over ZMQ on private Unix sockets.
 
-A Python thread of HTTP never competes with the step loop for the interpreter, and a core that dies
-is noticed at once.
+Python threads of HTTP do not compete with the step loop for the interpreter, and the client notices
+the end of a core at once.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 600.0
 _HIGH_WATER_MESSAGES = 1024
-# The last words of a core that died may still be in the socket.
+# The time to read the last messages of a dead core, which may still be in the socket.
 _LAST_WORDS_SECONDS = 0.3
-# For the process to leave after it has said that it is done.
+# The time for the process to exit after it has reported its shutdown.
 _EXIT_SECONDS = 5.0
 
 
 class ProcessClient(MessageClient):
-    """Made by `start`. Belongs to the event loop that it was started in."""
+    """The client of a core process, made by `start`. Belongs to the event loop of its start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,10 +63,10 @@ class ProcessClient(MessageClient):
         log_json: bool = False,
         timeout_seconds: float = START_SECONDS,
     ) -> ProcessClient:
-        """A client whose core is up.
+        """Start a core, and return its client once the core is up.
 
-        Raises ConfigError where a setting cannot work, EngineDead where the core failed, and
-        TimeoutError where it is not up within the time; nothing of it is left then.
+        Raises ConfigError for a setting that cannot work, EngineDead if the core failed, and
+        TimeoutError if it is not up in time; the process and its sockets are gone then.
         """
         client = cls()
         try:
@@ -99,7 +99,7 @@ class ProcessClient(MessageClient):
             self._raise_if_dead()
 
     async def _wait_sent(self, sending: asyncio.Future[Any]) -> None:
-        """Wait until the core has taken it, or is known to be gone."""
+        """Wait until the core has taken the message, or is known to be gone."""
         died = asyncio.ensure_future(self._dead.wait())
         try:
             waits = (sending, died)
@@ -115,7 +115,7 @@ class ProcessClient(MessageClient):
 
     async def _close_transport(self, timeout_seconds: float) -> None:
         self._core.hang_up()
-        # Once the core has said it is done, there is nothing more to wait for than its exit.
+        # The core has reported its shutdown, so only its exit is left to wait for.
         seconds = max(timeout_seconds, _EXIT_SECONDS)
         if self._core.is_started and not await self._wait_exit(seconds):
             logger.warning("the engine core did not end within %.0f s and is killed", seconds)
@@ -124,7 +124,7 @@ class ProcessClient(MessageClient):
         self._release_transport()
 
     async def _wait_exit(self, seconds: float) -> bool:
-        """False if the process is still there at the end of the time."""
+        """Wait for the exit of the process; False if it still runs after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._exit.wait()
@@ -133,7 +133,7 @@ class ProcessClient(MessageClient):
         return True
 
     async def _abandon(self) -> None:
-        """The start failed or was given up: end the process, orderly or not."""
+        """End the process after a start that failed or was cancelled."""
         self._die("the engine core did not start")
         await asyncio.shield(self._close_transport(_EXIT_SECONDS))
 
@@ -151,7 +151,7 @@ class ProcessClient(MessageClient):
         return socket
 
     async def _receive_messages(self) -> None:
-        """Hand on the core's messages until cancelled."""
+        """Handle the core's messages until cancelled."""
         while True:
             frame = await self._from_core.recv()
             try:
@@ -184,11 +184,11 @@ class ProcessClient(MessageClient):
             self._started.set_exception(EngineDead(message.message))
 
     def _exited_elsewhere(self, status: int) -> None:
-        """Called by the thread that waits for the process."""
+        """Pass the exit status to the event loop, from the thread that waits for the process."""
         try:
             self._loop.call_soon_threadsafe(self._exited, status)
         except RuntimeError:
-            pass  # the loop is closed: nobody is left to be told
+            pass  # the loop is closed, so no caller waits
 
     def _exited(self, status: int) -> None:
         self._exit.set()

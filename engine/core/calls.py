@@ -77,7 +77,7 @@ class CoreCalls:
         elsewhere = self._connector.prompts_elsewhere
         if request.skip_reading_prefix_cache or elsewhere is None:
             return False
-        return elsewhere.follow_blocks(self._scheduler.manager.prompt_digests(request))
+        return elsewhere.follow_blocks(self._scheduler.manager.names.of_prompt(request))
 
     def _tool_called(self, argument: str) -> bool:
         """The turn of a job that ended last has called a tool: a ToolCalled in JSON."""
@@ -108,7 +108,7 @@ class CoreCalls:
         return self._paused("")
 
     def _paused(self, _argument: str) -> dict[str, Any]:
-        """What stands still, None for nothing, and how many requests wait and run."""
+        """The pause in force, None without one, and the numbers of running and waiting requests."""
         scheduler = self._scheduler
         return {
             "paused": None if scheduler.paused is None else scheduler.paused.value,

@@ -93,5 +93,5 @@ def _offload_config(config: EngineConfig, layout: BlockLayout) -> dict[str, str]
 
 
 def _num_chunks(config: EngineConfig, layout: BlockLayout) -> int:
-    """Slots of the cpu tier."""
+    """Slots of the cpu tier; 0 without tiers."""
     return config.offload.cpu.capacity_bytes // layout.slot_bytes if config.offload.enabled else 0

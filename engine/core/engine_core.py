@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +28,6 @@ from ..models.spec.spec_parser import load_model_spec
 from ..observer import Observer
 from ..request.core_messages import (
     ABORTED,
-    INVALID_GRAMMAR,
     PROTOCOL_VERSION,
     STOPPED,
     AddRequest,
@@ -39,48 +36,43 @@ from ..request.core_messages import (
     TokenOutput,
 )
 from ..request.request import BlockHasher, RequestStatus
-from ..sampling.token_mask import TokenMask
-from ..scheduler.output import SchedulerOutput
 from ..scheduler.scheduler import RETRY_SECONDS, Pause, Scheduler
 from ..scheduler.speculation import Speculation
 from ..scheduler.step import Pipelining
 from ..structured.manager import GrammarManager
 from ..trace.step_trace import NO_CONNECTOR, StepTrace
 from ..worker.pool_demand import check_pool_size
-from ..worker.runtime.device_runtime import is_device_lost
 from ..worker.runtime.pool_sizing import context_that_fits
 from .calls import CoreCalls
 from .continued.continuations import Continuations
 from .core_stats import CoreStats
-from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
+from .executor import Executor, InProcessExecutor, load_runner
 from .handover import HeldAnswers
-from .model_check import blocks_of_pool, check_backend, demand_of, find_draft
 from .offload import OpenTiers, describe_identity, open_tiers, parts_of
 from .request_adder import RequestAdder
 from .request_builder import RequestBuilder
-from .resolve_placement import dtype_for, placement_of
-from .start_calibration import CalibrationBudget, calibrate
+from .setup.model_check import blocks_of_pool, check_backend, demand_of, find_draft
+from .setup.resolve_placement import dtype_for, placement_of
+from .setup.start_calibration import CalibrationBudget, calibrate
+from .step_pipeline import StepPipeline
 from .worker_process.process_executor import ProcessExecutor
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
-# A worker that has failed so often in a row will fail for ever; a request of its own seldom makes
-# more than its own step fail. A lost device is given up at once.
-MAX_FAILED_STEPS = 5
 _IDLE_SECONDS = 5.0
 # For copies under way when there is no time for anything else.
 MIN_COPY_SECONDS = 1.0
 
 
 class EngineCore:
-    """One model being served.
+    """The core of one served model.
 
     Raises ConfigError for settings, a model directory or tiers that cannot work; nothing stays
-    open then. `progress` hears what the start is busy with. `max_steps_in_flight` steps are
+    open then. `progress` gets a line for each phase of the start. `max_steps_in_flight` steps are
     begun before the first of them comes back; None: two where steps are made while others are
-    computed. `observer` hears what is decided; it only listens.
+    computed. `observer` gets every decision and changes none.
     """
 
     def __init__(
@@ -94,7 +86,6 @@ class EngineCore:
         self.config = config
         self._progress = progress or logger.info
         self._closed = False
-        self.num_failed_steps = 0  # since the last good one; steps without tokens are neither
         self.spec = load_model_spec(config.model.path)
         self.max_model_len = resolve_max_model_len(self.spec, config.model.max_model_len)
         check_backend(config)
@@ -138,9 +129,6 @@ class EngineCore:
         self._max_steps_in_flight = max_steps_in_flight
         self._observers = [] if observer is None else [observer]
         self._trace: StepTrace | None = None
-        self._in_flight: deque[DispatchedStep] = deque()  # the oldest first
-        self._ended: list[TokenOutput] = []  # last outputs of requests that a step has no token for
-        self._last_ended = 0.0  # when the last step came back
         self._connector: KVConnectorScheduler = NullConnector()
         self._tiers: OpenTiers | None = None
         self._executor: Executor | None = None
@@ -186,6 +174,14 @@ class EngineCore:
             self._continuations = Continuations.of(
                 self.scheduler, self._request_builder, self.spec, config
             )
+            self.steps = StepPipeline(
+                self.scheduler,
+                self.executor,
+                self._grammars,
+                self._continuations,
+                self._stats,
+                max_steps_in_flight,
+            )
             self._adder = RequestAdder(
                 self.scheduler,
                 self._request_builder,
@@ -212,9 +208,13 @@ class EngineCore:
 
     @property
     def executor(self) -> Executor:
-        """Where steps are computed."""
         assert self._executor is not None
         return self._executor
+
+    @property
+    def num_failed_steps(self) -> int:
+        """Steps that the worker has failed since the last good one."""
+        return self.steps.num_failed_steps
 
     def ready(self) -> Ready:
         """The facts that clients need."""
@@ -258,19 +258,19 @@ class EngineCore:
         self.scheduler.finish_requests(request_ids, status)
 
     def call(self, name: str, argument: str) -> Any:
-        """See `CoreCalls.answer`."""
+        """Answer a call of a client: see `CoreCalls.answer` for the names, arguments and errors."""
         return self._calls.answer(name, argument)
 
     def has_work(self) -> bool:
         """Whether a step could do anything now."""
-        if self._in_flight or self.scheduler.has_runnable_work() or self._held.is_due:
+        if self.steps.in_flight or self.scheduler.has_runnable_work() or self._held.is_due:
             return True
         if self._grammars.is_due or self._continuations.sessions.is_due:
             return True
         return not self.executor.is_alive  # the next step says so
 
     def idle_seconds(self) -> float:
-        """How long to wait for an event, at most, before asking `has_work` again."""
+        """The most seconds to wait for an event before `has_work` is read again."""
         scheduler = self.scheduler
         may_retry = scheduler.num_waiting and scheduler.paused is not Pause.ALL
         return min(
@@ -286,43 +286,9 @@ class EngineCore:
         back. A fault of the worker ends the requests of this step, and of those begun after it.
         Raises RuntimeError where the worker will not work again: after MAX_FAILED_STEPS in a row,
         or with a device that is lost."""
-        return self._adder.add_compiled() + self._adder.add_whole() + self._run_step()
-
-    def _run_step(self) -> list[TokenOutput]:
-        in_flight = self._in_flight
-        while not in_flight or (
-            len(in_flight) < self._max_steps_in_flight and self.scheduler.has_runnable_work()
-        ):
-            try:
-                self._dispatch()
-            except ExecutorDied:
-                if not in_flight:
-                    raise
-                break  # what it answered before is still to be delivered
-        step = in_flight.popleft()
-        output = step.handle.step
-        try:
-            self._sample(step)
-            result = self.executor.result(step.handle)
-        except Exception as error:  # noqa: BLE001 - it is logged, and told to the step's requests
-            return self._fail_step(output, error)
-        if output.num_scheduled_tokens:
-            self.num_failed_steps = 0
-        now = time.monotonic()
-        began, self._last_ended = max(step.began, self._last_ended), now
-        self._stats.note_step(output, result, now - began)
-        if (speculation := self.scheduler.speculation) is not None:
-            speculation.note_step(output, result, now - began)
-        outputs = self._continuations.take(self.scheduler.update_from_output(output, result))
-        if in_flight:  # the worker must not have to wait for this
-            try:
-                self._sample(in_flight[0])
-            except ExecutorDied:
-                pass  # the next call says so; these tokens are still to be delivered
-        self._stats.savings.add_counts(self.scheduler.counts)
-        return (
-            self._held.filter_outputs(outputs + self._take_ended()) + self._held.release_answers()
-        )
+        outputs = self._adder.add_compiled() + self._adder.add_whole()
+        stepped = self.steps.run_step()
+        return outputs + self._held.filter_outputs(stepped) + self._held.release_answers()
 
     def enter_thread(self) -> None:
         """Make the calling thread the one that steps; it may be another than the one that built
@@ -349,7 +315,7 @@ class EngineCore:
         # A worker that hangs leaves the tiers half of the time.
         self.executor.end_by(now + max(MIN_COPY_SECONDS, timeout_seconds / 2))
         self.scheduler.finish_requests(list(self.scheduler.requests))
-        self._give_up_steps()
+        self.steps.give_up_steps()
         self._grammars.close()
         if self._connector.has_tiers and self.executor.is_alive:
             resident = self.scheduler.manager.pool.resident()
@@ -413,7 +379,8 @@ class EngineCore:
             self._executor = self._load_model(num_blocks)
 
     def _page_order(self) -> str:
-        """What tells blocks apart whose bytes lie in another order: nothing for the usual one."""
+        """The part of the identity that names the order of bytes in a block; empty for the usual
+        order."""
         cache = self.config.cache
         if cache.kernel_block_size in (None, cache.block_size):
             return ""
@@ -498,75 +465,6 @@ class EngineCore:
             return None
         return make_block_hasher(root, cache.block_size, cache.block_hash)
 
-    def _dispatch(self) -> None:
-        held = self._grammars.held()
-        if self.scheduler.speculation is not None:
-            for request_id in self._grammars.without_drafts():
-                self.scheduler.drop_drafts(request_id)
-        output = self.scheduler.schedule(held)
-        if self._in_flight:
-            self._sample(self._in_flight[-1])
-        elif self._grammars:  # all tokens are known, so masks can be made beside the forward pass
-            self._grammars.begin_masks(self.scheduler.choosing(output), output.draft_token_ids)
-        began = time.monotonic()
-        self._in_flight.append(DispatchedStep(self.executor.dispatch(output), began))
-
-    def _sample(self, step: DispatchedStep) -> None:
-        if not step.is_sampled:
-            step.is_sampled = True
-            mask = self._mask_of(step.handle.step) if self._grammars else None
-            self.executor.sample(step.handle, mask)
-
-    def _mask_of(self, output: SchedulerOutput) -> TokenMask | None:
-        """Which tokens the grammars of a step allow; requests at the end of theirs end."""
-        grammars = self._grammars
-        choosing = () if grammars.has_begun else self.scheduler.choosing(output)
-        mask, ended = grammars.masks(choosing, output.draft_token_ids)
-        for request, error in ended:
-            status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_STOPPED
-            for last in self.scheduler.finish_requests([request.request_id], status, error or None):
-                last.error_code = INVALID_GRAMMAR if error else None
-                self._ended.append(last)
-        return mask
-
-    def _take_ended(self) -> list[TokenOutput]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[TokenOutput]:
-        count = len(output.num_scheduled_tokens)
-        logger.error("a step of %d requests failed in the worker", count, exc_info=error)
-        outputs = self._continuations.take(self.scheduler.fail_step(output, error))
-        outputs += self._give_up_steps()
-        outputs += self._take_ended()
-        outputs = self._held.filter_outputs(outputs) + self._held.release_answers()
-        self.num_failed_steps += 1
-        if isinstance(error, ExecutorDied):
-            raise error
-        if is_device_lost(error):
-            raise RuntimeError(f"the device is lost: {error}") from error
-        if self.num_failed_steps >= MAX_FAILED_STEPS:
-            raise RuntimeError(
-                f"the worker has failed {self.num_failed_steps} steps in a row, the last with: "
-                f"{error}"
-            ) from error
-        return outputs
-
-    def _give_up_steps(self) -> list[TokenOutput]:
-        """Wait for the steps under way, whose tokens nobody takes; what they report of copies
-        counts."""
-        outputs: list[TokenOutput] = []
-        while self._in_flight:
-            step = self._in_flight.popleft()
-            output, result = step.handle.step, None
-            try:
-                self._sample(step)
-                result = self.executor.result(step.handle)
-            except Exception as error:  # noqa: BLE001 - behind a failed one, it was to fail
-                logger.debug("a step was given up: %s", error)
-            outputs += self._continuations.take(self.scheduler.give_up_step(output, result))
-        return outputs
-
     def _drain_and_close(self, timeout_seconds: float) -> None:
         """Let copies end and be taken in, then close the tiers; all within the time."""
         deadline = time.monotonic() + max(0.0, timeout_seconds)
@@ -582,12 +480,3 @@ class EngineCore:
         if self._trace is not None:
             self._trace.close()
         self._connector.shutdown(max(0.0, deadline - time.monotonic()))
-
-
-@dataclass(slots=True)
-class DispatchedStep:
-    """A step that was dispatched and has not come back."""
-
-    handle: StepHandle
-    began: float  # monotonic
-    is_sampled: bool = False

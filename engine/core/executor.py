@@ -81,7 +81,7 @@ class Executor(ABC):
 
     @abstractmethod
     def sample(self, handle: StepHandle, mask: TokenMask | None = None) -> None:
-        """Have the tokens of a step chosen."""
+        """Choose the tokens of a dispatched step; `mask` bans those that grammars forbid."""
 
     @abstractmethod
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
@@ -92,7 +92,7 @@ class Executor(ABC):
     def call_worker(
         self, name: str, *, meta: ConnectorMetadata | None = None, seconds: float | None = None
     ) -> ConnectorWorkerOutput | None:
-        """Have the worker do something between steps, and wait for its answer: `start_copies` with
+        """Call the worker between steps, and wait for its answer: `start_copies` with
         `meta`, `poll_copies`, or `shutdown` within `seconds`. Raises what the worker raises, and
         ValueError for anything else."""
 
@@ -110,7 +110,7 @@ class Executor(ABC):
         self.call_worker("start_copies", meta=meta)
 
     def poll_copies(self) -> ConnectorWorkerOutput | None:
-        """What the connector's worker side has finished; None without one."""
+        """The transfers that the connector's worker side has finished; None without such a side."""
         return self.call_worker("poll_copies")
 
 

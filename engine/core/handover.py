@@ -66,12 +66,13 @@ class HeldAnswers:
 
     @property
     def idle_seconds(self) -> float:
-        """Until one is given up."""
+        """Seconds until the first held answer is given up."""
         return max(0.0, self._give_up_at - time.monotonic())
 
     @property
     def _give_up_at(self) -> float:
-        """When the first of those is given up that the connector does not have."""
+        """The earliest deadline of the held answers whose blocks the connector has not been told of
+        (monotonic seconds); infinity without any."""
         waiting = (held.give_up_at for held in self._held.values() if not held.is_moving)
         return min(waiting, default=math.inf)
 
@@ -89,7 +90,8 @@ class HeldAnswers:
                 self.handover.forget_hand_over(request_id)
 
     def filter_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Those of a step that go on at once."""
+        """The outputs of a step that are sent at once; last outputs of expected hand-overs are
+        held."""
         if not self._expected:
             return outputs
         passing = []

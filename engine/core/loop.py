@@ -40,8 +40,8 @@ class Core(Protocol):
     """The part of an engine core that the loop needs. `num_failed_steps` counts since the last good
     step."""
 
-    num_failed_steps: int
-
+    @property
+    def num_failed_steps(self) -> int: ...
     def add(self, request: AddRequest) -> list[TokenOutput]: ...
     def extend_prompt(self, message: ExtendPrompt) -> list[TokenOutput]: ...
     def abort_requests(self, request_ids: list[str], reason: str) -> None: ...
@@ -80,7 +80,7 @@ class CoreLoop:
             self._queue.put_nowait(message)
 
     def answer(self, message: FromCore, timeout_seconds: float) -> None:
-        """Have the loop's thread emit a message; raises queue.Full as `submit` does."""
+        """Queue a message that the loop's thread emits; raises queue.Full as `submit` does."""
         self._queue.put(_Answer(message), timeout=timeout_seconds)
 
     def break_off(self, reason: str) -> None:
@@ -122,7 +122,7 @@ class CoreLoop:
         try:
             self._emit(last_words)
         except Exception:
-            logger.exception("nobody was told")
+            logger.exception("the end of the core was not told to its clients")
 
     def _step_until_stopped(self) -> None:
         core, failed_steps = self._core, 0

@@ -119,8 +119,8 @@ def describe_tiers(offload: OffloadConfig) -> str:
 def describe_identity(
     config: EngineConfig, identity: Identity, groups: CacheGroups
 ) -> dict[str, str]:
-    """What decides whether this engine and another one find each other's blocks, with its role and
-    its tiers. No secret can be learnt from it. Raises ConfigError for a tag key that is gone since
+    """The facts by which two engines find each other's blocks, with the role and the tiers of this
+    one. They contain no secret. Raises ConfigError for a tag key that is gone since
     the tiers were opened."""
     offload, cache = config.offload, config.cache
     salt = tenant_salt(config.tenant_secret, "", "")

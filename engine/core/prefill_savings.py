@@ -73,7 +73,8 @@ class PrefillSavings:
         return cost
 
     def record_cost(self, cost: PromptCost) -> None:
-        """Prompts took this; of steps `measure` notes it."""
+        """Record the cost of prompts that were measured outside of steps; `measure` records those
+        of steps."""
         self._rate.record_prefill(*cost)
 
     def add_counts(self, counts: Mapping[str, float]) -> None:

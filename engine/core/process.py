@@ -102,7 +102,7 @@ class CoreServer:
         try:
             self._send_to_client(Fatal(message, is_config_error=is_config))
         except (zmq.ZMQError, TimeoutError):
-            logger.error("nobody is left to be told: %s", message)
+            logger.error("no client is left to be told: %s", message)
         return EXIT_CONFIG if is_config else EXIT_FAILED
 
     def _send_to_client(self, message: FromCore) -> None:
@@ -135,8 +135,8 @@ class CoreServer:
                 self._handle_frame(source.recv())
 
     def _handle_frame(self, frame: bytes) -> None:
-        """Hand on a message. One that cannot be read is answered, so that nobody waits for it; or
-        ends the core, where it does not say who does."""
+        """Hand on a message. One that cannot be read is answered, so that no client waits for it;
+        or ends the core, where it does not say who does."""
         assert self._loop is not None
         try:
             message = to_core_decoder.decode(frame)

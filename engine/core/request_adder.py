@@ -43,7 +43,7 @@ MOST_STEPS_WITH_GRAMMAR = 2
 
 
 class RequestAdder:
-    """Of one engine core. Called by its thread."""
+    """The way of requests into one engine core, whose thread calls it."""
 
     def __init__(
         self,

@@ -148,7 +148,7 @@ class RequestBuilder:
         return job_key(salt, called.job_id)
 
     def elsewhere(self, request: AddRequest) -> Elsewhere:
-        """Whether another engine computes its prompt now, as far as whoever sent it says. Of two
+        """Whether another engine computes its prompt now, as far as its sender says. Of two
         nodes that are asked the same at once, the one that decodes is to wait for the other."""
         extras, decodes = request.extras or NO_EXTRAS, self._role == "decode"
         if self._role == "prefill" or extras.hand_over or extras.ticket is not None:
@@ -233,7 +233,7 @@ def decode_request(text: str) -> AddRequest:
 
 
 def context_of(request: AddRequest) -> RequestContext:
-    """What the tiers may know of who asks."""
+    """The tenant, session and priority of a request, as the tiers get them."""
     extras = request.extras
     if not request.tenant and not request.priority and extras is None:
         return NO_CONTEXT

@@ -67,7 +67,7 @@ def encode_path(value: Any) -> Any:
 
 
 def decode_path(kind: type, value: Any) -> Any:
-    """The other way round."""
+    """Decode a Path of `encode_path`; raises NotImplementedError for any other type."""
     if kind is Path:
         return Path(value)
     raise NotImplementedError(f"no decoding to {kind.__name__}")

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the paged pool: write new K and V, gather what is cached, attend.
+"""Attention over the paged pool: write new K and V, gather the cached ones, attend.
 
-A step's work is laid down once in an `AttentionPlan` and then run for every layer:
+A step is planned once in an `AttentionPlan`, and then run for every layer:
 
     fresh chunk     prompt tokens with nothing before them: attend to the step's own K and V
     context chunk   tokens after cached ones: tiles of rows against the gathered K and V
     decode batch    one token for each of several requests of similar length: one padded call
 
-Layers with a window gather only the blocks that it reaches into, whatever a table has before those.
+Layers with a window gather only the blocks that it reaches, and no blocks of the table before them.
 
-All chunks and decodes of a step share one gather a layer, up to `GATHER_BYTES`. Beyond, the gather
-is cut: 64 requests of 1,000 tokens took half the time in pieces that stay in the processor's cache,
-for the attention then reads them from there.
+All chunks and decodes of a step share one gather a layer, up to `GATHER_BYTES`. A larger gather is
+split: 64 requests of 1,000 tokens took half the time in pieces that stay in the processor's cache,
+from which attention then reads them.
 
-Positions beyond a request's length never reach a result, whatever its blocks still hold: chunks are
-cut at the length, and decode batches have those slots zeroed in the gathered copy (a mask alone
-would let NaN through, since 0 * NaN is NaN). Padding is the null block, which holds zeros.
+Old data behind a request's length never reaches a result: chunks end at the length, and decode
+batches zero those slots in the gathered copy (a mask alone would let NaN through, since 0 * NaN is
+NaN). Padding is the null block, which holds zeros.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 from ...tiers.block import BlockLayout
 
 GATHER_BYTES = 8 * 1024**2  # K and V together; two to sixteen MiB measured alike
-TILE_ROWS = 256  # rows of one masked call: less of the masked triangle is computed with more tiles
+TILE_ROWS = 256  # rows of one masked call; smaller tiles compute less of the masked triangle
 
 
 @dataclass(slots=True)
@@ -43,8 +43,8 @@ class FreshChunk:
 
 @dataclass(slots=True)
 class Tile:
-    """Rows `start … end` of the step see `keys` tokens of their request, from the one `first`
-    places behind where its K and V begin."""
+    """Rows `start … end` of the step see `keys` tokens of their request, the first of which is
+    `first` tokens behind the beginning of its K and V."""
 
     start: int
     end: int
@@ -55,7 +55,7 @@ class Tile:
 
 @dataclass(slots=True)
 class ContextChunk:
-    """One request's tokens; its K and V begin at `offset` (tokens) in the gathered copy."""
+    """The tokens of a request; its K and V begin at `offset` (tokens) in the gathered copy."""
 
     offset: int
     tiles: list[Tile]
@@ -63,7 +63,7 @@ class ContextChunk:
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """One row for each request; K and V are `[len(rows), keys]` from `offset` on."""
+    """Decodes, with a row for each request; K and V are `[len(rows), keys]` from `offset` on."""
 
     offset: int
     keys: int
@@ -83,17 +83,17 @@ class GatherGroup:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """One step, the same for every layer of a cache group with the same window."""
+    """The plan of a step, the same for every layer of a cache group with the same window."""
 
-    blocks: Tensor  # int64 [written]: where the new K and V go
-    offsets: Tensor  # int64 [written]: and the place within that block
-    written: Tensor | None  # int64 [written]: the rows that are kept here; None: all
+    blocks: Tensor  # int64 [written]: blocks of the new K and V
+    offsets: Tensor  # int64 [written]: slots within these blocks
+    written: Tensor | None  # int64 [written]: the rows whose K and V are written; None: all
     fresh: list[FreshChunk]
     groups: list[GatherGroup]
 
 
 class PagedAttention:
-    """Attention of one model over one pool, with the buffer its gathers go to.
+    """Attention of one model over one pool, with a buffer for its gathers.
 
     The buffer is allocated once: fresh memory of this size costs more in page faults than the copy.
     """
@@ -108,8 +108,8 @@ class PagedAttention:
         softcap: float | None = None,
     ) -> None:
         """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, contiguous;
-        `max_group_blocks` is the most that one GatherGroup asks for; scores are multiplied by
-        `scale`, and a score s becomes `softcap * tanh(s / softcap)`."""
+        `max_group_blocks` is the most blocks of one GatherGroup. Scores are multiplied by `scale`,
+        and with a `softcap` a score s becomes `softcap * tanh(s / softcap)`."""
         self._layers = [(pool[:, i, 0], pool[:, i, 1]) for i in range(layout.num_layers)]
         row = layout.block_size * layout.num_kv_heads * layout.head_dim
         self._block_rows = pool.view(-1, row)
@@ -119,8 +119,8 @@ class PagedAttention:
         self._scale, self._softcap = scale, softcap
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan) -> Tensor:
-        """Attend `q` `[tokens, heads, head_dim]` after writing `k` and `v` `[tokens, kv heads,
-        head_dim]` to the pool; `[tokens, heads * head_dim]`."""
+        """Write `k` and `v` `[tokens, kv heads, head_dim]` to the pool, then attend `q` `[tokens,
+        heads, head_dim]`. Return `[tokens, heads * head_dim]`."""
         self._write_pool(k, v, layer, plan)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for chunk in plan.fresh:
@@ -146,7 +146,7 @@ class PagedAttention:
         values.index_put_(place, v)
 
     def _gather(self, layer: int, group: GatherGroup) -> tuple[Tensor, Tensor]:
-        """K and V of the group's blocks, each `[tokens, kv heads, head_dim]`."""
+        """Gather K and V of the group's blocks, each `[tokens, kv heads, head_dim]`."""
         rows = group.block_rows + 2 * layer if layer else group.block_rows
         target = self._gathered[: len(rows)]
         torch.index_select(self._block_rows, 0, rows, out=target)
@@ -164,7 +164,7 @@ class PagedAttention:
         tiles: list[Tile],
         out: Tensor,
     ) -> None:
-        """Of one request, whose K and V begin at `offset`."""
+        """Attend the tiles of a request, whose K and V begin at `offset`."""
         for tile in tiles:
             rows = slice(tile.start, tile.end)
             seen = slice(offset + tile.first, offset + tile.first + tile.keys)
@@ -173,7 +173,7 @@ class PagedAttention:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False
     ) -> Tensor:
-        """One request: `[rows, heads, head_dim]` against `[keys, kv heads, head_dim]`."""
+        """Attend `q` `[rows, heads, head_dim]` of a request to `[keys, kv heads, head_dim]`."""
         attended = self._product(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
@@ -184,8 +184,8 @@ class PagedAttention:
         return attended[0].transpose(0, 1)
 
     def _attend_decode(self, q: Tensor, keys: Tensor, values: Tensor, batch: DecodeBatch) -> Tensor:
-        """One token for each of `batch`. The query heads that share a K head stand where the rows
-        of a prompt would, so K and V are read once for all of them."""
+        """Attend a token for each request of `batch`. The query heads that share a K head take the
+        place of a prompt's rows, so K and V are read once for all of them."""
         count = len(q)
         span = slice(batch.offset, batch.offset + count * batch.keys)
         shape = (count, batch.keys, self._kv_heads, self._head_dim)
@@ -200,8 +200,7 @@ class PagedAttention:
     def _product(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool = False
     ) -> Tensor:
-        """`[requests, heads, rows, head_dim]`, where a K head may be that of several heads of
-        `q`."""
+        """Return `[requests, heads, rows, head_dim]`. Several heads of `q` may share a K head."""
         is_grouped = q.shape[1] != k.shape[1]
         if self._softcap is None:
             return F.scaled_dot_product_attention(

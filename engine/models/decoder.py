@@ -2,9 +2,9 @@
 """The network of every family as plain functions over weights, for one flat batch of tokens.
 
 Norms are computed in float32 at least, as transformers does; in float64 they stay in float64, since
-rounding them would make results depend on the order of additions again (`layers.py`). What
-tells the families apart is in the weights: a bias or a norm that is None is not computed. Knows
-nothing of requests, blocks or sampling: positions and the attention plan come from outside.
+rounding them would make results depend on the order of additions again (`layers.py`). The weights
+show the family: a bias or a norm that is None is not computed. This module has no requests, blocks
+or sampling: positions and the attention plan come from the caller.
 
     embed ─► each layer: attention ─► rest (output matrix, MLP) ─► last norm ─► logits
 """
@@ -50,9 +50,9 @@ PLAIN = Elementwise()
 
 
 class AuxStates:
-    """A request for hidden states inside the network: of the rows that a step asks for, as they go
-    into each of these layers, 0 being the embedding and the number of layers what the last norm
-    gets. A forward pass fills in `found`."""
+    """A request for hidden states inside the network: the inputs of these layers, for the wanted
+    rows of a step. Layer 0 stands for the embedding, the number of layers for the input of the last
+    norm. A forward pass fills in `found`."""
 
     __slots__ = ("found", "layers")
 
@@ -63,7 +63,7 @@ class AuxStates:
     def capture_states(
         self, x: Tensor, layer: int, wanted: Tensor | None, *, is_overwritten: bool = False
     ) -> None:
-        """Keep `x` `[tokens, hidden]` where it is asked for; a copy of it if it will change."""
+        """Keep `x` `[tokens, hidden]` if the layer is requested; a copy of it if it will change."""
         if layer in self.layers:
             kept = x if wanted is None else x[wanted]
             self.found[layer] = kept.clone() if is_overwritten and kept is x else kept
@@ -73,16 +73,15 @@ class Embeds(NamedTuple):
     """Rows of a step that come as embeddings: no token id is looked up for them."""
 
     rows: Tensor | None  # int64 [n], each once; None: all rows of the step, in its order
-    values: Tensor  # [n, hidden], not changed by anything else
+    values: Tensor  # [n, hidden], not changed by other code
 
     def to(self, device: torch.device) -> Embeds:
-        """The embeddings as they are: they lie on the device of the step already."""
+        """Return the embeddings unchanged: they are on the device of the step already."""
         return self
 
 
 class Layer:
-    """The matrices and norms of one layer, and the two parts they make, of which one may be
-    missing."""
+    """The matrices and norms of one layer, and its two parts, one of which may be missing."""
 
     __slots__ = (
         "_after_attention_norm", "_after_mlp_norm", "_attention_norm", "_mixer", "_mlp",
@@ -124,9 +123,9 @@ class Layer:
         self._mlp.record = record
 
     def in_library(self, cos: Tensor, sin: Tensor, pool: Tensor, view: int) -> NetworkLayer | None:
-        """The layer as the library of `kernels/cpu/` computes it, or None where it has not all of
-        its matrices. Tables are `[positions, head_dim // 2]`, `pool` is the layer's, and `view`
-        says which of a step's plans is its own."""
+        """Return the layer in the form of the library of `kernels/cpu/`, or None if the library
+        lacks one of its matrices. Tables are `[positions, head_dim // 2]`, `pool` is the layer's,
+        and `view` is the index of its plan in a step."""
         spec, mixer = self._spec, self._mixer
         if not isinstance(mixer, AttentionMixer) or mixer.is_gated:
             return None
@@ -167,8 +166,8 @@ class Layer:
         )
 
     def rest(self, x: Tensor, mixed: Tensor | None) -> Tensor:
-        """The layer's output `[rows, hidden]` from rows of its input and of what `mix` made of it.
-        With kernels it takes the place of the input."""
+        """Compute the layer's output `[rows, hidden]` from rows of its input and of `mix`'s result.
+        With kernels it overwrites the input."""
         if self._ops.is_kernels:
             self._add_rest(x, mixed)
             return x
@@ -180,7 +179,8 @@ class Layer:
         return x + self._norm(added, self._after_mlp_norm)
 
     def _add_rest(self, x: Tensor, mixed: Tensor | None) -> None:
-        """A product adds by itself, unless a norm lies in between."""
+        """Add the layer's parts to `x` in place: by the product itself, unless a norm lies in
+        between."""
         if self._out is not None and mixed is not None:
             if self._after_attention_norm is None:
                 self._out.add_to(x, mixed)
@@ -225,10 +225,10 @@ def _make_mlp(spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) 
 
 
 class Decoder:
-    """One model in memory. `max_model_len` is the number of positions it keeps tables for.
+    """A model in memory. `max_model_len` is the number of positions in its tables.
 
-    Takes over `weights`, and empties its list of layers, so that no layer lies in memory twice for
-    longer than it takes to reorder it.
+    It takes over `weights`, and empties its list of layers, so that each layer is in memory twice
+    only while it is reordered.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class Decoder:
         self._element_bytes = weights.embedding.element_size()
         self._layers = take_layers(spec, weights.layers, elementwise)
         self._last_norm: Tensor | None = weights.norm
-        # One matrix for both lies in memory once: its rows are looked up where it was packed.
+        # A matrix for both is in memory once: rows are looked up in its packed form.
         is_tied = weights.head is weights.embedding
         self._head = Linear(weights.head, is_kept=is_tied)
         packed = self._head.packed if is_tied else None
@@ -275,8 +275,8 @@ class Decoder:
         *,
         is_random: bool = False,
     ) -> Decoder:
-        """Read the weights under `path` straight to `device`, or take random ones; raises
-        ConfigError where they do not fit `spec`."""
+        """Read the weights under `path` straight to `device`, or make random ones. Raises
+        ConfigError if they do not fit `spec`."""
         joins_gate = elementwise.is_kernels
         weights = (
             random_weights(spec, dtype, device, joins_gate=joins_gate)
@@ -291,7 +291,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number type of the computation, in which hidden states are."""
+        """The number type of the computation and of hidden states."""
         return self._tables[0][0].dtype
 
     def forward(
@@ -306,13 +306,13 @@ class Decoder:
         aux: AuxStates | None = None,
         states: StateStep | None = None,
     ) -> Tensor:
-        """`embed`, then `run`. `token_ids` and `positions` are int64 `[tokens]`."""
+        """Call `embed`, then `run`. `token_ids` and `positions` are int64 `[tokens]`."""
         x = self.embed(token_ids, embeds)
         return self.run(x, positions, attention, plan, wanted, aux, states=states)
 
     def embed(self, token_ids: Tensor, embeds: Embeds | None = None) -> Tensor:
-        """`[tokens, hidden]`, where `embeds` replaces some; their ids need only be in the
-        vocabulary."""
+        """Return the embeddings `[tokens, hidden]`, some of them replaced by `embeds`; their ids
+        need only be in the vocabulary."""
         if embeds is not None and embeds.rows is None:
             return embeds.values
         matrix = self._embedding
@@ -337,13 +337,13 @@ class Decoder:
         *,
         states: StateStep | None = None,
     ) -> Tensor:
-        """Hidden states `[len(wanted), hidden]` of the rows `wanted` (int64) of a step that begins
-        with `x` `[tokens, hidden]`, all of them where it is None; normed, as `logits` takes them.
+        """Compute a step from its embeddings `x` `[tokens, hidden]`. Return the hidden states
+        `[len(wanted), hidden]` of its rows `wanted` (int64), normed for `logits`; None: all rows.
 
-        K and V of all tokens are written, and the states of layers that carry one, which `states`
-        is of; past the last mixer only the wanted rows are computed, for nothing else is ever
-        read. What `in_library` has made computes all of it; its
-        plan is the list of the views' steps. With kernels `x` is overwritten.
+        K and V of all tokens are written, and with `states` those of layers that carry one. Past
+        the last mixer only the wanted rows are computed, since others are never read. An
+        `attention` from `in_library` computes all layers; its plan is the list of the views' steps.
+        With kernels `x` is overwritten.
         """
         if self.spec.state is not None and states is None:
             raise ValueError("a model with layers that carry a state takes a step's states")
@@ -378,9 +378,9 @@ class Decoder:
         return self._ops.norm(x, self._last_norm, self.spec.stream_eps)
 
     def in_library(self, pools: Sequence[Tensor], views: Sequence[int]) -> CpuNetwork | None:
-        """All layers as one piece of work of the library of `kernels/cpu/`, which computes what
-        `run` computes, or None where it cannot. `pools` and `views` are those of the layers, as
-        `Layer.in_library` takes them."""
+        """Return all layers as one call of the library of `kernels/cpu/` with the results of `run`,
+        or None if it cannot compute them. `pools` and `views` are those of the layers, as in
+        `Layer.in_library`."""
         if self._last_norm is None or self.spec.state is not None:
             return None
         layers: list[NetworkLayer] = []
@@ -404,7 +404,7 @@ class Decoder:
         )
 
     def record_experts(self, max_tokens: int) -> None:
-        """Record the experts of each row of steps of up to so many tokens in `chosen_experts`."""
+        """Record the experts of each row in `chosen_experts`, for steps of up to `max_tokens`."""
         experts = self.spec.experts
         assert experts is not None
         shape = (len(experts.layers), max_tokens, experts.num_per_token)
@@ -415,19 +415,19 @@ class Decoder:
 
     @property
     def can_record(self) -> bool:
-        """Whether no layer waits for the host in the middle of a step."""
+        """Whether no layer waits for the host within a step, so that a device can record it."""
         return all(layer.can_record for layer in self._layers)
 
     @property
     def can_leave_logits_out(self) -> bool:
-        """Whether `logits` computes fewer where fewer are `wanted`."""
+        """Whether `logits` skips tokens that are not `wanted`."""
         return self._head.packed is not None
 
     def logits(self, hidden: Tensor, wanted: npt.NDArray[np.uint32] | None = None) -> Tensor:
-        """`[rows, vocab]` of what `forward` returned. Apart from it, so that the logits of a long
-        prompt can be computed piece by piece. Those of tokens without a bit in `wanted`, bit
-        `t % 32` of word `t // 32`, may be left out, and are 0 then. In the type of the computation,
-        or float32, rounded to that type: the sampler widens them anyway."""
+        """Compute `[rows, vocab]` from the result of `forward`. This is a separate call so that the
+        logits of a long prompt can be computed piece by piece. Logits of tokens without a bit in
+        `wanted`, bit `t % 32` of word `t // 32`, may be left out, and are 0 then. They are in the
+        type of the computation, or in float32 rounded to it: the sampler widens them anyway."""
         is_last = self._logits_softcap is None and self._logits_divisor == 1.0
         logits = self._head(hidden, wanted, is_wide=is_last)
         if self._logits_divisor != 1.0:
@@ -440,8 +440,8 @@ class Decoder:
 def take_layers(
     spec: ModelSpec, weights: list[LayerWeights], elementwise: Elementwise
 ) -> list[Layer]:
-    """The layers of these weights, which are taken out of their list one by one, so that matrices
-    are in memory twice for one layer at a time."""
+    """Make the layers of these weights, which are taken out of their list one by one, so that the
+    matrices of only one layer at a time are in memory twice."""
     layers: list[Layer] = []
     while weights:
         layers.append(Layer(spec, len(layers), weights.pop(0), elementwise))
@@ -451,7 +451,8 @@ def take_layers(
 def turns_of(
     spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Cosines and sines `[positions, 1, head_dim // 2]` of each of a model's rotary positions."""
+    """Return cosines and sines `[positions, 1, head_dim // 2]` of each of a model's rotary
+    positions."""
     tables = []
     for rope in spec.ropes:
         # Computed on the host, so that every device has the same numbers.
@@ -465,7 +466,7 @@ def turns_of(
 def growth_of(
     spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """The factor `[positions, 1, 1]` of queries at each position; None: there is none."""
+    """Return the factor `[positions, 1, 1]` of queries at each position; None: there is none."""
     if spec.query_growth is None:
         return None
     steps = torch.arange(max_model_len) // spec.rope.original_max_positions

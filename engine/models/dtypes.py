@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number types models are computed in, by the names of the command line.
+"""The number types of a model's computation, by the names of the command line.
 
-`auto` is the type that the checkpoint's config.json names, where the device is quick in it. A CPU
-without units for a 16-bit type computes in float32: it would be many times slower otherwise. On a
-GPU float32 and float64 become bfloat16, which halves what a step reads and is what its matrix units
-compute in. A choice is one of names, and needs no torch; only the types themselves do.
+`auto` is the type in the checkpoint's config.json, if the device is fast in it. A CPU without units
+for a 16-bit type computes in float32, since the 16-bit type would be many times slower. On a GPU
+float32 and float64 become bfloat16, which halves the bytes that a step reads and is the type of its
+matrix units. The choice of a name needs no torch; only the types themselves do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AUTO = "auto"
 FP8_KV = "fp8_e4m3"
 
 _NAMES = ("float64", "float32", "bfloat16", "float16")
-_IN_TORCH = {FP8_KV: "float8_e4m3fn"}  # what is called otherwise there
+_IN_TORCH = {FP8_KV: "float8_e4m3fn"}  # types with another name in torch
 CPUINFO = Path("/proc/cpuinfo")
 # Names in /proc/cpuinfo of the units that multiply a type: on x86, then on ARM.
 _UNITS = {
@@ -34,7 +34,7 @@ _UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class ComputeDtype:
-    """What a model is computed in, and why, in words for the log."""
+    """The number type of a model's computation, and the reason in words for the log."""
 
     name: str  # in block layouts and identities
     reason: str
@@ -45,8 +45,8 @@ class ComputeDtype:
 
 
 def choose_dtype(name: str, device_type: str = "cpu", stored: str | None = None) -> ComputeDtype:
-    """The type for a `--dtype`; `stored` is that of the checkpoint, None where it does not say.
-    Raises ConfigError for an unknown name."""
+    """Choose the type for a `--dtype`; `stored` is that of the checkpoint, None if unknown. Raises
+    ConfigError for an unknown name."""
     if name != AUTO:
         if name not in _NAMES:
             raise ConfigError(f"--dtype takes {' or '.join((AUTO, *_NAMES))}, not {name!r}")
@@ -69,24 +69,24 @@ def choose_dtype(name: str, device_type: str = "cpu", stored: str | None = None)
 
 
 def compute_dtype(name: str, device_type: str = "cpu", stored: str | None = None) -> torch.dtype:
-    """`choose_dtype` without the reason."""
+    """Return the torch type that `choose_dtype` chooses."""
     return choose_dtype(name, device_type, stored).dtype
 
 
 def planned_dtype(name: str, stored: str | None) -> str:
-    """The name of the type that a plan reckons in: the machine that serves need not be this one, so
-    `auto` is the checkpoint's."""
+    """Return the name of the type for a plan. `auto` is the checkpoint's type, since another
+    machine may serve the model."""
     return stored if name == AUTO and stored is not None else choose_dtype(name).name
 
 
 @cache
 def quick_cpu_types(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """The 16-bit types that this CPU has units for; none where it does not say."""
+    """Return the 16-bit types for which this CPU has units; none if it does not say."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return frozenset()
-    # The first processor speaks for all.
+    # All processors are assumed to be like the first.
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     words = set(flags.partition(":")[2].split())
     return frozenset(name for name, units in _UNITS.items() if words.intersection(units))

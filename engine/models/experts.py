@@ -6,9 +6,9 @@
     mix       results of a row's experts, each times its weight, and added up
 
 Rows are sorted by expert, so that each expert's matrices are read once. On a GPU all experts are
-one grouped product whose borders stay on the device: nothing waits for the host, and a step can be
-recorded. On the CPU each expert that has rows is a product of its own: reading its matrices is what
-it costs.
+one grouped product whose borders stay on the device, so it never waits for the host, and a step can
+be recorded. On the CPU each expert with rows is a product of its own, whose cost is the reading of
+its matrices.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .families import Activation
 from .layers import DenseMlp, Elementwise, Linear
 from .spec.expert_spec import ExpertSpec
 
-# Those in which torch multiplies groups.
+# Types in which torch multiplies groups.
 _GROUPED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ExpertMlp:
-    """The experts of one layer. `[rows, hidden]` in and out."""
+    """The experts of one layer, from `[rows, hidden]` to `[rows, hidden]`."""
 
     __slots__ = (
         "_down", "_experts", "_gate_up", "_gated", "_gates_shared", "_router", "_spec", "record",
@@ -92,12 +92,12 @@ class ExpertMlp:
 
     @property
     def can_record(self) -> bool:
-        """Whether nothing waits for the host, which a device that records does not allow: torch
-        knows the borders of groups on the device for bfloat16 alone."""
+        """Whether a device can record this, which needs a computation without waits for the host:
+        torch takes the borders of groups on the device for bfloat16 only."""
         return self._gate_up is not None and self._gate_up.dtype is torch.bfloat16
 
     def in_library(self) -> NetworkExperts | None:
-        """The experts as the library of `kernels/cpu/` computes them, or None where it has not all
+        """Return the experts in the form of the library of `kernels/cpu/`, or None if it lacks one
         of their matrices."""
         if self.shared is not None and not self._gates_shared:
             return None
@@ -114,7 +114,7 @@ class ExpertMlp:
         out += self(x)
 
     def _one_by_one(self, rows: Tensor, ends: list[int]) -> Tensor:
-        """`[sorted rows, hidden]` of each expert's rows, which end where `ends` says."""
+        """Compute `[sorted rows, hidden]` expert by expert; `ends` are the ends of their rows."""
         results, first = torch.empty_like(rows), 0
         for expert, end in zip(self._experts, ends, strict=True):
             if end > first:
@@ -130,8 +130,8 @@ class ExpertMlp:
 
 
 def choose_experts(scores: Tensor, spec: ExpertSpec) -> tuple[Tensor, Tensor]:
-    """The experts of each row, int64 `[rows, num_per_token]`, the best first, and their weights, of
-    the same shape, in float32 at least; `scores` is `[rows, experts]`."""
+    """Choose by `scores` `[rows, experts]`. Return the experts of each row, int64 `[rows,
+    num_per_token]`, the best first, and their weights, of that shape, in float32 at least."""
     wide = torch.promote_types(scores.dtype, torch.float32)
     weights, chosen = scores.softmax(-1, wide).topk(spec.num_per_token, -1)
     if spec.normalises:
@@ -140,9 +140,9 @@ def choose_experts(scores: Tensor, spec: ExpertSpec) -> tuple[Tensor, Tensor]:
 
 
 def mix(results: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """`[rows, hidden]` of the results of each row's experts, added up in the order of its choices.
-    `results[i]` is that of choice `order[i]`; choice `row * num_per_token + j` has the weight
-    `weights[row, j]`."""
+    """Return `[rows, hidden]`: the weighted results of each row's experts, added in the order of
+    its choices. `results[i]` is that of choice `order[i]`; choice `row * num_per_token + j` has the
+    weight `weights[row, j]`."""
     by_choice = torch.empty_like(results)
     by_choice[order] = results
     by_row = by_choice.view(*weights.shape, results.shape[-1])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model families that are served, and what tells them apart: one row each.
+"""The supported model families and their differences, one row each.
 
-All are one decoder: RMS norms, rotary positions, grouped attention, a gated MLP or a mixture of
-them. A row holds what the code of a family fixes, and what its configuration class takes where
-config.json is silent.
+All use the same decoder: RMS norms, rotary positions, grouped attention, a gated MLP or a mixture
+of them. A row holds the constants of a family's code, and the defaults of its configuration class
+where config.json is silent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .states.state_spec import StateKind
 
 
 class Windows(Enum):
-    """Which layers of a family may see only the last `sliding_window` positions."""
+    """The layers of a family that may see only the last `sliding_window` positions."""
 
     NONE = "none"
     EVERY_LAYER = "every layer"  # wherever sliding_window is set
@@ -32,8 +32,8 @@ class Windows(Enum):
 
 
 class Activation(Enum):
-    """The function between the matrices of an MLP; the values are Hugging Face's names. It is that
-    of a gate, but for squares, whose MLPs have none."""
+    """The function between the matrices of an MLP, by Hugging Face's names. It applies to the gate,
+    except for squares, whose MLPs have no gate."""
 
     SILU = ("silu", "swish")
     GELU_TANH = ("gelu_pytorch_tanh",)
@@ -63,7 +63,7 @@ class HeadNorms(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family. An optional default of None means that the value follows from others."""
+    """A family of models. An optional default of None means that the value follows from others."""
 
     model_type: str
     # Biases of queries, keys and values; None: as config.json says under `bias_key`.
@@ -80,7 +80,7 @@ class Family:
     activation_key: str = "hidden_act"  # where config.json says it
     norms: Norms = Norms.BEFORE
     centred_norms: bool = False  # a norm's weights are what is stored, plus one
-    wide_norms: bool = False  # what comes out of a norm is rounded behind its weights
+    wide_norms: bool = False  # the result of a norm is rounded only after its weights
     scaled_embeddings: bool = False  # embeddings are multiplied by the root of hidden_size
     # Scores are divided by the root of config.json's query_pre_attn_scalar, which is this where
     # config.json is silent; None: by that of head_dim.
@@ -107,7 +107,7 @@ class Family:
     no_rope_interval: int | None = None
     # Whether no layer has rotary positions unless config.json's position_embedding_type says so.
     is_still: bool = False
-    never_turns: bool = False  # whether no layer has any, whatever config.json says
+    never_turns: bool = False  # whether no layer has any, in spite of config.json
     # theta of layers that see all, and of layers with a window, which have rotary positions of
     # their own; None: all layers have the same.
     default_thetas: tuple[float, float] | None = None
@@ -123,9 +123,9 @@ class Family:
     eps_key: str = "rms_norm_eps"  # where config.json says it
     adjusts_mlp: bool = False  # whether config.json's block_auto_adjust_ff_dim is heeded
     gates_attention: bool = False  # whether attention's output is multiplied by a gate
-    # How names of tensors begin that no text depends on.
+    # Prefixes of the names of tensors that text does not need.
     left_alone: tuple[str, ...] = ()
-    # What it calls parts of a tensor's name that have another name here: theirs, ours.
+    # Parts of tensor names that differ from the names here: theirs, ours.
     tensor_names: tuple[tuple[str, str], ...] = ()
     default_window: int | None = 4096  # of layers that have one; None: they have none
 
@@ -139,7 +139,7 @@ def _delta_states(projections: Projections) -> StateFamily:
     )
 
 
-# What Qwen3-Next and Qwen3.5 have in common.
+# The fields that Qwen3-Next and Qwen3.5 have in common.
 _QWEN_HYBRID: dict[str, Any] = {
     "head_norms": HeadNorms.EACH,
     "centred_norms": True,
@@ -507,8 +507,8 @@ ARCHITECTURES = tuple(FAMILIES)
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """The part of a model of text and more that is served: config.json has it under `text_config`,
-    and its tensors have a prefix (`checkpoint/weights.py`)."""
+    """The text part of a model with other parts, which alone is served: config.json has it under
+    `text_config`, and its tensors have a prefix (`checkpoint/weights.py`)."""
 
     model_type: str  # of the whole
     architectures: tuple[str, ...]  # rows of FAMILIES; the first where text_config has no type

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the tokens before it a layer attends to: a fact of the model, which decides what of a
-sequence the cache has to keep."""
+"""The tokens to which a layer attends: a fact of the model, which decides which part of a sequence
+the cache must keep."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from enum import Enum
 
 
 class AttentionKind(Enum):
-    """The tokens that those of a layer see by way of K and V. Of a layer that only carries a state
-    and of one that is an MLP alone there are none."""
+    """The tokens that a token of a layer sees through K and V: none in a layer that only carries a
+    state, or is an MLP alone."""
 
     FULL = "full attention"
     WINDOW = "sliding window"
@@ -21,8 +21,8 @@ class AttentionKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """Made by `full`, `window`, `chunk`, `state` and `no_attention`; hashable, and equal layers
-    with K and V can share a cache group."""
+    """The attention of a layer, made by `full`, `window`, `chunk`, `state` and `no_attention`. It
+    is hashable; layers with K and V and equal attention can share a cache group."""
 
     kind: AttentionKind
     num_tokens: int = 0  # the size of the window or of a chunk
@@ -32,7 +32,7 @@ class LayerAttention:
 
     @property
     def window(self) -> int | None:
-        """The tokens of a sliding window, a token's own among them; None for other kinds."""
+        """Tokens of a sliding window, the token itself included; None for other kinds."""
         return self.num_tokens if self.kind is AttentionKind.WINDOW else None
 
     @property
@@ -48,7 +48,7 @@ class LayerAttention:
         return self.kind not in (AttentionKind.STATE, AttentionKind.NONE)
 
     def first_seen(self, position: int) -> int:
-        """The first position that the token at `position`, or any after it, attends to."""
+        """Return the first position to which the token at `position`, or a later one, attends."""
         if self.kind is AttentionKind.WINDOW:
             return max(0, position - self.num_tokens + 1)
         if self.kind is AttentionKind.CHUNK:
@@ -56,9 +56,9 @@ class LayerAttention:
         return 0
 
     def most_blocks(self, num_tokens: int, block_size: int, most_step_tokens: int) -> int:
-        """The blocks of a sequence of `num_tokens` that are kept at once at most, if no step
-        computes more than `most_step_tokens` of it: what the first token of a step sees, and the
-        step."""
+        """Return the most blocks of a sequence of `num_tokens` that must be kept at once, if no
+        step computes more than `most_step_tokens` of it: those that the first token of a step sees,
+        and those of the step."""
         blocks = -(-num_tokens // block_size)
         if self.is_full:
             return blocks
@@ -67,28 +67,28 @@ class LayerAttention:
 
 
 def full() -> LayerAttention:
-    """A token sees all before it."""
+    """Return the attention in which a token sees itself and all before it."""
     return _FULL
 
 
 def window(num_tokens: int) -> LayerAttention:
-    """A token sees itself and the `num_tokens` - 1 before it."""
+    """Return the attention in which a token sees itself and the `num_tokens` - 1 before it."""
     return _of(AttentionKind.WINDOW, num_tokens)
 
 
 def chunk(num_tokens: int) -> LayerAttention:
-    """Positions are cut into chunks of `num_tokens`, the first of which begins at 0. A token sees
-    itself and those before it in its chunk."""
+    """Return the attention by chunks of `num_tokens`, the first of which begins at position 0. A
+    token sees itself and those before it in its chunk."""
     return _of(AttentionKind.CHUNK, num_tokens)
 
 
 def state() -> LayerAttention:
-    """A token sees what the layer's state holds of those before it."""
+    """Return that of a layer without K and V, where a token sees others through a state only."""
     return _STATE
 
 
 def no_attention() -> LayerAttention:
-    """The layer is an MLP alone, so that no token sees another one."""
+    """Return that of a layer that is an MLP alone, so that no token sees another one."""
     return _NONE
 
 

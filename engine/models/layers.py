@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a layer that work element by element: norms, the rotation, the gate.
 
-Between matrix products they are several passes over the same numbers. On a GPU the kernels of
-`kernels/layer/` make one of each; elsewhere torch.compile does, which is asked for by name
-(`--compilation elementwise`), for it takes seconds at the start.
+Each of them is several passes over the same numbers. On a GPU the kernels of `kernels/layer/` make
+them one pass each; elsewhere torch.compile does so, but only with `--compilation elementwise`,
+since it takes seconds at the start.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from .checkpoint.weights import DenseWeights
 from .families import Activation
 from .rope import rotate
 
-# The number of rows the blocks are chosen for; any other number works too.
+# The number of rows for which oneDNN chooses its blocks; other numbers work too.
 _USUAL_ROWS = 16
 
 _WIDE_TYPES = (torch.float32, torch.float64)
 
 
 class Linear:
-    """`x @ weight.T + bias` for x `[rows, in]`; `weight` is `[out, in]`, `bias` `[out]` or None.
+    """A linear map, `x @ weight.T + bias` for x `[rows, in]`; `weight` is `[out, in]`, `bias` is
+    `[out]` or None.
 
     On the CPU the matrix is reordered once, and no reference to `weight` is kept: into the panels
-    that the library of `kernels/cpu/` multiplies by, which is `packed` then, or without it into
-    the blocks that oneDNN multiplies from. Measured on an AMD EPYC with one thread, matrices of 256
-    to 3072: the library does in float32 1.7 to 2.6 times what oneDNN does for one row, 1.3 to 1.6
-    times for 16, 0.9 to 1.3 times for 64 and more; in bfloat16 1.4 to 2.3 times what torch does for
-    one row of them and 6 to 10 times for 16 and more. oneDNN has blocks for float32 only.
+    of the library of `kernels/cpu/`, which is `packed` then, or without it into the blocks of
+    oneDNN, which has them for float32 only. Measured on an AMD EPYC with one thread, matrices of
+    256 to 3072: in float32 the library is 1.7 to 2.6 times as fast as oneDNN for one row, 1.3 to
+    1.6 times for 16, 0.9 to 1.3 times for 64 and more; in bfloat16 it is 1.4 to 2.3 times as fast
+    as torch for one row, and 6 to 10 times for 16 and more.
     """
 
     __slots__ = ("_bias", "_is_packed", "_weight", "packed")
@@ -46,8 +47,8 @@ class Linear:
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, *, is_kept: bool = False
     ) -> None:
-        """With `is_kept` somebody keeps `weight` unless it is `packed`, and oneDNN's blocks would
-        be it once more: they are not made then."""
+        """`is_kept`: the caller keeps `weight` unless it becomes `packed`. Blocks of oneDNN would
+        be a second copy of it, so they are not made."""
         self._bias, self._is_packed, self._weight = bias, False, weight
         self.packed: PackedMatrix | None = None
         if reason_against_matrices(weight.dtype, weight.device) is None:
@@ -64,9 +65,9 @@ class Linear:
     def __call__(
         self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None, *, is_wide: bool = False
     ) -> Tensor:
-        """`[rows, out]`. Outputs without a bit in `wanted`, bit `i % 32` of word `i // 32`, may be
-        left out, and are 0 then. With `is_wide`, those of 16-bit types may come as float32, rounded
-        all the same."""
+        """Return `[rows, out]`. Outputs without a bit in `wanted`, bit `i % 32` of word `i // 32`,
+        may be left out, and are 0 then. With `is_wide`, results of 16-bit types may come as
+        float32, still rounded to their type."""
         if self.packed is not None:
             return self.packed(x, wanted, is_wide=is_wide)
         if self._is_packed:
@@ -77,8 +78,8 @@ class Linear:
         return F.linear(x, self._weight, self._bias)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Add the product to `out` `[rows, out]`, in place: rounded once, where the product itself
-        adds."""
+        """Add the product to `out` `[rows, out]`, in place; the sum is rounded once if the product
+        itself adds."""
         if self.packed is not None or self._is_packed:
             out += self(x)
             return
@@ -88,7 +89,7 @@ class Linear:
 
 
 def _can_pack(weight: Tensor) -> bool:
-    """Whether this torch can reorder the matrix; the operators are those of its own compiler."""
+    """Whether this torch can reorder the matrix, by operators of its own compiler."""
     return (
         weight.dtype is torch.float32
         and weight.device.type == "cpu"
@@ -102,9 +103,9 @@ Compile = Callable[[Callable[..., Tensor]], Any]
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square over the last dimension; `weight` may be a vector for each head. Computed in
-    float32 at least: what comes out is rounded to x's type before it is multiplied by a weight of
-    that type, and after it is multiplied by a wider one."""
+    """Divide by the root mean square over the last dimension, and multiply by `weight`, which may
+    have a vector for each head. Computed in float32 at least; the quotient is rounded to x's type
+    before the product with a weight of that type, and after the product with a wider one."""
     size = weight.shape[-1:]
     if x.dtype not in _WIDE_TYPES:
         normed = F.rms_norm(x.float(), size, None, eps)
@@ -117,14 +118,14 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`; overwrites `gate`."""
+    """Return `silu(gate) * up`. Overwrites `gate`."""
     gate = F.silu(gate, inplace=True)
     gate *= up
     return gate
 
 
 def gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
-    """`gelu(gate) * up`, by the approximation with tanh."""
+    """Return `gelu(gate) * up`, with gelu approximated by tanh."""
     gate = F.gelu(gate, approximate="tanh")
     gate *= up
     return gate
@@ -132,24 +133,25 @@ def gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """The functions as a decoder calls them."""
+    """The elementwise functions of a decoder."""
 
     norm: Callable[[Tensor, Tensor, float], Tensor] = norm
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
     gated: Callable[[Tensor, Tensor], Tensor] = gated
     gelu_gated: Callable[[Tensor, Tensor], Tensor] = gelu_gated
-    # Whether they are kernels. A layer then has the gate and the lifting matrix in one, adds in
-    # place, and leaves the rotation to an attention that can rotate.
+    # Whether they are kernels. A layer then has gate and up as one matrix, adds in place, and
+    # leaves the rotation to an attention that can rotate.
     is_kernels: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Whether they are those of this module, in whose place others may compute the same."""
+        """Whether they are those of this module, which other functions with equal results may
+        replace."""
         return self == Elementwise()
 
     @classmethod
     def compiled(cls, compile_one: Compile | None = None) -> Elementwise:
-        """Each compiled when it is first called, for any number of rows."""
+        """Return the functions, each compiled at its first call, for any number of rows."""
 
         def by_torch(function: Callable[..., Tensor]) -> Any:
             return torch.compile(function, dynamic=True)
@@ -159,27 +161,28 @@ class Elementwise:
 
     @classmethod
     def of_kernels(cls) -> Elementwise:
-        """The kernels of `kernels/layer/`, where `choose_elementwise` has chosen them."""
+        """Return the kernels of `kernels/layer/`. `choose_elementwise` must have chosen them."""
         return cls(_norm_by_kernel, rotate, silu_gate, gelu_gate, is_kernels=True)
 
 
 def _norm_by_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norms of heads, which an attention without a rotation leaves to the layer, stay torch's."""
+    """Compute a norm by the kernel; norms of heads, which an attention without a rotation leaves to
+    the layer, by torch."""
     return norm(x, weight, eps) if weight.dim() > 1 else rms_norm(x, weight, eps)
 
 
 class Mlp(Protocol):
-    """What a layer adds to each row, of the row itself."""
+    """The part of a layer that computes an addition to each row from the row alone."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """`[rows, hidden]` of normed rows `[rows, hidden]`; `x` is left as it is."""
+        """Return `[rows, hidden]` from normed rows `[rows, hidden]`. Does not change `x`."""
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Add what it makes of `x` to `out`, in place. Asked of those with kernels only."""
+        """Add its result for `x` to `out`, in place. Only layers with kernels call this."""
 
 
 class SquaredMlp:
-    """Two matrices for all rows and no gate: `down(relu(up(x)) ** 2)`."""
+    """An MLP of two matrices without a gate: `down(relu(up(x)) ** 2)`."""
 
     __slots__ = ("_down", "_up")
 
@@ -195,9 +198,9 @@ class SquaredMlp:
 
 
 class DenseMlp:
-    """Three matrices for all rows: `down(activation(gate(x)) * up(x))`. Two of them are one where
-    the library of `kernels/cpu/` multiplies, `gate_up`, with the activation in it, and where the
-    weights have them as one, `_both`."""
+    """An MLP of three matrices: `down(activation(gate(x)) * up(x))`. Gate and up are one matrix if
+    the library of `kernels/cpu/` multiplies (`gate_up`, which includes the activation), or if the
+    weights have them as one (`_both`)."""
 
     __slots__ = ("_both", "_gate", "_gated", "_up", "activation", "down", "gate_up")
 
@@ -230,7 +233,7 @@ class DenseMlp:
         self.down.add_to(out, self._inner(x))
 
     def _inner(self, x: Tensor) -> Tensor:
-        """The gated rows, which the last matrix multiplies."""
+        """Return the gated rows, the input of the last matrix."""
         if self._both is not None:
             gate, up = self._both(x).chunk(2, dim=-1)
             return self._gated(gate, up)

@@ -2,8 +2,8 @@
 """Mixers: the part of a layer in which tokens see those before them.
 
 Most layers have an AttentionMixer, which reads the K and V of those tokens; others carry a state
-(`states/state_mixer.py`), and some have both. A mixer is given the normed rows of a step and
-returns what the layer's output matrix multiplies.
+(`states/state_mixer.py`), and some have both. A mixer takes the normed rows of a step and returns
+the input of the layer's output matrix.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ _Plan = TypeVar("_Plan", contravariant=True)
 
 
 class Attention(Protocol[_Plan]):
-    """Attention over a paged pool; how a step is laid down in its plan is its own affair. One that
-    can rotate has a `QkvAttention` as `of_qkv`, too."""
+    """Attention over a paged pool, with a form of plan of its own. An attention that can rotate
+    also has a `QkvAttention` as `of_qkv`."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: _Plan, /) -> Tensor:
         """Write `k` and `v` `[tokens, kv heads, head_dim]` of a layer to the pool, then attend `q`
-        `[tokens, heads, head_dim]`: `[tokens, heads * head_dim]`. `layer` is its number in the
-        model."""
+        `[tokens, heads, head_dim]`. Return `[tokens, heads * head_dim]`. `layer` is the layer's
+        number in the model."""
 
 
 class QkvAttention(Protocol[_Plan]):
     """An attention that rotates by itself."""
 
     def __call__(self, qkv: Tensor, rotary: Rotary, layer: int, plan: _Plan, /) -> Tensor:
-        """Attention of `qkv` `[tokens, heads + 2 kv heads, head_dim]`, whose queries and keys are
-        neither normed nor rotated; it may be overwritten. `[tokens, heads * head_dim]`."""
+        """Compute the attention of `qkv` `[tokens, heads + 2 kv heads, head_dim]`, whose queries
+        and keys are neither normed nor rotated. It may be overwritten. Return `[tokens, heads *
+        head_dim]`."""
 
 
 @dataclass(slots=True)
 class MixerStep(Generic[Plan]):
-    """A step as every mixer of a model sees it."""
+    """The data of a step for all mixers of a model."""
 
     attention: Attention[Plan]
     plan: Plan
-    # Of each of the model's rotary positions: cosines and sines `[tokens, 1, head_dim // 2]`, or,
-    # for an attention that rotates by itself, which is `of_qkv` then, its tables.
+    # Of each of the model's rotary positions: cosines and sines `[tokens, 1, head_dim // 2]`, or
+    # the tables for an attention that rotates by itself, which is `of_qkv` then.
     turns: list[tuple[Tensor, Tensor]]
     rotaries: list[Rotary]
     of_qkv: QkvAttention[Plan] | None
@@ -62,7 +63,7 @@ class Mixer(Protocol):
     """The work of a layer before its output matrix."""
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
-        """`[tokens, inner]` of normed rows `[tokens, hidden]`, which are left as they are."""
+        """Return `[tokens, inner]` from normed rows `[tokens, hidden]`, which stay unchanged."""
 
 
 class ParallelMixer:
@@ -72,7 +73,7 @@ class ParallelMixer:
     __slots__ = ("_attention", "_factor", "_state")
 
     def __init__(self, attention: AttentionMixer, state: Mixer, factor: float) -> None:
-        """`factor` multiplies the attention's output; a state mixer multiplies its own itself."""
+        """`factor` multiplies the attention's output; a state mixer applies its factor itself."""
         self._attention, self._state, self._factor = attention, state, factor
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
@@ -99,7 +100,7 @@ class AttentionMixer:
 
     @property
     def is_gated(self) -> bool:
-        """Whether what the attention returns is multiplied by a gate of the layer's input."""
+        """Whether a gate, computed from the layer's input, multiplies the attention's result."""
         return self._gate is not None
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
@@ -116,7 +117,7 @@ class AttentionMixer:
         return mixed if self._gate is None else mixed * self._gate(normed).sigmoid_()
 
     def _attend(self, heads: Tensor, step: MixerStep[Plan]) -> Tensor:
-        """Attention of `[tokens, heads + 2 kv heads, head_dim]`."""
+        """Compute the attention of `[tokens, heads + 2 kv heads, head_dim]`."""
         spec = self._spec
         turning = spec.num_heads + spec.num_kv_heads
         turned = self._norm_heads(heads[:, :turning])
@@ -127,7 +128,8 @@ class AttentionMixer:
         return step.attention(q, k, heads[:, turning:], self.layer, step.plan)
 
     def _norm_heads(self, turned: Tensor) -> Tensor:
-        """Queries and keys `[tokens, heads + kv heads, head_dim]`, normed where they are."""
+        """Return queries and keys `[tokens, heads + kv heads, head_dim]`, normed if the model does
+        that."""
         weight, spec = self.head_norms, self._spec
         if weight is None:
             return turned

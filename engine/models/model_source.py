@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelSource: a model on the disk, with what its config.json says."""
+"""ModelSource: a model on the disk, with its specification."""
 
 from __future__ import annotations
 

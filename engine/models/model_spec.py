@@ -21,9 +21,9 @@ class Scales:
     """Factors of a family that scales."""
 
     embedding: float
-    attention: float  # of scores, in the place of one over the root of head_dim
-    residual: float  # of what attention and MLP add
-    logits: float  # what logits are divided by
+    attention: float  # of scores, in place of one over the root of head_dim
+    residual: float  # of the additions of attention and MLP
+    logits: float  # divisor of logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ModelSpec:
     stored_dtype: str | None = None  # the checkpoint's number type; None: it names none of ours
     sliding_layers: tuple[int, ...] | None = None  # those layers; None where there is no window
     local_rope: RopeSpec | None = None  # of those layers; None: `rope` is that of all
-    query_scalar: float | None = None  # what scores are divided by the root of; None: head_dim
+    query_scalar: float | None = None  # scores are divided by its root; None: by that of head_dim
     logits_softcap: float | None = None  # logits stay within plus and minus this
     is_text_part: bool = False  # of a checkpoint that holds more, whose tensors have a prefix
     is_eagle: bool | None = None  # layers over another model's hidden states (`eagle_spec.py`)
@@ -76,7 +76,7 @@ class ModelSpec:
 
     @property
     def layer_attention(self) -> tuple[LayerAttention, ...]:
-        """How each layer attends. A window that no sequence outgrows is none."""
+        """The attention of each layer. A window that no sequence exceeds counts as full."""
         sees_all = tuple(self._attention_of(layer) for layer in range(self.num_layers))
         if self.sliding_window is None or self.sliding_window >= self.max_context:
             return sees_all
@@ -97,7 +97,7 @@ class ModelSpec:
 
     @property
     def rope_of_layers(self) -> tuple[int, ...]:
-        """For each layer which of `ropes` it has."""
+        """The index in `ropes` of each layer."""
         second = self.still_layers
         if second is None:
             second = () if self.local_rope is None else self.sliding_layers or ()
@@ -111,11 +111,11 @@ class ModelSpec:
 
     @property
     def embedding_scale(self) -> float:
-        """The factor of embeddings; a Gemma rounds it to their type.
+        """Factor of embeddings; a Gemma rounds it to their type.
 
-        Where a layer's parts are multiplied by r before they are added, hidden states are kept
-        divided by r: then they are added as they are, and norms, which do not heed a factor of
-        their input but for `stream_eps`, give the same.
+        If a layer's parts are multiplied by r before they are added, hidden states are kept divided
+        by r. Then the parts need no factor, and norms give the same results, since a factor of
+        their input matters only to `stream_eps`.
         """
         if self.scales is not None:
             return self.scales.embedding / self.scales.residual
@@ -123,7 +123,7 @@ class ModelSpec:
 
     @property
     def stream_eps(self) -> float:
-        """The eps of norms of hidden states, which are divided as `embedding_scale` says."""
+        """Eps of norms of hidden states, which are divided as described in `embedding_scale`."""
         residual = 1.0 if self.scales is None else self.scales.residual
         return self.rms_norm_eps / residual**2
 
@@ -131,7 +131,7 @@ class ModelSpec:
         return self.state is not None and layer in self.state.layers
 
     def has_attention(self, layer: int) -> bool:
-        """Whether a layer has K and V, which it may have beside a state."""
+        """Whether a layer has K and V, perhaps beside a state."""
         if self.attention_layers is None:
             return not self.has_state(layer)
         return layer in self.attention_layers
@@ -151,7 +151,7 @@ class ModelSpec:
 
     @property
     def widest_mlp(self) -> int:
-        """Numbers of a token between the matrices of a layer's MLP, at most."""
+        """The most numbers of a token between the matrices of a layer's MLP."""
         if self.experts is None:
             return self.intermediate_size
         mixture = self.experts.num_per_token * self.experts.size + self.experts.shared_size
@@ -160,19 +160,19 @@ class ModelSpec:
 
     @property
     def max_context(self) -> int:
-        """The longest sequence, in tokens, that is computed as the model was trained, with K and V
-        that can be cached and shared."""
+        """The longest sequence, in tokens, that is computed as in training, with K and V that can
+        be cached and shared."""
         return min(stable_length(rope, self.max_positions) for rope in self.ropes)
 
     def layout(self, block_size: int, kv_dtype: str) -> BlockLayout:
-        """K and V of a block, of the layers that have any."""
+        """Return the layout of a block's K and V, for the layers that have any."""
         return BlockLayout(
             self.num_kv_layers, block_size, self.num_kv_heads, self.head_dim, kv_dtype
         )
 
     def draft_layout(self, block_size: int, kv_dtype: str, dtype: str) -> BlockLayout:
-        """The layout of a draft model's part of a block. An EAGLE head has, behind its layers,
-        places for the hidden states that it reads, which are computed in `dtype`."""
+        """Return the layout of a draft model's part of a block. An EAGLE head has places behind its
+        layers for the hidden states that it reads, which are in `dtype`."""
         layout = self.layout(block_size, kv_dtype)
         if not self.is_eagle:
             return layout
@@ -181,7 +181,8 @@ class ModelSpec:
 
 
 def resolve_max_model_len(spec: ModelSpec, wanted: int | None) -> int:
-    """The context to serve: `wanted`, or all the model allows; raises ConfigError beyond that."""
+    """Return the context to serve: `wanted`, or all that the model allows. Raises ConfigError for
+    more."""
     if wanted is None:
         return spec.max_context
     if wanted <= spec.max_context:

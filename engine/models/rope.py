@@ -2,7 +2,7 @@
 """Rotary positions: inverse frequencies of every kind, their tables, and the rotation itself.
 
 Frequencies and angles are computed in float32 with the order of operations of transformers, because
-their rounding is part of what a model was trained with; only the finished tables are cast.
+models are trained with its rounding; only the finished tables are cast.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ def rope_tables(
     dtype: torch.dtype,
     turning_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 … length-1, each `[length, head_dim // 2]` in `dtype`. Of
-    `turning_dim` elements of a head alone where it is given, in the order of `turning_order`.
+    """Return cosines and sines of positions 0 … length-1, each `[length, head_dim // 2]` in
+    `dtype`. With `turning_dim` only so many elements of a head rotate, in the order of
+    `turning_order`.
 
-    `length` must not pass the model's `max_context`: up to there no kind depends on the length of
+    `length` must not exceed the model's `max_context`: up to that no kind depends on the length of
     a sequence, and these tables equal those of transformers.
     """
     frequencies, scale = inverse_frequencies(rope, turning_dim or head_dim, max_positions)
@@ -48,9 +49,9 @@ def rope_tables(
 
 
 def turning_order(head_dim: int, turning_dim: int) -> Tensor:
-    """int64 `[head_dim]`: for each element of a head here, its place in a head of which the first
-    `turning_dim` elements turn, in pairs of one half of those and the other. Here element i of the
-    first half of a head is paired with element i of the second, and some pairs are still."""
+    """Return int64 `[head_dim]`: for each element of a head here, its index in a stored head, whose
+    first `turning_dim` elements rotate, in pairs of their two halves. Here element i of the first
+    half of a head is paired with element i of the second, and some pairs do not rotate."""
     places = torch.arange(head_dim)
     middle, still = turning_dim // 2, turning_dim + (head_dim - turning_dim) // 2
     return torch.cat(
@@ -59,12 +60,12 @@ def turning_order(head_dim: int, turning_dim: int) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Frequencies float32 `[head_dim // 2]`, and the factor the finished tables are scaled by."""
+    """Return frequencies, float32 `[head_dim // 2]`, and the factor of the finished tables."""
     return _KINDS[rope.kind](rope, head_dim, max_positions)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`[tokens, heads, head_dim]` rotated; `cos` and `sin` are `[tokens, 1, head_dim // 2]`.
+    """Rotate `[tokens, heads, head_dim]`; `cos` and `sin` are `[tokens, 1, head_dim // 2]`.
 
     Llama pairs element i of the first half of a head with element i of the second.
     """
@@ -89,8 +90,8 @@ def _linear(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float
 
 
 def _dynamic(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    # Up to max_positions the stretched base equals theta but for rounding; it is computed all the
-    # same, so that the rounding is the same.
+    # Up to max_positions the stretched base equals theta except for rounding. It is still computed,
+    # so that the rounding is the same.
     stretch = rope.factor * max_positions / max_positions - (rope.factor - 1)
     base = rope.theta * stretch ** (dim / (dim - 2)) if dim > 2 else rope.theta
     return 1.0 / (base ** _exponents(dim)), 1.0
@@ -104,7 +105,7 @@ def _proportional(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor,
 
 
 def _llama3(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Long waves are stretched, short ones kept, those between blended."""
+    """Stretch long waves, keep short ones, and blend those between."""
     frequencies = _default(rope, dim, max_positions)[0]
     length = rope.original_max_positions
     waves = 2 * math.pi / frequencies
@@ -118,10 +119,10 @@ def _llama3(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float
 
 
 def _yarn(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """A ramp over the dimensions, from kept frequencies to stretched ones."""
+    """Blend kept frequencies and stretched ones by a ramp over the dimensions."""
 
     def dimension(turns: float) -> float:
-        """The dimension whose wave turns so often within the original length."""
+        """Return the dimension whose wave has so many turns within the original length."""
         waves = math.log(rope.original_max_positions / (turns * 2 * math.pi))
         return dim * waves / (2 * math.log(rope.theta))
 
@@ -150,7 +151,7 @@ def _yarn_attention(rope: RopeSpec) -> float:
 
 
 def _longrope(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """The factors for short sequences: `max_context` ends where the long ones would begin."""
+    """Use the factors for short sequences: `max_context` ends where the long ones would begin."""
     scale = rope.attention_factor
     if scale is None:
         grown = math.log(rope.factor) / math.log(rope.original_max_positions)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two models mean the same tokens by the same ids, by their tokenizer.json."""
+"""The check that two models use the same ids for the same tokens, by their tokenizer.json."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FILE = "tokenizer.json"
 
 
 def check_vocabulary(model: ModelSource, draft: ModelSource) -> None:
-    """Raise ConfigError where the ids of two models mean different tokens. Where both bring a
-    tokenizer, these are compared, and the models may have rows that no token uses; else the
-    numbers of their rows must be equal."""
+    """Raise ConfigError if the ids of two models mean different tokens. If both have a tokenizer,
+    these are compared, and the models may have rows that no token uses; otherwise the numbers of
+    their rows must be equal."""
     own, other = (each.path / _FILE for each in (model, draft))
     if is_there(own) and is_there(other):
         why = _difference(own, other)
@@ -34,7 +34,7 @@ def check_vocabulary(model: ModelSource, draft: ModelSource) -> None:
 
 
 def _difference(own: Path, other: Path) -> str:
-    """The first token whose id differs between two files, in words; empty without one."""
+    """Return the first token whose id differs between two files, in words; empty: none does."""
     data = own.read_bytes(), other.read_bytes()
     if data[0] == data[1]:
         return ""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller may give to `LLM`: checked, and one of it for each prompt.
+"""Checks of the arguments of `LLM`, which become one value for each prompt.
 
-Everything here raises ValueError, which says what was expected and what came.
+All functions raise ValueError, which names the expected and the given value.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..request.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | npt.NDArray[Any]
 Conversation = Sequence[Mapping[str, Any]]
-# They can be gone through, but for other things than these, or in no order.
+# Iterable types that are no lists: they hold other values, or have no order.
 NO_LISTS = (bytes, bytearray, memoryview, dict, set, frozenset)
 
 
 def prompts_in(prompts: Any) -> list[Any]:
-    """The prompts of a call that gave several, or one."""
+    """Return the prompts of a call, which gives one or several."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, NO_LISTS) or not hasattr(prompts, "__iter__"):
@@ -31,7 +31,7 @@ def prompts_in(prompts: Any) -> list[Any]:
 
 
 def check_salt(salt: object) -> None:
-    """Refuse what is no text that can be encoded."""
+    """Refuse a salt that is not a text, or cannot be encoded."""
     try:
         is_text = isinstance(salt, str) and salt.encode() is not None
     except UnicodeEncodeError:
@@ -41,14 +41,13 @@ def check_salt(salt: object) -> None:
 
 
 def type_name(value: object) -> str:
-    """What came, for a message."""
     return type(value).__name__
 
 
 def params_for(
     count: int, given: SamplingParams | Sequence[SamplingParams] | None, what: str
 ) -> Sequence[SamplingParams]:
-    """Sampling parameters for each of `count` prompts; the defaults where none are given."""
+    """Return sampling parameters for each of `count` prompts; the defaults if none are given."""
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
     if not isinstance(given, list | tuple):
@@ -63,7 +62,7 @@ def params_for(
 
 
 def priorities_for(count: int, given: Sequence[int] | None, what: str) -> Sequence[int]:
-    """A priority for each of `count` prompts; 0 where none are given."""
+    """Return a priority for each of `count` prompts; 0 if none are given."""
     if given is None:
         return [0] * count
     if not isinstance(given, list | tuple):
@@ -77,7 +76,7 @@ def priorities_for(count: int, given: Sequence[int] | None, what: str) -> Sequen
 
 
 def conversations_in(messages: Any) -> list[Any]:
-    """The conversations of a call that gave several, or one."""
+    """Return the conversations of a call, which gives one or several."""
     if isinstance(messages, list | tuple):
         if all(isinstance(each, list | tuple) for each in messages):
             return list(messages)
@@ -99,6 +98,6 @@ def naming(what: str) -> Iterator[None]:
 
 
 def check_switch(name: str, value: object) -> None:
-    """Refuse what is neither True nor False."""
+    """Refuse a value that is neither True nor False, also 0 and 1."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} takes True or False, not {format_value(value)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam searches of the Python API: what is asked of the engine, and what is made of its answers."""
+"""Beam searches of the Python API: their parameters for the engine, and their outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Req
 
 
 def params_of_beams(params: BeamSearchParams) -> SamplingParams:
-    """The parameters of a request whose choices are the answers of the search."""
+    """Return the parameters of a request whose choices are the answers of the search."""
     return SamplingParams(
         n=params.beam_width,
         max_tokens=params.max_tokens,
@@ -24,7 +24,7 @@ def params_of_beams(params: BeamSearchParams) -> SamplingParams:
 def beam_search_output(
     answer: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer | None
 ) -> BeamSearchOutput:
-    """The answers of a search, whose choices `answer` has, in the form that vLLM gives them."""
+    """Return the answers of a search, which are the choices of `answer`, in vLLM's form."""
     prompt = answer.prompt_token_ids
     return BeamSearchOutput([_sequence(each, prompt, params, tokenizer) for each in answer.outputs])
 
@@ -38,7 +38,7 @@ def _sequence(
     total, num_tokens = choice.cumulative_logprob or 0.0, max(1, len(choice.token_ids))
     kept = choice.token_ids
     if choice.finish_reason == "stop" and not params.include_stop_str_in_output:
-        kept = kept[:-1]  # vLLM shows the token that ends an answer where it is asked for alone
+        kept = kept[:-1]  # vLLM shows the token that ends an answer only on request
     tokens = [*prompt, *kept]
     return BeamSearchSequence(
         tokens,

@@ -26,11 +26,11 @@ class EventLoopThread:
 
     @property
     def is_here(self) -> bool:
-        """Whether the thread is this process's: a fork copies none."""
+        """Whether the thread belongs to this process; a fork does not copy it."""
         return self._process_id == os.getpid()
 
     def run(self, awaitable: Awaitable[T]) -> T:
-        """Await something on the loop and return its result. An interrupt cancels it."""
+        """Await `awaitable` on the loop and return its result. An interrupt cancels it."""
 
         async def waiting() -> T:
             return await awaitable
@@ -43,7 +43,7 @@ class EventLoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs, end the thread. Idempotent; nothing in a child."""
+        """Cancel running tasks and end the thread. Idempotent; does nothing in a forked child."""
         if self._loop.is_closed() or not self.is_here:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python API gives back: an answer to each prompt, of one choice or several.
+"""The results of the Python API: an answer to each prompt, with one choice or several.
 
-The names are vLLM's where it has the same. Also the line that counts answers on a terminal.
+The names are vLLM's if it has the same field. Also the line that counts answers on a terminal.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..request.logprobs import PositionLogprobs, PromptLogprobs
 from ..request.pooling import finish_vector
 from ..text.output_processor import TextOutput
 
-# Calls that take no longer write no line; the others write it again as often.
+# Calls that are shorter write no line; others rewrite it at this interval.
 PROGRESS_SECONDS = 1.0
 
 
 class Logprob(NamedTuple):
-    """One token's natural log-probability at one position. `rank` 1 is the likeliest."""
+    """The natural log-probability of a token at a position. `rank` 1 is the likeliest."""
 
     logprob: float
     rank: int
@@ -34,8 +34,8 @@ class Logprob(NamedTuple):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice. `logprobs` has a map of token ids for each of `token_ids`, that token first, or
-    is None where none were asked for; `position_logprobs` is what it is made of. `timings` are
+    """A choice of an answer. `logprobs` has a map by token id for each of `token_ids`, that token
+    first, or is None if the request asks for none; it is made of `position_logprobs`. `timings` are
     seconds, by name; `cached_tokens_by_tier` has the pool and each tier of the engine."""
 
     index: int  # among the choices of its prompt
@@ -51,23 +51,23 @@ class CompletionOutput:
     cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     position_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    # Where the engine tells them: uint8 or uint16 `[tokens, layers with experts, experts of a
-    # token]`, from the first token asked for, the prompt's as a rule, to the last but one.
+    # If the engine reports experts: uint8 or uint16 `[tokens, layers with experts, experts of a
+    # token]`, from the first requested token, by default the prompt's, to the last but one.
     routed_experts: npt.NDArray[Any] | None = field(default=None, repr=False)
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The log-probability of the whole choice; None where none were asked for."""
+        """The log-probability of the whole choice; None without `logprobs`."""
         if self.logprobs is None:
             return None
         return sum(entry.logprobs[0] for entry in self.position_logprobs)
 
     def finished(self) -> bool:
-        """Whether it has ended, be it by an error. A method, as in vLLM."""
+        """Whether it has ended, perhaps by an error. A method, as in vLLM."""
         return self.finish_reason is not None
 
     def add(self, part: TextOutput) -> None:
-        """Take in what is new."""
+        """Add the next part of the choice."""
         self.text += part.text
         self.token_ids.extend(part.token_ids)
         self.finish_reason, self.stop_reason = part.finish_reason, part.stop_reason
@@ -83,11 +83,11 @@ class CompletionOutput:
             self.routed_experts = part.routed_experts
 
     def fail(self, error: str) -> None:
-        """It ends here, and this is why."""
+        """End the choice with the finish reason "error" and this text."""
         self.finish_reason, self.stop_reason, self.error = "error", None, error
 
     def name_logprobs(self, text_of: Callable[[int], str | None]) -> None:
-        """Make `logprobs`, with the texts of tokens as `text_of` gives them."""
+        """Make `logprobs`, with the texts of tokens from `text_of`."""
         self.logprobs = [_by_token(entry, text_of) for entry in self.position_logprobs]
 
 
@@ -122,8 +122,8 @@ class BeamSearchOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answer to one prompt. What stands beside `outputs` is of the first choice, but for
-    `error`, which is that of the first choice that failed."""
+    """The answer to one prompt. The properties beside `outputs` are those of the first choice,
+    except for `error`, which is that of the first choice that failed."""
 
     request_id: str
     prompt: str | None  # None for a prompt given as token ids or numbers
@@ -133,7 +133,7 @@ class RequestOutput:
     embedding: bytes | None = field(default=None, repr=False)  # as the engine sent it
 
     def add(self, index: int, part: TextOutput) -> None:
-        """Take in what is new of one choice."""
+        """Add the next part of the choice `index`."""
         self.outputs[index].add(part)
         if part.prompt_logprobs is not None:
             self.prompt_logprobs = part.prompt_logprobs
@@ -142,65 +142,58 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has ended, be it by an error."""
+        """Whether every choice has ended, perhaps by an error."""
         return all(choice.finished() for choice in self.outputs)
 
     @property
     def error(self) -> str | None:
-        """Why a choice failed; None where none did."""
+        """The error of the first choice that failed; None: no choice failed."""
         return next((each.error for each in self.outputs if each.error is not None), None)
 
     @property
     def text(self) -> str:
-        """See `CompletionOutput`."""
         return self.outputs[0].text
 
     @property
     def token_ids(self) -> list[int]:
-        """See `CompletionOutput`."""
         return self.outputs[0].token_ids
 
     @property
     def finish_reason(self) -> str | None:
-        """See `CompletionOutput`."""
         return self.outputs[0].finish_reason
 
     @property
     def stop_reason(self) -> int | str | None:
-        """See `CompletionOutput`."""
         return self.outputs[0].stop_reason
 
     @property
     def num_cached_tokens(self) -> int:
-        """See `CompletionOutput`."""
         return self.outputs[0].num_cached_tokens
 
     @property
     def cached_tokens_by_tier(self) -> dict[str, int]:
-        """See `CompletionOutput`."""
         return self.outputs[0].cached_tokens_by_tier
 
     @property
     def timings(self) -> dict[str, float]:
-        """See `CompletionOutput`."""
         return self.outputs[0].timings
 
     @property
     def logprobs(self) -> list[PositionLogprobs]:
-        """The first choice's `position_logprobs`; empty where none were asked for."""
+        """The first choice's `position_logprobs`; empty if the request asks for none."""
         return self.outputs[0].position_logprobs
 
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """The vector of one prompt; empty where it failed."""
+    """The vector of one prompt; empty if the request failed."""
 
     embedding: list[float]
 
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput:
-    """What `LLM.embed` gives for one prompt."""
+    """The result of `LLM.embed` for one prompt."""
 
     request_id: str
     prompt: str | None  # None for a prompt given as token ids or numbers
@@ -214,7 +207,7 @@ class EmbeddingRequestOutput:
     def from_request_output(
         cls, answer: RequestOutput, *, normalize: bool, dimensions: int | None
     ) -> EmbeddingRequestOutput:
-        """Of the answer to a request that asked for its embedding."""
+        """Make it from the answer to a request with an embedding."""
         vector: list[float] = []
         error = answer.error
         if error is None:
@@ -244,7 +237,7 @@ class ProgressLine:
 
     @classmethod
     def create_for_terminal(cls, num_prompts: int, total: int) -> ProgressLine | None:
-        """The line on standard error where that is a terminal and there are several prompts."""
+        """Make the line on standard error if that is a terminal and there are several prompts."""
         stream = sys.stderr
         if num_prompts < 2 or stream is None or stream.closed or not stream.isatty():
             return None
@@ -257,8 +250,8 @@ class ProgressLine:
         self._num_answers += 1
 
     async def keep_redrawing(self) -> None:
-        """Write the line, again and again. Runs until it is cancelled; then the line ends."""
-        # A terminal may go away, which is no reason to lose the answers.
+        """Write the line at intervals until this task is cancelled, and then end the line."""
+        # A terminal may go away; the answers must not be lost by that.
         with contextlib.suppress(OSError, ValueError):
             try:
                 while True:

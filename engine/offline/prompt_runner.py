@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of the Python API on their way: a request for each choice, all of them at once.
+"""Runs prompts of the Python API: a request for each choice, all of them at once.
 
-The choices of a prompt begin together, so that it is computed once. What fails alone ends alone.
-Belongs to the event loop that runs it.
+The choices of a prompt begin together, so that it is computed once. A failed request does not end
+others. The runner belongs to the event loop that runs it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ logger = logging.getLogger(__name__)
 
 
 class CheckedPrompt(NamedTuple):
-    """One prompt, checked."""
+    """A checked prompt."""
 
     request: AddRequest  # of all its choices
     text: str | None  # None for token ids and numbers
     # Whether an answer begins inside a thought; None: thoughts are not split off.
     is_inside: bool | None = None
-    beams: BeamSearchParams | None = None  # of which its choices are the answers
+    beams: BeamSearchParams | None = None  # a search whose answers are the choices
 
 
 class Run(NamedTuple):
-    """One choice on its way."""
+    """A choice whose request is running."""
 
     request: AddRequest
     answer: RequestOutput
     child: int  # among the choices of its answer
     thoughts: Thoughts | None
-    may_begin: asyncio.Event  # of all that begin together
+    may_begin: asyncio.Event  # shared by all choices that begin together
 
 
 class PromptRunner:
@@ -64,7 +64,7 @@ class PromptRunner:
         self._max_at_once = max_at_once
 
     async def run(self, prompts: Sequence[CheckedPrompt], *, use_tqdm: bool) -> list[RequestOutput]:
-        """The answers, in order. What a choice fails of stands in it; raises EngineDead."""
+        """Return the answers, in order. A failed choice holds its error. Raises EngineDead."""
         answers = [self._new_answer(prompt) for prompt in prompts]
         runs = [
             run
@@ -85,8 +85,8 @@ class PromptRunner:
         return answers
 
     def name_logprobs(self, answers: Sequence[RequestOutput]) -> None:
-        """Make the maps by token of the choices that have log-probabilities. Takes some time for
-        many, so it is no work for an event loop."""
+        """Make the maps by token of the choices that have log-probabilities. This takes some time
+        for many choices, so it must not run on an event loop."""
         from ..api.token_texts import TokenTexts
 
         texts = TokenTexts(self._tokenizer)
@@ -108,7 +108,7 @@ class PromptRunner:
         return RequestOutput(request.request_id, prompt.text, ids, choices)
 
     def _runs_of(self, prompt: CheckedPrompt, answer: RequestOutput) -> Iterator[Run]:
-        """A request of its own for each choice."""
+        """Yield a request for each choice."""
         request, params = prompt.request, prompt.request.sampling_params
         requests = [request]
         if params.n > 1:
@@ -153,8 +153,7 @@ class PromptRunner:
 
 
 async def _begin_in_turn(runs: Sequence[Run], places: asyncio.Semaphore) -> None:
-    """Let runs begin as places become free; those that begin together when there is one for each of
-    them."""
+    """Let runs begin as places become free. Runs that begin together wait for a place for each."""
     for _, together in itertools.groupby(runs, key=lambda run: id(run.may_begin)):
         group = list(together)
         for _ in group:

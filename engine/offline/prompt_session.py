@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PromptSession: a prompt that the Python API is given in parts, and its answer."""
+"""PromptSession: a prompt that a caller of the Python API gives in parts, and its answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Requester(Protocol):
-    """An `LLM`, as far as a session needs it."""
+    """The part of `LLM` that a session needs."""
 
     tokenizer: Tokenizer | None
 
@@ -40,8 +40,8 @@ class Requester(Protocol):
 
 
 class PromptSession:
-    """Feeds one prompt to the engine and asks for its answer. `LLM.open_session` makes it. At the
-    end of a `with` block a session that was never answered is dropped."""
+    """A prompt that is fed to the engine in parts, and its answer. `LLM.open_session` makes it. The
+    end of a `with` block drops a session without an answer."""
 
     def __init__(self, llm: Requester, params: SamplingParams, cache_salt: str) -> None:
         self._llm, self._params, self._cache_salt = llm, params, cache_salt
@@ -52,9 +52,9 @@ class PromptSession:
         self._feeding = threading.Lock()
 
     def feed(self, part: str | Sequence[int]) -> None:
-        """The next part of the prompt, a text or a list of token ids; the engine computes it while
-        the rest is on its way. Raises ValueError for a part that cannot be, after the end, and
-        while another thread feeds."""
+        """Feed the next part of the prompt, a text or a list of token ids. The engine computes it
+        before the rest arrives. Raises ValueError for an invalid part, after the end, and while
+        another thread feeds."""
         with self._exclusively():
             tokens = self._parts.add_part(self._checked(part))
             if self._request is None:
@@ -69,8 +69,8 @@ class PromptSession:
                 self._extend(tokens)
 
     def answer(self, part: str | Sequence[int] = "") -> RequestOutput:
-        """The last part, and the answer to the whole prompt. Raises as `feed` and as
-        `LLM.generate` do."""
+        """Feed the last part, and return the answer to the whole prompt. Raises what `feed` and
+        `LLM.generate` raise."""
         with self._exclusively():
             num_kept, tokens = self._parts.end_prompt(self._checked(part))
             whole = self._llm.make_request(self._parts.token_ids, self._params, self._cache_salt)
@@ -94,7 +94,7 @@ class PromptSession:
         self.close()
 
     def _checked(self, part: str | Sequence[int]) -> str | Sequence[int]:
-        """A text as it is, token ids as a list. Raises ValueError for anything else."""
+        """Return a text unchanged, or token ids as a list. Raises ValueError for other values."""
         if isinstance(part, str):
             return part
         if isinstance(part, NO_LISTS) or not hasattr(part, "__iter__"):

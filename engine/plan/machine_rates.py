@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rates that a plan reckons with: given, measured here in a second, or reference figures.
+"""The rates of a plan: given, measured here in a second, or reference figures.
 
 Every rate keeps its origin, so that the output can say it.
 """
@@ -15,13 +15,13 @@ from typing import Any
 from ...tiers.settings.values import ConfigError
 from ..config.engine_options import default_ssd_path
 
-# The names of the rates; the first three are also those of the places that blocks come from.
+# The names of the rates; the first three are also the sources of blocks.
 PLACES = ("cpu", "ssd", "network")
 OPERATIONS = "operations"
 PREFILL_TOKENS = "prefill_tokens"
 GIVEN, MEASURED, REFERENCE = "given", "measured", "reference"
 
-# Flag → the rate it gives, and of what
+# Flag → its rate, and the unit
 _FLAGS = {
     "cpu_bandwidth": ("cpu", "bytes"),
     "ssd_bandwidth": ("ssd", "bytes"),
@@ -33,11 +33,11 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """So much a second, and where the figure comes from."""
+    """An amount per second, and the origin of the figure."""
 
     per_second: float
     origin: str  # GIVEN, MEASURED or REFERENCE
-    what: str  # the unit, and how it was come by
+    what: str  # the unit, and how the figure was found
 
 
 REFERENCES: Mapping[str, Rate] = {
@@ -49,8 +49,8 @@ REFERENCES: Mapping[str, Rate] = {
 
 
 def resolve_rates(given: Mapping[str, Any], probe: bool) -> dict[str, Rate]:
-    """Each rate that the plan needs; the network's, which nothing here can measure, only where it
-    is given or reference figures are asked for. Raises ConfigError."""
+    """Return the rates that the plan needs. The network's cannot be measured here, so it is there
+    only if it is given, or with reference figures. Raises ConfigError."""
     if "flops" in given and "prefill_tokens_per_second" in given:
         raise ConfigError(
             "--flops and --prefill-tokens-per-second both set how fast prompts are computed; "
@@ -71,7 +71,7 @@ def resolve_rates(given: Mapping[str, Any], probe: bool) -> dict[str, Rate]:
     return {name: rates[name] for name in (*REFERENCES, PREFILL_TOKENS) if name in rates}
 
 
-# The probes are imported when they run: they need torch, and --help does not.
+# The probes are imported when they run, since they need torch and --help does not.
 def _measure_memory() -> Rate:
     from ..config.machine_probes import memory_copy_bytes_per_second
 
@@ -112,5 +112,5 @@ _PROBES: Mapping[str, Callable[[], Rate]] = {
 
 
 def existing_parent(path: Path) -> Path:
-    """The directory itself, or the nearest above it that is there."""
+    """Return the directory itself, or the nearest existing one above it."""
     return next(each for each in (path, *path.absolute().parents) if os.path.isdir(each))

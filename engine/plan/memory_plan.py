@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of `stratakv plan`: what a model takes, what fits where, when loading pays.
+"""The arithmetic of `stratakv plan`: a model's demand, the capacity of each tier, and the prefixes
+for which loading is faster than computing.
 
-Bytes, blocks and seconds from shapes, sizes and rates; nothing is measured, opened or printed here.
-Prefill of n tokens is counted in operations:
+It computes bytes, blocks and seconds from shapes, sizes and rates, and measures, opens and prints
+nothing. Prefill of n tokens is counted in operations:
 
     2 * n * (elements of the layers' matrices)  +  2 * n^2 * layers * heads * head_dim
                  of experts those of a token
 
 the second for scores and their sums over half of the square. Loading is counted in whole blocks,
-each one contiguous chunk; what lies below the CPU tier passes through it, one after the other.
+each one contiguous chunk; blocks from below the CPU tier pass through it, one after the other.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..models.model_spec import ModelSpec
 Shapes = Mapping[str, tuple[int, ...]]
 
 PREFIX_TOKENS = (1024, 8192, 32768)
-# The pool's null block holds nobody's tokens, and beside it there must be one that does.
+# The pool's null block, which holds no tokens; a pool needs at least one block beside it.
 NULL_BLOCKS = 1
 MIN_POOL_BLOCKS = 2
 _LAYER_PREFIX = "model.layers."
@@ -48,12 +49,12 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """How one device's memory is divided, in bytes."""
+    """The division of one device's memory, in bytes."""
 
     total_bytes: int
     weight_bytes: int
     reserve_bytes: int
-    state_bytes: int = 0  # of running requests, where layers carry states
+    state_bytes: int = 0  # of running requests, if layers carry states
 
     @property
     def kv_bytes(self) -> int:
@@ -73,7 +74,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One cache group, and what a request of the longest length holds of it at most."""
+    """A cache group, and the most that a request of the longest length holds of it."""
 
     attention: str
     layers: tuple[int, ...]
@@ -84,7 +85,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Slots behind the last token of a request, where every length is as likely as another."""
+    """Slots behind the last token of a request, if all lengths are equally likely."""
 
     tokens_per_request: float
     bytes_per_request: float
@@ -107,32 +108,38 @@ def num_elements(shapes: Shapes) -> int:
 
 
 def weight_bytes(shapes: Shapes, dtype: str, num_devices: int = 1) -> int:
-    """Bytes of weights on each device: matrices are split evenly, vectors lie on every one."""
+    """Return the bytes of weights on each device: matrices are split, all devices have
+    the vectors."""
     matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
     vectors = num_elements(shapes) - matrices
     return (-(-matrices // num_devices) + vectors) * DTYPE_BYTES[dtype]
 
 
 def activation_bytes(spec: ModelSpec, dtype: str) -> int:
-    """An estimate of what a step of the default size needs beside weights and KV: two hidden
-    states, attention's inputs and output and two rows of the MLP for each token, and two rows of
-    float32 over the vocabulary for each request."""
+    """Estimate the bytes that a step of the default size needs beside weights, KV and states. Each
+    token needs two hidden states, the inputs and output of attention or, if they are more, of a
+    layer with a state, and two rows of the MLP. Each request needs two rows of float32 over the
+    vocabulary."""
     step = SchedulerConfig()
-    attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    row = 2 * spec.hidden_size + attention + 2 * spec.widest_mlp
+    mixer = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    if (state := spec.state) is not None:
+        # Rows before and behind the convolution, the recurrence's output, and the gated output.
+        mixer = max(mixer, state.in_size + state.conv_channels + 2 * state.inner_size)
+    row = 2 * spec.hidden_size + mixer + 2 * spec.widest_mlp
     logits = 2 * step.max_num_seqs * spec.vocab_size * DTYPE_BYTES["float32"]
     return step.max_num_batched_tokens * row * DTYPE_BYTES[dtype] + logits
 
 
 def running_state_bytes(states: StateBytes, num_requests: int, num_devices: int = 1) -> int:
-    """Bytes of the states of so many requests that run at once, on each device."""
+    """Return the bytes of states on each device for `num_requests` that run at once."""
     return num_state_slots(num_requests) * -(-states.num_bytes // num_devices)
 
 
 def device_layout(
     spec: ModelSpec, block_size: int, kv_dtype: str, num_devices: int = 1
 ) -> BlockLayout:
-    """One block as it lies on each device. Raises ConfigError where heads do not divide."""
+    """Return the layout of a block on each device. Raises ConfigError if the heads cannot
+    be split."""
     for what, count in (("attention", spec.num_heads), ("key-value", spec.num_kv_heads)):
         if count % num_devices:
             raise ConfigError(
@@ -171,7 +178,8 @@ def capacity(
     typical_tokens: int,
     null_blocks: int = 0,
 ) -> Capacity:
-    """The capacity of `blocks`, `null_blocks` of them empty; a request takes whole blocks."""
+    """Return the capacity of `blocks`, `null_blocks` of them empty; a request takes
+    whole blocks."""
     usable = blocks - null_blocks
     return Capacity(
         size_bytes=size_bytes,
@@ -185,8 +193,9 @@ def capacity(
 def pool_capacity(
     groups: CacheGroups, size_bytes: int, *, max_model_len: int, typical_tokens: int
 ) -> Capacity:
-    """The capacity of a pool in blocks over all layers. Of layers with windows a request holds what
-    they and a step of the default size take; tokens are counted as if every layer kept all."""
+    """Return the capacity of a pool in blocks over all layers. In layers with windows a request
+    holds the blocks of the window and of a step of the default size; tokens are counted as if every
+    layer kept all."""
     blocks = size_bytes // (groups.layout.place_bytes * groups.num_places)
     usable = groups.num_pages(blocks) - NULL_BLOCKS
 
@@ -205,8 +214,8 @@ def pool_capacity(
 def group_table(
     groups: CacheGroups, max_model_len: int, state_layers: tuple[int, ...] = ()
 ) -> list[Group]:
-    """What a request of `max_model_len` tokens holds at most of each group, in steps of the default
-    size; and of the states of `state_layers` a checkpoint."""
+    """Return for each group the most that a request of `max_model_len` tokens holds, in steps of
+    the default size; for the states of `state_layers` that is a checkpoint."""
     size, step = groups.layout.block_size, SchedulerConfig().most_step_tokens
     rows = []
     for group in groups.groups:
@@ -222,13 +231,13 @@ def group_table(
 
 
 def waste(layout: BlockLayout, typical_tokens: int) -> Waste:
-    """Slots lost in last blocks, on average: from none to all but one of their slots are empty."""
+    """Return the average loss in last blocks, of which none to all but one slots are empty."""
     tokens = (layout.block_size - 1) / 2
     return Waste(tokens, tokens * layout.token_bytes, tokens / (typical_tokens + tokens))
 
 
 def prefill_of(shapes: Shapes, spec: ModelSpec, operations_per_second: float) -> Prefill:
-    """Prefill at a rate of operations, those of all devices together."""
+    """Return the prefill time at a rate of operations, that of all devices together."""
     matrices = 0.0
     for name, shape in shapes.items():
         if not name.startswith(_LAYER_PREFIX) or len(shape) < 2:
@@ -244,9 +253,10 @@ def prefill_of(shapes: Shapes, spec: ModelSpec, operations_per_second: float) ->
 def block_seconds(
     layout: BlockLayout, rates: Mapping[str, float], num_devices: int = 1
 ) -> dict[str, float]:
-    """Seconds to bring one block from each tier to the devices, at these bytes per second.
+    """Return the seconds to load one block from each tier to the devices, at these bytes per
+    second.
 
-    Each device has a way of its own to the CPU tier; the disk and the network are shared.
+    Each device has its own link to the CPU tier; the disk and the network are shared.
     """
     to_device = layout.page_bytes / rates["cpu"]
     seconds = {"cpu": to_device}
@@ -258,7 +268,7 @@ def block_seconds(
 
 
 def prefix_lengths(max_model_len: int) -> list[int]:
-    """The prefixes to compare: the usual ones that the context holds, and the context itself."""
+    """Return the prefixes to compare: the usual ones that fit, and the whole context."""
     return [tokens for tokens in PREFIX_TOKENS if tokens < max_model_len] + [max_model_len]
 
 
@@ -270,8 +280,8 @@ def loads(
     num_devices: int = 1,
     num_state_blocks: int = 0,
 ) -> list[Load]:
-    """Each prefix, as far as it fills blocks: those that fill none are left out. The states behind
-    it take `num_state_blocks`."""
+    """Return the loads of the full blocks of each prefix, without prefixes that fill no block. The
+    states behind a prefix take `num_state_blocks`."""
     rows = []
     for length in lengths:
         blocks = length // layout.block_size
@@ -293,10 +303,10 @@ def loads(
 def break_even_tokens(
     seconds_per_block: float, block_size: int, prefill: Prefill, num_state_blocks: int = 0
 ) -> int | None:
-    """The shortest prefix of whole blocks that is loaded sooner than computed; None if none is.
+    """Return the shortest prefix of whole blocks that is loaded sooner than computed; None: none.
 
-    Both grow from 0, but for the blocks of states, which every load brings; prefill's square
-    decides where its first token is the cheaper one.
+    Both times grow from 0, except that every load includes the blocks of states. If computing is
+    faster for the first token, the quadratic term of prefill decides.
     """
     dearer, states = seconds_per_block / block_size - prefill.per_token, 0.0
     states = num_state_blocks * seconds_per_block

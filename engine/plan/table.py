@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints a plan as tables. Knows only the plan's JSON form, and measures and computes nothing.
+"""Prints a plan as tables, from the plan's JSON form. It measures and computes nothing.
 
-Sizes that a user typed are shown in the unit that they were typed in, and the others in its kind
-where all of those are of one: powers of 1024, else of 1000. Rates are in powers of 1000.
+Sizes that a user typed are shown in the typed unit. The others are in powers of 1024 if all typed
+sizes are, else in powers of 1000. Rates are in powers of 1000.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Show = Callable[[float], str]
 
 
 def print_plan(made: dict[str, Any], typed: Mapping[str, str] | None = None) -> None:
-    """All of it on standard output. `typed` are the sizes that were given, as texts, by the names
-    of their flags."""
+    """Print the plan on standard output. `typed` are the texts of the given sizes, by the names of
+    their flags."""
     typed = {
         name: " ".join(found.groups())
         for name, text in (typed or {}).items()
@@ -54,7 +54,7 @@ def print_plan(made: dict[str, Any], typed: Mapping[str, str] | None = None) -> 
 
 
 def show_bytes(count: float, *, binary: bool = False) -> str:
-    """Three figures and a unit: `5.24 MB`, or `5.00 MiB`."""
+    """Return three figures and a unit: `5.24 MB`, or `5.00 MiB`."""
     for factor, unit in _BINARY_UNITS if binary else _BYTE_UNITS:
         if count >= factor:
             return f"{_three(count / factor)} {unit}"
@@ -62,7 +62,7 @@ def show_bytes(count: float, *, binary: bool = False) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Three figures: `46.8 ms`."""
+    """Return three figures and a unit: `46.8 ms`."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= factor:
             return f"{_three(seconds / factor)} {unit}"
@@ -70,7 +70,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_rate(per_second: float, what: str) -> str:
-    """`28.0 GB/s`, or `1.20 T operations/s`."""
+    """Return three figures and a unit: `28.0 GB/s`, or `1.20 T operations/s`."""
     unit = what.partition(",")[0]
     if unit == "bytes":
         return f"{show_bytes(per_second)}/s"
@@ -195,7 +195,7 @@ def _rates(made: dict[str, Any]) -> _Part:
 
 
 def _verdict(made: dict[str, Any]) -> str:
-    """Whether tiers are worth it, from where on, and by how much."""
+    """Return in words whether tiers save time, from which prefix on, and how much."""
     longest, block = made["model"]["max_model_len"], made["block"]["tokens"]
     words, pays = [], False
     for place, tokens in made["break_even_tokens"].items():

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """HeldBytes: the bytes of clients' bodies that a router holds, over all clients.
 
-A share grows as the bytes of its request come, and never ahead of them: a client that says much and
-sends little takes no room from others.
+A share counts only bytes that have arrived: a client that announces a large body and sends little
+takes no room from others.
 
-    a body                  as far as it has come, and until its answer has ended
-    a prompt in parts       its first part all that time, and of another one what has come
+    a body                  the bytes received, until its answer has ended
+    a prompt in parts       its first part until then, and the bytes received of the current part
     a websocket's message   from its first bytes on, before it is whole
 """
 
@@ -21,7 +21,8 @@ from .proxy import RETRY_SECONDS
 
 @dataclass(slots=True, eq=False)
 class HeldBytes:
-    """Belongs to one event loop. `most` may be held; more by a client that is alone."""
+    """The count of held bytes, at most `most`; a client that is alone may hold more. Belongs to one
+    event loop."""
 
     most: int
     num_bytes: int = 0
@@ -35,8 +36,7 @@ class Share:
     num_bytes: int = 0
 
     def takes(self, num_bytes: int) -> bool:
-        """Hold so many bytes from now on; False, and no change, where more would be held than may
-        be."""
+        """Change the share to `num_bytes`; False, without a change, if that is over the limit."""
         others = self._all.num_bytes - self.num_bytes
         if num_bytes > self.num_bytes and others and others + num_bytes > self._all.most:
             return False
@@ -44,7 +44,7 @@ class Share:
         return True
 
     def hold(self, num_bytes: int) -> None:
-        """Hold so many bytes from now on. Raises ApiError 429 as `takes` says False."""
+        """Change the share to `num_bytes`. Raises ApiError 429 if `takes` returns False."""
         if not self.takes(num_bytes):
             raise too_many(
                 "the bodies of the requests that are open here are as long together as the router "
@@ -52,8 +52,8 @@ class Share:
             )
 
     def counted(self, receive: Receive, most: int) -> Receive:
-        """`receive` for a body of which up to `most` bytes are kept, and a longer one is dropped.
-        It raises as `hold` does."""
+        """`receive` with the bytes of a body counted; a body of more than `most` bytes is dropped,
+        so it counts as 0. It raises as `hold` does."""
         num_bytes = 0
 
         async def receive_counted() -> Message:
@@ -67,7 +67,7 @@ class Share:
 
 
 def too_many(message: str) -> ApiError:
-    """The error for a request that there is no room for."""
+    """The error for a request beyond the router's limits."""
     return ApiError(
         f"{message}; send this one again in a moment",
         status=429,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two legs of a request are made of: the body for the prefill node, that for the decode
-node, and the facts that a node is chosen by.
+"""The inputs of a request's two legs: the bodies for the prefill node and the decode node, and the
+facts for the choice of a node.
 
-Fields are kept as the bytes that they came as, so that what a decode node reads is what the client
-wrote. A body that is no JSON object goes to a decode node unchanged, which says what is wrong.
+Fields are kept as the client's bytes, so that a decode node reads exactly what the client wrote. A
+body that is no JSON object goes unchanged to a decode node, which reports the error.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ CHAT = "/v1/chat/completions"
 GENERATING = (COMPLETIONS, CHAT)
 _WITH_PROMPT = (COMPLETIONS, PARTS_PATH)
 
-# English has about four bytes of UTF-8 in a token.
+# English text has about four bytes of UTF-8 per token.
 BYTES_PER_TOKEN = 4
 
-# A prompt of more parts is not read part by part: that takes seconds, and everybody waits.
+# A longer prompt is not decoded part by part, which would block the event loop for seconds.
 MAX_PARTS = 65536
 _IN_LISTS_OF_IDS = b"0123456789-, \t\r\n"
 
 KV_PARAMS = "kv_transfer_params"
-# What a prefill node need not do, or would do in vain, for its one token.
+# Fields that are useless for the one token of a prefill node.
 _NOT_FOR_PREFILL = (
     "best_of", "early_stopping", "echo", "length_penalty", "logprobs", "min_completion_tokens",
     "min_tokens", "prompt_logprobs", "return_token_ids", "stream_options", "top_logprobs",
     "use_beam_search",
 )  # fmt: skip
-# Of these, what the first token's log-probabilities depend on.
+# Those that determine the first token's log-probabilities.
 _OF_FIRST_TOKEN = ("logprobs", "top_logprobs")
 _ONE, _FALSE, _NULL = msgspec.Raw(b"1"), msgspec.Raw(b"false"), msgspec.Raw(b"null")
 _ASK_FOR_REMOTE_DECODE = msgspec.Raw(b'{"do_remote_decode":true,"do_remote_prefill":false}')
@@ -44,7 +44,7 @@ Fields = Mapping[str, msgspec.Raw]
 
 
 def read_fields(body: bytes) -> Fields:
-    """The fields of a JSON object, none of them decoded; empty for anything else."""
+    """The fields of a JSON object, not decoded; empty for anything else."""
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -52,7 +52,7 @@ def read_fields(body: bytes) -> Fields:
 
 
 def read_facts(path: str, fields: Fields) -> Facts:
-    """What a node is chosen by."""
+    """The facts by which a node is chosen for a request."""
     raw = bytes(fields.get("prompt" if path in _WITH_PROMPT else "messages", _NULL))
     if raw.count(b",") > MAX_PARTS:
         tokens, is_exact = _tokens_of_many(raw)
@@ -64,9 +64,10 @@ def read_facts(path: str, fields: Fields) -> Facts:
 
 
 def wants_prefill(facts: Facts, above: int) -> bool:
-    """Whether a prefill node is to compute the prompt first. Not where the request takes part in
-    somebody else's hand-over, nor where it wants the prompt's own log-probabilities, for which the
-    decode node computes all of it anyway, nor for a beam search, which one node makes alone."""
+    """Whether a prefill node is to compute the prompt first: it has more than `above` tokens, and
+    the request has no `kv_transfer_params` of another router, asks for no prompt log-probabilities
+    (the decode node would compute the whole prompt for them), and is no beam search (one node makes
+    it alone)."""
     return (
         facts.prompt_tokens > above
         and _is_null(facts.fields, KV_PARAMS)
@@ -76,8 +77,8 @@ def wants_prefill(facts: Facts, above: int) -> bool:
 
 
 def prefill_body(fields: Fields, *, with_kv_params: bool) -> bytes:
-    """The same request for one token, answered whole. With `with_kv_params` the token is handed
-    over, so it is chosen as the request says, with its log-probabilities."""
+    """The request for one token, without a stream. With `with_kv_params` the token is handed over,
+    so it keeps the client's sampling fields and log-probabilities."""
     body = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
     if with_kv_params:
         body |= {name: fields[name] for name in _OF_FIRST_TOKEN if name in fields}
@@ -94,14 +95,14 @@ def prefill_body(fields: Fields, *, with_kv_params: bool) -> bytes:
 
 
 def handed_over(answer: bytes) -> msgspec.Raw | None:
-    """What a prefill node's answer says about where its blocks are."""
+    """The `kv_transfer_params` of a prefill node's answer, or None."""
     fields = read_fields(answer)
     params = fields.get(KV_PARAMS)
     return None if params is None or _is_null(fields, KV_PARAMS) else params
 
 
 def decode_body(fields: Fields, params: msgspec.Raw) -> bytes:
-    """The client's request with what the prefill node handed over."""
+    """The client's request with the `kv_transfer_params` of the prefill node."""
     return msgspec.json.encode({**fields, KV_PARAMS: params})
 
 
@@ -117,14 +118,14 @@ def _decode(fields: Fields, name: str) -> Any:
 
 
 def _tokens_of_many(raw: bytes) -> tuple[int, bool]:
-    """The length of a prompt of many parts by its bytes, and whether it was counted."""
+    """The tokens of a prompt with many parts, by its bytes, and whether the number is exact."""
     if raw.translate(None, _IN_LISTS_OF_IDS) == b"[]":
         return raw.count(b",") + 1, True
     return len(raw) // BYTES_PER_TOKEN, False
 
 
 def _prompt_tokens(prompt: Any) -> tuple[int, bool]:
-    """The length of the longest prompt, and whether it was counted."""
+    """The tokens of the longest prompt, and whether the number is exact."""
     if isinstance(prompt, str):
         return len(prompt.encode()) // BYTES_PER_TOKEN, False
     if not isinstance(prompt, list) or not prompt:
@@ -139,7 +140,7 @@ def _prompt_tokens(prompt: Any) -> tuple[int, bool]:
 
 
 def _text_bytes(messages: Any) -> int:
-    """The texts of a conversation, in UTF-8."""
+    """The bytes of a conversation's texts, in UTF-8."""
     if not isinstance(messages, list):
         return 0
     total = 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node says it is (`GET /node`), and whether two nodes can work for the same clients.
+"""The identity of a node (`GET /node`), and the check that two nodes can serve the same clients.
 
-A field is compared where both nodes tell it, so that a newer node may tell more than an older one.
+A field is compared only if both nodes give it, so that newer nodes may give more than older ones.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ...tiers.settings.format import format_value
 
 Identity = Mapping[str, str]
 
-_OBJECT = "stratakv.node"  # what the answer calls itself, which other software does not
-# In the order in which a difference is told, each with what it is made of.
+_OBJECT = "stratakv.node"  # the object type of the answer, which other software lacks
+# The fields in the order of comparison, each with its source.
 _OF_ANSWERS = {
     "model": "--served-model-name",
     "fingerprint": "the model's config.json and weights",
@@ -25,7 +25,7 @@ _OF_ANSWERS = {
     "tokenizer": "the model's tokenizer.json",
     "chat_template": "the model's chat template",
 }
-# Nodes that differ here answer the same, and find none of each other's blocks.
+# Nodes that differ in these give the same answers, and find none of each other's blocks.
 _OF_BLOCKS = {
     "kv_dtype": "--dtype and --kv-cache-dtype",
     "dtype": "--dtype",
@@ -49,10 +49,10 @@ class Difference(NamedTuple):
     field: str
     value: str
     other: str
-    source: str  # what the field is made of
+    source: str  # the flags or files that determine the field
 
     def explain(self, other_name: str) -> str:
-        """The node whose field it is may not be used beside the other one; why, and the cure."""
+        """Explain why the node with `value` is not used beside the other one, with the cure."""
         return (
             f"its {self.field} is {format_value(self.value)} and that of {other_name} is "
             f"{format_value(self.other)}; it comes from {self.source}: have both the same, or put "
@@ -61,7 +61,7 @@ class Difference(NamedTuple):
 
 
 def read_identity(body: bytes) -> Identity | None:
-    """What a node tells of itself; None for an answer of other software."""
+    """The identity in a node's answer; None for an answer of other software."""
     try:
         told = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -72,14 +72,14 @@ def read_identity(body: bytes) -> Identity | None:
 
 
 def find_difference(one: Identity, other: Identity, *, with_blocks: bool) -> Difference | None:
-    """The first thing in which they may not differ and do; None where there is nothing.
-    `with_blocks`: they are to load each other's blocks."""
+    """The first field in which two nodes differ and may not; None without one. `with_blocks`: the
+    nodes must load each other's blocks."""
     return next(_differences(one, other, with_blocks), None)
 
 
 def explain_role(identity: Identity, listed: str, other: str) -> str:
-    """Why a node that is listed under one role cannot have it, with the cure; empty where it
-    can. `other` is the other role that nodes are listed under."""
+    """The reason why a node cannot have the role `listed`, with the cure; empty if it can. `other`
+    is the other role that nodes are listed under."""
     if identity.get("role") != other:
         return ""
     return (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TLS of connections to https nodes: whom the router trusts, by a file that may be renewed.
+"""The TLS of connections to https nodes, with trusted authorities from a file that may be renewed.
 
-Every request has a connection of its own, so one look at the file before each is enough: what is
-written there is taken up without a restart.
+Every request has a connection of its own, and the file is checked before each, so that a renewed
+file needs no restart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class NodeTls:
-    """Belongs to one event loop. Raises ConfigError for a file that cannot be used at first."""
+    """The trusted authorities, for one event loop. Raises ConfigError if the file is unusable."""
 
     def __init__(self, ca_file: Path | None) -> None:
         self._ca_file = ca_file
@@ -27,8 +27,8 @@ class NodeTls:
         self._context = _read(ca_file)
 
     def context(self) -> ssl.SSLContext:
-        """The context of the next connection. A file that was changed and cannot be used leaves the
-        one before in place, and is told once."""
+        """The context of the next connection. If a changed file cannot be used, the last context
+        stays, and the error is logged once."""
         seen = None if self._ca_file is None else state_of(self._ca_file)
         if seen != self._seen:
             self._seen = seen
@@ -42,7 +42,7 @@ class NodeTls:
 
 
 def make_node_tls(config: RouterConfig) -> NodeTls | None:
-    """None where no node is https. Raises ConfigError for a file that cannot be used."""
+    """The TLS of the nodes; None if no node is https. Raises ConfigError for an unusable file."""
     path = config.node_ca_file
     if not any(address.is_tls for address in (*config.prefill, *config.decode)):
         if path is not None:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes, what is known of each, and the choice between them.
+"""The nodes, the state of each, and the choice between them.
 
-What the rest of the router may rely on: `pick` gives a node that is believed up, unless all of its
-role are believed down; a node that is drained or refused gets nothing; `busy` counts what is in
-flight.
+The rest of the router may rely on this: `pick` returns a node that is believed up, unless all
+decode nodes are believed down; a drained or refused node gets no requests; `busy` counts requests
+in flight.
 
-A node is refused if it was started for another role, or differs from the *reference*: what the
-decode nodes are that answer now. At first that is the first one on the command line that is up. It
-stays so while a decode node that agrees with it lives and is not drained, so that one node that
-comes back with another model cannot put out all others; then the next one that is up sets it anew.
-A prefill node never does, for answers do without it.
+A node is refused if it was started for another role, or differs from the *reference*, the identity
+of the current decode nodes. The first decode node on the command line that is up sets it. It stays
+while a decode node that agrees with it lives and is not drained, so that one node that returns with
+another model cannot displace all others; then the next one that is up sets it again. A prefill node
+never sets it, since answers are possible without prefill nodes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .upstream import NodeError, NodeRequest, NodeSlow, exchange
 
 logger = logging.getLogger(__name__)
 
-# A node that failed so many looks at its health in a row is taken for dead or hung: what waits for
-# it is given up, so that it can be tried elsewhere. And one that was not well for so many does not
-# say any more what the others have to be.
+# A node that failed so many health checks in a row is taken for dead or hung: its requests are
+# aborted, so that they can be tried elsewhere. A node that was down for so many does not keep the
+# reference any more.
 HOPELESS_LOOKS = 5
 _MAX_ANSWER_BYTES = 64 * 1024
 _NOT_IMPLEMENTED = 501
@@ -41,14 +41,14 @@ _TOO_MANY = 429
 
 
 class Role(StrEnum):
-    """What a node is for."""
+    """The role of a node."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class Node:
-    """One node as this router sees it."""
+    """The router's state of one node."""
 
     def __init__(self, address: NodeAddress, role: Role) -> None:
         self.address = address
@@ -60,21 +60,21 @@ class Node:
         self.last_error = ""
         self.failed_looks = 0  # in a row, without any answer
         self.looks_down = 0  # in a row
-        self.identity: Identity | None = None  # as it told it last; None: other software
-        self.refused = ""  # why it is not used beside the others
-        self.difference: Difference | None = None  # where that is why
-        self.follows = True  # as far as is known, it knows the route for that
-        self.last_pick = 0  # of all picks, which one this node got last
+        self.identity: Identity | None = None  # from its last answer; None: other software
+        self.refused = ""  # the reason why it is not used beside the others
+        self.difference: Difference | None = None  # the difference, if that is the reason
+        self.follows = True  # False: it does not know the route /follow
+        self.last_pick = 0  # the number of its last pick among all picks
         self.transports: set[asyncio.WriteTransport] = set()
 
     @property
     def name(self) -> str:
-        """The node in a sentence."""
+        """The node's name for sentences."""
         return f"{self.role} node {self.address.url}"
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Around a request of ours."""
+        """Count a request to this node as in flight for the block."""
         self.in_flight += 1
         self.num_requests += 1
         try:
@@ -83,28 +83,28 @@ class Node:
             self.in_flight -= 1
 
     def mark_down(self, reason: str) -> None:
-        """Nothing more for it until it looks healthy again."""
+        """Give it no requests until a health check succeeds. Logs the change."""
         if self.is_up or not self.last_error:
             logger.warning("%s is down: %s", self.name, reason)
         self.is_up = False
         self.last_error = reason
 
     def mark_up(self) -> None:
-        """It looks healthy."""
+        """Give it requests again, after a health check. Logs the change."""
         if not self.is_up:
             logger.info("%s is up", self.name)
         self.is_up = True
         self.last_error = ""
 
     def refuse(self, reason: str, difference: Difference | None = None) -> None:
-        """Nothing for it as long as it is what it is. Told once, and again for another reason."""
+        """Give it no requests while it has this identity. Logs the reason once, and a new one."""
         if not self.refused or difference != self.difference:
             logger.warning("%s is not used: %s", self.name, reason)
         self.refused = reason
         self.difference = difference
 
     def accept(self) -> None:
-        """It is what it should be."""
+        """Give it requests again: it fits the other nodes."""
         if self.refused:
             logger.info("%s fits the other nodes now", self.name)
         self.refused = ""
@@ -113,33 +113,33 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a request when a node is chosen for it."""
+    """The facts about a request for the choice of a node."""
 
     path: str
-    prompt_tokens: int = 0  # of its longest prompt; 0: it has none, or nobody can say
+    prompt_tokens: int = 0  # of its longest prompt; 0: it has none, or its length is unknown
     is_exact: bool = False  # counted, and not estimated from the text's length
-    # The request's fields as they came, for a choice that looks at the prompt.
+    # The request's fields, not decoded, for a choice that looks at the prompt.
     fields: Mapping[str, msgspec.Raw] = field(default_factory=dict)
 
 
 class Choice(ABC):
-    """Which node gets a request. It is told nothing else and keeps what else it wants to know
-    itself: routing by what nodes have cached is another of these."""
+    """A policy that chooses the node for a request. It gets only the facts and keeps any other
+    state itself; routing by cached blocks would be another policy."""
 
     @abstractmethod
     def choose(self, facts: Facts, nodes: Sequence[Node]) -> Node:
-        """One of `nodes`, which all have one role and of which there is at least one."""
+        """Choose one of `nodes`, which have one role and are not empty."""
 
 
 class LeastLoaded(Choice):
-    """The node with the fewest requests of ours in flight; of equal ones, in turn."""
+    """The node with the fewest of this router's requests in flight; equal ones in turn."""
 
     def choose(self, facts: Facts, nodes: Sequence[Node]) -> Node:
         return min(nodes, key=lambda node: (node.in_flight, node.last_pick))
 
 
 class Nodes:
-    """All nodes, and what looks after their health. Belongs to one event loop."""
+    """All nodes, with their health checks. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -154,8 +154,8 @@ class Nodes:
         self._health_seconds = health_seconds
         self._tls = tls
         self._num_picks = 0
-        self._reference: Identity | None = None  # what nodes have to be; None: nobody told
-        self._holder = ""  # the decode node that is so
+        self._reference: Identity | None = None  # the required identity; None: not known yet
+        self._holder = ""  # the name of a decode node that has it
         self.of_role: dict[Role, list[Node]] = {
             Role.PREFILL: [Node(each, Role.PREFILL) for each in prefill],
             Role.DECODE: [Node(each, Role.DECODE) for each in decode],
@@ -166,7 +166,7 @@ class Nodes:
             yield from nodes
 
     def num_up(self, role: Role) -> int:
-        """How many could get a request; none that is drained or refused."""
+        """The number of nodes that can get a request, without drained and refused ones."""
         return len(self._up(role))
 
     def num_refused(self, role: Role) -> int:
@@ -176,20 +176,20 @@ class Nodes:
         return sum(node.in_flight for node in self.of_role[role])
 
     def by_url(self, url: str) -> Node | None:
-        """The node of that URL, a slash at its end or not."""
+        """The node of that URL, with or without a slash at its end."""
         wanted = url.rstrip("/")
         return next((node for node in self if node.address.url == wanted), None)
 
     def candidates(self, role: Role, tried: Collection[Node] = ()) -> list[Node]:
-        """Those that a request may go to which `tried` have failed. Prefill nodes only if up,
-        since there is an answer without them."""
+        """The nodes that a request may still try, after `tried`; never drained or refused ones. If
+        all decode nodes are down, they are candidates nevertheless; prefill nodes must be up."""
         nodes = self._up(role)
         if not nodes and role is Role.DECODE:
             nodes = [n for n in self.of_role[role] if not n.is_draining and not n.refused]
         return [node for node in nodes if node not in tried]
 
     def pick(self, role: Role, facts: Facts, tried: Collection[Node] = ()) -> Node | None:
-        """The node for a request, or None where none is left."""
+        """Choose the node for a request; None if no candidate is left."""
         nodes = self.candidates(role, tried)
         if not nodes:
             return None
@@ -206,8 +206,7 @@ class Nodes:
         ]
 
     def judge(self) -> None:
-        """Refuse the nodes that do not fit, as far as they have told what they are; take back those
-        that do now."""
+        """Refuse the nodes whose known identity does not fit, and accept those that fit now."""
         if (holder := self._find_holder()) is not None:
             self._reference, self._holder = holder.identity, holder.name
         for node in self:
@@ -219,8 +218,7 @@ class Nodes:
                 node.accept()
 
     def _find_holder(self) -> Node | None:
-        """A decode node that is what the reference says; where none is left, the one that sets it
-        anew."""
+        """A decode node with the reference identity; if none is left, the one that sets it next."""
         able = [
             node
             for node in self.of_role[Role.DECODE]
@@ -243,23 +241,23 @@ class Nodes:
         self.judge()
 
     async def poll_health(self) -> None:
-        """Look at all of them again and again, each on its own, until cancelled."""
+        """Check the health of all nodes repeatedly, each in a task of its own, until cancelled."""
         await asyncio.gather(*(self._watch_node(node) for node in self))
 
     async def _watch_node(self, node: Node) -> None:
         while True:
             await asyncio.sleep(self._health_seconds)
             await self._look_at(node)
-            self.judge()  # before anybody can send it a request
+            self.judge()  # before a request can be sent to it
 
     async def _look_at(self, node: Node) -> None:
-        """Ask how it is, and what it is: a node can be another one by the next look."""
+        """Check a node's health and identity, which may change between two checks."""
         try:
             status, _ = await self._get(node, b"/health")
         except NodeError as error:
             self._note_silence(node, f"does not answer: {error}")
         else:
-            node.failed_looks = 0  # it may be ill, and it lives
+            node.failed_looks = 0  # it answered, so it is alive
             if status != 200:
                 node.mark_down(f"its /health answers {status}")
             elif await self._read_identity(node):
@@ -267,8 +265,8 @@ class Nodes:
         node.looks_down = 0 if node.is_up else node.looks_down + 1
 
     async def _read_identity(self, node: Node) -> bool:
-        """Have it tell what it is. Whether it did, or is other software, which does not; that is
-        asked once each time that it comes up."""
+        """Ask for a node's identity. Whether it answered, or is other software without one, which
+        is asked once each time it comes up."""
         if node.is_up and node.identity is None:
             return True
         try:
@@ -289,7 +287,7 @@ class Nodes:
         return True
 
     async def _get(self, node: Node, path: bytes) -> tuple[int, bytes]:
-        """Status and body of what it answers. Raises NodeError."""
+        """Status and body of the node's answer. Raises NodeError."""
         try:
             async with asyncio.timeout(self._health_seconds):
                 async with exchange(
@@ -312,6 +310,6 @@ class Nodes:
 
 
 def _role_error(node: Node) -> str:
-    """Why a node was started for something else than what it is listed for, or nothing."""
+    """The reason why a node cannot have its listed role; empty if it can."""
     [other] = [role for role in Role if role is not node.role]
     return explain_role(node.identity or {}, node.role, other)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PartsBody: a prompt in parts on its way from a client to one node, which is sent lines of JSON.
+"""PartsBody: a prompt in parts from a client to one node, which gets lines of JSON.
 
     POST        the lines of the body, passed on as they come
-    websocket   each message is a line; the one that says `is_last` ends the body
+    websocket   each message is a line; the one with `is_last` ends the body
 
-Its first line is read whole, because a node is chosen by it. The rest is passed on as fast as the
-node takes it, and nothing of that is kept.
+The first line is read whole, because the choice of a node needs it. The rest is passed on as fast
+as the node takes it, and is not kept. Time limits:
 
-    a part          whole in time, once it has begun
-    between parts   as long as its node waits: the end of that one's answer is the end
+    a part          from its first bytes until it is whole
+    between parts   the node's own: its answer ends the prompt
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from ..api.openai.response.socket_messages import only_disconnect, text_of_messa
 from ..api.openai.response.streaming import before
 from . import legs
 
-# Between two parts, for a node that never ends a session: the longest that one may be told to wait.
+# The limit between two parts, for a node that never ends a session: a node's largest time-out.
 PAUSE_SECONDS = 86400.0
 
 
 class PartsSource(Protocol):
     """The parts that a client sends, as lines of JSON."""
 
-    num_held: int  # bytes of the part that is on its way, or was given last
+    num_held: int  # bytes of the part that is being received, or was returned last
 
     @property
     def began_at(self) -> float | None:
-        """The event loop's time at which a part that is not whole began to come; None between two
-        parts."""
+        """The event loop's time at which the part that is not whole began; None between parts."""
 
     async def read_lines(self) -> bytes:
-        """The next bytes, and b"" behind the last of them. Raises ApiError and ClientGone."""
+        """The next bytes, or b"" after the end. Raises ApiError and ClientGone."""
 
     async def receive_end(self) -> Message:
-        """The next message once nothing more is read; http.disconnect when the client leaves."""
+        """The next message after the end of reading; http.disconnect when the client leaves."""
 
 
 class PartsBody:
-    """The body of one prompt. The proxy reads `rest` of it with `read_more`. A part comes within
-    `part_seconds`; `hold` is told how many bytes are held, and raises ApiError for too many."""
+    """The body of one prompt. The proxy reads it after the first line with `read_more`. A part must
+    arrive within `part_seconds`; `hold` gets the number of held bytes, and raises ApiError for too
+    many."""
 
     def __init__(
         self, source: PartsSource, part_seconds: float, hold: Callable[[int], None]
@@ -64,8 +64,8 @@ class PartsBody:
         self.was_read = False
 
     async def read_first(self, ended: asyncio.Future[None]) -> bytes:
-        """The first line that is not empty, and what came together with it. Raises ApiError
-        where it does not come in time, ClientGone, and what the source raises."""
+        """The first line that is not empty, and the bytes that came with it. Raises ApiError if it
+        does not come in time, ClientGone, and the errors of the source."""
         deadline = asyncio.get_running_loop().time() + self._part_seconds
         held = bytearray()
         while True:
@@ -85,8 +85,7 @@ class PartsBody:
         return bytes(held)
 
     async def read_more(self) -> bytes:
-        """The next bytes, and b"" behind the last of them. Raises ApiError where none come in time,
-        and ClientGone."""
+        """The next bytes, or b"" after the end. Raises ApiError for late ones, and ClientGone."""
         if self._is_over:
             return b""
         chunk = await self._next_lines()
@@ -98,26 +97,26 @@ class PartsBody:
         return chunk
 
     def stop_reading(self) -> None:
-        """The node answers, so `receive_end` may read the rest and drop it."""
+        """Stop reading, since the node answers: `receive_end` may read the rest and drop it."""
         if not self._stopped.is_set():
             self._stopped.set()
             self._stopped_at = asyncio.get_running_loop().time()
             self._when_stopped(self._stopped_at)
 
     def when_stopped(self, call: Callable[[float], None]) -> None:
-        """Call this once nothing more is read, as BodyRest has it; now, where that is so."""
+        """Call `call` once reading has stopped, at once if it has; see BodyRest."""
         self._when_stopped = call
         if self._stopped.is_set():
             call(self._stopped_at)
 
     async def receive_end(self) -> Message:
-        """Says http.disconnect when the client leaves behind its last part. Before that
-        `read_more` notices."""
+        """Wait for the end of reading, then return the next message: http.disconnect when the
+        client leaves. Before that `read_more` notices it."""
         await self._stopped.wait()
         return await self._source.receive_end()
 
     async def _next_lines(self) -> bytes:
-        """Read from the source, whose next part may have begun, or begin while it is awaited."""
+        """Read from the source, within the limit of a part once one has begun."""
         clock = asyncio.get_running_loop().time
         reading, paused_at = asyncio.ensure_future(self._source.read_lines()), clock()
         try:
@@ -152,19 +151,18 @@ class PartsBody:
 
 
 class HttpParts:
-    """The body of a POST, whose lines are the parts. It ends with the line that says `is_last`."""
+    """The body of a POST, whose lines are the parts. It ends with the line that has `is_last`."""
 
     def __init__(self, receive: Receive, max_line_bytes: int) -> None:
         self._receive = receive
         self._max_line_bytes = max_line_bytes
-        self._line: list[bytes] = []  # pieces of a line whose end has not come
+        self._line: list[bytes] = []  # pieces of a line without its end yet
         self.num_held = 0  # bytes of it
         self.began_at: float | None = None  # see PartsSource
         self._is_whole = False
 
     async def read_lines(self) -> bytes:
-        """The next bytes of the body, and b"" behind the last of them. Raises ApiError for a line
-        that is too long, and ClientGone."""
+        """The next bytes, or b"" after the end. Raises ApiError for a long line, and ClientGone."""
         while not self._is_whole:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -177,7 +175,7 @@ class HttpParts:
         return b""
 
     def _look_for_last(self, data: bytes) -> None:
-        """Note the end of the prompt, where a line says so."""
+        """Note the end of the prompt if a line has `is_last`."""
         *ends, rest = data.split(b"\n")
         for end in ends:
             self._add_piece(end)
@@ -195,7 +193,7 @@ class HttpParts:
             raise ApiError(message, status=413, code="body_too_large")
 
     async def receive_end(self) -> Message:
-        """The next message; more of the body, if the node answers before its end, is dropped."""
+        """The next message. If the node answers before the end of the body, the rest is dropped."""
         return await self._receive()
 
 
@@ -210,9 +208,9 @@ class SocketParts:
         self._is_whole = False
 
     async def read_lines(self) -> bytes:
-        """The next message as a line, and b"" behind the last one. Raises ApiError for one that
-        cannot be, and ClientGone."""
-        self.num_held = 0  # what was given last has been passed on
+        """The next message as a line, or b"" after the last one. Raises ApiError for an invalid
+        message, and ClientGone."""
+        self.num_held = 0  # the last message has been passed on
         if self._is_whole:
             return b""
         data = text_of_message(await self._receive())
@@ -222,17 +220,17 @@ class SocketParts:
         if not data.strip():
             raise ApiError("a message is empty; send a JSON object", code="invalid_json")
         self._is_whole, self.num_held = _says_last(data), len(data)
-        # Strings hold no raw line ends in JSON, so those that there are mean nothing.
+        # JSON strings hold no raw line ends, so line ends here are insignificant.
         return data.replace(b"\n", b" ") + b"\n"
 
     @property
     def began_at(self) -> float | None:
-        """The time at which the message began that is on its way, as PartsSource has it."""
+        """The time at which the message that is being received began; see PartsSource."""
         return self._incoming.began_at
 
     async def receive_end(self) -> Message:
-        """The next message. Raises ApiError for one behind the last part. If the node answers
-        before that part, with an error, messages on their way are dropped."""
+        """The next message. Raises ApiError for one after the last part. If the node answers with
+        an error before that part, later messages are dropped."""
         if self._is_whole:
             return await only_disconnect(self._receive)()
         message = await self._receive()
@@ -241,8 +239,7 @@ class SocketParts:
 
 
 def _says_last(line: bytes) -> bool:
-    """Whether a part says that it is the last; one that is no JSON does not, and its node says what
-    is wrong with it."""
+    """Whether a part has `is_last`. False for one that is no JSON, which the node reports."""
     if b"is_last" not in line:
         return False
     return bytes(legs.read_fields(line).get("is_last", b"")).strip() == b"true"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client request on its way through the nodes: prefill where it is worth it, then decode.
+"""The way of one client request through the nodes: prefill for a long prompt, then decode.
 
     long prompt   prefill node (one token) ── its blocks ──▶ shared cache
                   then decode node (the client's request) ◀── blocks ──┘
@@ -7,9 +7,9 @@
 
     parts         decode node, each as it comes
 
-What a client may rely on: its request gets one answer or one error. A request goes to another node
-only while nothing of an answer has been sent, and parts behind the first have not been passed on. A
-prefill that fails costs time and nothing else, because the decode node computes what it does not
+A client may rely on this: its request gets one answer or one error. A request goes to another node
+only while no part of an answer has been sent and no part after the first has been passed on. A
+prefill that fails costs only time, because the decode node computes the blocks that it does not
 find.
 """
 
@@ -35,7 +35,7 @@ from .upstream import NodeAnswer, NodeError, NodeRequest, NodeSlow, NodeUnreacha
 
 logger = logging.getLogger(__name__)
 
-# What a node says that another one may not.
+# Statuses of a node for which another node may have a better answer.
 ELSEWHERE_STATUSES = (429, 502, 503)
 RETRY_SECONDS = 1
 NODE = "node_error"
@@ -45,14 +45,14 @@ FOLLOW = b"/follow"
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """What a client sent, ready to be passed on."""
+    """A client's request in the form for a node."""
 
     path: str
     request: NodeRequest
 
 
 class Proxy:
-    """Sends requests to nodes. Belongs to one event loop."""
+    """The sender of requests to nodes. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class Proxy:
         self._tls = tls
 
     async def forward(self, client: ClientRequest, reply: Reply) -> None:
-        """Answer one request. Raises ApiError for what no node answered, and TimeoutError for what
-        took longer than a request may, from the last of its parts on where it comes in parts; then
-        `reply` says whether some of an answer was sent."""
+        """Answer one request. Raises ApiError if no node answered, and TimeoutError after
+        `request_seconds`, which count from the last part for a prompt in parts; then `reply` says
+        whether a part of an answer was sent."""
         deadline = asyncio.get_running_loop().time() + self._config.request_seconds
         request, facts = client.request, Facts(client.path)
         if request.method == b"POST" and client.path in legs.GENERATING:
@@ -84,16 +84,16 @@ class Proxy:
                 await self._forward_decode(request, facts, reply, deadline, follower)
                 return
         elif request.rest is not None:
-            # A prefill node could begin when all parts are there, and then most of the prompt is
-            # computed. So the decode node computes it.
+            # The decode node computes the prompt: a prefill node could begin only with the last
+            # part, when the decode node has computed most of it.
             first, _, _ = request.body.partition(b"\n")
             facts = legs.read_facts(client.path, legs.read_fields(first))
         await self._forward_decode(request, facts, reply, deadline)
 
     @asynccontextmanager
     async def _followed(self, request: NodeRequest, facts: Facts) -> AsyncIterator[Node | None]:
-        """Have a decode node read the prompt's blocks as they come, which is the node to ask then.
-        Where it does not know how, nothing is lost."""
+        """Make a decode node read the prompt's blocks as they are stored, and yield that node, to
+        be asked first. Yields None if no node can."""
         node = None
         if self._config.kv_transfer_params == "on":
             node = self._nodes.pick(Role.DECODE, facts)
@@ -120,8 +120,8 @@ class Proxy:
     async def _prefill(
         self, request: NodeRequest, facts: Facts, deadline: float
     ) -> msgspec.Raw | None:
-        """Have a prefill node compute the prompt; what it hands over, if it says so. Every failure
-        is counted and costs only time."""
+        """Make a prefill node compute the prompt; return its `kv_transfer_params`, or None. Every
+        failure is counted and costs only time."""
         with_params = self._config.kv_transfer_params == "on"
         body = legs.prefill_body(facts.fields, with_kv_params=with_params)
         own_deadline = asyncio.get_running_loop().time() + self._config.prefill_seconds
@@ -145,7 +145,7 @@ class Proxy:
     async def _try_prefill(
         self, node: Node, request: NodeRequest, leg: _Leg, tried: list[Node]
     ) -> bytes | None:
-        """A prefill node's answer, or None where it gave none that counts."""
+        """A prefill node's answer with the status 200, or None."""
         try:
             async with self._exchange(node, request) as answer:
                 status = answer.status
@@ -159,7 +159,7 @@ class Proxy:
             return body
         leg.outcome = "refused"
         if status not in ELSEWHERE_STATUSES:
-            # What one refuses for the request's own sake, all of them do.
+            # The request is at fault, so all prefill nodes would refuse it.
             tried.extend(self._nodes.of_role[Role.PREFILL])
         logger.info("%s answered %d to a prefill", node.name, status)
         return None
@@ -172,7 +172,8 @@ class Proxy:
         deadline: float,
         first: Node | None = None,
     ) -> None:
-        """`first` is tried before others, if it is still up."""
+        """Send a request to decode nodes until one answers. `first` is tried before the others if
+        it still is a candidate."""
         tried: list[Node] = []
         error: NodeError | None = None
         with self._leg(Role.DECODE) as leg:
@@ -194,8 +195,8 @@ class Proxy:
 
     @asynccontextmanager
     async def _limited(self, request: NodeRequest, deadline: float) -> AsyncIterator[None]:
-        """Around a try, up to the `deadline`. A body that comes in parts has its time once it is
-        whole: how long a prompt may pause is its node's to say."""
+        """Limit a try to the `deadline`. The time of a body in parts starts once it is whole; the
+        node limits the pauses between parts."""
         rest, seconds = request.rest, self._config.request_seconds
         async with asyncio.timeout_at(deadline if rest is None else None) as limit:
             if rest is not None:
@@ -209,8 +210,7 @@ class Proxy:
     async def _try_decode(
         self, node: Node, request: NodeRequest, leg: _Leg, tried: list[Node], reply: Reply
     ) -> bool:
-        """Whether the client has the node's answer; not where another one may have a better one.
-        Raises NodeError."""
+        """Ask a node; False if another one may have a better answer. Raises NodeError."""
         async with self._exchange(node, request) as answer:
             leg.outcome = "ok" if answer.status < 400 else "refused"
             is_for_another = answer.status in ELSEWHERE_STATUSES and not request.was_relayed
@@ -225,8 +225,7 @@ class Proxy:
     def _next_node(
         self, role: Role, facts: Facts, tried: list[Node], first: Node | None = None
     ) -> Node | None:
-        """The node to try next, which is then among those tried. `first` is the first, if it can
-        be."""
+        """The node to try next, added to `tried`; at first `first`, if it is a candidate."""
         if tried and not self._has_another(role, tried):
             return None
         if not tried and first in self._nodes.candidates(role):
@@ -257,7 +256,7 @@ class Proxy:
 
     @contextmanager
     def _leg(self, role: Role) -> Iterator[_Leg]:
-        """Around one leg: it is counted by how it ended, also where the client left or its parts
+        """Count a leg by its outcome at the end of the block, also if the client left or its parts
         cannot be passed on."""
         leg = _Leg()
         began = time.monotonic()
@@ -277,13 +276,13 @@ class Proxy:
 
 @dataclass(slots=True)
 class _Leg:
-    """How a leg ended, as far as it is known."""
+    """The outcome of a leg, as far as it is known."""
 
     outcome: str = "no_node"
 
 
 def _explain(error: NodeError | None, *, is_started: bool, was_relayed: bool) -> ApiError:
-    """The error for a client; which node it was is in the log."""
+    """The error for a client; only the log names the node."""
     if is_started:
         message = (
             "the node that was answering is lost, so this answer is not whole; send the request "

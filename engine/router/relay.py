@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes a node's answer on to the client, so that it ends well whatever becomes of the node.
+"""The relay of a node's answer to the client, which gets a proper end also if the node is lost.
 
 Events are passed on whole: the beginning of one waits for its end. So an event with the error can
-follow when the node is lost, and the client never reads half a token.
+follow when the node is lost, and the client never reads half an event.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .upstream import Headers, NodeAnswer, NodeError, NodeLost
 
 logger = logging.getLogger(__name__)
 
-# An answer up to it is kept until it is whole, so that a node that is lost before then costs the
-# client nothing: another one is asked. What is longer is passed on as it comes.
+# An answer up to this size is held until it is whole, so that another node can be asked if this one
+# is lost before. A longer answer is passed on as it comes.
 HELD_BYTES = 1024 * 1024
-# How long a client that does not read is given to take the last event of a failed stream.
+# The time for a slow client to read the last event of a failed stream.
 LAST_WORDS_SECONDS = 2.0
 
 _EVENTS = "text/event-stream"
 _DONE = b"data: [DONE]"
-# They belong to the connection to the node, and not to the answer.
+# Headers of the connection to the node, not of the answer.
 _HOP_BY_HOP = frozenset(
     (b"connection", b"date", b"keep-alive", b"proxy-authenticate", b"server", b"te", b"trailer",
      b"transfer-encoding", b"upgrade")
@@ -34,7 +34,7 @@ _HOP_BY_HOP = frozenset(
 
 
 class Reply:
-    """The answer to one client. `is_started`: some of it was sent, so nobody else may answer."""
+    """The answer to one client. `is_started`: a part was sent, so no other node may answer."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -44,7 +44,7 @@ class Reply:
         self.status = 0
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Send the head."""
+        """Send the head of the answer."""
         self.is_started = True
         self.status = status
         await self._send(
@@ -52,7 +52,7 @@ class Reply:
         )
 
     async def write(self, data: bytes) -> None:
-        """Send more of the body; returns when the client has room for yet more."""
+        """Send more of the body; return once the client has room for more."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish_body(self, data: bytes = b"") -> None:
@@ -60,8 +60,8 @@ class Reply:
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        """End an answer that has begun. Without the last event the server closes the connection,
-        which is how the client knows that there is more."""
+        """End an answer that has begun: a stream gets the error as its last event. For others the
+        server closes the connection, so that the client sees that the answer is not whole."""
         if not self.is_events or self.is_ended:
             return
         event = b"data: " + encode_error(error) + b"\n\n"
@@ -73,10 +73,9 @@ class Reply:
 
 
 async def pass_on(answer: NodeAnswer, reply: Reply) -> None:
-    """Send a node's answer to the client. Raises NodeLost or NodeSlow, and then `reply` says
-    whether anything was sent."""
+    """Send a node's answer. Raises NodeLost or NodeSlow; then see `reply.is_started`."""
     dropped = _HOP_BY_HOP
-    if answer.is_chunked:  # then a length beside it does not count, and may be wrong
+    if answer.is_chunked:  # a length beside it is ignored, and may be wrong
         dropped = dropped | {b"content-length"}
     headers = [(name, value) for name, value in answer.headers if name not in dropped]
     reply.is_events = answer.status == 200 and answer.content_type == _EVENTS
@@ -131,8 +130,7 @@ async def _pass_events(answer: NodeAnswer, reply: Reply, headers: Headers) -> No
 
 
 async def _next_chunk(answer: NodeAnswer, events: WholeEvents) -> bytes:
-    """More of a stream. A node that is lost behind the last event has been lost too late to
-    matter, so that is the end."""
+    """More of a stream, or b"" at its end. A node lost after the last event counts as the end."""
     try:
         return await answer.read_chunk()
     except NodeError:
@@ -142,20 +140,21 @@ async def _next_chunk(answer: NodeAnswer, events: WholeEvents) -> bytes:
 
 
 class WholeEvents:
-    """Cuts a stream of events where one ends and the next begins."""
+    """The cutter of a stream into whole events."""
 
     def __init__(self) -> None:
         self._tail = bytearray()
-        self.is_done = False  # the last event of a stream has been seen
+        self.is_done = False  # the last event of the stream has come
 
     @property
     def rest(self) -> bytes:
-        """What came after the last event that is whole."""
+        """The bytes after the last whole event."""
         return bytes(self._tail)
 
     def add(self, chunk: bytes) -> bytes:
-        """All events that are whole now. Raises NodeLost for one that has no end."""
-        seen = max(0, len(self._tail) - 3)  # an end may lie across chunks
+        """Add a chunk; return all events that are whole now. Raises NodeLost for an event of more
+        than HELD_BYTES."""
+        seen = max(0, len(self._tail) - 3)  # an end may span two chunks
         self._tail += chunk
         end = 0
         for mark in (b"\n\n", b"\r\n\r\n"):

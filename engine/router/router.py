@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as an ASGI application: what it answers itself, and what it lets through to nodes.
+"""The router as an ASGI application: the routes that it answers itself, and those that it passes to
+nodes.
 
-Only the routes that clients use are passed on; those that rule a node (`/pause`, `/metrics`) are
-for whoever reaches the node itself.
+Only the routes of clients are passed on. Those that control a node (`/pause`, `/metrics`) need a
+direct connection to the node.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ from .upstream import NodeRequest
 
 logger = logging.getLogger(__name__)
 
-# Bodies that are held at once, over all clients.
+# Bytes of bodies held at once, over all clients.
 MAX_HELD_BYTES = 1024 * MIB
 _PREFIX = "/v1/"
 _OTHER_PATHS = ("/tokenize", "/detokenize", "/version", "/ping")
-# Nothing else of what a client sends reaches a node, so that no client can pass for a proxy.
+# No other header of a client reaches a node, so that no client can pose as a proxy.
 _PASSED_HEADERS = frozenset(
     (b"accept", b"accept-language", b"access-control-request-headers",
      b"access-control-request-method", b"authorization", b"content-encoding", b"content-type",
@@ -60,11 +61,11 @@ _PASSED_HEADERS = frozenset(
      b"x-request-id")
 )  # fmt: skip
 
-_KINDS = (b"content-type", b"content-encoding")  # of a body, which a websocket has none of
+_KINDS = (b"content-type", b"content-encoding")  # of a body, which a websocket lacks
 
 
 class Router:
-    """One router: its nodes, its figures and its routes. Belongs to one event loop."""
+    """The router: its nodes, metrics and routes. Belongs to one event loop."""
 
     def __init__(
         self, config: RouterConfig, *, choice: Choice | None = None, admin_key: str | None = None
@@ -96,20 +97,19 @@ class Router:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Look at every node once, and from then on again and again. Nodes that differ are a
-        warning and no reason to end: they may be restarted one by one just now, and those that
-        agree can answer."""
+        """Check every node once, and repeatedly from then on. Nodes that differ cause only a
+        warning: they may be in a rolling restart, and those that agree can answer."""
         self._ended = asyncio.get_running_loop().create_future()
         await self.nodes.probe_all()
         self._watch = asyncio.create_task(self.nodes.poll_health())
 
     def end_requests(self) -> None:
-        """Have every open answer end now, with an error that says why. Idempotent."""
+        """End every open answer now, with an error that gives the reason. Idempotent."""
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
     async def close(self) -> None:
-        """No more looks at nodes."""
+        """End open requests and the health checks of nodes."""
         self.end_requests()
         if self._watch is not None:
             self._watch.cancel()
@@ -121,7 +121,7 @@ class Router:
         if scope["type"] != "http" and not is_socket:
             return
         try:
-            if not scope["path"].startswith("/nodes"):  # which looks more closely
+            if not scope["path"].startswith("/nodes"):  # it has a stricter check
                 check_host(scope, self._allowed_hosts)
             if is_socket:
                 check_origin(scope, None)
@@ -135,7 +135,7 @@ class Router:
             return
         await self._pass(scope, receive, send)
 
-    # What the router answers itself
+    # Routes that the router answers itself
 
     def _answer_own(self, scope: Scope) -> Response | None:
         path, method = scope["path"], scope["method"]
@@ -172,7 +172,7 @@ class Router:
         )
 
     def _drain(self, scope: Scope, *, is_draining: bool) -> Response:
-        """Take one node out, or put it back. What it is answering goes on."""
+        """Drain one node, or undo that. Its requests in flight go on."""
         urls = parse_qs(scope["query_string"].decode("latin-1")).get("url", [])
         node = self.nodes.by_url(urls[0]) if len(urls) == 1 else None
         if node is None:
@@ -187,10 +187,10 @@ class Router:
         return _json(_state_of(node))
 
     def _check_admin(self, scope: Scope) -> None:
-        """Raises ApiError unless this client may see and rule the nodes: with the key, or where
-        there is none from this machine."""
+        """Raise ApiError unless this client may see and control the nodes: with the key, or from
+        this machine if there is no key."""
         headers = dict(scope["headers"])
-        if b"origin" in headers:  # a page in a browser, which may be anybody's
+        if b"origin" in headers:  # a page in a browser, which may be of any site
             raise ApiError("this route takes no requests of web pages", status=403, code="origin")
         if self._key_digest is not None:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
@@ -201,7 +201,7 @@ class Router:
             message = "the key of --admin-key-file is needed: send `Authorization: Bearer <key>`"
             raise ApiError(message, status=401, kind="authentication_error", code="invalid_api_key")
         ends = [each[0] for each in (scope.get("client"), scope.get("server")) if each]
-        # A page may reach this machine by a name of its own; then that is its host.
+        # A page may make its own name resolve to this machine; Host then has that name.
         host = host_in(headers.get(b"host", b""))
         ends.append("127.0.0.1" if host == "localhost" else host)
         if len(ends) < 3 or not all(_is_loopback(each) for each in ends):
@@ -211,7 +211,7 @@ class Router:
             )
             raise ApiError(message, status=403, code="admin_only")
 
-    # What nodes answer
+    # Routes that nodes answer
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
@@ -220,9 +220,9 @@ class Router:
         outcome = "error"
         try:
             if is_socket:
-                # Until the connection is closed, which may be later than the end of the request.
+                # Held until the connection is closed, which may be after the end of the request.
                 scope["extensions"][INCOMING].may_hold = Share(self.held).takes
-                await receive()  # that it connects
+                await receive()  # the event of the connection
                 await send_message(send, {"type": "websocket.accept"})
             with self._admitted() as share:
                 is_parts = scope["path"] == PARTS_PATH
@@ -249,7 +249,7 @@ class Router:
             self.metrics.record_outcome(CLIENT, outcome, time.monotonic() - began)
 
     async def _forward(self, scope: Scope, receive: Receive, reply: Reply, share: Share) -> str:
-        """How the request ended."""
+        """Pass a request to the nodes; return its outcome for the metrics."""
         body, limits = b"", self._body_limits
         if scope["method"] not in ("GET", "HEAD", "OPTIONS", "DELETE"):
             counted = share.counted(receive, limits.max_body_bytes)
@@ -265,7 +265,7 @@ class Router:
     async def _forward_parts(
         self, scope: Scope, receive: Receive, reply: Reply, share: Share
     ) -> str:
-        """Pass the parts of a prompt on as they come. The result is that of `_forward`."""
+        """Pass on the parts of a prompt as they come. The result is that of `_forward`."""
         assert self._ended is not None
         limits = self._body_limits
         headers = self._headers(scope)
@@ -288,8 +288,8 @@ class Router:
 
     @contextmanager
     def _admitted(self) -> Iterator[Share]:
-        """Around a request, with its share of the bytes that may be held; raises ApiError 429 where
-        as many are open as may be."""
+        """Count a request as open for the block, and yield its share of the held bytes. Raises
+        ApiError 429 if `max_waiting` requests are open."""
         if self.num_open >= self._config.max_waiting:
             raise too_many(f"{self.num_open} requests are open here, as many as the router takes")
         self.num_open += 1
@@ -333,7 +333,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _target(scope: Scope) -> bytes:
-    """Path and query as the client sent them."""
+    """Path and query in the client's bytes."""
     path: bytes = scope.get("raw_path") or scope["path"].encode()
     query: bytes = scope["query_string"]
     return path + (b"?" + query if query else b"")

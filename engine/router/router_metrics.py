@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's figures for Prometheus. No label comes from a request."""
+"""The router's metrics for Prometheus. No label comes from a request."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from .nodes import Nodes, Role
 
-CLIENT = "client"  # the whole request, as its client sees it
+CLIENT = "client"  # the whole request, from the client's view
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# What can become of each, so that a scrape shows all of them from the start.
+# The possible outcomes of each leg, all of which a scrape shows from the start.
 OUTCOMES = {
     Role.PREFILL: ("ok", "refused", "unreachable", "lost", "timeout", "no_node", "gone"),
     Role.DECODE: ("ok", "refused", "unreachable", "lost", "timeout", "no_node", "gone"),
@@ -21,7 +21,7 @@ OUTCOMES = {
 
 
 class RouterMetrics:
-    """Counters of one router, in a registry of their own."""
+    """The metrics of one router, in a registry of their own."""
 
     def __init__(self, nodes: Nodes, num_open: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the router: its nodes, its limits, and how long it waits for what."""
+"""The settings of the router: its nodes, limits and time-outs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..logs import LOG_LEVELS
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-# Those that the router makes itself, or that belong to one connection.
+# Headers that the router makes itself, or that belong to one connection.
 _OWN_HEADERS = ("connection", "content-length", "expect", "host", "te", "trailer",
                 "transfer-encoding", "upgrade")  # fmt: skip
 _MOST_SECONDS = 86400.0
@@ -26,7 +26,7 @@ _MOST_SECONDS = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class NodeAddress:
-    """Where a node listens."""
+    """The address of a node."""
 
     host: str
     port: int
@@ -38,12 +38,12 @@ class NodeAddress:
 
     @property
     def url(self) -> str:
-        """The one spelling of it that is used everywhere."""
+        """The address as a URL, in the spelling used everywhere."""
         return f"{'https' if self.is_tls else 'http'}://{self.authority}"
 
 
 def read_node(called: str, value: Any) -> NodeAddress:
-    """The address in a URL. Raises ConfigError for what is no `http://host:port`."""
+    """The address in a URL. Raises ConfigError unless it is `http://host:port` or https."""
     text = readers.text(called, value)
     try:
         url = urlsplit(text)
@@ -80,7 +80,7 @@ def _header(called: str, value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """What `stratakv route` is told. Raises ConfigError for what cannot work."""
+    """The settings of `stratakv route`. Raises ConfigError for settings that cannot work."""
 
     decode: tuple[NodeAddress, ...] = ()
     prefill: tuple[NodeAddress, ...] = ()
@@ -135,7 +135,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not self.decode:
             raise ConfigError(
-                "there is no decode node, so nobody could answer; give one or more with "
+                "there is no decode node, so no request could be answered; give one or more with "
                 "--decode http://host:port"
             )
         seen: set[NodeAddress] = set()
@@ -157,5 +157,5 @@ class RouterConfig:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
 
 
-# Every flag but --prefill and --decode, which may be given several times.
+# Every flag except --prefill and --decode, which may be repeated.
 ROUTER_OPTIONS: Mapping[str, Option] = options_of(RouterConfig, "router")

@@ -5,7 +5,7 @@ application/json     one message
 events               one message each; the connection's close takes the place of [DONE]
 an error             one message, and a close with the code of the error
 
-What a node says that is no JSON becomes an error object: a client of messages reads nothing else.
+An answer of a node that is no JSON becomes an error object, since the client expects only JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_REASON_BYTES = 123
 
 
 class _SaidDetail(msgspec.Struct):
-    """An error as a node of any kind tells it, as far as it counts here."""
+    """The fields used here of an error from a node of any kind."""
 
     message: str
     type: str | None = None
@@ -42,7 +42,7 @@ _error_decoder = msgspec.json.Decoder(_SaidError)
 
 
 class SocketReply(Reply):
-    """The answer to one client over a websocket, which is open."""
+    """The answer to one client over an open websocket."""
 
     def __init__(self, send: Send) -> None:
         super().__init__(send)
@@ -50,12 +50,12 @@ class SocketReply(Reply):
         self._error: ApiError | None = None
 
     async def start(self, status: int, headers: Headers) -> None:
-        """The head says how it ends, and nothing of it is sent."""
+        """Note the status, which decides the close. The head is not sent."""
         self.is_started = True
         self.status = status
 
     async def write(self, data: bytes) -> None:
-        """Send events, or hold more of a whole answer. Raises NodeLost for one that is too long."""
+        """Send events, or hold more of a whole answer. Raises NodeLost if it is too long."""
         if self.is_events:
             await self._send_events(data)
             return
@@ -72,7 +72,7 @@ class SocketReply(Reply):
         await self._close()
 
     async def fail(self, error: ApiError) -> None:
-        """Send an error and close, whether or not the answer has begun."""
+        """Send an error and close, also if the answer has not begun."""
         if not self.is_ended:
             self.is_ended = True
             await close_with_error(self._send, error)
@@ -84,8 +84,7 @@ class SocketReply(Reply):
                 await self._send_text(self._checked(data))
 
     def _checked(self, data: bytes) -> bytes:
-        """Look at what a node says, and return what the client is sent for it. An error counts for
-        the close behind it."""
+        """Return the client's message for one of a node. An error also decides the close."""
         if self.status == 200 and not data.startswith(b'{"error"'):
             is_good = _is_json(data)
         else:
@@ -126,8 +125,8 @@ def _bad_answer(status: int) -> ApiError:
 
 
 def _read_error(data: bytes, status: int) -> ApiError | None:
-    """The error object that a node has answered with; None for what is none."""
-    status = status if status >= 400 else 500  # in a stream
+    """The error object in a node's answer; None if it is no such object."""
+    status = status if status >= 400 else 500  # an error within a stream
     try:
         said = _error_decoder.decode(data).error
         data.decode()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTTP/1.1 request to a node and its answer, read as fast as it is taken.
+"""One HTTP/1.1 request to a node and its answer, read as fast as the client takes it.
 
-Every request has a connection of its own. So a connection is never one that the node has just
-closed, and closing it before the end is how the node learns that nobody waits any more.
+Every request has a connection of its own. So it never gets one that the node has just closed, and
+closing it early tells the node that no client waits any more.
 """
 
 from __future__ import annotations
@@ -31,77 +31,77 @@ class NodeError(Exception):
 
 
 class NodeUnreachable(NodeError):
-    """There was no connection, so the node has not seen the request."""
+    """The connection failed, so the node has not seen the request."""
 
     outcome = "unreachable"
 
 
 class NodeLost(NodeError):
-    """The connection ended, or what came was no HTTP, before the answer was whole."""
+    """The connection ended, or carried no valid HTTP, before the answer was whole."""
 
     outcome = "lost"
 
 
 class NodeSlow(NodeError):
-    """Nothing came for as long as the router waits."""
+    """The node sent no bytes within the router's time limit."""
 
     outcome = "timeout"
 
 
 class BodyRest(Protocol):
-    """More of a body, which its client has not sent yet."""
+    """The rest of a body, which the client has not sent yet."""
 
-    was_read: bool  # some of it is gone, so no other node can be sent all of it
+    was_read: bool  # some of it was passed on, so no other node can get all of it
 
     async def read_more(self) -> bytes:
-        """The next bytes, and b"" behind the last of them. Raises ApiError and ClientGone."""
+        """The next bytes, or b"" after the end. Raises ApiError and ClientGone."""
 
     def stop_reading(self) -> None:
-        """No more of it is wanted: the node answers."""
+        """Stop reading the body, since the node answers."""
 
     def when_stopped(self, call: Callable[[float], None]) -> None:
-        """Call this, with the event loop's time, once nothing more is read; now, if so it is."""
+        """Call `call` with the event loop's time at which reading stops; at once if it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRequest:
-    """A request as it is sent. The framing headers are added, so `headers` has none of them."""
+    """A request to a node. The framing headers are added later, so `headers` has none of them."""
 
     method: bytes
     target: bytes
     headers: Headers = ()
     body: bytes = b""
-    rest: BodyRest | None = None  # behind `body`
+    rest: BodyRest | None = None  # after `body`
 
     @property
     def was_relayed(self) -> bool:
-        """Whether a node has had what no other node can be sent."""
+        """Whether a node got bytes of the body that no other node can get."""
         return self.rest is not None and self.rest.was_read
 
 
 class NodeAnswer:
-    """The head of an answer, and its body chunk by chunk. Nothing is read ahead but what the
-    kernel and one small buffer take, so a node cannot run away from a slow client."""
+    """The head of an answer, and its body chunk by chunk. Only the kernel and one small buffer read
+    ahead, so a fast node cannot fill the memory for a slow client."""
 
     def __init__(self, connection: _Connection, head: h11.Response) -> None:
         self._connection = connection
         self.status = head.status_code
         self.headers: Headers = list(head.headers)
         names = {name for name, _ in self.headers}
-        # Its end cannot be told from a connection that was lost.
+        # The end of such an answer looks like a lost connection.
         self.ends_by_closing = not names & {b"content-length", b"transfer-encoding"}
         self.is_chunked = b"transfer-encoding" in names
 
     @property
     def content_type(self) -> str:
-        """Without parameters, in small letters; empty if there is none."""
+        """The content type without parameters, in lower case; empty if there is none."""
         for name, value in self.headers:
             if name == b"content-type":
                 return value.partition(b";")[0].strip().lower().decode("latin-1")
         return ""
 
     async def read_chunk(self) -> bytes:
-        """All that has come, and b"" after the last of it. Raises NodeLost or NodeSlow."""
+        """All bytes that have come, or b"" after the end. Raises NodeLost or NodeSlow."""
         chunk = bytearray()
         while not self._connection.is_finished:
             event = self._connection.ready_event() if chunk else await self._connection.read_event()
@@ -112,7 +112,7 @@ class NodeAnswer:
         return bytes(chunk)
 
     async def read_whole(self, limit: int) -> bytes:
-        """The whole body. Raises NodeLost where it is longer than `limit`."""
+        """The whole body. Raises NodeLost if it is longer than `limit`."""
         body = bytearray()
         while chunk := await self.read_chunk():
             body += chunk
@@ -122,7 +122,7 @@ class NodeAnswer:
 
 
 class _Connection:
-    """One connection's bytes as HTTP events, each awaited no longer than `wait_seconds`."""
+    """A connection to a node as HTTP events, each awaited for at most `wait_seconds`."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wait_seconds: float
@@ -130,7 +130,7 @@ class _Connection:
         self._reader = reader
         self._writer = writer
         self._wait_seconds = wait_seconds
-        self._is_sending = False  # then a node need say nothing
+        self._is_sending = False  # while True, the node may be silent
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
         self.is_finished = False
 
@@ -150,13 +150,13 @@ class _Connection:
             self._writer.write(self._http.send(h11.Data(data=request.body)) or b"")
         if request.rest is None:
             self._http.send(h11.EndOfMessage())
-        # A node may answer and close before it has read everything, and its answer counts.
+        # A node may answer and close before it has read the whole request; its answer counts.
         with suppress(ConnectionError):
             await self._drain()
 
     async def write_rest(self, rest: BodyRest) -> h11.Response:
-        """Send the rest as it comes; the head of the answer, which may come before the end. Raises
-        NodeLost, NodeSlow, and what `rest` raises."""
+        """Send the rest as it comes; return the head of the answer, which may come before the end.
+        Raises NodeLost, NodeSlow, and the errors of `rest`."""
         self._is_sending = True
         sending = asyncio.ensure_future(self._send_rest(rest))
         reading = asyncio.ensure_future(self.read_head())
@@ -179,7 +179,7 @@ class _Connection:
             self._writer.write(self._http.send(h11.Data(data=chunk)) or b"")
             try:
                 await self._drain()
-            except ConnectionError:  # its answer may have come before
+            except ConnectionError:  # the node's answer may have come before
                 return
         self._writer.write(self._http.send(h11.EndOfMessage()) or b"")
 
@@ -191,7 +191,7 @@ class _Connection:
             raise NodeSlow(f"did not take the request in {self._wait_seconds:g} s") from None
 
     async def read_head(self) -> h11.Response:
-        """The head of the answer, after any that only inform."""
+        """The head of the answer, after informational ones."""
         while True:
             event = await self.read_event()
             if isinstance(event, h11.Response):
@@ -216,11 +216,11 @@ class _Connection:
             self._http.receive_data(await self._read_bytes())
 
     def ready_event(self) -> h11.Event | None:
-        """The next event if it is there already. What is wrong with it, `read_event` says."""
+        """The next event if its bytes are here, else None. Errors are left to `read_event`."""
         try:
             event = self._http.next_event()
         except h11.RemoteProtocolError:
-            return None  # it is raised again
+            return None  # `read_event` raises it again
         return event if isinstance(event, h11.Event) else None
 
     async def _read_bytes(self) -> bytes:
@@ -243,12 +243,12 @@ async def exchange(
     tls: NodeTls | None = None,
     transports: set[asyncio.WriteTransport] | None = None,
 ) -> AsyncIterator[NodeAnswer]:
-    """Send a request; the answer once its head is there. The connection is closed at the end of
-    the block, at once and hard where the answer was not read to its end. While it is open its
-    transport is in `transports`; whoever aborts it there makes this raise NodeLost."""
+    """Send a request, and yield the answer once its head has come. The connection is closed at the
+    end of the block, and aborted if the answer was not read to its end. While it is open its
+    transport is in `transports`; a caller that aborts it there makes this raise NodeLost."""
     context = None
     if address.is_tls:
-        assert tls is not None  # never in clear to an address that says https
+        assert tls is not None  # an https address never gets a plain connection
         context = tls.context()
     try:
         async with asyncio.timeout(connect_seconds):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ways between the host and the device that computes: arrays there, results back.
+"""Copies between the host and the device that computes: arrays there, results back.
 
-Arrays go without anybody waiting. Results come back together, behind one wait: whoever reads
-anything of a tensor elsewhere (`.item()`, `.tolist()`, `bool()`) waits once more for all that is
-queued. On the CPU both are the same memory and cost nothing.
+Arrays go without a wait. Results come back together, behind one wait: code that reads a tensor's
+value elsewhere (`.item()`, `.tolist()`, `bool()`) waits once more for all queued work. On the CPU
+both are the same memory and cost nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array as a tensor on `device`; on the CPU it shares the array's memory."""
+    """Return the array as a tensor on `device`; on the CPU it shares the array's memory."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -25,7 +25,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """Where its first value lies; with fewer calls than `array.ctypes`."""
+    """Return the address of the first value; with fewer calls than `array.ctypes`."""
     address: int = array.__array_interface__["data"][0]
     return address
 
@@ -34,23 +34,23 @@ class HostCopies(NamedTuple):
     """Tensors on their way to host memory."""
 
     copies: list[Tensor]
-    arrived: torch.cuda.Event | None  # None: they are there
+    arrived: torch.cuda.Event | None  # None: they have arrived
 
     @property
     def have_arrived(self) -> bool:
         return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[Tensor]:
-        """The tensors, whole."""
+        """Wait for the copies, and return them."""
         if self.arrived is not None:
-            # Not for the stream: torch counts that among the waits that nobody meant.
+            # The event, not the stream: torch's sync debug mode reports a wait for the stream.
             self.arrived.synchronize()
         return self.copies
 
 
 def begin_to_host(tensors: Sequence[Tensor]) -> HostCopies:
-    """Queue copies of the tensors to host memory, behind what computes them. What is in host memory
-    already is not copied."""
+    """Queue copies of the tensors to host memory, behind the work that computes them. Tensors that
+    are all in host memory already are not copied."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return HostCopies(list(tensors), None)
     copies = []
@@ -63,11 +63,11 @@ def begin_to_host(tensors: Sequence[Tensor]) -> HostCopies:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in host memory, whole when this returns. Waits once where they lie elsewhere."""
+    """Copy the tensors to host memory, with one wait; none if they are there already."""
     return begin_to_host(tensors).wait()
 
 
 def page_locked(tensor: Tensor) -> Tensor:
-    """A copy in memory from which a device copies by itself; torch keeps and reuses such memory,
-    and not before the copy is over."""
+    """Copy the tensor into page-locked memory, from which a device copies by itself. Torch reuses
+    such memory, but not before the copy is over."""
     return tensor.pin_memory()

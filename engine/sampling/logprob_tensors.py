@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities out of raw logits: of the tokens that stand there and of the likeliest ones."""
+"""Log-probabilities from raw logits: those of the rows' own tokens and of the likeliest ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..request.logprobs import PositionLogprobs
 from .copies import to_host
 from .row_states import row_parts
 
-# Reported for anything below it: JSON has no infinity, and a model may rule a token out.
+# Reported in place of lower values: JSON has no infinity, and a model may rule a token out.
 LOGPROB_FLOOR = -9999.0
 
 
 def raw_logprobs(logits: Tensor) -> Tensor:
-    """Natural logarithms of the model's own distribution, in a new tensor: float64 for float64
-    logits, float32 for all others."""
+    """Return the natural logarithms of the model's own distribution, in a new tensor: float64 for
+    float64 logits, float32 for all others."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return torch.log_softmax(logits, dim=-1, dtype=dtype)
 
@@ -31,14 +31,14 @@ class LogprobTensors(NamedTuple):
 
     token_ids: Tensor  # int64 [rows, 1 + most]
     values: Tensor  # [rows, 1 + most]
-    ranks: Tensor  # int64 [rows], of the own token
+    ranks: Tensor  # int64 [rows], of the row's own token
 
 
 def position_tensors(
     logprobs: Tensor, token_ids: Tensor, counts: Sequence[int]
 ) -> list[LogprobTensors]:
-    """For each row of `logprobs` `[n, vocab]`, its token in `token_ids` `[n]` and the likeliest, in
-    parts. Never waits for the device."""
+    """Gather for each row of `logprobs` `[n, vocab]` its token in `token_ids` `[n]` and the
+    `counts[i]` likeliest, in parts. Never waits for the device."""
     return [
         _tensors(logprobs[part], token_ids[part], max(counts[part]))
         for part in row_parts(len(logprobs), logprobs.shape[1], logprobs.device.type)
@@ -46,8 +46,8 @@ def position_tensors(
 
 
 def position_entries(found: Sequence[Tensor], counts: Sequence[int]) -> list[PositionLogprobs]:
-    """One entry for each count, from the tensors of `position_tensors`, one after the other and in
-    host memory. A row that has no numbers gets the floor, which means nothing there."""
+    """Make one entry for each count from the tensors of `position_tensors`, given one after the
+    other and in host memory. A row of NaN gets LOGPROB_FLOOR, which is no valid value there."""
     entries: list[PositionLogprobs] = []
     for start in range(0, len(found), len(LogprobTensors._fields)):
         part = LogprobTensors(*found[start : start + len(LogprobTensors._fields)])
@@ -57,8 +57,8 @@ def position_entries(found: Sequence[Tensor], counts: Sequence[int]) -> list[Pos
 
 
 def prompt_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> list[PositionLogprobs]:
-    """For a slice of a prompt: entry i is of `token_ids[i]`, whose distribution is `logits[i]`
-    (computed at the token before it), and of the `count` likeliest there. Waits for the device."""
+    """Make the entries of a slice of a prompt. Entry i holds `token_ids[i]` and the `count`
+    likeliest tokens by `logits[i]`, computed at the token before it. Waits for the device."""
     found: list[LogprobTensors] = []
     for part in row_parts(len(logits), logits.shape[1], logits.device.type):
         logprobs, ids = raw_logprobs(logits[part]), token_ids[part].to(torch.int64)

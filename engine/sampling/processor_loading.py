@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the logits processors of other packages: all that are installed, by entry point, and those
-that are asked for by name.
+"""Finds the logits processors of other packages: all installed ones, by entry point, and those that
+an operator names.
 
     [project.entry-points."stratakv.logits_processors"]
     no_repeat = "mypackage.processors:NoRepeat"
 
-Names travel between processes, and classes are loaded where they are needed: with the sampler, and
-in the front, which has them check the parameters of requests. Without any processor nothing heavy
-is imported here.
+Processes pass the names on, and load the classes where they need them: beside the sampler, and in
+the front, where the classes check the parameters of requests. Without a processor this imports
+nothing heavy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ParamsCheck = Callable[[SamplingParams], None]
 
 
 class LoadedProcessor(NamedTuple):
-    """A class under the name by which it is known to the operator and in errors."""
+    """A class, and the name by which the operator and error messages call it."""
 
     name: str
     kind: type[LogitsProcessor]
@@ -44,13 +44,13 @@ class InvalidProcessorParams(ValueError):
 
 
 class NobodyReads(InvalidProcessorParams, UnreadExtraArgs):
-    """No processor is loaded that could."""
+    """The request has `extra_args`, and no processor is loaded that could read them."""
 
 
 def load_processors(names: Sequence[str] = ()) -> list[LoadedProcessor]:
-    """The classes of all installed entry points by name, then those of `names`, `module:Class`, in
-    their order; each class once. Raises ConfigError, which names it, for one that cannot be
-    imported, touches a CUDA device while it is, or is no complete LogitsProcessor."""
+    """Load the classes of all installed entry points, by name, then those of `names`
+    (`module:Class`), in their order; each class once. Raises ConfigError, which names the class, if
+    it cannot be imported, uses a CUDA device while it is, or is no complete LogitsProcessor."""
     found: dict[type, LoadedProcessor] = {}
     for name, place in (*_installed().items(), *((name, name) for name in names)):
         kind = _load(name, place)
@@ -59,10 +59,9 @@ def load_processors(names: Sequence[str] = ()) -> list[LoadedProcessor]:
 
 
 def make_params_check(names: Sequence[str] = ()) -> ParamsCheck:
-    """A check for each request where it arrives: raises InvalidProcessorParams, naming the
-    processor, for what one of them refuses, and NobodyReads for `extra_args` where there are none.
-    Raises as
-    `load_processors` does."""
+    """Return a check for arriving requests. The check raises InvalidProcessorParams, which names
+    the processor, for parameters that one refuses, and its subclass for `extra_args` without a
+    processor. Raises ConfigError, like `load_processors`."""
     loaded = load_processors(names)
 
     def check(params: SamplingParams) -> None:
@@ -77,7 +76,7 @@ def make_params_check(names: Sequence[str] = ()) -> ParamsCheck:
                 kind.applies_to(params)
             except ValueError as error:
                 raise InvalidProcessorParams(f"logits processor {name}: {error}") from error
-            except Exception as error:  # code of others: whatever it is, it refuses
+            except Exception as error:  # foreign code: any exception refuses the request
                 text = f"{type(error).__name__}: {error}"
                 raise InvalidProcessorParams(f"logits processor {name}: {text}") from error
 
@@ -85,7 +84,7 @@ def make_params_check(names: Sequence[str] = ()) -> ParamsCheck:
 
 
 def _installed() -> dict[str, str]:
-    """Places of the entry points by name, in the order of the names."""
+    """Return the `module:attribute` of the entry points by name, in the order of the names."""
     found: dict[str, str] = {}
     for point in _entry_points(tuple(sys.path)):
         place = f"{point.module}:{point.attr}"
@@ -99,8 +98,8 @@ def _installed() -> dict[str, str]:
 
 @lru_cache(maxsize=4)
 def _entry_points(_: tuple[str, ...]) -> Sequence[EntryPoint]:
-    """In the order of their names. Looked up once for a search path: that reads a file of every
-    package there is, and the front and the core of an engine ask for the same."""
+    """Return the entry points in the order of their names. Each search path is read once, since
+    that opens a file of every installed package, and both the front and the core need them."""
     return sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
 
 
@@ -135,7 +134,7 @@ def _load(name: str, place: str) -> type[LogitsProcessor]:
 def _import(shown: str, module_name: str) -> object:
     try:
         return importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # code of others, at start: whatever it is
+    except (Exception, SystemExit) as error:  # foreign code may raise any exception
         cure = ""
         if isinstance(error, ModuleNotFoundError):
             cure = "; install its package, or put its folder on PYTHONPATH"
@@ -157,12 +156,12 @@ def _bases(kind: type) -> str:
 
 @contextmanager
 def _without_devices(shown: str) -> Iterator[None]:
-    """No CUDA device can be used meanwhile: one that is opened by an import holds memory in every
-    process, on a device that nobody chose. Raises ConfigError where it was tried."""
+    """Refuse all use of CUDA devices in the body: an import that opens one takes memory in every
+    process, on a device that may not be the engine's. Raises ConfigError if the body tried."""
     import torch
 
     cuda: Any = torch.cuda
-    if cuda.is_initialized():  # the model is loaded: the front has looked
+    if cuda.is_initialized():  # the model is loaded; the front has checked the import already
         yield
         return
     tried = False
@@ -172,7 +171,7 @@ def _without_devices(shown: str) -> Iterator[None]:
         tried = True
         raise RuntimeError("no CUDA device may be used while a logits processor is imported")
 
-    begin = cuda._lazy_init  # what everything that opens a device goes through
+    begin = cuda._lazy_init  # all code that opens a device calls it
     cuda._lazy_init = refuse
     try:
         yield

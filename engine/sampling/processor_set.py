@@ -19,21 +19,21 @@ from .processors.guarded import GuardedProcessor
 from .processors.thinking import ThinkingBudget
 from .row_states import RowStates
 
-# Penalties come behind biases: repetition looks at the sign that these leave.
+# Penalties come after biases, since repetition depends on the sign of the biased logit.
 BUILT_IN: tuple[type[LogitsProcessor], ...] = (
     MinTokens, BadWords, LogitBias, Penalties, MinP, ThinkingBudget,
 )  # fmt: skip
 
 
 class LogitsRows(NamedTuple):
-    """To what each row of logits belongs, as `LogitsProcessor.apply` explains it."""
+    """The batch row, offset and drafts of each row of logits, as in `LogitsProcessor.apply`."""
 
     rows: IntArray  # of the batch
     offsets: IntArray | None = None
     drafts: Drafts | None = None
 
     def at(self, indices: IntArray) -> LogitsRows:
-        """Some of them."""
+        """Return those at `indices`."""
         if self.offsets is None or self.drafts is None:
             return LogitsRows(self.rows[indices])
         drafts = [self.drafts[index] for index in indices.tolist()]
@@ -43,8 +43,8 @@ class LogitsRows(NamedTuple):
 class ProcessorSet:
     """The logits processors of one sampler, in the order in which they are applied.
 
-    Those that can change which token is likeliest come before the greedy choice, the others after
-    the temperature. All are kept up to date; only active ones are applied.
+    Processors that can change the likeliest token come before the greedy choice, the others after
+    the temperature. All get every update; only active ones are applied.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class ProcessorSet:
         context: ProcessorContext | None = None,
         loaded: Iterable[LoadedProcessor] = (),
     ) -> None:
-        """`loaded` are of other packages and come last, in `context`; raises ConfigError for one
-        that cannot be made."""
+        """`loaded` are processors of other packages, made with `context` and applied last. Raises
+        ConfigError for one that cannot be made."""
         others: list[GuardedProcessor] = []
         if context is not None:
             self._failed = RowStates[str](context.max_rows, lambda added: None)
@@ -62,7 +62,7 @@ class ProcessorSet:
         self._others = tuple(others)
         self._all = (*processors, *others)
         self._before_choice = [one for one in self._all if not one.is_argmax_invariant]
-        # The last word, whatever the order: nothing may weaken an end mark that is forced.
+        # The thinking budget comes last of all, so no other processor weakens a forced end mark.
         self._before_choice.sort(key=lambda one: isinstance(one, ThinkingBudget))
         self._after_temperature = [one for one in self._all if one.is_argmax_invariant]
 
@@ -73,13 +73,13 @@ class ProcessorSet:
         return cls((processor(context) for processor in BUILT_IN), context, loaded)
 
     def failures(self, rows: IntArray) -> dict[int, str]:
-        """What is told of those of `rows` that processors of other packages have failed for, by
-        index, until other requests take these rows."""
+        """Return the error texts of those of `rows` for which a processor of another package has
+        failed, by index in `rows`. A text stays until another request takes its row."""
         return dict(self._failed.of(rows)) if self._others else {}
 
     def take_drafts(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether the requests in these rows may be given draft tokens: all processors that apply
-        to them follow those."""
+        """Whether each of these rows may have draft tokens, which all processors that apply to it
+        must follow; bool `[len(rows)]`."""
         may: npt.NDArray[np.bool_] = np.ones(len(rows), np.bool_)
         for processor in self._others:
             may[processor.refuses_drafts(rows)] = False
@@ -92,11 +92,11 @@ class ProcessorSet:
             processor.update_state(update)
 
     def before_choice(self, logits: Tensor, rows: LogitsRows) -> Tensor:
-        """Bans, biases and penalties, which greedy rows obey too. May overwrite `logits`."""
+        """Apply bans, biases and penalties, which greedy rows obey too. May overwrite `logits`."""
         return _apply(self._before_choice, logits, rows)
 
     def after_temperature(self, logits: Tensor, rows: LogitsRows) -> Tensor:
-        """Apply the processors that matter to random draws only. May overwrite `logits`."""
+        """Apply the processors that change random draws only. May overwrite `logits`."""
         return _apply(self._after_temperature, logits, rows)
 
 

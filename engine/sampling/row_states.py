@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State for each row of the persistent batch, which follows requests from row to row.
+"""State by row of the persistent batch, which moves with requests from row to row.
 
 `RowValues` holds one number for every row, as an array; `RowStates` holds an object for the few
 rows that need one. Both follow BatchUpdates alone and keep nothing of a row once it is empty.
@@ -20,10 +20,10 @@ NO_LOGPROBS = -1
 
 _SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
-# A temporary of this many float64 takes 8 MiB. Of a whole batch with a large vocabulary it would
-# take hundreds, fresh from the system every time: a draw from 256 rows took five times as long.
+# A temporary of so many float64 takes 8 MiB. One of a whole batch with a large vocabulary would
+# take hundreds of MiB, each time newly allocated: a draw from 256 rows took five times as long.
 LOGITS_CHUNK_CPU = 2**20
-# Elsewhere there are no such caches, and each part is some thirty launches: 64 MiB.
+# 64 MiB: a GPU has no such caches, and each part costs some thirty launches.
 LOGITS_CHUNK_GPU = 2**23
 
 
@@ -54,7 +54,7 @@ class SamplingRows:
 
     @property
     def top_k(self) -> IntArray:
-        """The vocabulary's size where every token is kept."""
+        """Tokens to keep; the vocabulary's size keeps all."""
         return self._top_k.values
 
     @property
@@ -63,7 +63,7 @@ class SamplingRows:
 
     @property
     def num_logprobs(self) -> IntArray:
-        """How many likeliest tokens are asked for, NO_LOGPROBS where nothing is."""
+        """Number of likeliest tokens to report; NO_LOGPROBS: no log-probabilities at all."""
         return self._logprobs.values
 
     def apply_batch_update(self, update: BatchUpdate) -> None:
@@ -73,7 +73,7 @@ class SamplingRows:
 
 
 def _temperature(added: AddedRow) -> float:
-    # Below, a division in float32 would be by zero; such draws are greedy anyway.
+    # A smaller temperature would be zero in float32; such draws are greedy anyway.
     temperature = added.params.temperature
     return temperature if temperature >= _SMALLEST_TEMPERATURE else 0.0
 
@@ -95,10 +95,10 @@ State = TypeVar("State")
 
 
 class RowFollower(ABC):
-    """The one way to take in a BatchUpdate; what a row holds is left to those below."""
+    """The application of a BatchUpdate. Subclasses define the content of a row."""
 
     def update(self, update: BatchUpdate) -> None:
-        """Take in one step's changes: removed, added, moved."""
+        """Apply one step's changes: rows removed, then added, then moved."""
         for row in update.removed:
             self._clear_row(row)
         for added in update.added:
@@ -115,11 +115,11 @@ class RowFollower(ABC):
 
     @abstractmethod
     def _move_row_state(self, source: int, target: int) -> None:
-        """Give what the source holds to the target, and empty the source."""
+        """Move the content of the source to the target, and empty the source."""
 
 
 class RowValues(RowFollower, Generic[Number]):
-    """One number for each row: what `value_of` makes of its request, `empty` without a request."""
+    """A number for each row: `value_of` its request, or `empty` without a request."""
 
     def __init__(
         self, max_rows: int, empty: Number, value_of: Callable[[AddedRow], float | int]
@@ -140,8 +140,8 @@ class RowValues(RowFollower, Generic[Number]):
 
 
 class RowStates(RowFollower, Generic[State]):
-    """An object for each row whose request needs one: what `state_of` makes of it, unless None.
-    False where no row has any."""
+    """An object for each row whose request needs one: `state_of` the request, unless that is None.
+    It is False if no row has an object."""
 
     def __init__(self, max_rows: int, state_of: Callable[[AddedRow], State | None]) -> None:
         self._states: dict[int, State] = {}
@@ -152,7 +152,8 @@ class RowStates(RowFollower, Generic[State]):
         return bool(self._states)
 
     def of(self, rows: IntArray) -> list[tuple[int, State]]:
-        """The states among `rows`, each with its index there. Rows that have none cost nothing."""
+        """Return the states among `rows`, each with its index there. Rows without a state cost no
+        time."""
         if not self._states:
             return []
         indices = np.flatnonzero(self._has_state[rows])
@@ -167,7 +168,7 @@ class RowStates(RowFollower, Generic[State]):
         return list(self._states.items())
 
     def discard(self, row: int) -> None:
-        """Forget what a row needs no more."""
+        """Drop the state of a row before its request leaves."""
         self._clear_row(row)
 
     def _add(self, added: AddedRow) -> None:
@@ -188,7 +189,8 @@ class RowStates(RowFollower, Generic[State]):
 
 
 def row_parts(num_rows: int, vocab_size: int, device_type: str = "cpu") -> Iterator[slice]:
-    """Consecutive slices that cover all rows."""
+    """Yield consecutive slices that cover all rows, with LOGITS_CHUNK_* logits at most in each, or
+    one row."""
     at_once = LOGITS_CHUNK_CPU if device_type == "cpu" else LOGITS_CHUNK_GPU
     size = max(1, at_once // max(1, vocab_size))
     for start in range(0, num_rows, size):

@@ -5,9 +5,9 @@
                           ─► temperature ─► min-p ─► top-k, top-p ─► draw
 
 Random rows are drawn by inverting the cumulative distribution in the order of the vocabulary, with
-one uniform number each. A seeded row's number is a hash of its seed and of how many tokens it has,
-draft tokens before it included, so it needs no generator state: it is the same whatever else is in
-the batch, and after preemption.
+one uniform number each. A seeded row's number is a hash of its seed and its number of tokens, draft
+tokens before it included. So it needs no generator state, and is the same with other requests in
+the batch and after preemption.
 The logits stay on the device that computed them; parameters go there and one answer comes back.
 """
 
@@ -39,22 +39,22 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 _NONE_SHORT: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 
-# On the CPU torch finds the highest of many four times as fast as the place where it is.
+# On the CPU torch finds the highest of many values four times as fast as its index.
 _HIGHEST_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Results, in the order of the rows asked for. The token means nothing where `is_finite` is
-    False, for the model's logits were not finite, and where `has_choice` is False, for the
-    request's own wishes left no token to choose."""
+    """Results, in the order of the rows. A token is invalid if `is_finite` is False (the model's
+    logits were not finite) or `has_choice` is False (the request's own parameters ban every token).
+    """
 
     token_ids: list[int]
     is_finite: list[bool]
     has_choice: list[bool]
-    # What is told of those whose logits processor raised, by index; their tokens mean nothing.
+    # Error texts of rows whose logits processor raised, by index; their tokens are invalid.
     failures: dict[int, str]
-    logprobs: list[PositionLogprobs | None] | None = None  # None: not asked for
+    logprobs: list[PositionLogprobs | None] | None = None  # None: no row needs them
 
 
 class Sampler:
@@ -69,8 +69,8 @@ class Sampler:
         *,
         seed: int | None = None,
     ) -> None:
-        """`processors` are of other packages; raises ConfigError for one that cannot be made.
-        `seed` fixes the draws of requests that bring no seed of their own; for tests."""
+        """`processors` are those of other packages. `seed` fixes the draws of requests without a
+        seed of their own; for tests. Raises ConfigError for a processor that cannot be made."""
         self._rows = SamplingRows(max_rows, vocab_size)
         self._processors = ProcessorSet.built_in(
             ProcessorContext(max_rows, vocab_size, eos_token_ids), processors
@@ -86,16 +86,16 @@ class Sampler:
         self._processors.update_state(update)
 
     def failures(self, rows: IntArray) -> dict[int, str]:
-        """As `ProcessorSet.failures`: requests that must end."""
+        """Return the error texts of requests that must end: `ProcessorSet.failures`."""
         return self._processors.failures(rows)
 
     def tells_logprobs(self, rows: IntArray) -> bool:
-        """Whether any of these rows asks for log-probabilities, which are those of all tokens: of
-        logits that are masked, the others are looked at for nothing else."""
+        """Whether any of these rows asks for log-probabilities. They need the logits of all tokens;
+        without them only the tokens that a mask allows are needed."""
         return bool((self._rows.num_logprobs[rows] != NO_LOGPROBS).any())
 
     def take_drafts(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        """As `ProcessorSet.take_drafts`; drafts of others are refused."""
+        """Whether each of these rows may have draft tokens; `sample` refuses them for others."""
         return self._processors.take_drafts(rows)
 
     def sample(
@@ -108,12 +108,12 @@ class Sampler:
         offsets: IntArray | None = None,
         drafts: Drafts | None = None,
     ) -> Sampled:
-        """One token for each row of `logits` `[len(rows), vocab]`, which belong to these rows of
-        the batch; where there is a mask, `masked` are the indices of the rows it is for. `offsets`
-        and `drafts` are those of `LogitsProcessor.apply`: a row behind draft tokens gets the token
-        that its request would get after them; raises ValueError where they do not fit. The logits
-        are overwritten where a request changes them. Waits for the device once, for the answer;
-        twice in the rare step in which top-p needed more candidates."""
+        """Choose a token for each row of `logits` `[len(rows), vocab]`, which belong to these rows
+        of the batch; `masked` are the indices of the rows that `mask` restricts. `offsets` and
+        `drafts` are those of `LogitsProcessor.apply`: a row behind draft tokens gets the token that
+        its request would get after them. Overwrites logits that a request changes. Waits for the
+        device once, for the answer; twice in the rare step in which top-p needs more candidates.
+        Raises ValueError for offsets and drafts that do not fit."""
         return self.sample_async(logits, rows, mask, masked, offsets=offsets, drafts=drafts).wait()
 
     def sample_async(
@@ -126,7 +126,7 @@ class Sampler:
         offsets: IntArray | None = None,
         drafts: Drafts | None = None,
     ) -> Choice:
-        """As `sample`, without the wait."""
+        """Do the same as `sample`, but do not wait."""
         belongs = LogitsRows(rows)
         if offsets is not None:
             belongs = LogitsRows(rows, offsets, () if drafts is None else drafts)
@@ -138,7 +138,7 @@ class Sampler:
                 )
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
-        # A sum is finite only where every term is; one pass, and no temporary of the same size.
+        # A sum is finite only if every term is: one pass, and no temporary of the same size.
         is_finite = torch.isfinite(logits.sum(dim=-1))
         asked = np.flatnonzero(self._rows.num_logprobs[rows] != NO_LOGPROBS)
         raw = None
@@ -160,7 +160,7 @@ class Sampler:
         return Choice(self, drawn, known, raw, random, numbers, short)
 
     def draw_again(self, drawn: Drawn, random: IntArray, numbers: npt.NDArray[np.float64]) -> None:
-        """Draw these rows among all candidates."""
+        """Draw the rows at the indices `random` once more, among all candidates."""
         self._draw_all(drawn, random, numbers, all_candidates=True)
 
     def _draw_all(
@@ -171,8 +171,8 @@ class Sampler:
         *,
         all_candidates: bool = False,
     ) -> list[Tensor]:
-        """Draw the rows at the indices `random` by uniform `numbers`. What comes back says of each,
-        part by part, whether it must be drawn again with all candidates; nothing: none must."""
+        """Draw the rows at the indices `random` by uniform `numbers`. Return, part by part, whether
+        each must be drawn again with all candidates; empty: none must."""
         logits, short = drawn.logits, []
         parts = [*row_parts(len(random), logits.shape[1], logits.device.type)]
         for part in parts:
@@ -216,15 +216,15 @@ class Sampler:
         sums = exp_(scaled).cumsum(dim=-1, dtype=torch.float64)
         total = sums[:, -1:]
         target = numbers[:, None] * total
-        # Below the total even where the product was rounded up, so the answer is always a token
-        # with a probability above zero.
+        # Keep it below the total even if the product was rounded up, so that the token always has a
+        # probability above zero.
         target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
         tokens = torch.searchsorted(sums, target, right=True)[:, 0]
-        # Only rows that are not finite get beyond.
+        # Only rows that are not finite need the clamp.
         return tokens.clamp_(max=sums.shape[1] - 1), is_short
 
     def _uniform(self, belongs: LogitsRows) -> npt.NDArray[np.float64]:
-        """One number in [0, 1) for each row."""
+        """Return a number in [0, 1) for each row, float64; seeded rows get their own."""
         rows, offsets, _ = belongs
         drawn = torch.rand(len(rows), dtype=torch.float64, generator=self._generator)
         numbers: npt.NDArray[np.float64] = drawn.numpy()
@@ -240,9 +240,9 @@ class Sampler:
 class Drawn:
     """A batch on its way to tokens."""
 
-    logits: Tensor  # [rows, vocab], as the requests want them; a draw works on copies
-    best: Tensor  # [rows] the highest of each
-    chosen: Tensor  # int64 [rows], which draws overwrite
+    logits: Tensor  # [rows, vocab], after the requests' changes; a draw works on copies
+    best: Tensor  # [rows] the highest logit of each
+    chosen: Tensor  # int64 [rows], greedy at first; draws overwrite theirs
     rows: LogitsRows
 
 
@@ -252,10 +252,10 @@ class RawLogprobs:
 
     logprobs: Tensor  # [asked, vocab]
     asked: IntArray  # indices among the rows
-    counts: IntArray  # [rows] how many of the likeliest
+    counts: IntArray  # [rows] number of likeliest tokens
 
     def entries(self, num_rows: int, found: list[Tensor]) -> list[PositionLogprobs | None]:
-        """An entry for each of `num_rows`, None for those that did not ask."""
+        """Return an entry for each of `num_rows`, None for rows without log-probabilities."""
         made = position_entries(found, self.counts[self.asked].tolist())
         entries: list[PositionLogprobs | None] = [None] * num_rows
         for index, entry in zip(self.asked.tolist(), made, strict=True):
@@ -264,7 +264,7 @@ class RawLogprobs:
 
 
 class Choice:
-    """Tokens that the device has been told to choose."""
+    """The tokens of a step, while the device still chooses them and afterwards."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class Choice:
         numbers: npt.NDArray[np.float64],
         short: list[Tensor],
     ) -> None:
-        """`random` are the indices of the rows that were drawn, with `numbers`; `short` says of
+        """`random` are the indices of the rows that were drawn with `numbers`; `short` says for
         each, part by part, whether it must be drawn again."""
         self._sampler, self._known, self._raw = sampler, known, raw
         self._random, self._numbers, self._num_short = random, numbers, len(short)
@@ -290,17 +290,17 @@ class Choice:
 
     @property
     def is_final(self) -> bool:
-        """Whether `tokens` are the answer. Else `wait` may change some of them, and must be called
+        """Whether `tokens` are final. If not, `wait` may change some of them, and must be called
         before the sampler's rows change."""
         return self._drawn is None
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would return at once, or nearly."""
+        """Whether the first copies have arrived; a second draw may still make `wait` wait."""
         return self._copies.have_arrived
 
     def wait(self) -> Sampled:
-        """What was chosen; waits for the device."""
+        """Wait for the device, and return the result."""
         if self._sampled is None:
             self._sampled, is_short = self._fetch()
             if self._drawn is not None and is_short.any():
@@ -314,7 +314,7 @@ class Choice:
         return self._sampled
 
     def _begin_copies(self, short: list[Tensor]) -> HostCopies:
-        """Everything that the host wants to know."""
+        """Start the copies of all results to the host."""
         found, raw = [], self._raw
         if raw is not None:
             found = position_tensors(
@@ -323,7 +323,7 @@ class Choice:
         return begin_to_host([self.tokens, self._known, *short, *itertools.chain(*found)])
 
     def _fetch(self) -> tuple[Sampled, npt.NDArray[np.bool_]]:
-        """The answer, and for each random row whether it must be drawn again."""
+        """Return the result, and for each random row whether it must be drawn again."""
         ids, (is_finite, has_choice), *others = self._copies.wait()
         is_short, found = others[: self._num_short], others[self._num_short :]
         entries = None if self._raw is None else self._raw.entries(len(ids), found)
@@ -347,15 +347,15 @@ def _check_drafts(belongs: LogitsRows) -> None:
 
 
 def _take(tensor: Tensor, indices: IntArray) -> Tensor:
-    """These rows; not a copy where they are all."""
+    """Return the rows at `indices`; the tensor itself, not a copy, if they are all rows."""
     if len(indices) == len(tensor):
         return tensor
     return tensor[to_device(indices, tensor.device)]
 
 
 def highest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest logit of each row, and the first token id that has it; of a row with NaN, NaN and
-    the place of one."""
+    """Return the highest logit of each row, and the first token id that has it. A row with NaN
+    gives NaN and the token id of one."""
     num_rows, vocab_size = logits.shape
     num_blocks = vocab_size // _HIGHEST_BLOCK
     if logits.device.type != "cpu" or num_blocks < _HIGHEST_BLOCK:
@@ -374,13 +374,13 @@ def highest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def uniform_of(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on both arguments only."""
+    """Return a number in [0, 1) that depends on both arguments only."""
     mixed = _mix((_mix(seed & _MASK_64) + position * _GOLDEN) & _MASK_64)
     return (mixed >> 11) * 2.0**-53
 
 
 def _mix(x: int) -> int:
-    """A bijection of 64-bit numbers in which every input bit moves about half the output bits
+    """Map 64-bit numbers one to one, so that every input bit changes about half the output bits
     (the finaliser of SplitMix64)."""
     x = (x + _GOLDEN) & _MASK_64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64

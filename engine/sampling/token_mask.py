@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens each of some requests may choose from, one bit a token, as grammars give it."""
+"""The tokens that some requests may choose, one bit a token, as grammars give them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ _WORD = np.dtype("<u4")
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """`allowed[i]` belongs to `request_ids[i]`: bit `t % 32` of word `t // 32` is set where token
-    `t` may follow. Requests that are not named choose freely; tokens beyond the words are banned.
-    """
+    """A mask of tokens. `allowed[i]` belongs to `request_ids[i]`: bit `t % 32` of word `t // 32` is
+    set if token `t` may follow. Requests that are not named choose freely; tokens beyond the words
+    are banned."""
 
     request_ids: Sequence[str]
     allowed: npt.NDArray[np.uint32]  # [requests, words]
 
     @property
     def of_any(self) -> npt.NDArray[np.uint32]:
-        """`[words]`: the tokens that any of the requests may choose."""
+        """Tokens that at least one of the requests may choose, `[words]`."""
         words: npt.NDArray[np.uint32] = np.bitwise_or.reduce(self.allowed, axis=0)
         return words
 
     def places_among(self, rows: IntArray, row_of: Mapping[str, int]) -> Sequence[int]:
-        """The index of the row of logits that each row of the mask is for. `rows` are the rows of
-        the batch that the rows of logits belong to. Those of one request stand one after the other
-        in both; what the mask has more of restricts the last one. Raises ValueError for a request
-        without any."""
+        """Return the index of the row of logits for each row of the mask. `rows` are the batch rows
+        of the logits. The rows of one request are consecutive in both; surplus rows of the mask
+        restrict its last row of logits. Raises ValueError for a request without a row of logits."""
         choosing = rows.tolist()
         own = [row_of.get(request_id, -1) for request_id in self.request_ids]
-        if own == choosing:  # each row has one, in this order
+        if own == choosing:  # one row of the mask for each, in the same order
             return range(len(own))
         left: dict[int, list[int]] = {}
         for place in range(len(choosing) - 1, -1, -1):
@@ -55,9 +54,9 @@ class TokenMask:
         return places
 
     def apply(self, logits: Tensor, indices: Sequence[int]) -> None:
-        """Ban what is not allowed, in place: row `indices[i]` of `logits` `[rows, vocab]` is that
-        of `request_ids[i]`. Raises ValueError where the mask is not one row for each request,
-        or a row is not there."""
+        """Ban the tokens that are not allowed, in place. Row `indices[i]` of `logits`
+        `[rows, vocab]` is that of `request_ids[i]`. Raises ValueError if the mask does not have a
+        row for each request, or an index is out of range."""
         allowed, count = self.allowed, len(self.request_ids)
         if allowed.ndim != 2 or len(allowed) != count:
             raise ValueError(
@@ -77,9 +76,9 @@ class TokenMask:
         if logits.is_cpu:
             _ban_on_host(logits, num_tokens, words, None if is_all else indices)
             return
-        octets = np.array(words).view(np.uint8)  # one that may be written, which torch asks for
+        octets = np.array(words).view(np.uint8)  # a writable copy, as torch needs
         banned = banned_on(octets, num_tokens, logits.device)
-        if is_all:  # none to be left alone, so no copy
+        if is_all:  # no copy is needed
             logits.masked_fill_(banned, -torch.inf)
             return
         rows = to_device(np.asarray(indices, np.int64), logits.device)
@@ -92,8 +91,8 @@ def _ban_on_host(
     words: npt.NDArray[np.uint32],
     indices: Sequence[int] | None,
 ) -> None:
-    """In place: by the compiled kernels, which read words and touch what they ban, else by numpy,
-    which is three times as quick as torch at it; `indices` are None for all rows."""
+    """Ban tokens in place: by the compiled kernels, which read words and write only banned logits,
+    else by numpy, which is three times as fast as torch here. `indices` None: all rows."""
     library = cpu_library()
     if isinstance(library, CpuLibrary) and logits.dtype == torch.float32:
         row, one = logits.stride()
@@ -119,9 +118,9 @@ def _ban_on_host(
 
 
 def banned_on_host(octets: npt.NDArray[np.uint8], num_tokens: int) -> npt.NDArray[np.bool_]:
-    """The same as `banned_on`, made on the host."""
+    """Do the same as `banned_on`, on the host."""
     count = min(octets.shape[1] * 8, num_tokens)
-    # Turned over while they are packed: what comes out, 0 or 1, is a bool as it is.
+    # The bits are inverted while they are packed; unpacked bytes, 0 or 1, are valid bools.
     banned = np.unpackbits(~octets, axis=1, count=count, bitorder="little").view(np.bool_)
     if count < num_tokens:
         banned = np.pad(banned, ((0, 0), (0, num_tokens - count)), constant_values=True)
@@ -129,8 +128,8 @@ def banned_on_host(octets: npt.NDArray[np.uint8], num_tokens: int) -> npt.NDArra
 
 
 def banned_on(octets: npt.NDArray[np.uint8], num_tokens: int, device: torch.device) -> Tensor:
-    """Which tokens are banned, bool `[rows, num_tokens]`, of bits `[rows, octets]` that allow one
-    each. The bits are copied to the device in one piece and spread there."""
+    """Return the banned tokens, bool `[rows, num_tokens]`, from bits `[rows, octets]` that allow a
+    token each. The bits are copied to the device in one piece and expanded there."""
     packed = to_device(octets, device)
     bit = 1 << torch.arange(8, dtype=torch.uint8, device=device)
     banned = ((packed[:, :, None] & bit) == 0).flatten(1)[:, :num_tokens]

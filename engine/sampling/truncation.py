@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Top-k and top-p: which logits of a row are left out of a draw.
+"""Top-k and top-p: the logits of a row that a draw leaves out.
 
-Every token is kept whose logit equals the last one kept, so the order in which equal logits happen
-to be sorted changes nothing.
+All tokens whose logit equals the last kept one are kept too, so the sorting order of equal logits
+has no effect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .copies import to_device
 
 # Top-p rarely needs more candidates; where it does, the whole vocabulary is sorted.
 FIRST_CANDIDATES = 256
-# A row with a top-k up to this is drawn from without a pass over what it leaves out.
+# A row with a top-k up to this is drawn without a pass over the logits that it leaves out.
 MOST_FEW = 1024
 
 _LOG2_E = math.log2(math.e)
@@ -30,13 +30,13 @@ FloatArray = npt.NDArray[np.float64]
 def truncate(
     scaled: Tensor, top_k: IntArray, top_p: FloatArray, *, all_candidates: bool = False
 ) -> Tensor | None:
-    """Set to -inf what top-k (first) and top-p (over what is left) leave out, in place.
+    """Set to -inf the logits that top-k leaves out, and then those of the rest that top-p does, in
+    place.
 
     `scaled` is `[rows, vocab]`; a `top_k` of the vocabulary's size keeps all, and so does a `top_p`
-    of 1. To see whether the first candidates were enough, one must wait for the device. On the CPU
-    that costs nothing, and the rest is done here. Elsewhere what comes back is a bool `[rows]`,
-    True where they were not: those rows must be truncated anew with `all_candidates`. None: every
-    row is done.
+    of 1. On the CPU this looks whether the first candidates were enough, and finishes all rows. On
+    other devices that look would be a wait, so this returns a bool `[rows]`, True for rows that
+    need more: those must be truncated anew with `all_candidates`. None: every row is done.
     """
     limited = np.flatnonzero((top_k < scaled.shape[1]) | (top_p < 1.0))
     if len(limited) == 0:
@@ -57,16 +57,16 @@ def truncate(
 
 
 def leaves_few(top_k: IntArray, vocab_size: int, device: torch.device) -> bool:
-    """Whether `draw_among_few` is for such rows: on the host, where each has a small top-k."""
+    """Whether `draw_among_few` can draw these rows: on the CPU, and each with a small top-k."""
     return is_free_to_look(device) and bool((top_k <= min(MOST_FEW, vocab_size - 1)).all())
 
 
 def draw_among_few(
     scaled: Tensor, top_k: IntArray, top_p: FloatArray, numbers: FloatArray
 ) -> npt.NDArray[np.int64]:
-    """The token that each row `[rows, vocab]` draws by its number in [0, 1) among what top-k and
-    top-p leave: the same as of the whole row, whose other tokens add nothing to any sum. Rows that
-    are not finite get token 0."""
+    """Draw a token for each row `[rows, vocab]` by its number in [0, 1) among the logits that top-k
+    and top-p keep. A draw from the whole row gives the same token, since the others add 0 to every
+    sum. Rows that are not finite get token 0."""
     cutoff, _ = _cutoff(scaled, top_k, top_p, False)
     num_rows, vocab = scaled.shape
     places = np.flatnonzero((scaled >= cutoff).numpy())
@@ -79,7 +79,7 @@ def draw_among_few(
     sums[row, np.arange(len(places)) - starts[row]] = shares
     sums.cumsum(axis=1, out=sums)
     total = sums[:, -1]
-    # As for whole rows: below the total even where the product was rounded up.
+    # Keep it below the total even if the product was rounded up, as for whole rows.
     target = np.minimum(numbers * total, np.nextafter(total, 0.0))
     at = np.minimum((sums <= target[:, None]).sum(axis=1), np.maximum(counts, 1) - 1)
     chosen = np.zeros(num_rows, np.int64)
@@ -91,8 +91,8 @@ def draw_among_few(
 def _cutoff(
     scaled: Tensor, top_k: IntArray, top_p: FloatArray, all_candidates: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The smallest logit kept in each row, `[rows, 1]`, and the rows for which there were too few
-    candidates to find it."""
+    """Return the smallest kept logit of each row, `[rows, 1]`, and a bool `[rows]`, True for rows
+    with too few candidates to find it; None: all rows are done."""
     vocab, device = scaled.shape[1], scaled.device
     has_k, has_p = top_k < vocab, top_p < 1.0
     by_share_alone = has_p & ~has_k
@@ -111,7 +111,7 @@ def _cutoff(
         if not has_p.any():
             return kth, None
         sums = exp_(best.masked_fill(best < kth, -torch.inf)).cumsum(-1, dtype=torch.float64)
-        # Where top-k leaves nothing beyond the candidates, their sum is that of all.
+        # If top-k keeps no token beyond the candidates, their sum is the whole sum.
         is_whole = ~no_k[:, 0]
         if width < vocab:
             beyond = found[:, -1]
@@ -119,7 +119,7 @@ def _cutoff(
         total = sums[:, -1]
         if not (is_free_to_look(device) and bool(is_whole.all())):
             total = torch.where(is_whole, total, _sum_of(scaled, kth))
-        # Kept are the first tokens whose sum reaches the share, so the last has `count` before it.
+        # The first tokens whose sum reaches the share are kept: `count` of them and the next one.
         count = (sums < (share * total)[:, None]).sum(dim=-1)
         is_short = None
         if width < vocab and by_share_alone.any():
@@ -137,11 +137,12 @@ def _sum_of(scaled: Tensor, kth: Tensor) -> Tensor:
 
 
 def exp_(logits: Tensor) -> Tensor:
-    """e to the power of them, in place. By powers of 2, since torch's `exp` on the CPU takes 4
-    times as long for -inf and 25 times as long where the result is nearly 0, as most are."""
+    """Replace the logits by e to their power, in place. It uses powers of 2, since torch's `exp` on
+    the CPU takes 4 times as long for -inf, and 25 times as long for results near 0, which most are.
+    """
     return logits.mul_(_LOG2_E).exp2_()
 
 
 def is_free_to_look(device: torch.device) -> bool:
-    """Whether reading a result costs no wait."""
+    """Whether reading a result needs no wait: on the CPU."""
     return device.type == "cpu"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission: which waiting requests join the running ones in this step.
 
-In the order of the policy: the first request for which there is no room ends the round, because one
-behind it must not take what it waits for. A request that only waits for something else (a load, an
-answer of the tiers) stands aside and holds up nobody. Beside running requests only some of those
-are asked again in each step, in turns.
+The round follows the order of the policy. The first request without room ends it, because one
+behind that request must not take the room it waits for. A request that waits for something else (a
+load, an answer of the tiers) stands aside, and the round goes on. Beside running requests each step
+considers some of those again, in turns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_DEFERRED = 16
 
 
 class Verdict(Enum):
-    """What became of a waiting request in this step."""
+    """The result of one look at a waiting request."""
 
     RUNS = "runs"
     LOADING = "loading"
@@ -36,7 +36,7 @@ class Verdict(Enum):
 
 
 class Admission:
-    """One round a step."""
+    """Admits waiting requests, one round a step."""
 
     def __init__(self, states: RequestStates, pressure: MemoryPressure) -> None:
         self._states = states
@@ -126,8 +126,8 @@ class Admission:
         now: float,
         only_known: bool,
     ) -> bool:
-        """One round over these queues, until so many stand aside; False where it ended because
-        there is room for no more."""
+        """Consider the requests of these queues in turn, until `most_later` stand aside. False
+        where the round ended for want of room."""
         while len(later) < most_later:
             found = self._policy.first(queues, only_known)
             if found is None:
@@ -147,7 +147,7 @@ class Admission:
         return True
 
     def _obstacle(self, request: Request, step: StepBuilder) -> Obstacle | None:
-        """What ends the round before its first request is looked at."""
+        """The obstacle that ends the round before `request` is considered; None without one."""
         if len(self._states.running) >= self._max_running:
             return Obstacle.SEATS
         if step.budget == 0 and not self._may_begin_load(request):
@@ -289,8 +289,8 @@ class Admission:
     def _overlaps(
         self, match: Match, request: Request, hits: GroupBlocks, num_hit_tokens: int
     ) -> bool:
-        """Have it run while it is loaded, where that is wished and can be. Only in chunks can it
-        compute as far as it may; and without room it had better wait."""
+        """Begin a load beside which the request computes, where the match offers one; whether that
+        was done. It needs chunked prefill, to compute as far as the load has come, and room."""
         return (
             self._chunked
             and match.kind is MatchKind.OVERLAP
@@ -365,7 +365,7 @@ class Admission:
         return reservations is None or reservations.has_room_for(request, hits, num_more)
 
     def _commit_reserved(self) -> bool:
-        """True."""
+        """Commit the room that `_may_reserve` found; True, so that it can end a condition."""
         return self._reservations is None or self._reservations.commit_reserved()
 
     def _drives_out(self, request: Request, hits: GroupBlocks) -> bool:
@@ -383,12 +383,12 @@ class Admission:
 
     def _keep_free(self) -> int:
         """The blocks to leave free: none while nothing runs, because the watermark would protect
-        nobody and could lock everybody out."""
+        no request and could lock all of them out."""
         return self._manager.watermark_blocks if self._states.running else 0
 
     def _make_room(self, request: Request) -> bool:
-        """Take the blocks of a pin; or of another load while nothing runs, for nobody else will
-        give any back."""
+        """Take the blocks of a pin; or of another load while nothing runs, since no other request
+        gives blocks back then."""
         if self._release_pin(request):
             return True
         if self._reservations is not None:
@@ -396,8 +396,8 @@ class Admission:
         return not self._states.running and self._states.give_up_last_load(spare=request)
 
     def _take_from_paused(self, request: Request) -> bool:
-        """As `_make_room`, where all that have loaded wait for the end of a pause: they cannot run
-        before, nor load again."""
+        """Make room as `_make_room` does, during a pause: requests that have loaded cannot run
+        before its end, nor load again."""
         loaded = self._states.loaded
         has_begun = any(other.num_preemptions > 0 for other in loaded)
         return not has_begun and self._make_room(request)
@@ -463,7 +463,8 @@ class Admission:
         progress.lost_tokens = 0
 
     def _note_cached_tokens(self, request: Request) -> None:
-        """Once in a request's life: what it finds again after a preemption was its own work."""
+        """Count the cached tokens of a request, once: what it finds again after a preemption was
+        its own work."""
         cached = request.num_computed_tokens
         in_pool = cached - request.num_external_computed_tokens
         request.num_cached_tokens = cached
@@ -479,7 +480,7 @@ class Admission:
 
 
 def _num_queued(running: list[Request]) -> int:
-    """Tokens of prompts that are being computed, which come before those of whoever waits."""
+    """Tokens still to be computed of running prompts, which come before those of waiting ones."""
     missing = [request.num_tokens - request.num_computed_tokens for request in running]
     return sum([count for count in missing if count > 1])
 

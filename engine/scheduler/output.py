@@ -208,7 +208,7 @@ class CachedRequestData:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step.
+    """A step, as the worker gets it.
 
     Steps are computed in the order of their ids. One that fails leaves the worker's requests
     unknown to those behind it, so a worker refuses a step that was made before its failure was
@@ -239,7 +239,7 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """What the step computed. A request in the middle of its prompt has no token."""
+    """The results of a step. A request in the middle of its prompt has no token."""
 
     sampled_token_ids: dict[str, list[int]]  # request id → new tokens (empty: prefill goes on)
     nan_request_ids: set[str] = field(default_factory=set)  # the model's logits were not finite
@@ -259,7 +259,7 @@ class ModelRunnerOutput:
 
     @property
     def has_figures(self) -> bool:
-        """Whether something comes along with tokens."""
+        """Whether log-probabilities, embeddings or experts come along with tokens."""
         figures = self.logprobs or self.prompt_logprobs or self.embeddings
         return bool(figures or self.routed_experts)
 
@@ -332,8 +332,9 @@ def repeats(token_ids: Sequence[int], min_pattern: int, max_pattern: int, min_co
 
 
 def _agreements(tokens: Sequence[int], most: int) -> list[int]:
-    """For each shift up to `most`, how many of the first tokens equal those that lie so far behind
-    them. No token is compared twice with success (the Z algorithm)."""
+    """Lengths of the agreement of `tokens` with itself, for each shift up to `most`: how many first
+    tokens equal those that many places behind. No token is compared twice with success (the Z
+    algorithm)."""
     size = len(tokens)
     found = [size] + [0] * most
     start = end = 0  # the known agreement that reaches farthest

@@ -7,10 +7,9 @@ tool is expected to take no longer than THRESHOLD_SECONDS; then its blocks stay 
 most. A job has one pin: that of a later turn takes the place of an earlier one, whose blocks it
 shares.
 
-Pinned blocks are offered to the tiers meanwhile, so giving a pin up costs no copy. Whoever lacks
-room takes it from the oldest pin before anybody is preempted. The tiers keep a turn's blocks too,
-pinned or not, and have them near when the next one is due.
-"""
+Pinned blocks are offered to the tiers meanwhile, so giving a pin up costs no copy. A request
+without room takes it from the oldest pin before another one is preempted. The tiers keep a turn's
+blocks too, pinned or not, and have them near when the next one is due."""
 
 from __future__ import annotations
 
@@ -46,7 +45,8 @@ Job = bytes  # the tenant's salt, and the job's id
 
 
 class Estimator(Protocol):
-    """How long tools take. Called by the step thread; one that raises is asked no more."""
+    """Expected seconds of tools. Called by the step thread; after it has raised once it is called
+    no more."""
 
     def turn_ended(self, job: Job, now: float) -> None: ...
     def turn_arrives(self, job: Job, tool: str, now: float) -> None: ...
@@ -67,7 +67,7 @@ class ToolEstimator:
         _put(self._ended, job, now, MOST_JOBS)
 
     def turn_arrives(self, job: Job, tool: str, now: float) -> None:
-        """The next turn has come, with what the tool said; "": nobody said which."""
+        """The next turn has come, with the result of `tool`; "" where the tool is not named."""
         began = self._ended.pop(job, None)
         if not tool:
             return
@@ -79,8 +79,8 @@ class ToolEstimator:
             _put(self._average, tool, mean, MOST_TOOLS)
 
     def tool_seconds(self, job: Job, tool: str) -> float | None:
-        """How long the tool takes that the job has called, "" where that is not known; None where
-        nothing is known of it."""
+        """The average seconds of a tool that the job has called; "" for the tool it called last.
+        None where no call of it has been seen."""
         return self._average.get(tool or self._last_tool.get(job, ""))
 
 
@@ -116,7 +116,7 @@ class Pins:
         self._most_blocks = int(MOST_SHARE * manager.pool.num_usable)
         # None: all that may be pinned may be one tenant's, whose oldest pin then gives way.
         self._most_of_tenant = int(tenant_share * self._most_blocks) if tenant_share < 1 else None
-        self._of_tenants: Counter[str] = Counter()  # pinned blocks; nobody with none
+        self._of_tenants: Counter[str] = Counter()  # pinned blocks; no entry with none
         self._warned = False
         self._pins: OrderedDict[Job, Pin] = OrderedDict()
         self.num_blocks = 0  # that all pins hold; blocks of several are counted by each
@@ -137,7 +137,7 @@ class Pins:
         return [pin.job_id for pin in self._pins.values()]
 
     def next_expiry(self) -> float | None:
-        """When the first pin ends by itself; None without any."""
+        """The time at which the first pin ends by itself (monotonic seconds); None without any."""
         first = next(iter(self._pins.values()), None)
         return None if first is None else first.until
 
@@ -184,8 +184,7 @@ class Pins:
         return True
 
     def tool_called(self, job: Job, tool: str) -> None:
-        """What the turn that ended last asked for is known now; its pin ends where that takes too
-        long."""
+        """The last turn of a job has called `tool`; its pin ends where that takes too long."""
         seconds = self._seconds(job, tool)
         if seconds is not None and self._retention is not None:
             self._retention.turn_expected(job, _due(seconds))
@@ -194,7 +193,7 @@ class Pins:
             self._counts["pins_not_worth"] += 1
 
     def expire(self, now: float) -> None:
-        """Give back what has been pinned for long enough."""
+        """Unpin the turns whose PIN_SECONDS are over."""
         while self.is_due(now):
             self._unpin_job(next(iter(self._pins)))
             self._counts["pins_expired"] += 1
@@ -240,10 +239,11 @@ class Pins:
         most, due = TIER_SECONDS, None
         if seconds is not None:
             most, due = min(max(PIN_SECONDS, 2 * seconds), MOST_TIER_SECONDS), _due(seconds)
-        self._retention.turn_ended(request.job, self._manager.digests(request), most, due)
+        self._retention.turn_ended(request.job, self._manager.names.of_request(request), most, due)
 
     def _seconds(self, job: Job, tool: str) -> float | None:
-        """How long the tool takes, where the estimator says something that can be."""
+        """Expected seconds of a tool; None where the estimator has none, or a number that is not
+        finite."""
         seconds = self._call_estimator("tool_seconds", job, tool)
         return seconds if seconds is not None and math.isfinite(seconds) else None
 
@@ -265,5 +265,5 @@ class Pins:
 
 
 def _due(seconds: float) -> float:
-    """When to have the blocks near, of a tool that takes so long."""
+    """Seconds after which the blocks are to be near, of a tool that takes `seconds`."""
     return max(0.0, seconds - max(AHEAD_SECONDS, AHEAD_SHARE * seconds))

@@ -37,7 +37,7 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[Request]:
-        """In the order of their turns; the first of them costs little."""
+        """Iterate in the order of turns; the first request costs little."""
 
     @abstractmethod
     def add(self, request: Request) -> None:
@@ -56,7 +56,6 @@ class RequestQueue(ABC):
         self.add(request)
 
     def add_all(self, requests: Iterable[Request]) -> None:
-        """As `add` for each, in this order."""
         for request in requests:
             self.add(request)
 
@@ -169,7 +168,7 @@ class SchedulingPolicy(ABC):
         return min(found, key=lambda each: self.turn(each[1]), default=None)
 
     def victim(self, requests: Sequence[Request]) -> Request:
-        """Which of these, in the order in which they were let in, goes back to make room."""
+        """The running request that is preempted to make room; `requests` in order of admission."""
         return max(requests, key=self.turn)
 
     def kept_victim(self, requests: Sequence[Request]) -> Request:
@@ -203,7 +202,8 @@ class FCFSPolicy(SchedulingPolicy):
 
 
 class PriorityPolicy(SchedulingPolicy):
-    """By priority, arrival, id and the number of the request; the same in every run."""
+    """An order by priority, arrival, id and number of the request, which is the same in every
+    run."""
 
     takes_priority = True
 

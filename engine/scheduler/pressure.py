@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory pressure: when to let nobody else in, and when to send somebody back.
+"""Memory pressure: when admission stops, and when a running request is preempted.
 
 Two shares of the KV pool with a gap between them, so that a request is not let in and sent back in
-turn: nobody is let in from `admit_below` on, and beyond `preempt_above` the last to come goes. A
+turn: from `admit_below` on none is let in, and beyond `preempt_above` the last to come goes. A
 request is let in only if its whole prompt, and what is still missing of the running ones' prompts,
-stays below the second share. A threshold of 1 disables the check. Blocks that nobody holds count as
-free, whether or not their bytes are still remembered.
+stays below the second share. A threshold of 1 disables the check. Blocks that no request holds
+count as free, whether or not their bytes are still remembered.
 
 With a reservation (`--reserve`) the room for what a request reads, or for all that it may come to,
 has to be there before it gets its first block, beside what those before it may still take:
@@ -13,7 +13,7 @@ has to be there before it gets its first block, beside what those before it may 
     | held            | those may still take | this one may take |  free  |
                                                            preempt_above
 
-Where all reserve to their ends, nobody who runs ever lacks room.
+Where all reserve to their ends, no running request ever lacks room.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class MemoryPressure:
 
     @property
     def forbids_admission(self) -> bool:
-        """Whether so much is held that nobody else should start."""
+        """Whether so many blocks are held that no other request should start."""
         return self._num_held >= self._admit_blocks
 
     @property
     def demands_preemption(self) -> bool:
-        """Whether so much is held that somebody should go."""
+        """Whether so many blocks are held that a running request has to be preempted."""
         return self._num_held > self._preempt_blocks
 
     @property
@@ -61,7 +61,7 @@ class MemoryPressure:
     def has_room_for(
         self, request: Request, hits: GroupBlocks | None, running: Iterable[Request]
     ) -> bool:
-        """Whether `request` could read its whole prompt without driving anybody out."""
+        """Whether `request` could read its whole prompt without driving another request out."""
         if self._preempt_blocks >= self._usable:
             return True
         most = self._preempt_blocks - self._num_held
@@ -78,8 +78,8 @@ class MemoryPressure:
 
 
 class Reservations:
-    """Room for those who have blocks, and for who is to get some. Nothing is kept between two
-    rounds of admission: what is reserved follows from who holds blocks, and how many."""
+    """Room for requests that have blocks, and for those that are to get some. Nothing is kept
+    between two rounds of admission: reservations follow from the blocks that requests hold."""
 
     def __init__(self, states: RequestStates) -> None:
         self._states = states
@@ -90,7 +90,7 @@ class Reservations:
         self._needed = 0  # by the request that was last found to have room
 
     def recount(self) -> None:
-        """Somebody has given blocks back, or taken some without asking here."""
+        """Count again: blocks were given back, or taken without a reservation."""
         self._spare = None
 
     def has_room_for(self, request: Request, hits: GroupBlocks | None, num_more: int = 0) -> bool:

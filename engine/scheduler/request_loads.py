@@ -98,8 +98,8 @@ class RequestLoads:
             self._apply_load_report(request, report)
 
     def most_tokens(self, request: Request) -> int:
-        """How many tokens a request may compute now, which without an overlapped load is all it
-        lacks. 0: it has to wait for a copy. Where the frontiers have met, it jumps."""
+        """The tokens that a request may compute now: all that it lacks, or those in front of its
+        overlapped load. 0: it has to wait for a copy. Where the frontiers have met, it jumps."""
         if request.progress.load is LoadKind.OVERLAPPED:
             computed = request.num_computed_tokens
             assert self._overlapped_loads is not None  # OVERLAP was answered

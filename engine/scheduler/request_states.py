@@ -215,9 +215,9 @@ class RequestStates:
         return self._release_kept()
 
     def release_pin_for_start(self, request: Request) -> bool:
-        """As `release_pin`, for a request that is about to be let in. Where no tier has what a pin
-        gives up, it takes no room from pins while others run, unless its own job has one: they are
-        there to keep new requests out."""
+        """Take room from pins for a request that is about to be let in. Where no tier has the
+        blocks that a pin gives up, it takes none while others run, unless its own job has a pin:
+        pins keep new requests out."""
         pins = self.pins
         if pins is None:
             return self._release_kept()

@@ -14,7 +14,7 @@ class RunningRound:
 
     Each gets the tokens it lacks, in order of admission, as far as the budget goes. Where one finds
     no room, the policy says who goes back, also one that has its tokens already: it is taken out of
-    the step again. `scheduler.py` says why that blocks nobody for ever.
+    the step again. `scheduler.py` says why no request is blocked for ever.
     """
 
     def __init__(self, states: RequestStates, pressure: MemoryPressure) -> None:
@@ -130,9 +130,9 @@ class RunningRound:
         step.decode(decodes)
 
     def _make_room(self, request: Request, step: StepBuilder, decodes: list[Request]) -> bool:
-        """Take blocks from whoever the policy says. False: that is `request` itself, which has been
-        preempted, or waits where it is if it is the only one. Or a copy still writes to the blocks
-        of the victim, and `request` waits for those."""
+        """Take blocks from the victim that the policy names. False: that is `request` itself, which
+        has been preempted, or waits where it is if it is the only one; or a copy still writes to
+        the blocks of the victim, and `request` waits for those."""
         states = self._states
         if states.release_pin(request):
             return True

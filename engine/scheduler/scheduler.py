@@ -6,10 +6,10 @@ step closes part of the gap, out of one budget for all. Running requests come fi
 they were let in; then, only if no room had to be made for them, waiting ones, in the order of the
 policy (`policies.py`, `admission.py`). The states of requests stand in `request_states.py`.
 
-Nobody can block everybody:
+No request can block all others:
 
-- Beyond `preempt_above` of the pool, whoever is last in the policy's order (first come, first
-  served: who was let in last) goes back, and from `admit_below` on nobody is let in
+- Beyond `preempt_above` of the pool, the last request in the policy's order (first come, first
+  served: the one let in last) goes back, and from `admit_below` on none is let in
   (`pressure.py`). The only running request is not sent back, and with none running one is let in.
 - The first running request in that order is never preempted. If it lacks room it takes it, in this
   order, from requests whose load has ended but that do not run yet, and from the running ones, the
@@ -63,7 +63,7 @@ RETRY_SECONDS = 0.02
 
 
 class Pause(Enum):
-    """What stands still."""
+    """A pause of requests: which of them stand still."""
 
     NEW = "new"  # requests that have not run yet wait; running ones finish
     ALL = "all"
@@ -137,7 +137,7 @@ class Scheduler:
 
     @property
     def requests(self) -> dict[str, Request]:
-        """The unfinished requests by id, as they are now."""
+        """The unfinished requests by id: a view, which changes with them."""
         return self._states.unfinished
 
     @property
@@ -167,7 +167,7 @@ class Scheduler:
 
     @property
     def takes_priority(self) -> bool:
-        """Whether requests may say a priority."""
+        """Whether the policy heeds the priority of a request."""
         return self._context.policy.takes_priority
 
     @property
@@ -474,8 +474,8 @@ class Scheduler:
         return outputs
 
     def pause(self, which: Pause) -> None:
-        """From now on nobody is let in that has not run yet, or (ALL) nobody gets tokens; what is
-        held is kept, loads go on, and requests may be added and ended as ever."""
+        """Admit no request that has not run yet, or (ALL) compute no tokens, until `resume`; held
+        blocks are kept, loads go on, and requests may be added and ended as ever."""
         self._paused = which
         self._stalled = False
 
@@ -485,7 +485,7 @@ class Scheduler:
 
     @property
     def paused(self) -> Pause | None:
-        """What stands still by a call of `pause`."""
+        """The pause in force, None without one."""
         return self._paused
 
     def give_up_step(

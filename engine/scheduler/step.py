@@ -24,7 +24,7 @@ from .speculation import Speculation
 
 
 class EntryKind(Enum):
-    """How the worker is told of a request."""
+    """The form in which the worker is told of a request."""
 
     GOES_ON = "goes on"
     STARTS = "starts"
@@ -32,7 +32,7 @@ class EntryKind(Enum):
 
 
 class StepEntry(NamedTuple):
-    """What one request does in a step."""
+    """The part of one request in a step."""
 
     request: Request
     num_tokens: int  # to compute
@@ -52,7 +52,7 @@ class StepEntry(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Computed tokens after the step."""
+        """Tokens of the request that are computed after the step."""
         return self.num_computed_tokens + self.num_tokens
 
 
@@ -108,8 +108,8 @@ class StepBuilder:
         self._grant(request, num_tokens, self._ids_of(added), EntryKind.GOES_ON)
 
     def decode(self, requests: list[Request]) -> None:
-        """As `go_on` for each, with one token in the blocks that it has, which the worker need not
-        be told: most of most steps."""
+        """Add one token for each, in the blocks that it has. The fast path of `go_on`: the worker
+        infers these requests from their counts of tokens."""
         entries, runs_ahead = self.entries, self.runs_ahead
         speculates = self.speculation is not None
         for request in requests:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far an answer has come, beside its grammar: the thought before it, and white space in it."""
+"""The state of an answer outside its grammar: the thought before it, and the white space in it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .base import BITS
 from .mask_jobs import Follower
 from .vocabulary import Vocabulary
 
-MOST_WHITE = 64  # tokens behind which an answer is given up, if nothing else could have come
+MOST_WHITE = 64  # white tokens in a row, no other being allowed, at which an answer is given up
 
-# Tokens behind a start mark at the end of a prompt, with which it still opens a thought: a template
-# writes a line break there. Marks further back are somebody's words.
+# A start mark opens a thought if at most this many tokens of the prompt follow it: a template
+# writes a line break there. Marks further back are part of a message.
 _MOST_BEHIND_MARK = 1
 
 
 class Thought:
-    """The thought that an answer begins with, if it does: where the prompt ends in a start mark, or
+    """The thought at the beginning of an answer, if it has one: the prompt ends in a start mark, or
     the answer's first token is one."""
 
     __slots__ = ("_end", "_matched", "_num_seen", "_position", "opener")
@@ -33,7 +33,7 @@ class Thought:
         self._end = Mark(params.reasoning_end_token_ids) if start else None
         self._matched = self._num_seen = 0
         self._position: int | None = 0
-        # What may open a thought as the first token of the answer.
+        # The start mark, while it may still come as the answer's first token.
         self.opener: int | None = None
         if start:
             tail = request.prompt_token_ids[-len(start) - _MOST_BEHIND_MARK :].tolist()
@@ -45,7 +45,7 @@ class Thought:
                 self.opener = start[0]
 
     def find_end(self, output: Sequence[int]) -> int | None:
-        """How many tokens of the output lie before its grammar; None while it thinks."""
+        """Return the number of output tokens before the grammar; None during the thought."""
         if output and self.opener is not None:
             if output[0] == self.opener:
                 self._position, self._num_seen = None, 1
@@ -61,8 +61,8 @@ class Thought:
         return self._position
 
     def free_rows(self, output: Sequence[int], drafts: Sequence[int]) -> range:
-        """Of the rows behind the output and behind each of the drafts, those that think; the output
-        is that of the last `find_end`."""
+        """Return the rows that lie in the thought. Row r follows the output and r drafts. `output`
+        must be that of the last `find_end`."""
         begin = 0
         if not output and self.opener is not None and drafts[:1] == (self.opener,):
             begin = 1
@@ -78,8 +78,9 @@ class Thought:
 
 
 class White:
-    """Which tokens are white space. A grammar of JSON may come to where nothing else can follow,
-    for ever: a key that two rules of a schema contradict each other about, say."""
+    """The tokens that are white space. A grammar of JSON may reach a place where only white space
+    can ever follow, for example at a key about which two rules of the schema contradict each
+    other."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._ids = frozenset(
@@ -91,7 +92,8 @@ class White:
     def why_given_up(
         self, follower: Follower, output: Sequence[int], row: npt.NDArray[np.uint32]
     ) -> str | None:
-        """None: its answer goes on. `row` is of the place behind its output, which is not empty."""
+        """Return why the answer is given up, or None if it goes on. `row` is the mask behind its
+        `output`, which must not be empty."""
         if output[-1] not in self._ids or (row & self._others).any():
             follower.num_white = 0
             return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend compiles a grammar.
+"""The choice of the backend that compiles a grammar.
 
-`auto` gives xgrammar what it does quickly and keeps to, and llguidance, which has limits inside,
-all the rest; where one of them is not installed, the other takes what it can.
+`auto` gives xgrammar the grammars that it follows quickly and exactly. llguidance, which has limits
+of its own, gets all others. If one of them is not installed, the other takes what it can.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INSTALL = "run in a clone of StrataKV: pip install '.[grammar]'"
 
 
 def why_missing(name: str) -> str:
-    """What is not installed that a backend needs, and what to do; empty where all is there."""
+    """Return which package a backend lacks, and what to do; empty where all are installed."""
     wanted = list(_PACKAGES) if name == "auto" else [name]
     if any(_is_installed(each) for each in wanted):
         return ""
@@ -32,10 +32,10 @@ def why_missing(name: str) -> str:
 
 
 def open_backend(name: str, read: Callable[[], Vocabulary], *, forks: bool = False) -> Backend:
-    """The backend of this name, which is one of the settings'. Called by the thread that compiles,
-    since it reads and imports much; `auto` imports what it needs when it needs it. `forks`: now,
-    and without threads. Raises GrammarError for a package that is missing, and what `read`
-    raises."""
+    """Open the backend of this name, which is a value of the setting. The thread that compiles
+    calls this, since it reads and imports much. `auto` imports a backend when it first needs it;
+    with `forks` it imports all at once, and no backend starts threads. Raises GrammarError for a
+    missing package, and what `read` raises."""
     if why := why_missing(name):
         raise GrammarError(why)
     if name != "auto":
@@ -67,7 +67,7 @@ _OPENERS = {"xgrammar": _open_xgrammar, "guidance": _open_guidance}
 
 
 class _Auto(Backend):
-    """Opens what it needs when it needs it."""
+    """Both backends, each opened when it is first needed."""
 
     def __init__(self, vocabulary: Vocabulary, forks: bool) -> None:
         self._vocabulary = vocabulary
@@ -84,8 +84,8 @@ class _Auto(Backend):
         self.get_backend(self._first_choice(spec))
 
     def try_out(self, spec: GrammarSpec, *, is_second: bool = False) -> tuple[Form, Grammar]:
-        """What takes xgrammar too long, llguidance may be done with at once, and counts its work
-        when it follows it."""
+        """Use llguidance for `is_second`: it may compile at once a grammar that takes xgrammar too
+        long, and it counts its work while it follows one."""
         first = self._first_choice(spec)
         if is_second and _is_installed("guidance"):
             first = "guidance"
@@ -95,12 +95,12 @@ class _Auto(Backend):
         return self.get_backend(form.backend).build(spec, form)
 
     def _by_either(self, spec: GrammarSpec, first: str, make: Callable[[str], Made]) -> Made:
-        """By the first backend, or where that cannot, by the other."""
+        """Make it by the `first` backend, or by the other if the first raises GrammarError."""
         try:
             return make(first)
         except GrammarError as error:
             other = "guidance" if first == "xgrammar" else "xgrammar"
-            # What only xgrammar can say is no danger; else its word is as good as the other's.
+            # xgrammar gets a second chance only at structural tags, of which it takes more formats.
             is_worth_it = other == "guidance" or spec.kind is Kind.STRUCTURAL_TAG
             if not is_worth_it or not _is_installed(other):
                 raise
@@ -119,7 +119,7 @@ class _Auto(Backend):
         return "xgrammar"
 
     def get_backend(self, name: str) -> Backend:
-        """The backend of this name, from now on."""
+        """The backend of this name; opened by the first call, and kept."""
         with self._lock:
             if name not in self._opened:
                 self._opened[name] = _OPENERS[name](self._vocabulary, self._forks)

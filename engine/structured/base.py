@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promise of a grammar backend.
+"""The contract of a grammar backend.
 
-    Backend.compile(spec) ──► Grammar, shared by all who ask for the same
+    Backend.compile(spec) ──► Grammar, shared by all requests with the same spec
     Grammar.matcher()     ──► Matcher, of one answer: accept, fill, rollback
 
-What a client has sent is compiled in a process that can be killed, and taken over from there:
+A client's grammar is compiled in a process that can be killed, and taken over from there:
 
     there: Backend.try_out(spec) ──► Form ──► here: Backend.build(spec, form) ──► Grammar
 
-A caller may rely on: a matcher allows a token only where its bytes go on towards a text that the
-grammar accepts; end tokens only where the text may end; special tokens never. It calls each matcher
-from one thread at a time, and `compile` from several at once.
+A matcher allows a token only if its bytes continue towards a text that the grammar accepts, an end
+token only where the text may end, and a special token never. The caller uses each matcher from one
+thread at a time, and may call `compile` from several threads at once.
 
-An implementation must let go of the interpreter's lock while it works, and while it frees a large
-grammar, and raise GrammarError for what it cannot do, now or at this token; nothing else than the
-one grammar is affected by that.
+An implementation must release the interpreter's lock while it works and while it frees a large
+grammar. It raises GrammarError for a grammar or a token that it cannot handle; that error affects
+this grammar only.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ import numpy.typing as npt
 from ..request.structured_params import GrammarSpec
 
 BITS = 32
-LARGE_BYTES = 1024**2  # of a grammar: to free one takes long, 10 ms for 25 MB
+LARGE_BYTES = 1024**2  # a grammar of this size takes long to free: 10 ms for 25 MB
 Words = npt.NDArray[np.int32]  # [words]: bit t % 32 of word t // 32 is token t's
 
 _MOST_FORCED = 64
 
 
 class GrammarError(ValueError):
-    """This grammar cannot be followed, and why, with the position where that is known."""
+    """This grammar cannot be followed. The text says why, with the position if that is known."""
 
 
 class NotNow(GrammarError):
-    """It was not compiled this time, for a reason that may lie outside the grammar: ask again."""
+    """The grammar was not compiled this time, and the cause may lie outside it: ask again."""
 
 
 class Rows:
-    """Masks of several places: the same memory as `words` and `unsigned`, both `[rows, words]`, and
-    as bytes. `exchanged` is for a backend that writes through an object of its own, which is made
-    once for all of them."""
+    """Masks of several places. `words` (int32) and `unsigned` (uint32), both `[rows, words]`, and
+    the bytes `data` are the same memory. `exchanged` holds the object through which a backend
+    writes, made once for all rows."""
 
     __slots__ = ("data", "exchanged", "unsigned", "words")
 
@@ -58,13 +58,13 @@ class Rows:
         self.exchanged: Any = None
 
     def is_empty(self, index: int) -> bool:
-        """Whether a row allows nothing: the quickest way to ask that of one."""
+        """Whether a row allows no token; quicker for one row than numpy's `any`."""
         size = self.words.shape[1] * (BITS // 8)
         return not self.data[index * size : (index + 1) * size].tobytes().strip(b"\0")
 
 
 class Matcher(ABC):
-    """Where one answer is in its grammar."""
+    """The position of one answer in its grammar."""
 
     @property
     @abstractmethod
@@ -73,28 +73,29 @@ class Matcher(ABC):
 
     @abstractmethod
     def accept(self, token_id: int) -> bool:
-        """Go on by a token; False, and nothing has changed, for one that the grammar does not allow
-        here, and for the model's end tokens, after which there is nothing to allow."""
+        """Go on by a token. Return False, and change nothing, for a token that the grammar does not
+        allow here and for the model's end tokens, which no token follows."""
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:
-        """Take back the tokens accepted last; as many as were accepted at most."""
+        """Take back the last `num_tokens` accepted tokens, at most all of them."""
 
     @abstractmethod
     def fill(self, words: Words) -> None:
-        """Write which tokens may follow, the model's end tokens among them where it may end."""
+        """Write which tokens may follow; the model's end tokens are among them if the text may end
+        here."""
 
     def fill_row(self, rows: Rows, index: int) -> None:
-        """As `fill`, into one of several."""
+        """Write row `index` of `rows`, like `fill`; an override may write through `exchanged`."""
         self.fill(rows.words[index])
 
 
 class Grammar(ABC):
-    """A compiled grammar. `num_bytes` is about the memory that it takes. `is_bounded`: no call of
-    its matchers can take for ever, since the backend counts its work and gives up, or since the
-    grammar is of a kind that it is always done with quickly. `is_apart`: they work in a process of
-    its own, and its methods wait for that, within limits. `is_gone`: it is followed no more, and
-    has to be compiled anew. `hangs`: one of its matchers did not come back, so none is asked."""
+    """A compiled grammar. `num_bytes` is about the memory that it takes. `is_bounded`: every call
+    of its matchers ends, since the backend counts its work and gives up, or since it is always
+    quick with grammars of this kind. `is_apart`: its matchers work in a process of its own, for
+    which its methods wait, within limits. `is_gone`: that process has ended, so the grammar must be
+    compiled anew. `hangs`: a call of one of its matchers did not return, so none is called."""
 
     num_bytes: int
     is_bounded: bool = False
@@ -104,45 +105,45 @@ class Grammar(ABC):
 
     @abstractmethod
     def matcher(self) -> Matcher:
-        """One for an answer that begins."""
+        """A new matcher, at the beginning of an answer."""
 
 
 class Form(msgspec.Struct, frozen=True):
-    """What another process found out about a grammar that it has compiled."""
+    """The result of compiling a grammar in another process."""
 
-    backend: str  # the name of the one that compiles it
-    text: str = ""  # compiled, where that can be written down, or in that backend's own language
+    backend: str  # the name of the backend that compiled it
+    text: str = ""  # the serialized compiled grammar, or the grammar in that backend's language
     is_bounded: bool = False  # as `Grammar.is_bounded`
-    num_bytes: int = 0  # that compiling it took there, where that is known
-    seconds: float = 0.0  # of the processor, that what `build` does again took there
+    num_bytes: int = 0  # memory that compiling took there; 0: unknown
+    seconds: float = 0.0  # processor time there of the work that `build` repeats
 
 
 class Backend(ABC):
-    """Compiles for one vocabulary."""
+    """A compiler of grammars for one vocabulary."""
 
     @abstractmethod
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Raises GrammarError."""
+        """Compile on the caller's thread. Raises GrammarError."""
 
     def load_requirements(self, spec: GrammarSpec) -> None:
-        """Import and open what this grammar will need, if it compiles: on the thread that builds,
-        while another process tries it out. Raises GrammarError."""
+        """Import and open what `build` will need for this grammar. The thread that builds calls
+        this while another process tries the grammar out. Raises GrammarError."""
         return
 
     def try_out(self, spec: GrammarSpec, *, is_second: bool = False) -> tuple[Form, Grammar]:
-        """Compile it, whatever that takes, and say how it can be built elsewhere. `is_second`: what
-        would come first has taken too long. Raises GrammarError."""
+        """Compile it without a limit on the time, and return the form from which `build` makes it
+        elsewhere. `is_second`: the first choice of backend took too long. Raises GrammarError."""
         raise GrammarError(f"{type(self).__name__} tries nothing out")
 
     def build(self, spec: GrammarSpec, form: Form) -> Grammar:
-        """As `compile`, where `try_out` has come to this form: what is left of the work takes time
-        in proportion to the form's text, or as much as there. Raises GrammarError."""
+        """Compile from the `form` that `try_out` returned. This takes time in proportion to the
+        form's text, or as long as it took there. Raises GrammarError."""
         raise GrammarError(f"{type(self).__name__} builds nothing from a form")
 
 
 def follow_forced(grammar: Grammar, num_words: int) -> None:
-    """Go on by the tokens that every answer begins with, as long as a row `[num_words]` allows a
-    single one. Raises GrammarError where no answer can be followed that far."""
+    """Follow the tokens that every answer begins with, while a row `[num_words]` allows a single
+    token, up to 64 of them. Raises GrammarError if the grammar cannot be followed that far."""
     matcher, row = grammar.matcher(), np.zeros(num_words, np.int32)
     for _ in range(_MOST_FORCED):
         matcher.fill(row)
@@ -151,13 +152,13 @@ def follow_forced(grammar: Grammar, num_words: int) -> None:
             return
         word = int(row[words[0]]) & (1 << BITS) - 1
         if word & word - 1 or not matcher.accept(int(words[0]) * BITS + word.bit_length() - 1):
-            return  # several, or it is one that ends the answer
+            return  # several tokens, or one that ends the answer
 
 
 def fill_drafts(matcher: Matcher, drafts: Sequence[int], rows: npt.NDArray[np.int32]) -> list[bool]:
-    """Fill a row `[words]` of `rows` `[1 + len(drafts), words]` for the place after the output and
-    after each draft token, and be where it was before. Of each row that was filled, whether the
-    text may end there: those behind a draft token that the grammar refuses are not filled."""
+    """Fill a row of `rows` `[1 + len(drafts), words]` for the place after the output and after each
+    draft token. The matcher returns to its position. Rows behind a draft token that the grammar
+    refuses are not filled. Return for each filled row whether the text may end there."""
     num_accepted, may_end = 0, [matcher.may_end]
     matcher.fill(rows[0])
     try:

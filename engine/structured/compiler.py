@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has grammars compiled in processes, tenant by tenant, and keeps them for those who ask again.
+"""Compiles grammars in processes, tenant by tenant, and keeps them for later requests.
 
     ask ──► quick: a process, for a moment ──► taken over here (`Backend.build`), one at a time ──►
               └─► long: others, one of them     or followed by the process that compiled it ───────►
                   at a time, to the limit
 
-No grammar holds up another for longer than the moment: what takes longer is begun anew behind all
-that were not tried yet. Each tenant has its turn in all three. Called by the engine's
-step thread, but for the threads of its own; nothing here waits for them but `close`.
+No grammar delays another for longer than MOMENT: a grammar that takes longer is compiled anew
+behind all that were not tried yet. The tenants take turns in all three queues. The engine's step
+thread calls this module, which has threads of its own; only `close` waits for them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .processes.limited_thread import Job, Limit, LimitedThread
 
 logger = logging.getLogger(__name__)
 
-MOST_PROCESSES = 2  # at once, for what takes long
+MOST_PROCESSES = 2  # at once, for grammars that take long
 COMPILE_LIMIT = Limit(cpu_seconds=10.0)
-# Of one grammar, before the others of its tenant, and of all tenants, have their turn.
+# A grammar's first try. Beyond it, grammars of its tenant and of the others have their turn first.
 MOMENT = Limit(cpu_seconds=0.25, seconds=3.0)
-FOLLOW_LIMIT = Limit(cpu_seconds=1.0, seconds=60.0)  # one row of what is followed apart
+FOLLOW_LIMIT = Limit(cpu_seconds=1.0, seconds=60.0)  # one row of a grammar that a process follows
 MOST_BYTES = 64 * 1024**2  # of one grammar
 CACHE_BYTES = 256 * 1024**2
 CACHE_ENTRIES = 1024
@@ -47,21 +47,21 @@ MOST_WAITING = 1024
 # Grammars that processes follow: each may take a GiB.
 MOST_APART = 8
 MOST_APART_OF_TENANT = 3
-_UNUSED_SECONDS = 10.0  # after which one gives way to another
+_UNUSED_SECONDS = 10.0  # a grammar that is unused for so long may be replaced by another
 POLL_SECONDS = 0.05  # for a thread that is over its limit
 _CLOSE_SECONDS = 5.0
-_NOBODY = "nobody waits for it any more"
+_NOBODY = "no request waits for it any more"
 _DISPLACED = (
     "too many grammars of this client wait to be compiled; send fewer at once, or try later"
 )
-Made = tuple[Grammar, Words, float]  # with its first row and the seconds of that
+Made = tuple[Grammar, Words, float]  # a grammar, its first row, and the seconds the row took
 
 
 @dataclass(slots=True, eq=False)
 class Compilation:
-    """A grammar that was asked for. Until `is_done` it has neither a grammar nor an error.
-    `first_words` is the row of an answer that begins: often the one that takes longest.
-    `may_be_later`: the error says nothing of the grammar, and it is compiled when asked for again.
+    """A grammar that a request needs. Until `is_done` it has neither a grammar nor an error.
+    `first_words` is the row at the beginning of an answer, often the slowest of all rows.
+    `may_be_later`: the error is not the grammar's fault, so the next request compiles it again.
     """
 
     spec: GrammarSpec
@@ -70,7 +70,7 @@ class Compilation:
     error: str = ""
     first_words: Words | None = None
     may_be_later: bool = False
-    first_seconds: float = 0.0  # of the processor, that this row took
+    first_seconds: float = 0.0  # processor time that this row took
     has_begun: bool = False
 
     @property
@@ -79,17 +79,17 @@ class Compilation:
 
     @property
     def num_bytes(self) -> int:
-        """That it takes while it is kept."""
+        """Memory that it takes while it is kept; a failed one counts its text."""
         return len(self.spec.text) if self.grammar is None else self.grammar.num_bytes
 
 
 class TooManyGrammars(RuntimeError):
-    """So many of this tenant's wait to be compiled that no more may."""
+    """The tenant has as many waiting grammars or requests as it may have."""
 
 
 def _num_processes() -> int:
-    """As `GrammarCompiler` takes them: with more at once than there are processors beside the
-    steps', steps wait their turn."""
+    """Return the default of `GrammarCompiler`'s `num_processes`: MOST_PROCESSES at most, and one
+    less than there are processors, since more of them would delay the steps."""
     on_linux = hasattr(os, "sched_getaffinity")
     processors = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     return max(1, min(MOST_PROCESSES, processors - 1))
@@ -97,19 +97,19 @@ def _num_processes() -> int:
 
 @dataclass(slots=True)
 class _Kept:
-    """Grammars of one tenant, the one that was used last at the end."""
+    """The kept grammars of one tenant, in the order of their last use."""
 
     known: OrderedDict[GrammarSpec, Compilation] = field(default_factory=OrderedDict)
     num_bytes: int = 0
 
 
 class _Builder:
-    """A thread for what is done here: it takes grammars over, and frees them. What is left of that
-    is bounded; should it hang all the same, another thread takes its place."""
+    """A thread that takes grammars over from processes, and frees them. Both are bounded; if the
+    thread hangs all the same, another one takes its place."""
 
     def __init__(self) -> None:
         self.jobs: FairQueue[Job] = FairQueue()
-        self.at: Compilation | None = None  # which it takes over
+        self.at: Compilation | None = None  # the one that the thread takes over now
         self._thread: LimitedThread | None = None
 
     def set_current(self, compilation: Compilation) -> None:
@@ -121,7 +121,8 @@ class _Builder:
         self.jobs.put(tenant, job, is_first=is_first)
 
     def leave_hung(self, limit: Limit) -> Compilation | None:
-        """The one at which its thread hangs, which another thread replaces."""
+        """Replace the thread if it is over the limit, and return the compilation at which it
+        hangs; else None."""
         at = self.at
         if at is None or self._thread is None or not self._thread.abandon_if_over(limit):
             return None
@@ -141,9 +142,10 @@ def _free(dropped: list[Any], _: LimitedThread) -> None:
 
 
 class GrammarCompiler:
-    """For a vocabulary of `vocab_size` tokens. `open_backend` is called once, by the thread that
-    takes over; `wake` is called by any thread that has done one. Threads begin with the first
-    grammar. Without `processes` all are compiled here, as what the engine's own people open."""
+    """Grammars for a vocabulary of `vocab_size` tokens. The builder's thread calls `open_backend`
+    once; any thread that finishes a grammar calls `wake`. Threads start with the first grammar.
+    Without `processes` the builder's thread compiles all of them, as it does for a backend that the
+    engine's operator supplies."""
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class GrammarCompiler:
         num_processes: int | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        """So many processes as `num_processes` compile at once what takes long; None: as many as
+        """`num_processes` processes at once compile the grammars that take long; None: as many as
         leave a processor to the steps."""
         self._open_backend = open_backend
         self._wake = wake
@@ -172,7 +174,7 @@ class GrammarCompiler:
         self._num_long = num_processes or _num_processes()
         self._threads: list[threading.Thread] = []
         self._builder = _Builder()
-        self._beginning = threading.Lock()  # between a thread that begins and who gives up
+        self._beginning = threading.Lock()  # a thread that begins one against `give_up` of it
         self._apart: list[weakref.ref[GrammarApart]] = []
         self._making_room = threading.Lock()
         self._backend: Backend | None = None
@@ -184,7 +186,7 @@ class GrammarCompiler:
 
     @property
     def num_cached_bytes(self) -> int:
-        """Of the grammars that are kept, with texts of those that failed."""
+        """Memory of the kept grammars, with the texts of those that failed."""
         return sum(each.num_bytes for each in self._kept.values())
 
     @property
@@ -192,7 +194,8 @@ class GrammarCompiler:
         return sum(len(each.known) for each in self._kept.values())
 
     def ask(self, spec: GrammarSpec, tenant: str = "") -> Compilation:
-        """The grammar, which may be done already. Raises TooManyGrammars."""
+        """Return the compilation of a grammar, which may be done already. Raises
+        TooManyGrammars."""
         kept = self._kept.get(tenant)
         found = None if kept is None else kept.known.get(spec)
         if kept is not None and found is not None:
@@ -223,11 +226,12 @@ class GrammarCompiler:
         return compilation
 
     def give_up(self, compilation: Compilation) -> None:
-        """Nobody waits for it any more: it is compiled only if that has begun."""
+        """Drop a compilation for which no request waits any more, unless it has begun."""
         self._give_up(compilation, _NOBODY)
 
     def poll_compilations(self) -> None:
-        """Take note of what was done, and fail what takes too long here."""
+        """Record the finished compilations, fail the one that takes too long on the builder's
+        thread, and drop the oldest kept grammars beyond the limits of the cache."""
         if not self._waiting:
             return
         hung = self._builder.leave_hung(self._limit)
@@ -242,7 +246,7 @@ class GrammarCompiler:
         dropped: list[Compilation] = []
         num_entries, num_bytes = self.num_cached, self.num_cached_bytes
         while num_entries > CACHE_ENTRIES or (num_entries and num_bytes > self._cache_bytes):
-            # Whoever has most gives way: to ask for many displaces nobody else's.
+            # The tenant with most gives way, so many grammars of one displace none of the others.
             many = num_entries > CACHE_ENTRIES
             tenant = max(
                 self._kept,
@@ -256,14 +260,14 @@ class GrammarCompiler:
             self.free(dropped)
 
     def free(self, dropped: list[Any]) -> None:
-        """On a thread: to free a large grammar takes milliseconds, which no step is to wait for.
-        The caller keeps none of these."""
+        """Free these on the builder's thread: a large grammar takes milliseconds, for which no step
+        may wait. The caller must keep no reference to them."""
         self._builder.put("", partial(_free, dropped))
 
     def stop_taking_over(self) -> None:
-        """A thread of the engine did not come back from a grammar that was taken over, which should
-        not be: those that are compiled from now on are followed by processes, as slow as that
-        is, and the others compiled anew when they are asked for."""
+        """Let processes follow all grammars compiled from now on, although that is slow, and drop
+        the kept ones, which are compiled anew when requests need them. Called when a thread of the
+        engine hangs in a grammar that was taken over, which should not happen."""
         if self._processes is None or not self._processes.trusts_threads:
             return
         self._processes.trusts_threads = False
@@ -284,10 +288,10 @@ class GrammarCompiler:
         self._builder.close()
 
     def _start_threads(self, spec: GrammarSpec) -> None:
-        """With the first grammar."""
+        """Start the threads, with the first grammar."""
         if self._threads:
             return
-        # Meanwhile this imports what it will need.
+        # The builder imports what it will need while a process compiles.
         self._builder.put("", partial(self._prepare, spec), is_first=True)
         works = [partial(self._work, self._quick, MOMENT, is_second=False)]
         works += [partial(self._work, self._long, self._limit, is_second=True)] * self._num_long
@@ -301,7 +305,8 @@ class GrammarCompiler:
             self._ensure_backend().load_requirements(spec)
 
     def _work(self, queue: FairQueue[Compilation], limit: Limit, *, is_second: bool) -> None:
-        """On a thread, which waits for processes: until the end."""
+        """Compile the grammars of a queue until it ends. Runs on a thread, which waits for
+        processes."""
         while (compilation := queue.get()) is not None:
             if not self._claim_compilation(compilation):
                 continue
@@ -318,13 +323,14 @@ class GrammarCompiler:
                 queue.charge(compilation.tenant, time.monotonic() - began)
 
     def _claim_compilation(self, compilation: Compilation) -> bool:
-        """False where it is no longer wanted."""
+        """Mark it as begun, so that `give_up` no longer drops it; False if it was given up."""
         with self._beginning:
             compilation.has_begun = not compilation.is_done
             return compilation.has_begun
 
     def _try_out(self, compilation: Compilation, limit: Limit, is_second: bool) -> None:
-        """Raises GrammarError, and what a backend may."""
+        """Compile it in a process, and have it taken over or followed there. At the limit of a
+        first try it joins the long queue. Raises GrammarError, and what a backend raises."""
         assert self._processes is not None
         try:
             tried = self._processes.try_out(compilation.spec, limit, is_second=is_second)
@@ -348,7 +354,8 @@ class GrammarCompiler:
         self._builder.put(compilation.tenant, partial(self._run_here, compilation, take_over))
 
     def _follow_apart(self, tenant: str, process: FollowingProcess) -> Grammar:
-        """Raises NotNow where too many are."""
+        """Return a grammar that its process follows. At the limit the longest unused one ends.
+        Raises NotNow where too many are in use."""
         grammar = GrammarApart(process, FOLLOW_LIMIT, tenant)
         with self._making_room:
             there = [each for made in self._apart if (each := made()) and not each.is_gone]
@@ -367,7 +374,7 @@ class GrammarCompiler:
         return grammar
 
     def _compile_here(self, compilation: Compilation, thread: LimitedThread) -> None:
-        """On the builder's thread, where there are no processes."""
+        """Compile it on the builder's thread, where there are no processes."""
 
         def make(backend: Backend) -> Made:
             grammar = backend.compile(compilation.spec)
@@ -384,7 +391,7 @@ class GrammarCompiler:
     def _run_here(
         self, compilation: Compilation, make: Callable[[Backend], Made], thread: LimitedThread
     ) -> None:
-        """On the builder's thread."""
+        """Make the grammar on the builder's thread, and store it or its error."""
         made, error, began = None, None, 0.0
         try:
             backend = (
@@ -393,7 +400,7 @@ class GrammarCompiler:
             if not thread.next_piece(partial(self._builder.set_current, compilation)):
                 return
             began = time.monotonic()
-            # Not before: an import holds locks that steps may want.
+            # Only now: an import holds locks for which steps may wait.
             thread.give_way()
             made = make(backend)
             if made[0].num_bytes > MOST_BYTES:
@@ -418,7 +425,7 @@ class GrammarCompiler:
             self._wake()
 
     def _ensure_backend(self) -> Backend:
-        """On the builder's thread."""
+        """Open the backend once, on the builder's thread."""
         if self._backend is None:
             self._backend = self._open_backend()
         return self._backend
@@ -432,7 +439,7 @@ class GrammarCompiler:
         compilation.error = text
 
     def _give_up(self, compilation: Compilation, error: str) -> bool:
-        """Whether it had not begun."""
+        """Drop a waiting compilation with this error; False if it had begun or was done."""
         with self._beginning:
             if compilation.has_begun or compilation.is_done:
                 return False
@@ -445,13 +452,13 @@ class GrammarCompiler:
         return True
 
     def _displace(self, tenant: str) -> None:
-        """The last of this tenant's makes room for another's."""
+        """Drop the tenant's last compilation that has not begun, to make room for another's."""
         own = [each for each in self._waiting.values() if each.tenant == tenant]
         if any(self._give_up(each, _DISPLACED) for each in reversed(own)):
             self.num_failed += 1
 
     def _take_note(self, key: tuple[str, GrammarSpec], compilation: Compilation) -> None:
-        """Of one that is done."""
+        """Count a finished compilation, and keep it unless it may be tried again."""
         del self._waiting[key]
         self._shares.remove_tenant(compilation.tenant)
         self.num_compiled += compilation.grammar is not None

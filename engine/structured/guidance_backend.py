@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars by llguidance, which counts what it does and gives up at a limit of its own.
+"""Grammars by llguidance, which counts its work and gives up at a limit of its own.
 
-So nothing hostile can hold it up: compiling is lazy and takes milliseconds, and a step that would
-have to look at too many states makes its matcher fail, here with a GrammarError.
+So no hostile grammar can block it: compiling is lazy and takes milliseconds, and a step with too
+many states makes its matcher fail, here with a GrammarError.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .base import BITS, LARGE_BYTES, Backend, Form, Grammar, GrammarError, Match
 from .structural_tags import read_tags
 from .vocabulary import Vocabulary
 
-# About what one takes where nobody has measured it, beside a multiple of its text: 40 to 530 bytes
-# for each of a text's.
+# The memory of a grammar that was not measured: this much, and a multiple of its text. Measured
+# ones take 40 to 530 bytes for each byte of the text.
 _LEAST_BYTES = 64 * 1024
 _BYTES_EACH = 192
 _WHITESPACE = f"[ \\n\\r\\t]{{0,{MOST_WHITESPACE}}}"
@@ -34,8 +34,9 @@ _NO_TOKEN = 2**32 - 1
 
 
 class GuidanceBackend(Backend):
-    """`limits` are those of llguidance's parser, by default its own: some 50,000 items a step.
-    Without `has_threads` none is started, and what is large is freed by whoever lets go of it."""
+    """llguidance. `limits` are those of its parser, by default its own: some 50,000 items a step.
+    Without `has_threads` it starts no thread, and the thread that drops a large grammar frees it.
+    """
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class GuidanceBackend(Backend):
         size = max(len(vocabulary.tokens), ends[-1] + 1)
         self._num_bytes = -(-size // BITS) * (BITS // 8)
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=ends)
-        # Now, for a thread that it starts is scheduled as the one that does.
+        # Made now, since a new thread inherits the scheduling of the thread that starts it.
         self._emptier = _Emptier(self._tokenizer) if has_threads else None
 
     def compile(self, spec: GrammarSpec) -> Grammar:
@@ -78,23 +79,24 @@ class GuidanceBackend(Backend):
 
 
 class _Emptier:
-    """Frees what matchers hold, without the interpreter's lock, which whoever frees an object of
-    Python's holds: a matcher that is given a wrong token lets go of all it has, and those that are
-    given theirs at once do so on a thread of llguidance's. Called by any thread, which waits."""
+    """Frees the memory of matchers without the interpreter's lock, which a thread that frees a
+    Python object holds. A matcher that takes a wrong token frees its state; several that take
+    tokens together do so on a thread of llguidance's. Any thread may call this, and waits."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
         self._executor = llguidance.LLExecutor(1)
         self._small = llguidance.LLMatcher(tokenizer, _ANY_TEXT, log_level=0)
 
     def empty(self, matcher: llguidance.LLMatcher) -> None:
-        """For one that nobody else has. Of what several share, the last one frees it."""
-        # One alone would be called with the lock.
+        """Free the state of `matcher`, which no other part may use. State that several matchers
+        share is freed with the last of them."""
+        # A single matcher would be called with the lock.
         both = [(matcher, _NO_TOKEN), (self._small.deep_copy(), _NO_TOKEN)]
         self._executor.consume_token_par(both)
 
 
 class _Words:
-    """A vocabulary as llguidance asks for it."""
+    """A vocabulary in the form that llguidance reads."""
 
     bos_token_id = None
 
@@ -125,7 +127,7 @@ class _GuidanceGrammar(Grammar):
         end_ids: Sequence[int],
         emptier: _Emptier | None,
     ) -> None:
-        """With `emptier`, that frees it."""
+        """`emptier` frees the prototype at the end; None: Python does."""
         self._prototype = prototype
         self.num_bytes = num_bytes
         self._num_mask_bytes = num_mask_bytes
@@ -195,7 +197,7 @@ def _told_bytes(spec: GrammarSpec) -> int:
 
 
 class _Heap(ctypes.Structure):
-    """What glibc tells of its heap."""
+    """The heap statistics of glibc: `struct mallinfo2`."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -205,7 +207,7 @@ class _Heap(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """That are in use; 0 where the C library does not say."""
+    """Return the bytes of the heap that are in use; 0 where the C library does not say."""
     tell = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if tell is None:
         return 0
@@ -215,8 +217,8 @@ def heap_bytes() -> int:
 
 
 def _text_of(spec: GrammarSpec) -> str:
-    """The grammar in llguidance's own form; that of rules is made in Python, at 2 us a byte. Raises
-    GrammarError."""
+    """Return the grammar in llguidance's own form. Rules are translated in Python, at 2 us a byte.
+    Raises GrammarError."""
     try:
         return _translated(spec)
     except (ValueError, RecursionError) as error:
@@ -236,7 +238,7 @@ def _translated(spec: GrammarSpec) -> str:
     if spec.kind is Kind.REGEX:
         return llguidance.grammar_from("regex", spec.text.removeprefix("^").removesuffix("$"))
     if spec.kind is Kind.CHOICE:
-        # As one terminal: of rules, it takes 2,000 at one place at the most.
+        # One terminal, since llguidance takes at most 2,000 rules at one place.
         texts = [json.dumps(each, ensure_ascii=False) for each in json.loads(spec.text)]
         return "start: CHOICE\nCHOICE: " + " | ".join(texts)
     if spec.kind is Kind.GRAMMAR:
@@ -252,7 +254,7 @@ def _translated(spec: GrammarSpec) -> str:
 
 
 def _plain(message: str) -> str:
-    """On one line, without what only its authors can use."""
+    """Return an error of llguidance on one line, in words that a client can use."""
     text = " ".join(message.replace("<non-verbose/>", "").split())
     if text.startswith("oneOf constraints"):
         return (

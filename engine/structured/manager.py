@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammars of an engine core: requests that wait for theirs, and the masks of those that run.
+"""The grammars of an engine core: requests that wait for a grammar, and the masks of running ones.
 
-    ask ──► (compiled beside the steps) ──► take_compiled ──► follow ──► begin · masks, each step
+    ask ──► (compiled beside the steps) ──► take_compiled ──► activate_grammar
+        ──► begin_masks · masks, in each step
 
-A mask is made of what the request's output holds by then, so nothing has to be told of tokens, of
-preemption or of steps that were given up. A thought follows no grammar: where an answer begins with
-one, its grammar begins behind that. Called by the engine's step thread.
+A mask is made from the request's output as it is then, so the scheduler reports no tokens, no
+preemption and no dropped steps here. A thought follows no grammar: if an answer begins with one,
+its grammar begins behind the thought. The engine's step thread calls this.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _FAILED = "the answer cannot follow its grammar any further"
 
 
 class Waiting(NamedTuple):
-    """A request that waits for its grammar. `built` was made of `message`."""
+    """A request that waits for its grammar. `built` was made from `message`."""
 
     message: AddRequest
     built: Request
@@ -48,14 +49,14 @@ class Waiting(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A request that goes on no more: at the end of its grammar, or with an error."""
+    """A request that ends: at the end of its grammar (`error` is empty), or with an error."""
 
     request: Request
     error: str
 
 
 class Masks(NamedTuple):
-    """Of one step; `mask` is None where it restricts nobody."""
+    """The masks of one step; `mask` is None if it restricts no request."""
 
     mask: TokenMask | None
     ended: list[Ended]
@@ -64,8 +65,8 @@ class Masks(NamedTuple):
 class _Across(NamedTuple):
     """Rows of a request on both sides of a border of its thought."""
 
-    free: range  # those that think
-    num_rows: int  # all
+    free: range  # rows in the thought
+    num_rows: int  # of the request in this step
 
 
 class _Followed(NamedTuple):
@@ -73,15 +74,15 @@ class _Followed(NamedTuple):
     grammar: Grammar
     follower: Follower
     thought: Thought
-    end_ids: frozenset[int]  # of the model, as far as they end this request
-    own_ids: frozenset[int]  # its stop ids
-    has_own_ends: bool  # whether other ids end it than end the model's answers
-    may_need_settling: bool  # whether its rows may have to be other than its matcher makes them
-    is_json: bool  # in part, at least
+    end_ids: frozenset[int]  # the model's end ids, empty with ignore_eos
+    own_ids: frozenset[int]  # the request's stop ids
+    has_own_ends: bool  # whether the ids that end it differ from the model's end ids
+    may_need_settling: bool  # whether `_settle_ends` may have to change its matcher's rows
+    is_json: bool  # whether the grammar is JSON, at least in part
 
 
 class GrammarManager:
-    """Of one engine core."""
+    """The grammars of one engine core."""
 
     def __init__(
         self,
@@ -95,8 +96,8 @@ class GrammarManager:
         compile_limit: Limit = COMPILE_LIMIT,
         mask_limit: Limit = MASK_LIMIT,
     ) -> None:
-        """`backend` is that of the settings; `opener` is what opens another one, whose grammars are
-        compiled here."""
+        """`backend` is the setting's value. `opener` opens another backend in its place, whose
+        grammars are compiled in this process."""
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(each for each in eos_token_ids if 0 <= each < vocab_size)
         self._shares = Shares(most_waiting)
@@ -125,18 +126,17 @@ class GrammarManager:
         self._followed: dict[str, _Followed] = {}
         self._begun: list[_Followed] = []
         self._has_begun = False
-        self._made: Masks | None = None  # of the step begun, where nothing is waited for
-        self._thinking: list[tuple[_Followed, int]] = []  # with their rows, in the step begun
-        self._across: dict[str, _Across] = {}  # whose drafts open or end their thought there
+        self._made: Masks | None = None  # of the step begun, if no thread is at work on them
+        self._thinking: list[tuple[_Followed, int]] = []  # with the rows of each, in that step
+        self._across: dict[str, _Across] = {}  # those whose drafts open or end a thought in it
         self.num_failed = 0  # requests that ended with an error of their grammar
 
     def __bool__(self) -> bool:
-        """Whether any request that runs, or may run, has a grammar, or had one when the step in
-        hand was begun."""
+        """Whether a request that may run has a grammar, or masks of a step have begun."""
         return bool(self._followed) or self._has_begun
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether it waits for its grammar."""
+        """Whether a request of this id waits for its grammar."""
         return request_id in self._waiting
 
     @property
@@ -145,7 +145,7 @@ class GrammarManager:
 
     @property
     def is_due(self) -> bool:
-        """Whether `take_compiled` would have something, or a request need sit out no longer."""
+        """Whether `take_compiled` has a request, or one that sits out may go on."""
         self._compiler.poll_compilations()
         if self._ahead.is_due:
             return True
@@ -153,8 +153,8 @@ class GrammarManager:
 
     @property
     def idle_seconds(self) -> float:
-        """After which to ask `is_due` again, at the latest; no limit where nothing is under way.
-        What nobody waits for any more has its limit too."""
+        """Longest time until the next look at `is_due`; infinite if no grammar or row is under way.
+        Compilations without a waiting request count, since they have a limit too."""
         is_busy = self._compiler.num_waiting or self._waiting or self._ahead.num_open
         return POLL_SECONDS if is_busy else float("inf")
 
@@ -163,8 +163,8 @@ class GrammarManager:
         self._wakeup = wakeup
 
     def ask(self, message: AddRequest, built: Request) -> Waiting:
-        """Have the grammar of a request compiled, which has one. Where that is not done at once,
-        the request waits here. Raises TooManyGrammars."""
+        """Start to compile a request's grammar; the request must have one. It waits here unless the
+        grammar is there at once. Raises TooManyGrammars."""
         asked = built.sampling_params.structured_outputs
         assert asked is not None
         tenant = message.tenant
@@ -182,7 +182,7 @@ class GrammarManager:
         return waiting
 
     def take_compiled(self) -> list[Waiting]:
-        """Requests that wait no more: with their grammars, or with the reason why not."""
+        """Take out the requests whose compilation is done, with a grammar or an error."""
         if not self.is_due:
             return []
         done = [each for each in self._waiting.values() if each.compilation.is_done]
@@ -192,7 +192,7 @@ class GrammarManager:
         return done
 
     def cancel_waiting(self, request_ids: Iterable[str]) -> None:
-        """Nobody wants these any more, if they still wait."""
+        """Drop those of these requests that still wait."""
         for request_id in request_ids:
             gone = self._waiting.pop(request_id, None)
             if gone is not None:
@@ -200,7 +200,7 @@ class GrammarManager:
                 self._give_up(gone)
 
     def activate_grammar(self, waiting: Waiting) -> None:
-        """Its request may run: from now on its answer follows its grammar."""
+        """Make the answer of a request follow its grammar from now on. The request may run."""
         built, grammar = waiting.built, waiting.compilation.grammar
         assert grammar is not None
         params = built.sampling_params
@@ -226,8 +226,8 @@ class GrammarManager:
         )
 
     def held(self) -> Set[str]:
-        """The requests that are to sit out the next step: their masks may take long and are being
-        made, or wait for a token that is under way."""
+        """The requests that sit out the next step: their masks may take long and are being made, or
+        depend on a token that the device still chooses."""
         self._ahead.take_note()
         held: set[str] = set()
         for name, each in self._followed.items():
@@ -243,8 +243,8 @@ class GrammarManager:
         return held
 
     def without_drafts(self) -> Iterable[str]:
-        """The requests whose masks are made one by one, between steps: draft tokens would need
-        several at once."""
+        """The requests that get no draft tokens: their masks are made one by one between steps, and
+        drafts would need several at once."""
         return [
             name
             for name, each in self._followed.items()
@@ -254,8 +254,8 @@ class GrammarManager:
     def begin_masks(
         self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
     ) -> None:
-        """Start on the masks of those that choose a token in a step, all tokens before it being
-        known. `drafts` are draft tokens behind the outputs, by request id."""
+        """Start on the masks of the requests that choose a token in a step; all tokens before it
+        must be known. `drafts` are draft tokens behind the outputs, by request id."""
         self._begun, self._thinking, self._across = [], [], {}
         self._has_begun, self._made = False, None
         jobs = []
@@ -279,28 +279,26 @@ class GrammarManager:
             follower.num_taken = len(output)
             jobs.append(MaskJob(follower, new, behind))
             self._begun.append(followed)
-        if len(jobs) + len(self._thinking) < len(self._followed):  # some may have ended
+        if len(jobs) + len(self._thinking) < len(self._followed):  # requests may have ended
             for name in [n for n, each in self._followed.items() if each.request.is_finished]:
                 self._let_go(name)
         if jobs:
             self._maker.start_jobs(jobs)
         if self._thinking or jobs:
             self._has_begun = True
-            if self._maker.is_done:  # now, and not behind a forward pass, which empties the caches
+            if self._maker.is_done:  # before the forward pass, which empties the caches
                 self._made = self._collect_masks()
 
     @property
     def has_begun(self) -> bool:
-        """Whether `begin_masks` has found something to do for the step whose masks are asked for
-        next."""
+        """Whether `begin_masks` found a request with a grammar and `masks` was not called since."""
         return self._has_begun
 
     def masks(
         self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
     ) -> Masks:
-        """The masks of a step, as `begin_masks` was told; begins them where it was not. In the
-        mask a request with k drafts has 1 + k rows one after the other. Requests that are `ended`
-        are not in it."""
+        """Return the masks that `begin_masks` began, or begin them now. A request with k drafts has
+        1 + k consecutive rows in the mask; requests that are `ended` have none."""
         if not self._has_begun:
             self.begin_masks(requests, drafts)
         made = self._made if self._made is not None else self._collect_masks()
@@ -308,7 +306,7 @@ class GrammarManager:
         return made
 
     def _collect_masks(self) -> Masks:
-        """As `masks`, of what has begun."""
+        """Wait for the begun masks, and settle the ends of each request."""
         thinking, self._thinking = self._thinking, []
         ids = [each.request.request_id for each, num_rows in thinking for _ in range(num_rows)]
         free = self._free_rows(thinking) if ids else None
@@ -316,8 +314,8 @@ class GrammarManager:
             return Masks(None if free is None else TokenMask(ids, free), [])
         followed, self._begun = self._begun, []
         jobs, rows, num_rows = self._maker.wait_for_masks()
-        words = rows.unsigned[:num_rows].copy()  # the rows are used again
-        lost: list[int] = []  # rows
+        words = rows.unsigned[:num_rows].copy()  # the next step overwrites the rows
+        lost: list[int] = []  # rows that do not go into the mask
         names_behind: list[str] = []
         ended: list[Ended] = []
         end, white = 0, self._white
@@ -348,7 +346,7 @@ class GrammarManager:
                 ids += [name] * (end - start) if job.drafts else (name,)
                 continue
             lost += range(start, end)
-            if not each.request.is_finished:  # or another one may have its id by now
+            if not each.request.is_finished:  # the id of a finished one may be another's by now
                 ended.append(Ended(each.request, error and f"{_FAILED}: {error}"))
                 self.num_failed += bool(error)
                 self._let_go(name)
@@ -362,7 +360,7 @@ class GrammarManager:
         return Masks(TokenMask(ids, words) if ids else None, ended)
 
     def stats(self) -> dict[str, int]:
-        """Part of the core's."""
+        """Counters and gauges of grammars, a part of the core's."""
         compiler = self._compiler
         return {
             "num_waiting": len(self._waiting),
@@ -382,7 +380,8 @@ class GrammarManager:
         self._compiler.close()
 
     def _let_go(self, name: str) -> None:
-        """Of a request that has ended. Its grammar may be one that nobody else has any more."""
+        """Forget a request that has ended. This may be the last reference to its grammar, so a
+        large one is freed on the builder's thread."""
         gone = [self._followed.pop(name)]
         if gone[0].grammar.num_bytes >= LARGE_BYTES:
             self._compiler.free(gone)
@@ -391,12 +390,12 @@ class GrammarManager:
         self._wakeup()
 
     def _give_up(self, gone: Waiting) -> None:
-        """One that waits no more; others may wait for the same."""
+        """Drop the compilation of a request that waits no more, unless others wait for it."""
         if all(each.compilation is not gone.compilation for each in self._waiting.values()):
             self._compiler.give_up(gone.compilation)
 
     def _displace(self, tenant: str) -> None:
-        """The last request of this tenant that waits makes room for another's."""
+        """Refuse the last waiting request of this tenant, to make room for another's."""
         names = [
             name
             for name, each in self._waiting.items()
@@ -416,14 +415,14 @@ class GrammarManager:
         self._give_up(gone)
 
     def _note_hang(self, grammar: Grammar) -> None:
-        """A matcher of it did not come back, which should not be: no other is asked, and grammars
-        are taken over no more."""
+        """Use no matcher of this grammar again, and take over no more grammars: one of its matchers
+        did not return, which should not happen."""
         grammar.hangs = True
         self._compiler.stop_taking_over()
 
     def _free_rows(self, thinking: Sequence[tuple[_Followed, int]]) -> npt.NDArray[np.uint32]:
-        """Rows `[rows, words]` of those that think: every token but those that would end the
-        request, whose answer would not follow its grammar then."""
+        """Return rows `[rows, words]` of thoughts. They allow every token but those that would end
+        the request, since its answer must still follow the grammar."""
         num_rows = sum(count for _, count in thinking)
         rows = np.full((num_rows, -(-self._vocab_size // BITS)), ~np.uint32(0), np.uint32)
         at = 0
@@ -436,8 +435,9 @@ class GrammarManager:
     def _rows_across(
         self, followed: _Followed, job: MaskJob, rows: npt.NDArray[np.uint32], across: _Across
     ) -> tuple[npt.NDArray[np.uint32], str | None]:
-        """All rows of a request, in order, and as `_settle_ends`: those that think lie between what
-        the grammar says of the first token and what it says behind the thought."""
+        """Return all rows of a request in order, and the result of `_settle_ends`. The rows of the
+        thought lie between the grammar's row for the first token and its rows behind the thought.
+        """
         before, behind = (
             rows[: across.free.start].copy(),
             rows[: across.num_rows - across.free.stop],
@@ -451,9 +451,9 @@ class GrammarManager:
     def _settle_ends(
         self, followed: _Followed, job: MaskJob, rows: npt.NDArray[np.uint32], first: int = 0
     ) -> str | None:
-        """Allow the ids that end this request where its grammar may end, and no others that would;
-        `first` is how many drafts lie before the first of the rows. None: it goes on; else it ends,
-        and why: empty at the end of its grammar."""
+        """Allow exactly the ids that end this request where its grammar may end. `first` is the
+        number of drafts before the first of the rows. Return None if the request goes on; else why
+        it ends, which is empty at the end of its grammar."""
         request, own_ids, opener = followed.request, followed.own_ids, followed.thought.opener
         params = request.sampling_params
         missing = params.min_tokens - request.num_output_tokens - first
@@ -479,4 +479,4 @@ class GrammarManager:
 
 
 def _nothing() -> None:
-    """Nobody is to be woken."""
+    """Default of the wakeup, for a caller that polls."""

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token masks of a step: by the caller where that is quick, else by a thread beside the forward
-pass.
+"""The token masks of a step. The caller makes the quick ones, a thread the others during the
+forward pass.
 
-    begin(jobs) ──► each answer's new tokens are accepted, its rows filled: by the caller where that
-                    is quick, else by the thread
-    collect()   ──► rows of all; a job that failed says why
+    start_jobs(jobs)  ──► accept each answer's new tokens, fill its rows
+    wait_for_masks()  ──► rows of all; a job that failed says why
 
-To hand a job over and to wake up again costs more than most jobs do, and takes the interpreter's
-lock from the step in between. So the caller does those of grammars that cannot hang (`is_bounded`)
-and that have been quick so far, at once: before a forward pass its caches still hold what that
-works on.
+A hand-over to the thread costs more than most jobs, and takes the interpreter's lock from the step.
+So the caller does the jobs of grammars that cannot hang (`is_bounded`) and were quick so far. It
+does them before the forward pass, while the processor's caches still hold their data.
 
-What may hang is followed by a process (`processes/followed_apart.py`), which is killed at a limit.
-A matcher that hangs in the engine all the same is given up alone: its thread is left behind,
-another one does the rest, and `on_hang` is told the grammar, no matcher of which is asked again.
+A process follows the grammars that may hang (`processes/followed_apart.py`); it is killed at a
+limit. If a matcher hangs in the engine all the same, only its job fails: its thread is left behind,
+another one does the other jobs, and `on_hang` gets the grammar, whose matchers are no longer used.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ from .processes.limited_thread import Job, Limit, LimitedThread
 logger = logging.getLogger(__name__)
 
 MASK_LIMIT = Limit(cpu_seconds=1.0)
-# What the caller does itself: jobs that take no longer than the first, together than the second.
-# A hand-over costs the step 0.3 to 0.9 ms.
+# The caller's own jobs: each takes no longer than the first, all together no longer than the
+# second. A hand-over costs the step 0.3 to 0.9 ms.
 QUICK_SECONDS = 0.0003
 MOST_QUICK_SECONDS = 0.001
 _POLL_SECONDS = 0.02
@@ -51,7 +49,7 @@ class MaskMaker:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: LimitedThread | None = None
         self._batch: _Batch | None = None
-        self._rows = Rows(0, self._num_words)  # for batches in which no thread has a part
+        self._rows = Rows(0, self._num_words)  # for batches without jobs of the thread
         self.num_handed_over = 0  # jobs that a thread did
 
     @property
@@ -63,15 +61,15 @@ class MaskMaker:
         return self._batch is None or self._batch.wait(0.0)
 
     def start_jobs(self, jobs: Sequence[MaskJob]) -> None:
-        """Do the quick ones of these jobs, at least one, of which none is under way, and have the
-        thread start on the others."""
+        """Do the quick jobs, and have the thread start on the others. `jobs` must not be empty, and
+        the jobs before them must have been collected."""
         starts: Sequence[int] = range(len(jobs))
         num_rows = len(jobs)
         if any(job.drafts for job in jobs):
             starts = [0, *accumulate([job.num_rows for job in jobs])]
             num_rows = starts[-1]
         quick, others = _divide(jobs)
-        if others:  # a thread that is left behind may write into them for ever
+        if others:  # a thread that is left behind may write into these rows later
             rows = Rows(num_rows, self._num_words)
         else:
             if num_rows > len(self._rows.words):
@@ -85,9 +83,9 @@ class MaskMaker:
         batch.run(quick)
 
     def wait_for_masks(self) -> tuple[Sequence[MaskJob], Rows, int]:
-        """Wait for the thread: the jobs, the rows of all in their order, and how many these are of
-        those that there are. They mean nothing where a job has an error, and after the next
-        `start_jobs`."""
+        """Wait for the thread. Return the jobs, `Rows` that begin with the rows of all jobs in
+        order, and the number of these. The rows of a job with an error are invalid; all rows are
+        valid until the next `start_jobs`."""
         batch = self._batch
         assert batch is not None
         self._batch = None
@@ -116,7 +114,7 @@ class MaskMaker:
 
 
 def _divide(jobs: Sequence[MaskJob]) -> tuple[list[int], list[int]]:
-    """The places of those that the caller does, and of the others."""
+    """Return the indices of the caller's jobs, and those of the thread's."""
     quick: list[int] = []
     others: list[int] = []
     left = MOST_QUICK_SECONDS
@@ -135,7 +133,7 @@ def _divide(jobs: Sequence[MaskJob]) -> tuple[list[int], list[int]]:
 
 
 def _work(thread: LimitedThread, batch: _Batch) -> None:
-    """On the thread: one job after the other."""
+    """Do the jobs of the batch one after the other, on the thread."""
     at = batch.at
 
     def note() -> None:
@@ -149,21 +147,22 @@ def _work(thread: LimitedThread, batch: _Batch) -> None:
 
 
 class _Batch:
-    """The jobs of one step, and how far the thread has come with those of them that are its own, in
-    `places`. Errors are the batch's until it is collected, so that a thread that was left behind
-    with another batch has no effect."""
+    """The jobs of one step, and the progress of the thread with its own, whose indices are
+    `places`. A batch keeps its errors itself until it is collected, so a thread that was left
+    behind with an older batch has no effect."""
 
     def __init__(
         self, jobs: Sequence[MaskJob], rows: Rows, starts: Sequence[int], num_rows: int
     ) -> None:
-        """So many of the rows are its own; the first of each job is at `starts`."""
+        """The first `num_rows` of `rows` belong to the jobs; that of each job begins at its entry
+        of `starts`."""
         self.jobs = jobs
         self.num_rows = num_rows
         self.rows = rows
         self.starts = starts
-        self.errors: dict[int, str] = {}  # by place
+        self.errors: dict[int, str] = {}  # by index in `jobs`
         self.places: Sequence[int] = ()
-        self.at = 0  # in `places`: the job that is next, or under way
+        self.at = 0  # index in `places`: the job that is next, or under way
         self._is_done: threading.Event | None = None
 
     def give(self, places: Sequence[int]) -> None:
@@ -177,7 +176,8 @@ class _Batch:
         self._is_done.set()
 
     def run(self, places: Sequence[int]) -> None:
-        """Do these jobs, and note how long a row of each took. What one raises is its error."""
+        """Do these jobs, and record how long a row of each took. An exception becomes the job's
+        error."""
         cpu, began = time.thread_time(), time.perf_counter()
         for place in places:
             job, is_made = self.jobs[place], self.jobs[place].is_made
@@ -197,8 +197,8 @@ class _Batch:
             began = ended
 
     def without_hung_one(self) -> _Batch:
-        """What is behind the job at which a thread hangs, which fails. That thread may still write
-        into its own rows and errors."""
+        """Return a batch that continues behind the job at which the thread hangs; that job fails.
+        The hanging thread may still write into the rows and errors of the old batch."""
         rows = Rows(*self.rows.words.shape)
         rows.words[:] = self.rows.words
         rest = _Batch(self.jobs, rows, self.starts, self.num_rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AheadMaker: masks computed while the device runs the step before."""
+"""AheadMaker: masks that threads compute between steps."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class AheadMaker:
-    """Rows that may take long, made between steps: a step waits for none of them, and the request
-    sits out until its row is there. Those that are known to take long come last, so that whoever
-    asks for such a grammar again and again holds up no other's. Called by the step's thread;
-    `wakeup` by its own."""
+    """Rows that may take long, made between steps. No step waits for them: a request sits out until
+    its row is there. Rows that are known to take long come last, so that a client with many such
+    grammars does not delay other rows. The step's thread calls this; its own threads call
+    `wakeup`."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class AheadMaker:
         self._limit = limit
         self._wakeup = wakeup
         self._on_hang = on_hang or note_hang
-        self._lanes: dict[Grammar | None, _Lane] = {}  # None: of those that are followed here
+        self._lanes: dict[Grammar | None, _Lane] = {}  # None: of grammars that the engine follows
         self._open: list[AheadRow] = []
         self.num_made = 0
 
     @property
     def is_due(self) -> bool:
-        """Whether a row has come, or can be given up, and has not been taken in."""
+        """Whether `take_note` has a finished row to take in, or a hanging one to give up."""
         return bool(self._open) and (any(each.is_done for each in self._open) or self._hangs())
 
     @property
@@ -58,8 +58,9 @@ class AheadMaker:
         return len(self._open)
 
     def is_ready(self, follower: Follower, output: Sequence[int], start: int) -> bool:
-        """Whether a step need not wait for the row behind `output`, which begins at `start`: it is
-        there, it cannot be made, or it is quick. Else it is made from now on."""
+        """Whether a step need not wait for the row behind `output`, because it is there, cannot be
+        made, or is quick; otherwise a thread starts on it. The grammar's part of `output` begins at
+        `start`."""
         ahead = follower.ahead
         if ahead is not None:
             if not ahead.is_done:
@@ -84,8 +85,8 @@ class AheadMaker:
         return False
 
     def take_note(self) -> None:
-        """Take in every finished row. A row that takes too long fails, and another thread
-        makes the others."""
+        """Take in all finished rows. A row that takes too long fails, and another thread makes the
+        others."""
         if not self._open:
             return
         for each in self._open:
@@ -125,7 +126,8 @@ class AheadMaker:
         lane.jobs.put(tenant, partial(self._make, lane, ahead), is_later=ahead.is_later)
 
     def _take_note(self, ahead: AheadRow) -> None:
-        """Its lane is left where that was the last, unless it is the one of all others."""
+        """Count a finished row, and end the lane of a grammar's process with its last open row. The
+        shared lane stays."""
         lane = self._lanes.get(ahead.lane)
         if lane is None:
             return
@@ -135,12 +137,12 @@ class AheadMaker:
             del self._lanes[ahead.lane]
 
     def _make(self, lane: _Lane, ahead: AheadRow, thread: LimitedThread) -> None:
-        """On the thread."""
+        """Make a row, on the lane's thread."""
 
         def begin() -> None:
             lane.at = ahead
 
-        if ahead.lane is None:  # else it waits for a process, and not for a processor
+        if ahead.lane is None:  # otherwise the thread only waits for a process
             thread.give_way()
         if not thread.next_piece(begin):
             return
@@ -169,8 +171,8 @@ class AheadMaker:
 
 
 class _Turns:
-    """Jobs for a thread, two queues of them, in each of which the tenant that has used least is
-    next."""
+    """Two queues of jobs for one thread, the second served only when the first is empty. In each of
+    them the tenant that has used least is next."""
 
     def __init__(self) -> None:
         self._first: FairQueue[Job] = FairQueue()
@@ -187,7 +189,7 @@ class _Turns:
         self._later.charge(tenant, seconds)
 
     def stop_next(self) -> None:
-        """Tell the thread that gets the next job to end, instead of the jobs that are left."""
+        """Tell the thread to end at its next `get`; the jobs that are left are not done."""
         self._has_ended = True
         self._count.put(False)
 
@@ -199,11 +201,11 @@ class _Turns:
 
 
 class _Lane:
-    """A thread and its jobs: one for what is followed here, and one for each grammar that a process
-    follows, which others do not wait for."""
+    """A thread and its jobs. One lane serves the grammars that the engine follows; each grammar
+    that a process follows has its own, so that no other row waits for that process."""
 
     def __init__(self) -> None:
         self.jobs = _Turns()
         self.thread = LimitedThread("stratakv-masks-ahead", self.jobs)
-        self.at: AheadRow | None = None  # at which the thread is, or was last
+        self.at: AheadRow | None = None  # the row that the thread makes, or made last
         self.num_open = 0

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Structural tags in their two forms: vLLM's older list of structures and triggers, and xgrammar's
-`format`, of which those are one case.
+`format`, which is more general.
 
     {"structures": [{"begin": "<f>", "schema": {…}, "end": "</f>"}], "triggers": ["<f"]}
     {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": […], "tags": […]}}
 
-Every backend takes what `read_tags` reads; what else a `format` can say, only xgrammar does.
+Every backend takes the tags that `read_tags` reads; only xgrammar takes other formats.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ class Tag(NamedTuple):
 
 
 class Tags(NamedTuple):
-    """Tags in free text. One of the triggers is how each of them begins."""
+    """Tags in free text. Each of them begins with one of the triggers."""
 
     triggers: list[str]
     tags: list[Tag]
 
 
 def read_tags(text: str) -> Tags:
-    """Raises GrammarError, with the place in it, for other formats and for what is none."""
+    """Return the tags in a text. Raises GrammarError, which names the place, for other formats and
+    for invalid ones."""
     given = json.loads(text)
     if "structures" in given:
         return _checked(given, "structures", "")
@@ -51,7 +52,8 @@ def read_tags(text: str) -> Tags:
 
 
 def as_format(text: str) -> str:
-    """The newer form. Raises as `read_tags` for what is wrong in the older one."""
+    """Return the text in the newer form. Raises GrammarError, like `read_tags`, for faults in the
+    older one."""
     given = json.loads(text)
     if "structures" not in given:
         return text
@@ -74,7 +76,7 @@ def as_format(text: str) -> str:
 
 
 def schemas_in(text: str) -> list[Any]:
-    """All JSON schemas in a structural tag of whichever form."""
+    """Return all JSON schemas in a structural tag of either form."""
     found, left = [], [json.loads(text)]
     while left:
         value = left.pop()

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars by xgrammar, which is the quickest at masks. Which of them it is given says
-`xgrammar_scope.py`.
-"""
+"""Grammars by xgrammar, which makes masks fastest. `xgrammar_scope.py` chooses its grammars."""
 
 from __future__ import annotations
 
@@ -20,10 +18,10 @@ _PLACE = re.compile(r"^\[[^\]]*\] \S+: ")
 
 
 class XGrammarBackend(Backend):
-    """Compiles on the caller's thread."""
+    """xgrammar. It compiles on the caller's thread."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # Without any, it would take some by their names.
+        # Given as a list even if empty: without one, xgrammar finds end tokens by their names.
         ends = list(vocabulary.end_ids)
         self._info = info = xgrammar.TokenizerInfo(
             list(vocabulary.tokens),
@@ -53,7 +51,7 @@ class XGrammarBackend(Backend):
         return Form("xgrammar", text, grammar.is_bounded, grammar.num_bytes), grammar
 
     def build(self, spec: GrammarSpec, form: Form) -> Grammar:
-        """It is compiled: to read it takes some 30 ms for a MB, whatever it is."""
+        """Read the compiled grammar of the form; a MB takes some 30 ms. Raises GrammarError."""
         try:
             made = xgrammar.CompiledGrammar.deserialize_json(form.text, self._info)
         except RuntimeError as error:
@@ -88,7 +86,8 @@ class _XGrammar(Grammar):
 
 
 class _XGrammarMatcher(Matcher):
-    """Calls its functions as they are: what xgrammar has around them costs a step microseconds."""
+    """A matcher that calls xgrammar's native functions directly: its Python wrappers cost a step
+    microseconds."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, end_ids: frozenset[int]) -> None:
         self._matcher = matcher
@@ -117,5 +116,5 @@ class _XGrammarMatcher(Matcher):
 
 
 def _plain(error: RuntimeError) -> str:
-    """Without the date and the line of its own source."""
+    """Return the error on one line, without xgrammar's date and source line."""
     return _PLACE.sub("", " ".join(str(error).split()))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What xgrammar can be trusted with; told without it, which takes long to import.
+"""The grammars that xgrammar may get. This module works without importing it, which takes long.
 
-Nothing in it ends a grammar that takes too long, neither while it compiles nor in a step. So `auto`
-gives it what is known to stay quick (`why_untamed`); and nobody gives it what it would accept and
-not keep to (`why_unsupported`).
+xgrammar has no limit on time, neither while it compiles nor in a step. So `auto` gives it only
+grammars that are known to stay quick (`why_untamed`). It never gets a grammar that it would accept
+without following all of it (`why_unsupported`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..json_schemas import ANNOTATIONS, FORMATS
 from ..request.structured_params import GrammarSpec, Kind
 from .structural_tags import as_format, schemas_in
 
-# Compiling takes time with the square of the optional properties, and 0.1 ms for each text of an
-# enumeration.
+# The time of compiling grows with the square of the optional properties, and by 0.1 ms for each
+# text of an enumeration.
 MOST_BYTES = 64 * 1024
 MOST_PROPERTIES = 64
-MOST_OPTIONAL = 24  # of them; with 64 it takes two seconds
+MOST_OPTIONAL = 24  # properties that are not required; with 64 it takes two seconds
 MOST_SCHEMAS = 1000  # parts of one schema that are schemas
 MOST_REPEATS = 256
-MOST_REGEX = 128  # letters: what is optional takes it time with the cube of how often it is
-# It reads these and leaves them aside; or, of a string's length and pattern, lets the string hold
-# control characters and quotes that JSON does not allow in it.
+MOST_REGEX = 128  # letters; time grows with the cube of the number of optional parts
+# xgrammar accepts these keywords and ignores them. It heeds a string's length and pattern, but then
+# allows control characters and quotes that a JSON string must not hold.
 _UNSUPPORTED = frozenset({
     "minLength", "maxLength", "pattern",
     "multipleOf", "uniqueItems", "contains", "minContains", "maxContains", "not", "if", "then",
@@ -35,13 +35,13 @@ _UNSUPPORTED = frozenset({
     "dependencies", "unevaluatedProperties", "unevaluatedItems", "minProperties", "maxProperties",
     "format", "$dynamicRef", "$anchor", "additionalItems", "contentEncoding",
 })  # fmt: skip
-# Where a schema holds others: by name, as a list, or one.
+# The keywords under which a schema holds others: by name, as a list, or a single one.
 _MAPS = ("properties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "prefixItems")
 _ONES = ("items", "additionalProperties")
 _BOUNDS = ("minItems", "maxItems")
 _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-# It leaves aside what else stands beside a $ref, a choice or a constant.
+# xgrammar ignores all other keywords beside a $ref, a choice or a constant.
 _BESIDE = ANNOTATIONS | {"$defs", "$id", "definitions", "format"}
 _REFERENCE = re.compile(r"#(/(\$defs|definitions)/(?P<name>[^/~%]+))?")
 _NAMES = {  # of JSON's types in Python
@@ -53,8 +53,8 @@ _COUNTS = re.compile(r"\{(\d*),?(\d*)\}")
 
 
 def text_of(spec: GrammarSpec) -> str:
-    """The grammar as xgrammar takes it: a schema, a regex, rules or a structural tag. Raises
-    GrammarError for a structural tag that is none."""
+    """Return the grammar in xgrammar's form: a schema, a regex, rules or a structural tag. Raises
+    GrammarError for an invalid structural tag."""
     if spec.kind is Kind.JSON_OBJECT:
         return '{"type": "object"}'
     if spec.kind is Kind.REGEX:
@@ -66,7 +66,7 @@ def text_of(spec: GrammarSpec) -> str:
 
 
 def why_unsupported(spec: GrammarSpec) -> str:
-    """What of it xgrammar would read and not keep to; empty: nothing."""
+    """Return the part of a grammar that xgrammar would accept and not follow; empty: none."""
     if spec.whitespace_pattern:
         return "a whitespace_pattern"
     for place, schema in enumerate(_schemas_of(spec)):
@@ -83,7 +83,7 @@ def why_unsupported(spec: GrammarSpec) -> str:
 
 
 def _why_left_aside(schema: dict[str, Any]) -> str:
-    """What of one schema it would read only a part of."""
+    """Return the part of one schema that xgrammar would ignore; empty: none."""
     if _count(schema.get("allOf")) > 1:
         return "an allOf of several JSON schemas"
     if "$ref" in schema and _target(schema["$ref"]) is None:
@@ -107,20 +107,20 @@ def _why_left_aside(schema: dict[str, Any]) -> str:
 
 
 def _are_of(values: list[Any], kinds: Any) -> bool:
-    """Whether all of them have this type, or one of these."""
+    """Whether all values have this JSON type, or one of these types."""
     names = {name for each in ([kinds] if isinstance(kinds, str) else kinds or ())
              for name in _NAMES.get(str(each), ())}  # fmt: skip
     return all(type(value).__name__ in names for value in values)
 
 
 def _target(reference: Any) -> str | None:
-    """The definition that it names, "" for the whole schema; None: it leads elsewhere."""
+    """Return the definition that a $ref names, "" for the whole schema, None for all others."""
     found = _REFERENCE.fullmatch(reference) if isinstance(reference, str) else None
     return None if found is None else found["name"] or ""
 
 
 def why_untamed(spec: GrammarSpec) -> str:
-    """Why it might take xgrammar long to compile or to follow; empty: it will not."""
+    """Return why xgrammar might take long to compile or follow a grammar; empty: it will not."""
     if spec.kind is Kind.GRAMMAR:
         return "rules that may be ambiguous"
     if len(spec.text) > MOST_BYTES:
@@ -145,12 +145,12 @@ def why_untamed(spec: GrammarSpec) -> str:
 
 
 def _count(value: Any) -> int:
-    """Of what an object or a list holds; 0 for what a client wrote in its place."""
+    """Return the number of entries of an object or a list, 0 for any other value of a client."""
     return len(value) if isinstance(value, dict | list) else 0
 
 
 def _is_recursive(schema: Any) -> bool:
-    """Whether a $ref leads back to where it stands."""
+    """Whether a $ref leads back to the schema that contains it."""
     if not isinstance(schema, dict):
         return False
     parts: dict[str, Any] = {}
@@ -182,7 +182,7 @@ def _why_untamed_regex(pattern: str) -> str:
 
 
 def _schemas_of(spec: GrammarSpec) -> Iterator[dict[str, Any]]:
-    """A JSON schema and all inside it."""
+    """Yield the JSON schemas of a grammar, with all schemas inside them."""
     if spec.kind is Kind.JSON:
         yield from _all_in(json.loads(spec.text))
     elif spec.kind is Kind.STRUCTURAL_TAG:

@@ -11,15 +11,14 @@ import msgspec
 from ..request.sampling_params import MAX_BAD_SEQUENCE_TOKENS, SamplingParams
 from .tokenizer import Tokenizer
 
-# Any text would do; tokenizers that mark the start of a text mark this one instead of the space.
+# An arbitrary text: a tokenizer that marks the start of a text then marks this, not the space.
 _ANCHOR = "a"
 
 
 def with_spelt_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The same parameters with the spellings of their bad words among `bad_words_token_ids`.
+    """Return the parameters with the spellings of their bad words in `bad_words_token_ids`.
 
-    Doing it twice changes nothing. Raises ValueError without a tokenizer, and as
-    `spell_bad_words` does.
+    Idempotent. Raises ValueError without a tokenizer, and what `spell_bad_words` raises.
     """
     if not params.bad_words:
         return params
@@ -31,16 +30,16 @@ def with_spelt_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) ->
 
 
 def spell_bad_words(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is spelt at the start of a text and after a space, without special tokens
-    around it; every spelling once. Raises ValueError, naming the word, for one that cannot be spelt
-    or takes too many tokens.
+    """Return the token ids of each word at the start of a text and after a space, without special
+    tokens around it; each spelling once. Raises ValueError, which names the word, if it cannot be
+    spelt or takes too many tokens.
 
     A word has one spelling at the start of a text and often another one after a space:
 
         byte-level    "word" → word       "a word" → a Ġword
         SentencePiece "word" → ▁word      "a word" → ▁a ▁word      the same, kept once
 
-    Both are used, so spaces around a word mean nothing.
+    Both are used, so spaces around a word have no effect.
     """
     spelt: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -54,7 +53,7 @@ def _spellings(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
         candidates = [_encode(tokenizer, bare), _encode_after_space(tokenizer, bare)]
     except ValueError as error:
         raise ValueError(f"bad_words must be valid texts, got {word!r}: {error}") from error
-    # Some vocabularies drop what they lack, or have one token for all of it.
+    # Some vocabularies drop characters that they lack, or have one token for all of them.
     found = [ids for ids in candidates if ids and _same(_decode(tokenizer, ids), bare)]
     if not found:
         raise ValueError(
@@ -74,7 +73,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 def _encode_after_space(tokenizer: Tokenizer, word: str) -> tuple[int, ...]:
-    """The tokens after the anchor's own; nothing where the two cannot be told apart."""
+    """Return the tokens after the anchor's own; empty if they cannot be separated from it."""
     anchor = _encode(tokenizer, _ANCHOR)
     whole = _encode(tokenizer, f"{_ANCHOR} {word}")
     return whole[len(anchor) :] if whole[: len(anchor)] == anchor else ()
@@ -85,7 +84,7 @@ def _decode(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
 
 
 def _same(first: str, second: str) -> bool:
-    """Whether two texts differ in no more than a tokenizer's normalisation may change."""
+    """Whether two texts are equal but for changes that a tokenizer's normalisation may make."""
     return _folded(first) == _folded(second) != ""
 
 

@@ -5,7 +5,8 @@ A character may be spread over several tokens, and a token's text may depend on 
 space before a word), so tokens are decoded in a short window with those before them:
 
     ids      ... | a b c | d e            window = a b c d e
-                 ^ start ^ read           text(a b c) was given out, now text(a b c d e) minus it
+                 ^ start ^ read           text(a b c) is out already, so out goes the rest of
+                                          text(a b c d e)
 
 A tail that ends in U+FFFD may be half a character and is held back until more tokens come.
 """
@@ -16,9 +17,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-# After so many tokens without a clean end the output is no UTF-8 at all.
+# After so many tokens without a clean end the output is not UTF-8 at all.
 _MAX_PENDING_TOKENS = 24
-# Then no more is held back than what may still become a character: one of at most 3 bytes.
+# Then only bytes that may still become a character are held back: 3 at most.
 _MAX_HELD_CHARACTERS = 3
 # Tokens that surely hold those characters, at 3 bytes each.
 _HELD_TOKENS = 10
@@ -33,7 +34,7 @@ class Decoder(Protocol):
 
 
 class HidingDecoder:
-    """Decodes as another decoder, but of the special tokens it leaves out only these."""
+    """A decoder that leaves out only the `hidden` special tokens, in place of all."""
 
     def __init__(self, decoder: Decoder, hidden: frozenset[int]) -> None:
         self._decoder, self._hidden = decoder, hidden
@@ -64,10 +65,10 @@ class IncrementalDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._ids = self._context_of(prompt_token_ids)
         self._read = len(self._ids)
-        self._given = self._decode_ids(self._ids)  # what of the window's text is already out
+        self._given = self._decode_ids(self._ids)  # the part of the window's text that is out
 
     def push_tokens(self, token_ids: Sequence[int]) -> str:
-        """Take tokens; the whole characters that they complete."""
+        """Add tokens, and return the whole characters that they complete."""
         if not token_ids:
             return ""
         before = len(self._ids)
@@ -76,13 +77,13 @@ class IncrementalDetokenizer:
         if not text.endswith(REPLACEMENT):
             return self._advance(text)
         if len(token_ids) > 1:
-            # One at a time no whole character is passed over, however many came at once.
+            # Tokens one at a time, so that all whole characters come out.
             del self._ids[before:]
             return "".join([self.push_tokens([token]) for token in token_ids])
         if len(self._ids) - self._read > _MAX_PENDING_TOKENS:
             return self._shorten(text)
-        # Byte tokens of some vocabularies turn into replacement characters together, also those
-        # whose character was given out; then nothing is added.
+        # In some vocabularies all byte tokens of a run become replacement characters together, even
+        # those whose character is out already; then no text is added.
         given, stable = self._given_of(text), text.rstrip(REPLACEMENT)
         if len(stable) <= len(given) or not stable.startswith(given):
             return ""
@@ -90,13 +91,13 @@ class IncrementalDetokenizer:
         return stable[len(given) :]
 
     def decode_rest(self) -> str:
-        """The rest of the text; a half character comes out as U+FFFD."""
+        """Return the rest of the text; a half character becomes U+FFFD."""
         return self._advance(self._decode_ids(self._ids))
 
     def _context_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The prompt's last tokens, from the beginning of a character on: where bytes are tokens,
-        one that is out of place spoils all that stand together. A character that the prompt does
-        not finish stands alone, for its missing bytes would spoil the others."""
+        """Return the prompt's last tokens, from the beginning of a character on: with byte tokens,
+        a wrong byte spoils the text of the whole run. If the prompt ends within a character, return
+        only that character's tokens, since its missing bytes would spoil the others."""
         longest = [int(t) for t in prompt_token_ids[-_CONTEXT_TOKENS - _MAX_HELD_CHARACTERS :]]
         for unfinished in range(_MAX_HELD_CHARACTERS + 1):
             end = max(0, len(longest) - unfinished)
@@ -107,12 +108,12 @@ class IncrementalDetokenizer:
         return longest[-_CONTEXT_TOKENS:]
 
     def _advance(self, text: str) -> str:
-        """Give out all of the window's text and let go of the tokens before the newest ones."""
+        """Return all new text of the window, and drop the tokens before the newest ones."""
         new = text[len(self._given_of(text)) :]
         newest = self._ids[self._read :]
         alone = self._decode_ids(newest)
-        # Tokens without a text (special ones) tell nothing of how the next one joins, and the rest
-        # of a character would spoil the bytes after it.
+        # Keep the window after tokens without text (special ones), which do not show how the next
+        # token joins, and after the rest of a character, which would spoil the bytes after it.
         joins = alone and not alone.startswith(REPLACEMENT)
         if joins or len(self._ids) > _MAX_PENDING_TOKENS:
             self._ids, self._given = newest, alone
@@ -122,7 +123,7 @@ class IncrementalDetokenizer:
         return new
 
     def _shorten(self, text: str) -> str:
-        """Give out what is certain by now and go on with a window that holds the rest."""
+        """Return the text that is certain by now, and keep a window with the rest."""
         new = _without_held_tail(text)[len(self._given_of(text)) :]
         self._ids = self._ids[-_HELD_TOKENS:]
         self._read = 0
@@ -130,8 +131,8 @@ class IncrementalDetokenizer:
         return new
 
     def _given_of(self, text: str) -> str:
-        """The part of `text` that is already out: a half character given out before, or at the end
-        of the prompt, may have become whole."""
+        """Return the part of `text` that is out already. A half character that went out before, or
+        at the end of the prompt, may have become whole since."""
         given = self._given
         for _ in range(_MAX_HELD_CHARACTERS):
             if text.startswith(given) or not given.endswith(REPLACEMENT):
@@ -146,7 +147,7 @@ class IncrementalDetokenizer:
 
 
 def _without_held_tail(text: str) -> str:
-    """The text without the replacement characters at its end that may still turn into one."""
+    """Return the text without replacement characters at its end that may become a character."""
     end = len(text)
     while end > 0 and len(text) - end < _MAX_HELD_CHARACTERS and text[end - 1] == REPLACEMENT:
         end -= 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a whole answer, joined from what its outputs brought."""
+"""The experts of a whole answer, joined from the rows in its outputs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from ..request.routed_rows import RoutedRows
 
 
 def join_routed_rows(parts: Sequence[RoutedRows], num_tokens: int) -> npt.NDArray[np.integer]:
-    """The experts `[tokens, layers, experts of a token]` of the positions from the first told one
-    to before `num_tokens`, as uint8 or uint16. Of a position that is told twice the last counts."""
+    """Return the experts `[tokens, layers, experts of a token]` from the first position in `parts`
+    up to `num_tokens`, exclusive, as uint8 or uint16. A later part replaces a position of an
+    earlier one."""
     first, (_, layers, each) = parts[0].start, parts[0].shape
     width = next(
         (len(part.data) // np.prod(part.shape, dtype=int) for part in parts if part.data), 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns a request's token outputs into text: detokenizing, stop strings, the reason of the end.
 
-The front's half of a request, shared by HTTP and the Python API. The core knows ids only; stop
-strings are found here, and the core is then told that nobody wants more.
+The front's half of a request, shared by HTTP and the Python API. The core knows ids only. This
+module finds stop strings, and the client then aborts the request in the core.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .expert_rows import join_routed_rows
 from .reasoning import Thoughts
 from .tool_calls.base import CallPiece
 
-# More than any first token's text depends on.
+# More tokens than the first token's text can depend on.
 _CONTEXT_TOKENS = 16
 
 _GOES_ON = TokenOutput(request_id="", new_token_ids=[])
@@ -36,10 +36,10 @@ _GOES_ON = TokenOutput(request_id="", new_token_ids=[])
 
 class StopStrings:
     """Looks for the stop strings of one request in text that arrives in pieces. Joined, the results
-    of `push_tokens` and `decode_rest` are the text up to the first stop string.
+    of `filter_text` and `flush_held` are the text up to the first stop string.
 
-    Only text that may be the beginning of a stop string is held back, so a match never begins in
-    text that was given out.
+    It holds back only text that may be the beginning of a stop string, so a match never begins in
+    text that is out already.
     """
 
     __slots__ = ("_begun", "_held", "_include", "_stops", "matched")
@@ -48,13 +48,13 @@ class StopStrings:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
-        # For each stop string, how much of its beginning the held text ends with. A string cannot
-        # have begun before that, so however much another one has held back is not looked at again.
+        # For each stop string, the length of its beginning at the end of the held text. It cannot
+        # have begun before that, so text that another string holds back is not searched again.
         self._begun = [0] * len(self._stops)
         self.matched: str | None = None
 
     def filter_text(self, text: str) -> str:
-        """Take text; what of it is certain. After a match `matched` is set and nothing follows."""
+        """Add text, and return the part that is certain. A match sets `matched` and ends the text."""
         if self.matched is not None:
             return ""
         num_held = len(self._held)
@@ -74,12 +74,12 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush_held(self) -> str:
-        """The held text, which turned out to be no stop string."""
+        """Return the held text, which is no stop string after all."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str, num_held: int) -> tuple[int, str] | None:
-        """The match that begins first; of several there, the one that was listed first."""
+        """Return the match that begins first; of several there, the one listed first."""
         best: tuple[int, str] | None = None
         for stop, begun in zip(self._stops, self._begun, strict=True):
             start = text.find(stop, num_held - begun)
@@ -89,7 +89,8 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str, most: int) -> int:
-    """Length of the longest end of `text`, up to `most`, that is a proper beginning of `stop`."""
+    """Return the length of the longest end of `text`, up to `most`, that is a proper beginning of
+    `stop`."""
     for length in range(min(most, len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -115,17 +116,17 @@ class TextOutput:
     prompt_logprobs: PromptLogprobs | None = None
     ticket: Ticket | None = None
     reasoning: str = ""  # the text of thoughts
-    tool_calls: list[CallPiece] = field(default_factory=list)  # where somebody looks for them
-    num_reasoning_tokens: int = 0  # that are known of now, perhaps of `token_ids` given before
-    embedding: bytes | None = None  # of the prompt, where it was asked for
-    # With the last output, where experts are told: uint8 or uint16 `[tokens, layers with experts,
-    # experts of a token]`, of the first token asked for to the last but one.
+    tool_calls: list[CallPiece] = field(default_factory=list)  # filled where a parser is used
+    num_reasoning_tokens: int = 0  # newly counted, perhaps among earlier `token_ids`
+    embedding: bytes | None = None  # of the prompt, if the request asks for it
+    # With the last output of a request for experts: uint8 or uint16 `[tokens, layers with experts,
+    # experts of a token]`, from the first token that the request names to the last but one.
     routed_experts: npt.NDArray[np.integer[Any]] | None = None
 
 
 class OutputProcessor:
-    """One request. Without a tokenizer there is no text, and no stop strings may be asked for;
-    with `thoughts` these are split off."""
+    """The text of one request. Without a tokenizer there is no text, and stop strings raise
+    ValueError; with `thoughts`, thoughts are split off."""
 
     def __init__(
         self,
@@ -136,14 +137,14 @@ class OutputProcessor:
     ) -> None:
         if tokenizer is None and params.stop:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids instead")
-        # A stop string cannot end an answer of JSON before it is one, and nothing follows then.
+        # No stop strings for JSON: they must not end it before it is complete, and no text follows.
         stops = () if _is_json(params) else params.stop
         context = unpack_token_ids(prompt_token_bytes[-_CONTEXT_TOKENS * BYTES_PER_TOKEN :])
         self._params = params
         self._num_prompt_tokens = len(prompt_token_bytes) // BYTES_PER_TOKEN
         self._num_tokens = 0
         self._routed: list[RoutedRows] = []
-        # The core's timings up to the first token, and the moment it came.
+        # The core's timings up to the first token, and the time at which that arrived.
         self._first_timings: dict[str, float] | None = None
         self._first_at = 0.0
         self._looks_for_stops = bool(stops)
@@ -158,7 +159,8 @@ class OutputProcessor:
             )
 
     def process(self, output: TokenOutput) -> TextOutput:
-        """Take the next output of the core. After one with a finish reason nothing may follow."""
+        """Return the text of the next output of the core. No output may follow one with a finish
+        reason."""
         if output.timings is not None and output.finish_reason is None:
             self._first_timings, self._first_at = output.timings, time.monotonic()
         result = TextOutput(
@@ -180,7 +182,7 @@ class OutputProcessor:
         if output.routed_experts is not None:
             self._routed += output.routed_experts
         if self._routed and result.finish_reason is not None:
-            # The last token was chosen, and not computed.
+            # The model chose the last token, and did not compute it.
             end = self._num_prompt_tokens + self._num_tokens - 1
             result.routed_experts = join_routed_rows(self._routed, end)
         if output.logprobs is not None:
@@ -206,17 +208,17 @@ class OutputProcessor:
         result.text += text
 
     def _take_until_stop(self, output: TokenOutput, result: TextOutput) -> None:
-        """Token by token, so that the tokens too end where a stop string does."""
+        """Add tokens one by one, so that the tokens end where a stop string ends."""
         last = len(output.new_token_ids) - 1
         for index, token in enumerate(output.new_token_ids):
             piece = TextOutput()
-            # Only the last token may be one that ended the request.
+            # Only the last token may have ended the request.
             self._append_tokens([token], output if index == last else _GOES_ON, piece)
             result.token_ids.append(token)
             self._add_checked(piece.text, result)
             if self._stops.matched is not None:
                 result.finish_reason, result.stop_reason = "stop", self._stops.matched
-                if result.timings is None:  # the core knows nothing of this end
+                if result.timings is None:  # the core does not know of this end
                     result.timings = self._timings_now()
                 return
         if output.finish_reason is not None:
@@ -225,7 +227,7 @@ class OutputProcessor:
             result.text += self._stops.flush_held()
 
     def _timings_now(self) -> dict[str, float] | None:
-        """The timings that the core would report if the request ended here."""
+        """Return the timings that the core would report if the request ended now."""
         if self._first_timings is None:
             return None
         decode = time.monotonic() - self._first_at
@@ -233,14 +235,15 @@ class OutputProcessor:
         return {**self._first_timings, "decode_seconds": decode, "total_seconds": total}
 
     def _add_checked(self, text: str, result: TextOutput) -> None:
-        """Text from before `min_tokens` can neither be nor begin a stop string."""
+        """Add text, filtered for stop strings. Text of the first `min_tokens` can neither be nor
+        begin a stop string."""
         if self._num_tokens < self._params.min_tokens:
             result.text += text
         else:
             result.text += self._stops.filter_text(text)
 
     def _shown(self, token_ids: list[int], output: TokenOutput) -> list[int]:
-        """The tokens that have a place in the text: not the one that ended the request."""
+        """Return the tokens that belong to the text: not the one that ended the request."""
         has_end = output.finish_reason == "stop" and not output.ends_without_token
         if has_end and not self._params.include_stop_str_in_output:
             return token_ids[:-1]
@@ -248,7 +251,7 @@ class OutputProcessor:
 
 
 def _is_json(params: SamplingParams) -> bool:
-    """Whether a grammar has the whole answer be JSON, as calls that are required are."""
+    """Whether a grammar makes the whole answer JSON, as for required calls."""
     asked = params.structured_outputs
     return asked is not None and (asked.json is not None or bool(asked.json_object))
 
@@ -259,11 +262,10 @@ async def generate_text(
     tokenizer: Decoder | None,
     thoughts: Thoughts | None = None,
 ) -> AsyncGenerator[TextOutput, None]:
-    """Run one request and yield its text as it grows, without its `thoughts` where these are split
-    off; the last one carries a finish reason. Cached tokens are given for every tier there is, be
-    it 0.
+    """Run one request and yield its text as it grows; `thoughts` splits thoughts off. The last
+    output has a finish reason. Cached tokens are given for all tiers, also if they are 0.
 
-    Closing it early, or a stop string, aborts the request in the core. Raises what
+    A stop string, or closing the generator early, aborts the request in the core. Raises what
     `EngineClient.generate` raises.
     """
     params, prompt = request.sampling_params, request.prompt_token_ids

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PromptParts: the tokens of a prompt that comes in parts, as they are in the whole prompt.
+"""PromptParts: the tokens of a prompt that comes in parts, equal to those of the whole prompt.
 
-A tokenizer joins what stands at the border of two parts. So a text is told up to its last word, and
-when it is whole its tokens are held against those that were told:
+A tokenizer may join characters across the border of two parts. So only the tokens before the last
+word of a text are told, and the tokens of the whole text are compared with the told ones:
 
     parts    "The quick br" "own fox"
     told     The quick      brown       behind them, at the end: fox
 
-Where they differ after all, what was told counts up to there. A text is cut into tokens anew when a
-sixteenth has come to it, so that many small parts take no more than some times its length.
+Where they differ after all, only the told tokens before that place count. A text is tokenized anew
+after it has grown by a sixteenth, so many small parts cost only a few times the whole text.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SPACES = " \n\t\r"
 
 
 class PromptParts:
-    """Parts are texts or lists of token ids, in any order. Raises ValueError for a part that cannot
-    be, which is as if it had not come: for a text without a tokenizer or of no Unicode, and
-    (PromptTooLong) beyond `max_tokens`. With `add_special_tokens` a first text has those that the
-    tokenizer puts around one."""
+    """The parts of one prompt, texts or lists of token ids in any order. An invalid part raises
+    ValueError and has no effect: a text without a tokenizer, invalid Unicode, or (PromptTooLong)
+    tokens beyond `max_tokens`. With `add_special_tokens` a first text gets the special tokens that
+    the tokenizer puts around a text."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, max_tokens: int, *, add_special_tokens: bool = True
@@ -36,28 +36,28 @@ class PromptParts:
         self._add_special_tokens = add_special_tokens
         self._fixed: list[int] = []  # the tokens before the text that still grows
         self._text = ""
-        self._num_cut = 0  # characters of that when it was cut into tokens last
+        self._num_cut = 0  # characters of that text when it was tokenized last
         self._told: list[int] = []
-        self._num_right = 0  # of those, that are the prompt's own: the first ones, if not all
-        self._num_checked = 0  # of those, that will always be
+        self._num_right = 0  # the first tokens of `_told`, which are the prompt's own
+        self._num_checked = 0  # the first of those, which stay the prompt's own
 
     @property
     def num_characters(self) -> int:
-        """The length of the text that the next part may be joined to, in characters."""
+        """Length of the text that still grows, in characters."""
         return len(self._text)
 
     @property
     def told(self) -> Sequence[int]:
-        """The tokens that the calls of `add_part` have given so far, in order."""
+        """The tokens that `add_part` has returned so far, in order."""
         return self._told
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of the whole prompt; to be asked for behind `end_prompt`."""
+        """The tokens of the whole prompt; complete after `end_prompt`."""
         return self._fixed
 
     def add_part(self, part: str | Sequence[int]) -> list[int]:
-        """A part has come. The tokens that can be told now, behind those told before."""
+        """Add a part. Return the tokens that can be told now, behind those told before."""
         if not isinstance(part, str):
             self._fix(part)
             return self._tell(self._fixed)
@@ -72,8 +72,8 @@ class PromptParts:
         return self._tell(self._fixed + cut)
 
     def end_prompt(self, part: str | Sequence[int] = "") -> tuple[int, list[int]]:
-        """The last part has come: how many of the tokens that were told are the prompt's own, and
-        those behind them."""
+        """Add the last part. Return how many of the told tokens are the prompt's own, and the
+        tokens of the prompt behind those."""
         if isinstance(part, str):
             text = self._joined(part)
             self._fixed = self._fixed + (self._encode(text) if text else [])
@@ -84,7 +84,7 @@ class PromptParts:
         return self._num_right, self._fixed[self._num_right :]
 
     def _tell(self, known: list[int]) -> list[int]:
-        """The tokens that have become known; none where others were told in their place."""
+        """Return the tokens that are new in `known`; none if the told ones differ from it."""
         self._check_told(known)
         if self._num_right < len(self._told):
             return []
@@ -94,8 +94,8 @@ class PromptParts:
         return new
 
     def _check_told(self, known: list[int]) -> None:
-        """Count the tokens that were told and are the first of those known. Those that are fixed
-        are looked at once."""
+        """Count the told tokens that equal the first ones of `known`. Fixed tokens are compared
+        once."""
         start = min(self._num_checked, self._num_right)
         pairs = zip(count(start), self._told[start:], known[start:], strict=False)
         differs = next((place for place, told, own in pairs if told != own), None)
@@ -103,7 +103,7 @@ class PromptParts:
         self._num_checked = min(len(self._fixed), self._num_right)
 
     def _fix(self, part: Sequence[int]) -> None:
-        """Tokens stand behind the text, which is whole."""
+        """Fix the tokens of the text, which is whole now, and of a part behind it."""
         text = self._encode(self._text) if self._text else []
         if (num_tokens := len(self._fixed) + len(text) + len(part)) > self._max_tokens:
             raise PromptTooLong(
@@ -113,7 +113,7 @@ class PromptParts:
         self._text, self._num_cut = "", 0
 
     def _joined(self, part: str) -> str:
-        """The text that grows, with a part more."""
+        """Return the growing text with a further part."""
         if part and self._tokenizer is None:
             raise ValueError("the model has no tokenizer.json; give parts as lists of token ids")
         try:
@@ -139,6 +139,6 @@ class PromptParts:
 
 
 def _end_of_words(text: str) -> int:
-    """The place behind the last word of which the end is sure; 0: there is none."""
+    """Return the index behind the last word whose end is certain; 0: there is none."""
     last = max(text.rfind(space) for space in _SPACES)
     return len(text[: last + 1].rstrip())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The marks around a model's thoughts as texts, and answers split by them.
 
-The marks are those that somebody named, or well-known ones that the tokenizer has as tokens of
-their own. Texts are split by text, so that a mark is found however its tokens are cut; budgets and
-counts go by the marks' token ids (`engine/request/reasoning_marks.py`).
+The marks are options, or well-known ones that are single tokens of the tokenizer. Answers are split
+by text, so a mark is found with any tokens; budgets and counts use the token ids of the marks
+(`engine/request/reasoning_marks.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WELL_KNOWN_MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("◁think▷", "◁/think▷"),
 )
-# What stands before a mark where its tokens are found: some tokenizers mark the start of a text.
+# Put before a mark to find its tokens, since some tokenizers mark the start of a text.
 _ANCHOR = "\n"
 
 
@@ -42,22 +42,21 @@ class ReasoningMarks:
     end: str
     start_token_ids: tuple[int, ...]
     end_token_ids: tuple[int, ...]
-    # Special tokens that stay out of a text in which these marks are to be found; None where the
-    # marks are in every text.
+    # Special tokens to leave out of a text that must show these marks; None if every text does.
     hidden_token_ids: frozenset[int] | None = None
 
     def is_open(self, prompt: str, *, goes_on: bool = False) -> bool:
-        """Whether what follows a prompt is a thought. `goes_on`: it goes on with a message of the
-        assistant; else only what the template wrote at the very end counts, and not what somebody
-        said about marks."""
+        """Whether the answer to a prompt begins within a thought. `goes_on`: it continues a message
+        of the assistant. Otherwise only a mark at the very end counts, which the template wrote,
+        and marks in messages do not."""
         if goes_on:
             return prompt.rfind(self.start) > prompt.rfind(self.end)
         return prompt.rstrip().endswith(self.start.rstrip())
 
 
 def find_marks(tokenizer: Tokenizer | None, start: str, end: str) -> ReasoningMarks | None:
-    """The marks that were named or, where both are empty, well-known ones that are tokens of the
-    vocabulary; None where there are none, and for `none`. Raises ConfigError for a mark that the
+    """Return the marks `start` and `end` or, if both are empty, well-known ones that are tokens of
+    the vocabulary; None if there are none, and for `none`. Raises ConfigError for a mark that the
     tokenizer cannot spell."""
     if NONE in (start, end):
         return None
@@ -84,10 +83,10 @@ def find_marks(tokenizer: Tokenizer | None, start: str, end: str) -> ReasoningMa
 def with_reasoning_marks(
     params: SamplingParams, marks: ReasoningMarks | None, *, are_split: bool = False
 ) -> SamplingParams:
-    """The same parameters with the token ids of the marks, where they have a budget for thoughts
-    and no marks of their own; or a grammar, in answers from which thoughts `are_split` off, so that
-    it begins behind the thought. Raises ValueError where a budget has no known marks, and where the
-    bad words ban the end mark."""
+    """Return the parameters with the token ids of the marks, if they have no marks of their own and
+    need them: for a thinking budget, or for a grammar in answers from which thoughts `are_split`
+    off, so that it begins behind the thought. Raises ValueError for a budget without known marks,
+    and for bad words that ban the end mark."""
     if params.thinking_token_budget is None and (
         not are_split or params.structured_outputs is None or marks is None
     ):
@@ -122,7 +121,7 @@ def _marks_of(
 
 
 def _spelt(flag: str, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """The tokens of a mark as it stands in a line of its own."""
+    """Return the tokens of a mark in a line of its own."""
     token_id = tokenizer.token_id(text)
     if token_id is not None:
         return (token_id,)
@@ -147,7 +146,7 @@ def _spelt(flag: str, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 class SplitText(NamedTuple):
-    """What a piece of an answer adds."""
+    """The text that a piece of an answer adds to each side."""
 
     reasoning: str
     content: str
@@ -156,8 +155,8 @@ class SplitText(NamedTuple):
 class ReasoningSplitter:
     """Splits text that arrives in pieces at the marks, which belong to neither side.
 
-    Only text that may be the beginning of a mark is held back. A mark that changes nothing (a start
-    mark in a thought, an end mark outside) is left out too.
+    It holds back only text that may be the beginning of a mark. A mark without effect (a start mark
+    in a thought, an end mark outside) is left out too.
     """
 
     __slots__ = ("_held", "_marks", "is_inside")
@@ -168,7 +167,7 @@ class ReasoningSplitter:
         self.is_inside = is_inside
 
     def split_text(self, text: str) -> SplitText:
-        """Take text; what of it is certain."""
+        """Add text, and return the part that is certain."""
         sides: dict[bool, list[str]] = {True: [], False: []}
         rest = self._held + text
         while found := self._first_mark(rest):
@@ -181,7 +180,7 @@ class ReasoningSplitter:
         return SplitText("".join(sides[True]), "".join(sides[False]))
 
     def flush_text(self) -> SplitText:
-        """The held text, which turned out to be no mark."""
+        """Return the held text, which is no mark after all."""
         held, self._held = self._held, ""
         return SplitText(held, "") if self.is_inside else SplitText("", held)
 
@@ -191,7 +190,7 @@ class ReasoningSplitter:
 
 
 def _num_begun(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `mark`."""
+    """Return the length of the longest end of `text` that is a proper beginning of `mark`."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:length]):
             return length
@@ -199,7 +198,7 @@ def _num_begun(text: str, mark: str) -> int:
 
 
 class Thoughts:
-    """The thoughts in one answer: their text apart from the rest, and how many tokens they take."""
+    """The thoughts in one answer: their text, apart from the rest, and their number of tokens."""
 
     __slots__ = ("_counter", "_included", "_kept", "_marks", "_splitter", "_streamed")
 
@@ -211,8 +210,8 @@ class Thoughts:
         included: bool = True,
         streamed: bool = True,
     ) -> None:
-        """`is_inside`: the prompt ends in a thought. Without `included` their text is dropped;
-        without `streamed` that of a thought is given out once it has ended."""
+        """`is_inside`: the prompt ends in a thought. Without `included` the text of thoughts is
+        dropped; without `streamed` it comes out when the thought has ended."""
         self._marks, self._included, self._streamed = marks, included, streamed
         self._splitter = ReasoningSplitter(marks.start, marks.end, is_inside=is_inside)
         self._counter = ThoughtCounter(
@@ -221,12 +220,12 @@ class Thoughts:
         self._kept = ""
 
     def decoder(self, tokenizer: Decoder) -> Decoder:
-        """A decoder whose texts hold the marks."""
+        """Return a decoder whose texts show the marks, if necessary by hiding fewer tokens."""
         hidden = self._marks.hidden_token_ids
         return tokenizer if hidden is None else HidingDecoder(tokenizer, hidden)
 
     def split(self, text: str, *, is_last: bool) -> SplitText:
-        """Both sides of the next piece of text."""
+        """Split the next piece of text into thought and content."""
         reasoning, content = self._splitter.split_text(text)
         if is_last:
             rest = self._splitter.flush_text()
@@ -241,5 +240,5 @@ class Thoughts:
         return SplitText(reasoning, content)
 
     def count_reasoning_tokens(self, token_ids: Iterable[int], *, is_last: bool) -> int:
-        """How many more tokens are known to belong to thoughts."""
+        """Return the number of tokens newly known to belong to thoughts."""
         return self._counter.count_thoughts(token_ids, is_last=is_last)

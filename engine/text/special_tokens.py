@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that a model's small files name, besides tokenizer.json: what transformers 5 reads of
-them.
+"""The tokens that a model's small files name, besides tokenizer.json, as transformers 5 reads them.
 
     tokenizer_config.json     bos_token and its like, other *_token, additional_special_tokens,
                               extra_special_tokens, added_tokens_decoder
     special_tokens_map.json   the same but the last; counts where there is no added_tokens_decoder
     added_tokens.json         tokens with their ids; counts where there is no added_tokens_decoder
 
-Tokens that the tokenizer does not have are added to it, behind all others and in that order, as
-transformers adds them; those it has become special where they are named.
+Tokens that the tokenizer lacks are added to it, behind all others and in that order, as
+transformers does. Tokens that it has become special if the files name them as special.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ ROLES = (
 _LISTS = ("extra_special_tokens", "additional_special_tokens")
 _DECODER = "added_tokens_decoder"
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
-# Classes of tokenizers that put a space before a text once, not after each special token, unless
-# their configuration says `legacy: true`.
+# Tokenizer classes that put a space before a text once, and after each special token only with
+# `legacy: true` in their configuration.
 _WITH_LEGACY = ("LlamaTokenizer", "LlamaTokenizerFast")
 _SPACE = "\u2581"
 
 
 def read_settings(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a tokenizer, with what the two older files say. Raises ConfigError for
-    one that is damaged."""
+    """Return the configuration of a tokenizer, with the content of the two older files. Raises
+    ConfigError for a damaged file."""
     settings = dict(config)
     if _DECODER in settings:
         return settings
@@ -66,8 +65,8 @@ def read_settings(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_tokens(fast: FastTokenizer, settings: Mapping[str, Any], origin: Path) -> str:
-    """Give a tokenizer the tokens that its settings name. Returns a digest of what has changed,
-    empty where nothing has. Raises ConfigError for settings that name none."""
+    """Add to a tokenizer the tokens that its settings name. Return a digest of the changes, empty
+    without any. Raises ConfigError for settings in an unknown form, or with too many tokens."""
     changed = ["spaces"] if _moves_spaces(fast, settings) else []
     before = fast.get_added_tokens_decoder()
     tokens: dict[str, AddedToken] = {}
@@ -105,7 +104,7 @@ def add_tokens(fast: FastTokenizer, settings: Mapping[str, Any], origin: Path) -
 
 
 def _with_names(settings: Mapping[str, Any]) -> Iterator[Any]:
-    """Every special token that has a role or another name."""
+    """Yield all special tokens that have a role or another name."""
     others = [name for name in settings if name.endswith("_token") and name not in ROLES]
     for name in (*ROLES, *others):
         value = settings.get(name)
@@ -122,7 +121,7 @@ def _in_list(settings: Mapping[str, Any]) -> Iterable[Any]:
 
 
 def _list_of(settings: Mapping[str, Any]) -> Any:
-    """The newer list or, where there is none, the older one."""
+    """Return the newer list or, if there is none, the older one."""
     return next((settings[name] for name in _LISTS if settings.get(name)), ())
 
 
@@ -143,15 +142,15 @@ def _token(value: Any, *, special: bool = False) -> AddedToken:
 
 
 def _text_of(value: Any) -> str | None:
-    """A token's text, written alone or with its flags."""
+    """Return a token's text, from a string or an object with flags; None for other values."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _moves_spaces(fast: FastTokenizer, settings: Mapping[str, Any]) -> bool:
-    """Whether the space before a text is put there by another part than the file says, and now
-    is."""
+    """Move the rule for the space before a text from the normalizer to the pre-tokenizer, where the
+    tokenizer's class does that. Return whether it was moved."""
     is_asked = settings.get("tokenizer_class") in _WITH_LEGACY
     if not is_asked or f'"prepend":"{_SPACE}"' not in _state(fast.normalizer):
         return False
@@ -166,5 +165,5 @@ def _moves_spaces(fast: FastTokenizer, settings: Mapping[str, Any]) -> bool:
 
 
 def _state(part: Any) -> str:
-    """A part of a tokenizer as tokenizer.json has it."""
+    """Return the JSON of a part of a tokenizer, empty for None."""
     return "" if part is None else str(part.__getstate__().decode())

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of a model: text to token ids and back, by the `tokenizers` package.
 
-Reads `tokenizer.json`, and from the smaller files beside it what that does not say: see
-special_tokens.py.
+It reads `tokenizer.json`, and further tokens from the smaller files beside it (special_tokens.py).
 `detokenizer.py` turns a growing output into text.
 """
 
@@ -27,18 +26,18 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 MAX_TOKENIZER_BYTES = 512 * 1024**2
 MAX_SETTINGS_BYTES = 16 * 1024**2
 
-# Normalisation can shorten a text before it is cut into tokens, but hardly by more than this.
+# Normalisation can shorten a text before it is tokenized, but hardly by more than this factor.
 _NORMALISATION_SHRINKS = 4
-# Decoding so many takes less than a millisecond, and the shorter way is the quicker one.
+# So many tokens are decoded in less than a millisecond, and the call with the lock is faster.
 _MAX_LOCKED_TOKENS = 4096
 
 
 class PromptTooLong(ValueError):
-    """The text cannot fit into the tokens allowed."""
+    """The text does not fit into the allowed number of tokens."""
 
 
 class Tokenizer:
-    """One model's tokenizer. Safe to call from several threads."""
+    """The tokenizer of one model. Several threads may call it at once."""
 
     def __init__(
         self,
@@ -46,19 +45,20 @@ class Tokenizer:
         config: Mapping[str, object] | None = None,
         digest: str = "",
     ) -> None:
-        # A saved file may carry the cutting and filling of somebody's training run.
+        # A saved file may still hold the truncation and padding of a training run.
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
         self._config = config or {}
-        self.digest = digest  # of the file that it was read from, and of tokens that others add
+        self.digest = digest  # of tokenizer.json, and of the tokens that other files add
         vocabulary = fast.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._longest_token = max((len(token) for token in vocabulary), default=1)
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """The tokenizer of a Hugging Face directory; raises ConfigError where it has none."""
+        """Read the tokenizer of a Hugging Face directory. Raises ConfigError if it has none, or a
+        damaged one."""
         tokenizer = cls.load_if_present(directory)
         if tokenizer is None:
             raise ConfigError(
@@ -68,7 +68,7 @@ class Tokenizer:
 
     @classmethod
     def load_if_present(cls, directory: Path) -> Tokenizer | None:
-        """The same, and None for a directory without one; raises ConfigError for a damaged one."""
+        """Do the same as `load`, but return None for a directory without a tokenizer."""
         path = directory / TOKENIZER
         if not is_there(path):
             return None
@@ -94,8 +94,7 @@ class Tokenizer:
         return cls(fast, settings, digest.hexdigest())
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Raise PromptTooLong for a text that has more than `max_tokens` tokens whatever they
-        are."""
+        """Raise PromptTooLong for a text whose length alone needs more than `max_tokens` tokens."""
         most = max_tokens * self._longest_token * _NORMALISATION_SHRINKS
         if len(text) > most:
             raise PromptTooLong(
@@ -106,18 +105,17 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """The token ids of a text.
+        """Return the token ids of a text.
 
-        Raises PromptTooLong for more than `max_tokens`, without tokenizing a text that cannot
-        possibly fit, and ValueError for text that is no valid Unicode or that the vocabulary
-        cannot spell.
+        Raises PromptTooLong for more than `max_tokens`, without tokenizing a text that cannot fit,
+        and ValueError for text that is not valid Unicode or that the vocabulary cannot spell.
         """
         if max_tokens is not None:
             self.check_length(text, max_tokens)
         try:
             with _panics_are_errors():
-                # A batch of one: `encode` holds the interpreter's lock, for a second with a long
-                # text.
+                # A batch of one, since `encode` would hold the interpreter's lock, for a second
+                # with a long text.
                 (encoding,) = self._fast.encode_batch_fast(
                     [text], add_special_tokens=add_special_tokens
                 )
@@ -126,7 +124,7 @@ class Tokenizer:
                 "the text holds half of a surrogate pair, which is no Unicode character; "
                 "send valid UTF-8"
             ) from error
-        except Exception as error:  # such as a vocabulary without a token for the unknown
+        except Exception as error:  # such as a vocabulary without an unknown token
             raise ValueError(f"the model's tokenizer cannot take this text ({error})") from error
         ids: list[int] = encoding.ids
         if max_tokens is not None and len(ids) > max_tokens:
@@ -136,7 +134,7 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids outside the vocabulary have none."""
+        """Return the text of token ids; ids outside the vocabulary have none."""
         if len(token_ids) <= _MAX_LOCKED_TOKENS:
             return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
         # A batch of one releases the interpreter's lock, as in `encode`.
@@ -144,27 +142,27 @@ class Tokenizer:
         return str(text)
 
     def token(self, token_id: int) -> str | None:
-        """One token as it stands in the vocabulary; None for an id outside it."""
+        """Return a token as the vocabulary writes it; None for an id outside it."""
         return self._fast.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
-        """The id of one token as it stands in the vocabulary."""
+        """Return the id of a token as the vocabulary writes it; None if it has none."""
         return self._fast.token_to_id(token)
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """The ids that `decode` leaves out unless it is told not to."""
+        """The ids that `decode` leaves out by default."""
         added = self._fast.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @property
     def chat_template(self) -> str | None:
-        """The model's own Jinja template of a conversation, where it has one."""
+        """The model's own Jinja template of a conversation, None if it has none."""
         template = self._config.get("chat_template")
         return template if isinstance(template, str) else None
 
     def special_token(self, name: str) -> str | None:
-        """The text of a special token by its role, such as `bos_token` or `eos_token`."""
+        """Return the text of a special token by its role, such as `bos_token` or `eos_token`."""
         value = self._config.get(name)
         if isinstance(value, dict):  # written with its flags
             value = value.get("content")
@@ -173,7 +171,8 @@ class Tokenizer:
 
 @contextmanager
 def _panics_are_errors() -> Iterator[None]:
-    """A panic of the Rust library is no Exception, and would end a server."""
+    """Turn a panic of the Rust library into a RuntimeError: it is no Exception, and would end a
+    server."""
     try:
         yield
     except BaseException as error:

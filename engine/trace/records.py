@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of a step trace, as they lie in its file: one JSON object a line.
 
-    start       an engine began to write; what follows is of it
-    snapshot    it is about to make step `step`
+    start       an engine began to write; the records behind it are its
+    snapshot    the engine is about to make step `step`
     hit         a request of the step need not compute so many tokens
-    event       what became of a request, and why
+    event       a change of a request's state, and why
     decision    the step is made
-    dropped     so many records were lost here, because the file could not keep up
+    dropped     the number of records lost here, because the file was too slow
 
-One number counts the steps, and every record between a snapshot and its decision has it; events
-between two steps have that of the first. `time` is in seconds since the start record.
+Steps are numbered, and all records between a snapshot and its decision have the step's number;
+events between two steps have that of the first. `time` is in seconds since the start record.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_LINE_BYTES = 1 << 24
 
 
 class StartRecord(msgspec.Struct, tag_field="record", tag="start", frozen=True, gc=False):
-    """An engine. `started` is the time of day (ISO 8601), and nothing is decided by it."""
+    """The start of an engine. `started` is the time of day (ISO 8601), for information only."""
 
     version: int
     started: str
@@ -58,25 +58,25 @@ class SnapshotRecord(msgspec.Struct, tag_field="record", tag="snapshot", frozen=
 
 
 class HitRecord(msgspec.Struct, tag_field="record", tag="hit", frozen=True, gc=False):
-    """Tokens that a request need not compute. One that comes back after a preemption has a hit
-    again, and one whose load overlaps its prompt a second one, when the load has ended."""
+    """Tokens that a request need not compute. A request has another hit when it comes back after a
+    preemption, and when a load that overlaps its prompt has ended."""
 
     step: int
     time: float
     req_id: str
-    job_id: str  # "": it is no turn of a job
+    job_id: str  # "": not a turn of a job
     local_hit_tokens: int  # in the KV pool
     external_hit_tokens: int  # loaded from a tier
     tokens_by_tier: dict[str, int]  # the external ones
     total_prompt_tokens: int
     num_tokens: int  # prompt and output so far
     connector_name: str
-    load_kv_async: bool  # whether anything was loaded; a load never holds up a step
+    load_kv_async: bool  # whether blocks are loaded; a load never delays a step
 
 
 class EventRecord(msgspec.Struct, tag_field="record", tag="event", frozen=True, gc=False):
-    """What became of a request: the values of `Decision`, and why, as `Observer.decision` says.
-    A wait is told when it begins or changes."""
+    """A change of a request: a value of `Decision`, and its cause as in `Observer.decision`. A wait
+    is recorded when it begins or changes."""
 
     step: int
     time: float
@@ -101,7 +101,7 @@ class DecisionRecord(msgspec.Struct, tag_field="record", tag="decision", frozen=
 
 
 class EncodedDecision(msgspec.Struct, tag_field="record", tag="decision", frozen=True, gc=False):
-    """A `DecisionRecord` that is only written, with what is long in JSON already."""
+    """A `DecisionRecord` for writing only, whose long fields are JSON already."""
 
     step: int
     time: float
@@ -127,8 +127,8 @@ _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a file in their order; a last line that was cut is left out. Raises
-    ConfigError for a file that cannot be read or is no trace, with the line."""
+    """Yield the records of a file in their order, without an incomplete last line. Raises
+    ConfigError, with the line, for a file that cannot be read or is no trace."""
     try:
         with path.open("rb") as file:
             number = 0

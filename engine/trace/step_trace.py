@@ -24,7 +24,7 @@ NO_CONNECTOR = "none"
 
 
 class StepTrace(Observer):
-    """Writes to the file at `path` until it is closed; `num_blocks` are those of the pool.
+    """A step trace in the file at `path`, until `close`; `num_blocks` are those of the pool.
 
     Raises ConfigError where the file cannot be opened.
     """
@@ -50,7 +50,7 @@ class StepTrace(Observer):
         # The requests of the last step, if it gave a token to each that ran and to no other.
         self._going_on: dict[str, int] | None = None
         self._decisions = _Decisions()
-        self._obstacles: dict[str, str] = {}  # request id → what it was last said to wait for
+        self._obstacles: dict[str, str] = {}  # request id → its last recorded obstacle
         self._writer.put(
             StartRecord(
                 version=VERSION,
@@ -136,19 +136,19 @@ class StepTrace(Observer):
             self._going_on = None
             self._writer.put(partial(self._decisions.encode_decision, made, self._now()))
             return
-        # Two such steps that follow each other and have as many requests have the same: whoever
-        # joins the running ones is new or resumed in that step. So this step's dictionary is given
-        # up at once, and the next one gets its memory while it is still in the processor's cache.
+        # Two such steps in a row with equally many requests have the same ones, since a request
+        # that joins them is new or resumed in that step. So this step's dictionary is dropped at
+        # once, and the next one gets its memory while it is still in the processor's cache.
         if self._going_on is None or len(self._going_on) != len(tokens):
             self._going_on = tokens
         self._writer.put(_GoingOn(self._decisions, made.step_id, self._now(), self._going_on))
 
     def wait_until_written(self, timeout_seconds: float) -> bool:
-        """See `TraceWriter.wait_until_written`."""
+        """Wait until the file has all records, as `TraceWriter.wait_until_written`."""
         return self._writer.wait_until_written(timeout_seconds)
 
     def close(self) -> None:
-        """Write what is left. Waits for a few seconds at most."""
+        """Write the remaining records. Waits for a few seconds at most."""
         self._writer.close()
 
     def _now(self) -> float:
@@ -156,8 +156,8 @@ class StepTrace(Observer):
 
 
 class _Decisions:
-    """Makes the records of steps, on the writer's thread. Most steps go on with the same requests
-    as the one before, one token each: their names are encoded once."""
+    """The encoder of steps, on the writer's thread. Most steps have the same requests as the one
+    before, with one token each, so it encodes their names once."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.json.Encoder()
@@ -165,7 +165,7 @@ class _Decisions:
         self._encoded = _Ids(msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
 
     def encode_decision(self, made: StepMade, now: float) -> EncodedDecision:
-        """Of any step."""
+        """Make the record of a step of any kind."""
         others = {*made.new_ids, *made.resumed_ids}
         running = [each for each in made.num_tokens if each not in others]
         encoded = self._encode(running, made.num_tokens)
@@ -181,8 +181,8 @@ class _Decisions:
         )
 
     def going_on(self, step_id: int, now: float, tokens: dict[str, int]) -> EncodedDecision:
-        """Of a step in which each of the running requests got one token; `tokens` is the same
-        object where they are the same requests."""
+        """Make the record of a step in which each running request got one token. `tokens` must be
+        the same object for the same requests."""
         if tokens is not self._known:
             self._known, self._encoded = tokens, self._encode(list(tokens), tokens)
         return EncodedDecision(
@@ -209,9 +209,9 @@ class _Ids(NamedTuple):
 
 
 class _GoingOn(msgspec.Struct, gc=False, frozen=True):
-    """Makes the record of such a step. As records are, it is nothing for Python's collector: what
-    waits for the writer would have it look at the live objects of a step, hundreds of them, each
-    time that some ten steps wait."""
+    """The data of such a step, from which the writer's thread makes the record. Python's collector
+    does not track it or records: queued objects would make it scan the live objects of a step,
+    hundreds of them, each time that some ten steps wait."""
 
     decisions: _Decisions
     step_id: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a trace read as stories: in which state each request was, from when to when.
+"""The stories in a trace's records: the states of each request, with their beginnings and ends.
 
 queued ──► waiting ──► loading ──► waiting ──► running ──► (preempted: waiting) ──► ended
 """
@@ -22,14 +22,14 @@ from .records import (
     StartRecord,
 )
 
-# Obstacles of one request alone: the request behind it goes first.
+# Obstacles that concern one request only: the request behind it goes first.
 _STANDS_ASIDE = {
     each.value for each in (Obstacle.LOOKUP, Obstacle.WRITER, Obstacle.PREFILL, Obstacle.MASK)
 }
 
 
 class State(Enum):
-    """What a request does."""
+    """The activity of a request."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -48,8 +48,8 @@ _ENTERS = {
 
 
 class Span(NamedTuple):
-    """A time in one state. `obstacle`, of a waiting request: what it waited for; where it was not
-    its turn, what the request `behind` waited for, "" where nothing is known."""
+    """A time in one state. `obstacle` is the reason why a request waited. If it was not its turn,
+    that is the obstacle of the request that it waited `behind`; "": unknown."""
 
     state: State
     began: float
@@ -61,7 +61,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Story:
-    """One request, from the moment it was queued."""
+    """The history of one request since it was queued."""
 
     request_id: str
     queued: float
@@ -79,7 +79,7 @@ class Story:
         return sum(event.event == Decision.PREEMPTED.value for event in self.events)
 
     def tokens_found(self) -> dict[str, int]:
-        """Tokens that were not computed, by where they were, all its starts together."""
+        """Tokens that were not computed, by their place, over all starts of the request."""
         found: dict[str, int] = {}
         for hit in self.hits:
             for place, count in (("pool", hit.local_hit_tokens), *hit.tokens_by_tier.items()):
@@ -88,7 +88,7 @@ class Story:
         return found
 
     def waits(self) -> dict[tuple[str, str], float]:
-        """Seconds by (obstacle, the request that had it); "" for its own."""
+        """Seconds of waiting by obstacle and the request that had it; "": the request itself."""
         seconds: dict[tuple[str, str], float] = {}
         for span in self.spans:
             if span.state is State.WAITING and span.ended > span.began:
@@ -110,18 +110,18 @@ class _Open(NamedTuple):
 
 
 class Stories:
-    """Takes records in their order, and keeps the stories of unfinished requests."""
+    """The stories of unfinished requests, from records in their order."""
 
     def __init__(self) -> None:
         self.open: dict[str, Story] = {}
         self.num_dropped = 0
         self._states: dict[str, _Open] = {}
-        self._waiting: set[str] = set()  # whose turn it is not
-        self._blocker: tuple[str, str] = ("", "")  # (obstacle, request) that ends rounds
+        self._waiting: set[str] = set()  # requests that wait without an obstacle of their own
+        self._blocker: tuple[str, str] = ("", "")  # (obstacle, request) for which they wait
         self._now = 0.0
 
     def add_record(self, record: Record) -> Story | None:
-        """A story that this record ends."""
+        """Add a record, and return the story that it ends, if any."""
         if isinstance(record, StartRecord):
             self.__init__()  # type: ignore[misc]  # another engine, or the same one once more
         elif isinstance(record, EventRecord):
@@ -144,7 +144,7 @@ class Stories:
         return None
 
     def close(self) -> list[Story]:
-        """The stories that have not ended, as far as the records go."""
+        """End the records, and return the stories that have not ended, up to the last record."""
         for request_id, story in self.open.items():
             self._leave(story, self._states.pop(request_id), self._now)
         return list(self.open.values())
@@ -179,7 +179,8 @@ class Stories:
         return None
 
     def _set_blocker(self, blocker: tuple[str, str], now: float) -> None:
-        """Who is in the way of those whose turn it is not; their waits so far were another's."""
+        """Set the obstacle and the request for which the other waiting requests wait. Their spans
+        so far end, with the previous blocker."""
         if blocker == self._blocker:
             return
         for request_id in self._waiting:
@@ -196,7 +197,7 @@ class Stories:
 
 
 def last_run(records: Iterable[Record]) -> list[Record]:
-    """The records from the last start on: a file may hold several runs."""
+    """Return the records from the last start on, since a file may hold several runs."""
     found: list[Record] = []
     for record in records:
         if isinstance(record, StartRecord):
@@ -206,7 +207,7 @@ def last_run(records: Iterable[Record]) -> list[Record]:
 
 
 def stories_of(records: Iterable[Record]) -> Iterator[Story]:
-    """All stories, the ended ones in the order of their ends."""
+    """Yield all stories, the ended ones first, in the order of their ends."""
     stories = Stories()
     for record in records:
         if (ended := stories.add_record(record)) is not None:

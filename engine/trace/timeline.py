@@ -13,12 +13,12 @@ from typing import IO, Any
 from .records import DecisionRecord, Record, SnapshotRecord
 from .stories import Stories, Story
 
-_STEPS = 1  # the track of the steps; requests have those behind it
+_STEPS = 1  # the track of the steps; the tracks of requests follow it
 _PROCESS = 1
 
 
 def write_timeline(records: Iterable[Record], file: IO[str]) -> int:
-    """Write the events of one run to a text file; how many there were."""
+    """Write the events of one run to a text file, and return their number."""
     count = 0
 
     def write(event: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a step trace beside the steps: records wait in a bounded queue for a thread of their own.
+"""Writes a step trace beside the steps, from a bounded queue and on a thread of its own.
 
-The step thread only appends to the queue. Where the disk is slower than the engine, records are
-dropped and counted; where it fails, the trace ends with one line in the log.
+The step thread only appends to the queue. If the disk is slower than the engine, records are
+dropped and counted; if it fails, the trace ends with one line in the log.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 MOST_QUEUED = 16_384  # records: some thousand steps
 MOST_AT_ONCE = 1_024  # records in one write
-# Between two looks at the queue while there is work. Longer batches cost the steps less.
+# Pause between two writes while there are records. Larger batches cost the steps less.
 PAUSE_SECONDS = 0.25
 CLOSE_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
@@ -37,8 +37,8 @@ MakeRecord = Callable[[], Record | EncodedDecision]
 
 
 class TraceWriter:
-    """Appends to the file at `path`, which only its user can read then. Raises ConfigError where it
-    cannot be opened."""
+    """A writer that appends to the file at `path`, which only its user can read. Raises ConfigError
+    if it cannot be opened."""
 
     def __init__(self, path: Path, *, most_queued: int = MOST_QUEUED) -> None:
         try:
@@ -56,13 +56,13 @@ class TraceWriter:
         self._closing = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._nudge: asyncio.Event | None = None
-        self._sleeps = False  # the thread waits for a nudge, not for time
+        self._sleeps = False  # whether the thread waits for a call of `_wake`, without a timeout
         self._thread = threading.Thread(target=self._run, name="step-trace", daemon=True)
         self._thread.start()
 
     def put(self, record: Record | MakeRecord) -> None:
-        """Queue a record, or what makes one on the writer's thread; never waits. Called by one
-        thread."""
+        """Queue a record, or a function that makes one on the writer's thread. Never waits. One
+        thread calls this."""
         if self._has_failed:
             return
         if len(self._queue) >= self._most_queued:
@@ -73,12 +73,12 @@ class TraceWriter:
             self._num_dropped = 0
         self._queue.append(record)
         if self._sleeps:
-            self._sleeps = False  # one nudge is enough, however long the thread takes to come
+            self._sleeps = False  # one wake-up is enough, even if the thread is slow to run
             self._wake()
 
     def wait_until_written(self, timeout_seconds: float) -> bool:
-        """Wait until the file has all that was put, by the thread that puts; False where it has
-        failed or the time was too short."""
+        """Wait until the file has all records that were put. The thread that puts calls this.
+        Return False if writing has failed or the time was too short."""
         deadline = time.monotonic() + timeout_seconds
         while self._queue or not self._sleeps:
             if self._has_failed or time.monotonic() >= deadline:
@@ -87,8 +87,8 @@ class TraceWriter:
         return True
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Write what is queued, and end; what is not written within the time is lost, and the log
-        says so. Idempotent."""
+        """Write the queued records, and end. Records that are not written within the time are lost,
+        which is logged. Idempotent."""
         if self._closing.is_set():
             return
         if self._num_dropped and not self._has_failed:
@@ -108,12 +108,12 @@ class TraceWriter:
             try:
                 loop.call_soon_threadsafe(nudge.set)
             except RuntimeError:
-                pass  # its loop has ended, so nobody is left to be woken
+                pass  # its loop has ended, so no thread needs to be woken
 
     def _run(self) -> None:
         try:
             asyncio.run(self._write_all())
-        except Exception as error:  # noqa: BLE001 - a trace is worth no engine
+        except Exception as error:  # noqa: BLE001 - a failed trace must not end the engine
             self._has_failed = True
             self._queue.clear()
             logger.error("the step trace %s ends here: %s", self._path, error)
@@ -137,7 +137,7 @@ class TraceWriter:
                 await self._rest()
 
     async def _rest(self) -> None:
-        """A pause while records come; without any, until the next one or the end."""
+        """Pause while records come; without records, wait for the next one or the end."""
         assert self._nudge is not None
         await asyncio.sleep(0 if self._closing.is_set() else PAUSE_SECONDS)
         self._nudge.clear()
@@ -148,8 +148,8 @@ class TraceWriter:
 
 
 def _open(path: Path) -> int:
-    """A descriptor to append with. No link is followed, a pipe is not waited for, and a trace,
-    which tells of every request, is its user's alone. May raise OSError."""
+    """Open a descriptor to append with. It follows no link, does not wait for a pipe, and makes the
+    file readable by its user alone, since a trace has data of all requests. May raise OSError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags, 0o600)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BegunStep: a step on its way through the model runner, from its forward pass to its tokens."""
+"""BegunStep: a step in the model runner, from its forward pass to its tokens."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class BegunStep:
 
     output: SchedulerOutput
     result: ModelRunnerOutput
-    hidden: Tensor | None = None  # [rows, hidden]; None: no request is at the end of its tokens
+    hidden: Tensor | None = None  # [rows, hidden]; None: no request reaches its last known token
     rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the batch
     drafted: DraftedRows | None = None  # None: one row of logits for each of them
     sampled: SampledStep | None = None  # None: before `sample`, or no request gets a token
-    error: Exception | None = None  # what went wrong since
+    error: Exception | None = None  # a fault since its forward pass
 
 
 class SampledStep(NamedTuple):

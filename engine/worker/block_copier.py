@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """BlockCopier: copies of whole pages within the KV pool, on its device.
 
-For requests that have a block in common and are about to write to it. What is copied over may have
-been evicted, so a copy comes after the connector has read it; on a device that is an order of the
-stream.
+The copies are for requests that share a block and are about to write to it. The overwritten page
+may have been evicted, so a copy comes after the connector has read it; on a device the order of the
+stream ensures that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NONE = -1
 
 
 class BlockCopier:
-    """The kernel is compiled here and not by the first copy."""
+    """A copier of pages. Its constructor compiles the kernel, so the first copy does not."""
 
     def __init__(self, pool: Tensor, kernel: str) -> None:
         """`pool` is `[pages, …]`; the memory of each page is contiguous. `kernel` as in
@@ -30,7 +30,7 @@ class BlockCopier:
         self.copy_blocks([BlockCopy("", 0, 0, _NONE, _NONE)])
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Queue the copies. No page is copied over twice, and none is both a source and a
+        """Queue the copies. A page must be the target of one copy only, and not both a source and a
         target."""
         if not copies:
             return

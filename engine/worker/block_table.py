@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's block tables: which block holds which tokens of which row of the batch.
+"""The worker's block tables: the block of each token of each row of the batch.
 
-The table lives in host memory; on a CPU that is where the attention reads it too. A device keeps a
-copy, and is sent what changes.
+A table lies in host memory, and attention on the CPU reads it there. A device keeps a copy, to
+which only changes are sent.
 
-Attention may read smaller blocks than are handed out: then a table has several entries for each
-block that it is given, and the pool is seen as so many times as many blocks.
+Attention may read smaller blocks than the pool hands out: then a table has several entries for each
+block, and the pool has that many times as many blocks.
 
     blocks of 32 tokens            7        3
     entries of 16 tokens         14 15     6 7
@@ -37,8 +37,8 @@ class BlockTable:
         block_size: int,
         kernel_block_size: int | None = None,
     ) -> None:
-        """`block_size` is in tokens, `kernel_block_size` a divisor of it: the tokens of an entry,
-        where that is fewer. Raises ValueError for one that does not divide it."""
+        """`block_size` is in tokens. `kernel_block_size` is the tokens of an entry, by default
+        `block_size`. Raises ValueError if it does not divide `block_size`."""
         self.given_size = block_size  # tokens of a block
         self.block_size = kernel_block_size or block_size  # tokens of an entry
         self._entries_per_block, rest = divmod(block_size, self.block_size)
@@ -48,7 +48,7 @@ class BlockTable:
                 f"take a divisor of {block_size}"
             )
         self._split = np.arange(self._entries_per_block, dtype=np.int32)
-        # Zero is the null block, so entries past a row's end can be read without harm.
+        # Zero is the null block, so entries behind a row's end are safe to read.
         width = max_blocks_per_row * self._entries_per_block
         self.array: BlockArray = np.zeros((max_rows, width), np.int32)
         self.num_entries: BlockArray = np.zeros(max_rows, np.int32)
@@ -77,7 +77,7 @@ class BlockTable:
         self.append_row(block_ids, row)
 
     def replace_block(self, row: int, index: int, block_id: int) -> None:
-        """Another block in the place `index` of a row."""
+        """Replace the block at `index` of a row."""
         start = index * self._entries_per_block
         self.array[row, start : start + self._entries_per_block] = (
             block_id * self._entries_per_block + self._split
@@ -98,8 +98,8 @@ class BlockTable:
             self.num_entries[row] = most
 
     def take_changes(self, reader: object) -> tuple[IntArray, IntArray, BlockArray]:
-        """The entries that changed since this reader's last call, all of them at its first: row,
-        place in the row, and block. A copy that takes them in may differ behind a row's end."""
+        """Return the entries that changed since this reader's last call, all of them at its first
+        call: row, index in the row, and block. A reader's copy may differ behind a row's end."""
         changed = self._changed.get(reader)
         if changed is None:
             changed = dict.fromkeys(np.flatnonzero(self.num_entries).tolist(), 0)
@@ -120,21 +120,21 @@ class BlockTable:
         return self.array[row, : self.num_entries[row]]
 
     def block_ids(self, row: int) -> list[int]:
-        """A row's blocks as they were given, as a list."""
+        """Return the ids of a row's blocks, as the pool hands them out."""
         step = self._entries_per_block
         ids: list[int] = (self.view_row(row)[::step] // step).tolist()
         return ids
 
     def slot_mapping(self, rows: npt.NDArray[np.integer], positions: IntArray) -> IntArray:
-        """The slot (block * block_size + offset) of each position of each row, int64. The positions
-        must lie within the blocks of their row."""
+        """Return the slot (block * block_size + offset) of each pair of a row and a position,
+        int64. The positions must lie within the blocks of their row."""
         size = self.block_size
         starts: IntArray = self.array[rows, positions // size].astype(np.int64) * size
         return starts + positions % size
 
 
 class MultiGroupBlockTable:
-    """One table for each cache group; rows change in all of them at once."""
+    """A table for each cache group; rows change in all of them at once."""
 
     def __init__(self, tables: Sequence[BlockTable]) -> None:
         self.tables = tuple(tables)
@@ -156,8 +156,8 @@ class MultiGroupBlockTable:
             table.move_row(source, target)
 
     def trim_row(self, row: int, num_tokens: int) -> int:
-        """Drop the blocks of a row behind those of its first `num_tokens`; the tokens that the
-        others have room for."""
+        """Drop the blocks of a row behind those of its first `num_tokens`. Return the number of
+        tokens for which the remaining blocks have slots."""
         size = self.tables[0].given_size
         num_blocks = -(-num_tokens // size)
         for table in self.tables:

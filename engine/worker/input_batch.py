@@ -35,7 +35,7 @@ class WorkerRequest:
     prompt_token_ids: TokenArray
     params: SamplingParams
     output_token_ids: list[int] = field(default_factory=list)
-    has_prompt_tokens: bool = True  # False: embeddings stand for them
+    has_prompt_tokens: bool = True  # False: the prompt is embeddings
     pooling: str = ""  # which hidden states of the prompt are wanted
     cache_salt: bytes = b""  # its tenant's
     num_likeliest: int = 0  # as in `NewRequestData`
@@ -56,19 +56,19 @@ class HeldRow(NamedTuple):
 
 
 class ExpectedTokens(NamedTuple):
-    """One token each for some requests, which the device is choosing."""
+    """The tokens that the device is choosing in a step, one for each request."""
 
     requests: list[WorkerRequest]
-    rows: IntArray  # that they had then
+    rows: IntArray  # of the requests at that time
     positions: IntArray  # [requests] of the tokens
-    num_updates: int  # of the batch until then
+    num_updates: int  # updates of the batch until then
 
 
 class InputBatch:
-    """Rows `0 … len(batch)-1` are in use after `condense_rows`.
+    """The persistent batch. Rows `0 … len(batch)-1` are in use after `condense_rows`.
 
-    A token that is expected counts among those of its row, but its value is not known: until it has
-    come, `expected_index` says which of the expected ones it is.
+    An expected token counts among those of its row before its value is known: until it arrives,
+    `expected_index` is its index among the chosen tokens.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, tables: MultiGroupBlockTable) -> None:
@@ -76,14 +76,14 @@ class InputBatch:
         self.max_model_len = max_model_len
         self.requests: list[WorkerRequest | None] = [None] * max_rows
         self.row_of: dict[str, int] = {}
-        # Memory of rows that were never used is never touched, so it is not taken either.
+        # The system gives no memory to rows that are never used, since they are never touched.
         self.token_ids: npt.NDArray[np.int32] = np.zeros((max_rows, max_model_len), np.int32)
         self.num_prompt: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)  # tokens
         self.num_tokens: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.num_computed: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
-        # Tokens whose K and V the draft model has too, where there is one.
+        # Tokens whose K and V the draft model has too.
         self.num_draft_computed: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
-        # Tokens that there were when drafts were asked for last.
+        # Tokens at the time of the last request for drafts.
         self.drafts_asked_at: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.expected_index: npt.NDArray[np.int64] = np.full(max_rows, _KNOWN)
         self._num_updates = 0
@@ -133,14 +133,15 @@ class InputBatch:
         return row
 
     def put_drafts(self, row: int, draft_token_ids: Sequence[int]) -> None:
-        """Draft tokens behind those of a row, for the step that checks them; they do not count."""
+        """Write draft tokens behind those of a row, for the step that checks them. They do not
+        count among its tokens."""
         start = int(self.num_tokens[row])
         self.token_ids[row, start : start + len(draft_token_ids)] = draft_token_ids
 
     def expect_tokens(self, rows: IntArray, index: IntArray | None = None) -> ExpectedTokens:
-        """One more token in each of these rows, in this order; `take_tokens` says which. Those of
-        one step at a time are expected. `index`: of each among the tokens that the device chooses,
-        -1 where that is not known before; None: they are in this order."""
+        """Count one more token in each of these rows; `take_tokens` brings the values, and must do
+        so before the next call. `index` are their indices among the tokens that the device chooses,
+        -1 where that is not known yet; None: the order of the rows."""
         requests = [self.requests[row] for row in rows.tolist()]
         if None in requests:
             raise ValueError(f"row {rows[requests.index(None)]} of the batch is empty")
@@ -154,8 +155,8 @@ class InputBatch:
     def late_tokens(
         self, chosen: Tensor | None, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> LateTokens | None:
-        """The last tokens of rows that compute `counts` tokens after `computed` ones, as far as the
-        device alone knows them: the step before has `chosen` them."""
+        """Return those last tokens, of rows that compute `counts` tokens after `computed` ones,
+        that only the device knows: the step before has `chosen` them. None: there are none."""
         if chosen is None:
             return None
         index = self.expected_index[rows]
@@ -167,8 +168,8 @@ class InputBatch:
     def take_tokens(
         self, expected: ExpectedTokens, token_ids: Sequence[int], lost: Collection[int] = ()
     ) -> None:
-        """The tokens that were expected, to the rows and the requests' own lists; there are none at
-        the indices `lost`. Requests may have moved or left the batch since."""
+        """Write the expected tokens to the rows and to the requests' own lists; those at the
+        indices `lost` do not exist. Requests may have moved or left the batch since."""
         requests, rows, positions, num_updates = expected
         for request, token_id in zip(requests, token_ids, strict=True):
             request.output_token_ids.append(token_id)
@@ -191,8 +192,8 @@ class InputBatch:
     def take_accepted(
         self, request: WorkerRequest, token_ids: Sequence[int], num_rejected: int
     ) -> None:
-        """The tokens of a request behind the one that `take_tokens` was told, if any; of those that
-        were computed the last `num_rejected` are worth nothing."""
+        """Write the further tokens of a request, behind the one of `take_tokens`. The K and V of
+        its last `num_rejected` computed tokens are invalid."""
         request.output_token_ids.extend(token_ids)
         row = self.row_of_request(request)
         if row is None:
@@ -206,16 +207,16 @@ class InputBatch:
         self.num_draft_computed[row] = min(self.num_draft_computed[row], computed)
 
     def trim_row(self, row: int) -> None:
-        """Blocks behind the tokens of a row, which drafts were given, are its own no longer."""
+        """Drop the blocks behind the tokens of a row, which its drafts used."""
         num_slots = self.tables.trim_row(row, int(self.num_tokens[row]))
         self.num_draft_computed[row] = min(self.num_draft_computed[row], num_slots)
 
     def forget_expected(self) -> None:
-        """The tokens that were expected will not come; the requests must leave the batch."""
+        """Stop expecting tokens, which will not come. The requests must leave the batch."""
         self.expected_index.fill(_KNOWN)
 
     def condense_rows(self) -> BatchUpdate | None:
-        """Close the holes; what changed since the last call, None for nothing."""
+        """Close the holes, and return the changes since the last call, None if there are none."""
         size = len(self)
         while (hole := self._builder.peek_removed()) is not None and hole < size:
             while self.requests[self._end - 1] is None:
@@ -228,9 +229,9 @@ class InputBatch:
         return update
 
     def held_rows(self) -> list[HeldRow]:
-        """The row of every request in the batch. After an update that broke off in the middle: of
-        each that is whole. What that update was adding may be left out; the other rows are
-        untouched."""
+        """Return the row of every request in the batch. After an update that failed in the middle
+        it returns only complete rows: requests that the update was adding may be missing, all
+        others are there."""
         held = []
         for request_id, row in self.row_of.items():
             request = self.requests[row]
@@ -241,8 +242,8 @@ class InputBatch:
         return held
 
     def refill(self, held: Iterable[HeldRow]) -> None:
-        """Take the place of a step's removals: only these are in the batch, and the next
-        BatchUpdate empties all rows and fills them anew."""
+        """Replace the content of the batch by these requests, in place of a step's removals. The
+        next BatchUpdate empties all rows and fills them anew."""
         self.requests = [None] * len(self.requests)
         self.row_of.clear()
         self._num_updates += 1
@@ -255,7 +256,7 @@ class InputBatch:
             self.num_draft_computed[row] = num_draft_computed
 
     def row_of_request(self, request: WorkerRequest) -> int | None:
-        """The row of this request; another request may have its id by now."""
+        """Return the row of this request, None if it has left; its id may be another's by now."""
         row = self.row_of.get(request.request_id)
         return row if row is not None and self.requests[row] is request else None
 
@@ -287,7 +288,7 @@ class InputBatch:
 
 
 class PromptEmbeds:
-    """Those of all requests that the worker remembers."""
+    """The prompt embeddings of all requests that the worker remembers."""
 
     def __init__(self, hidden_size: int) -> None:
         self._hidden_size = hidden_size
@@ -297,8 +298,9 @@ class PromptEmbeds:
         return bool(self._embeds)
 
     def add(self, new: NewRequestData) -> None:
-        """Note a new request, if it brings any. Raises ValueError where they are not one row for
-        each token of its prompt, which fails the step: request admission checks that."""
+        """Keep the embeddings of a new request, if it has any. Raises ValueError, which fails the
+        step, unless they have one row for each token of the prompt; request admission checks that.
+        """
         embeds = new.prompt_embeds
         if embeds is None:
             return
@@ -311,14 +313,14 @@ class PromptEmbeds:
         self._embeds[new.request_id] = embeds
 
     def remove_embeds(self, request_id: str) -> None:
-        """A request has ended; one that brought none is ignored."""
+        """Drop the embeddings of a request that has ended; a request without any is ignored."""
         self._embeds.pop(request_id, None)
 
     def rows_of(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> HostEmbeds | None:
-        """For a step that computes `counts` tokens of each of these rows of the batch, after
-        `computed` ones; None where it has no position of such a prompt."""
+        """Return the embeddings of a step that computes `counts` tokens of each of these rows of
+        the batch after `computed` ones; None if it has no position of such a prompt."""
         row_index = {row: index for index, row in enumerate(rows.tolist())}
         first_rows = np.cumsum(counts) - counts
         places, values = [], []
@@ -327,7 +329,7 @@ class PromptEmbeds:
             if index is None:
                 continue
             start = int(computed[index])
-            part = embeds[start : start + int(counts[index])]  # none behind the prompt
+            part = embeds[start : start + int(counts[index])]  # shorter at the prompt's end
             if len(part):
                 places.append(first_rows[index] + np.arange(len(part)))
                 values.append(part)

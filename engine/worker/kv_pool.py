@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV pool: one tensor, allocated once, in which every block is one contiguous chunk.
 
-Block 0 is the null block: it stands for "nothing here" in tables and paddings, is never written,
-and so holds zeros for ever.
+Block 0 is the null block. Unused entries of tables and paddings name it. It is never written, so it
+always holds zeros.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from ..models.dtypes import pool_dtype
 from .pool_demand import SHARE_FLAG, check_memory
 
 AT_ONCE_BYTES = 128 * MIB
-# Of a larger pool: what the first requests write before the thread has gone far.
+# The part of a larger pool that is taken at once: the first requests write there, before the thread
+# has taken the rest.
 _FIRST_BYTES = 32 * MIB
 _LOWEST_PRIORITY = 19
 
 
 class ModelPages(NamedTuple):
-    """The pages of a pool as one model sees them, in blocks as its attention reads them."""
+    """The pages of a pool as seen by one model, in the blocks of its attention."""
 
     tensor: Tensor  # `[blocks, places, 2 (K, V), block_size, num_kv_heads, head_dim]`, contiguous
     layout: BlockLayout  # of such a block
@@ -49,10 +50,10 @@ class ModelPages(NamedTuple):
 
 
 class KvPool:
-    """`tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]`,
-    contiguous, zeroed. `kernel_tensor` is the same memory as
-    attention sees it, and `kernel_layout` how a block lies there: as above, unless attention reads
-    smaller blocks, of which a block holds several."""
+    """The KV pool. `tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads,
+    head_dim]`, contiguous, zeroed. `kernel_tensor` is the same memory in the form of the attention,
+    with blocks of `kernel_layout`: the same, unless attention reads smaller blocks, several in each
+    block of the pool."""
 
     def __init__(
         self,
@@ -61,14 +62,14 @@ class KvPool:
         device: torch.device = CPU,
         kernel_block_size: int | None = None,
     ) -> None:
-        """`kernel_block_size` divides the tokens of a block. Raises ConfigError where the memory
-        cannot be had."""
+        """`kernel_block_size` must divide the tokens of a block. Raises ConfigError if the system
+        cannot give the memory."""
         if num_blocks < 2:
             raise ConfigError(
                 f"the KV pool needs at least 2 blocks (one is the null block), not {num_blocks}"
             )
-        # Asked again, since the tiers may have taken theirs: what is promised beyond the memory
-        # ends with the process being killed, not with an error.
+        # Checked again, since the tiers may have taken memory since: an overcommitted pool would
+        # get the process killed later, without an error.
         if device.type == "cpu":
             check_memory(layout.page_bytes, num_blocks)
         self.layout = layout
@@ -80,7 +81,7 @@ class KvPool:
                 self.tensor = memory.view(dtype).view(shape)
             else:
                 self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        except (RuntimeError, OSError) as error:  # what torch and the system raise without memory
+        except (RuntimeError, OSError) as error:  # torch or the system lacks memory
             flags = "--kv-cache-memory-bytes"
             if device.type != "cpu":
                 flags += f", --num-blocks or {SHARE_FLAG}"
@@ -88,19 +89,19 @@ class KvPool:
                 f"a KV pool of {num_blocks} blocks ({rough_size(num_blocks * layout.page_bytes)}) "
                 f"does not fit into {_memory_of(device)}; lower {flags}"
             ) from error
-        # Of a block table, for each block of the pool.
+        # Entries of a block table for each block of the pool.
         self.entries_per_block = layout.block_size // (kernel_block_size or layout.block_size)
         self.kernel_layout = replace(layout, block_size=kernel_block_size or layout.block_size)
         self.kernel_tensor = self.tensor.view(-1, *block_shape(self.kernel_layout))
 
     def pages_of(self, groups: CacheGroups) -> ModelPages:
-        """The pages as the model sees them whose layers `groups` are of."""
+        """Return the pages as seen by the model whose layers are those of `groups`."""
         return ModelPages(
             self.kernel_tensor, self.kernel_layout, groups.places(), self.entries_per_block
         )
 
     def pages_of_draft(self, groups: CacheGroups) -> ModelPages:
-        """The same memory as the draft model sees it. Raises ValueError without one."""
+        """Return the pages as seen by the draft model. Raises ValueError without one."""
         if groups.draft is None:
             raise ValueError("these cache groups have no layers of a draft model")
         layout = replace(groups.draft.layout, block_size=self.kernel_layout.block_size)
@@ -117,11 +118,11 @@ def _memory_of(device: torch.device) -> str:
 
 
 def zeroed_memory(num_bytes: int) -> Tensor:
-    """`[num_bytes]` uint8 zeros, in huge pages where the system has some. Of more than
-    AT_ONCE_BYTES the first pages are there at once. The others are taken by a thread of the lowest
-    priority, which ends when that is done or the memory is gone; without the compiled library, or
-    where no thread can be had, each comes when it is first used. Raises OSError or RuntimeError
-    where the memory cannot be had."""
+    """Allocate `[num_bytes]` uint8 zeros, in huge pages where the system has some. Beyond
+    AT_ONCE_BYTES only the first pages are taken at once. A thread of the lowest priority takes the
+    others, and ends with that or when the memory is freed; without the compiled library or the
+    thread, the first use takes each page. Raises OSError or RuntimeError if the system cannot give
+    the memory."""
     if num_bytes <= AT_ONCE_BYTES:  # by malloc, which may have pages of an earlier pool
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         ask_for_huge_pages(memory)
@@ -144,7 +145,7 @@ def zeroed_memory(num_bytes: int) -> Tensor:
         arguments = (library, mapped, memory.data_ptr(), num_bytes, ends)
         name = "pool-pages"
         taker = threading.Thread(target=_take_pages, args=arguments, name=name, daemon=True)
-        with contextlib.suppress(RuntimeError):  # that there is no thread is no lack of memory
+        with contextlib.suppress(RuntimeError):  # the memory also works without the thread
             taker.start()
     return memory
 
@@ -152,7 +153,7 @@ def zeroed_memory(num_bytes: int) -> Tensor:
 def _take_pages(
     library: CpuLibrary, mapped: mmap.mmap, address: int, num_bytes: int, ends: ctypes.c_int64
 ) -> None:
-    """`mapped` is kept meanwhile, or the memory could be another's."""
-    with contextlib.suppress(OSError):  # a sandbox may refuse it: the pages are wanted all the same
+    """Take the pages of a mapping. The reference to `mapped` keeps the mapping until the end."""
+    with contextlib.suppress(OSError):  # a sandbox may refuse the priority; take the pages anyway
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
     library.take_pages(address, num_bytes, ctypes.byref(ends))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one step on the device: batch changes, copies, forward pass, sampling.
 
-Used by one thread. Knows nothing of queues, prefixes or tiers: the scheduler's output says what to
-compute and where, the connector moves blocks in and out of the pool around the forward pass. A step
-waits for the device once, for the tokens that were sampled, and the next one can begin before:
+One thread uses it. It has no queues, prefixes or tiers: the scheduler's output says which tokens to
+compute and where, and the connector moves blocks in and out of the pool around the forward pass. A
+step waits for the device once, for its sampled tokens, and the next step can begin before that:
 
     begin 1 · sample 1 · begin 2 · collect 1 · sample 2 · begin 3 · collect 2 · ...
 
-What step 2 computes of tokens that step 1 chooses is put in its place on the device. Before its own
-tokens are chosen those of step 1 are known here, so whatever reads a request's output (penalties,
-seeds, masks) reads all of it.
+The tokens that step 1 chooses reach the input of step 2 on the device. They are collected before
+step 2 samples, so code that reads a request's output there (penalties, seeds, masks) reads all of
+it.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ DEFAULT_PLACEMENT = Placement()
 
 
 class StepRefused(RuntimeError):
-    """The step follows one that has failed, so that its requests may be unknown; nothing of it was
-    computed."""
+    """The step follows a failed one, so its requests may be unknown. No part of it was computed."""
 
 
 P = ParamSpec("P")
@@ -76,7 +75,7 @@ T = TypeVar("T")
 def _in_queue(
     method: Callable[Concatenate[ModelRunner, P], T],
 ) -> Callable[Concatenate[ModelRunner, P], T]:
-    """Its work goes into the queue of the runner's device, whichever thread calls."""
+    """Decorate a method so that its work enters the queue of the runner's device on any thread."""
 
     def call(self: ModelRunner, /, *args: P.args, **given: P.kwargs) -> T:
         with self._runtime.entered():
@@ -114,16 +113,15 @@ class ModelRunner:
         progress: Callable[[str], None] = logger.info,
     ) -> None:
         """Load the model under `path` and allocate everything a step needs. Without `num_blocks`
-        the pool takes what a GPU's memory has left, and where that holds less than a request of
-        `max_model_len` tokens, which nobody asked for, `max_model_len` is what it holds. Blocks are
-        counted over all layers here; with several cache groups the pool has a page in each instead.
-        Attention reads blocks of `kernel_block_size` tokens, where that is smaller: several of them
-        lie one behind the other in each block. No step computes more than `most_step_tokens` of one
-        request, nor than `max_num_batched_tokens`.
-        `runtime` is that of the placement's device, `processors` are those of other packages,
-        `proposer`, or the `draft` model or EAGLE head, makes the drafts that steps ask for, of
-        which a request has `most_drafts` in a step at most. With
-        `tells_experts` requests may be told which experts computed their tokens.
+        the pool takes the rest of a GPU's memory; if that holds less than `max_model_len` tokens
+        and not `is_length_asked`, `max_model_len` is lowered to it. Blocks are counted over all
+        layers here; with several cache groups the pool has a page in each instead. Attention may
+        read smaller blocks of `kernel_block_size` tokens, several of which lie one behind the other
+        in each block. No step computes more than `most_step_tokens` tokens of one request, or more
+        than `max_num_batched_tokens` in all.
+        `runtime` is that of the placement's device, `processors` are those of other packages. The
+        `proposer`, or the `draft` model or EAGLE head, makes drafts, at most `most_drafts` of one
+        request in a step. With `tells_experts` requests may get the experts of their tokens.
 
         Raises ConfigError where the weights do not fit `spec`, the pool cannot hold one request
         of the length asked for, the layers cannot be split into so many groups, or a processor
@@ -213,7 +211,7 @@ class ModelRunner:
             self._pooling = PoolingCollector()
             self._prompt_embeds = PromptEmbeds(spec.hidden_size)
             self._last_failed_id = 0
-            self._due: BegunStep | None = None  # sampled, and its tokens are not known here
+            self._due: BegunStep | None = None  # sampled, and its tokens are not collected yet
             self._connector = NullConnectorWorker() if connector is None else connector
             self._connector.register_pool(self.pool.tensor)
 
@@ -223,18 +221,18 @@ class ModelRunner:
         return self.collect_output(step)
 
     def enter_thread(self) -> None:
-        """Make the calling thread the one that steps. Another one may call all the same."""
+        """Make the calling thread the one that steps. Calls from other threads still work."""
         self._runtime.enter_thread()
 
     @torch.inference_mode()
     @_in_queue
     def launch_step(self, output: SchedulerOutput) -> BegunStep:
-        """The copies of a step, its changes of the batch and its forward pass. The step before must
-        have been sampled. Raises what goes wrong with the whole step, after which only steps
-        whose `last_failed_id` says so are computed; see also `StepBatch.apply_step`."""
-        # First of all: the states that requests start with, whose pages a load may write to.
+        """Begin the copies of a step, apply its changes of the batch, and launch its forward pass.
+        The step before must have been sampled. Raises the fault of a whole step; later steps are
+        computed only if their `last_failed_id` names that one. See also `StepBatch.apply_step`."""
+        # Before any load, which may write to the pages with the states that requests start from.
         fault = None if self._states is None else self._begin_states(self._states, output)
-        # Whatever fails below, copies that were promised begin, and are reported.
+        # The promised copies begin, and are reported, even if a later part fails.
         self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
         due = self._due
         if due is not None and due.sampled is not None and not due.sampled.choice.is_final:
@@ -255,8 +253,9 @@ class ModelRunner:
     @torch.inference_mode()
     @_in_queue
     def sample(self, step: BegunStep, mask: TokenMask | None = None) -> None:
-        """Have the tokens of a step chosen, where `mask` says among which; all requests that it
-        names choose one. Waits for those of the step before. Raises as `launch_step` does."""
+        """Start to choose the tokens of a step, among those that `mask` allows; all requests that
+        it names must choose one. Waits for the tokens of the step before. Raises as `launch_step`.
+        """
         self._take_tokens()
         self._check_follows(step.output)
         try:
@@ -269,14 +268,15 @@ class ModelRunner:
             raise
 
     def is_done(self, step: BegunStep) -> bool:
-        """Whether `collect_output` need not wait."""
+        """Whether `collect_output` need not wait for the device."""
         return step.sampled is None or step.sampled.choice.is_done
 
     @torch.inference_mode()
     @_in_queue
     def collect_output(self, step: BegunStep) -> ModelRunnerOutput:
-        """Wait for the tokens of a step that was sampled. Requests whose logits are not finite are
-        named and get no token; the others are not affected. Raises as `launch_step` does."""
+        """Wait for the tokens of a sampled step, and return them. The output names requests whose
+        logits are not finite, which get no token; others are not affected. Raises as `launch_step`.
+        """
         if step is self._due:
             self._take_tokens()
         if step.error is not None:
@@ -290,16 +290,17 @@ class ModelRunner:
 
     @_in_queue
     def poll_copies(self) -> ConnectorWorkerOutput | None:
-        """What the connector has finished since it was last asked; None without one."""
+        """Return the copies that the connector has finished since the last call; None without a
+        connector."""
         return self._connector.poll()
 
     @_in_queue
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Let the connector finish its copies, at most so long. Idempotent."""
+        """Let the connector finish its copies, for `timeout_seconds` at most. Idempotent."""
         self._connector.shutdown(timeout_seconds)
 
     def _begin_states(self, states: StateSlots, output: SchedulerOutput) -> Exception | None:
-        """Read the states of requests that start. The fault with which the step is to fail."""
+        """Read the states of requests that start. Return a fault with which the step must fail."""
         try:
             states.begin_step(output)
         except Exception as error:  # noqa: BLE001 - as above
@@ -336,7 +337,7 @@ class ModelRunner:
         tables = batch.tables
         slots = tables.slot_mapping(token_rows, positions)
         token_ids = batch.token_ids[token_rows, positions].astype(np.int64)
-        # Only a request that reaches its last known token has something to sample from.
+        # Only a request that reaches its last known token gets a new one.
         ready = computed + counts - num_drafts == batch.num_tokens[rows]
         step.rows, last = self._steps.with_forks(
             step.output.new_requests, rows[ready], (np.cumsum(counts) - 1)[ready]
@@ -359,7 +360,7 @@ class ModelRunner:
         embeds = None
         if self._prompt_embeds:
             embeds = self._prompt_embeds.rows_of(batch, rows, computed, counts)
-        # Of rows whose experts are told the last layer is computed too.
+        # Experts are recorded for all rows, so their last layer is computed for all rows too.
         reads_all = self._drafts.reads_hidden or self._experts is not None
         states = self._states
         state_step = None
@@ -394,7 +395,7 @@ class ModelRunner:
         batch.num_computed[rows] += counts
         if not ready.all():
             step.result.sampled_token_ids = {request_id: [] for request_id in scheduled}
-            # Told now, so that the rest of a prompt need not be computed.
+            # Reported now, so that the rest of a prompt need not be computed.
             self._note_failures(self._sampler.failures(rows), rows, step.result)
         if len(last):
             step.hidden = hidden[: len(last)]
@@ -404,7 +405,7 @@ class ModelRunner:
         self._pooling.add_hidden_states(pooled, behind)
 
     def _scheduled_rows(self, scheduled: dict[str, int]) -> tuple[IntArray, IntArray]:
-        """Rows in the order of the step, and their token counts."""
+        """Return the rows in the order of the step, and their token counts."""
         rows = np.fromiter((self.batch.row_of[i] for i in scheduled), np.int64, len(scheduled))
         counts = np.fromiter(scheduled.values(), np.int64, len(scheduled))
         total = int(counts.sum())
@@ -422,13 +423,13 @@ class ModelRunner:
         if drafted is not None:
             rows, index = drafted.rows, drafted.known_index()
         masked: Sequence[int] = ()
-        wanted = None  # tokens whose logits are looked at; None: all
+        wanted = None  # tokens whose logits are needed; None: all
         if mask is not None:
             masked = mask.places_among(rows, self.batch.row_of)
             if self.model.can_leave_logits_out and len(set(masked)) == len(rows):
                 if not self._sampler.tells_logprobs(rows):
                     of_any = mask.of_any
-                    # Of no logits it would not show whether they are finite.
+                    # An empty set would not show whether the logits are finite, so then all.
                     wanted = of_any if of_any.any() else None
         logits = self.model.logits(hidden, wanted)
         if drafted is None:
@@ -445,8 +446,8 @@ class ModelRunner:
         return SampledStep(choice, self.batch.expect_tokens(step.rows, index), drafted)
 
     def _take_tokens(self) -> None:
-        """The tokens of the step that was sampled last, to the batch and to its result. What goes
-        wrong is kept for `collect_output`."""
+        """Write the tokens of the last sampled step to the batch and to its result. An exception is
+        kept for `collect_output`."""
         due, self._due = self._due, None
         if due is None:
             return
@@ -490,7 +491,7 @@ class ModelRunner:
     def _take_checked(
         self, step: SampledStep, drafted: DraftedRows, result: ModelRunnerOutput
     ) -> None:
-        """The tokens of a step in which some requests have drafts, to the batch and the result."""
+        """Write the tokens of a step with drafts to the batch and the result."""
         sampled = step.choice.wait()
         for request, place in self._drafts.take_checked(step.expected, drafted, sampled, result):
             _note_lost(request.request_id, place, sampled, result)
@@ -512,7 +513,8 @@ class ModelRunner:
 
 
 def _note_lost(request_id: str, place: int, sampled: Sampled, result: ModelRunnerOutput) -> bool:
-    """The result says why a request gets no token in the row of logits `place`. False: it does."""
+    """Write to the result why a request gets no token in the row of logits `place`. Return False if
+    it gets one."""
     if not sampled.is_finite[place]:
         result.nan_request_ids.add(request_id)
     elif place in sampled.failures:

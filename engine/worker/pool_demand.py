@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests take of a KV pool, and whether a pool serves them. Arithmetic: needs no torch."""
+"""The demand of requests for KV pool blocks, and the size of pool that serves them. Arithmetic:
+needs no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ SHARE_FLAG = "--gpu-memory-utilization"
 
 @dataclass(frozen=True, slots=True)
 class PoolDemand:
-    """What requests take of a pool, in blocks over all layers, which is how a pool's size is given:
-    where layers have windows, a request holds fewer pages than it has tokens for."""
+    """The demand of requests in blocks over all layers, the unit of a pool's size. With windowed
+    layers a request holds fewer pages than its tokens would fill."""
 
     groups: CacheGroups
     most_step_tokens: int  # of one request in one step
@@ -31,14 +32,14 @@ class PoolDemand:
         return self.groups.layout.block_size
 
     def blocks(self, num_tokens: int) -> int:
-        """The blocks of the smallest pool that can serve a request of so many tokens, the null
+        """Return the blocks of the smallest pool that can serve a request of `num_tokens`, the null
         block included."""
         pages = self.groups.most_pages(num_tokens, self.most_step_tokens) + 1
         return -(-pages * self.groups.layout.num_layers // self.groups.num_places)
 
     def longest(self, num_blocks: int, at_most: int) -> int:
-        """The tokens of the longest request, up to `at_most`, that a pool of so many blocks can
-        serve: whole blocks, unless it is `at_most`; 0 for none."""
+        """Return the tokens of the longest request, up to `at_most`, that a pool of `num_blocks`
+        can serve: whole blocks, unless it is `at_most`; 0: none."""
         if self.blocks(at_most) <= num_blocks:
             return at_most
         size = self.block_size
@@ -47,16 +48,16 @@ class PoolDemand:
 
 
 def num_blocks_in(block_bytes: int, memory_bytes: int) -> int:
-    """Blocks of so many bytes, the null block included, that fit into `memory_bytes`."""
+    """Return how many blocks of `block_bytes` fit into `memory_bytes`, the null block included."""
     return memory_bytes // block_bytes
 
 
 def check_pool_size(
     demand: PoolDemand, num_blocks: int, max_model_len: int, *, on_host: bool = True
 ) -> None:
-    """Raise ConfigError where one request of `max_model_len` tokens could never be computed, or
-    where the host has not the memory, if the pool lies there. To be asked before anything is built
-    for each block."""
+    """Raise ConfigError if the pool cannot hold one request of `max_model_len` tokens, or if it
+    lies on the host and the host lacks the memory. To be called before any part allocates memory
+    per block."""
     needed = demand.blocks(max_model_len)
     if num_blocks >= needed:
         if on_host:

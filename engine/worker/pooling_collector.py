@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings of prompts: pooled hidden states, put together over the steps that compute them.
+"""Embeddings of prompts: pooled hidden states, collected over the steps that compute them.
 
     last    the hidden state of the prompt's last token
     mean    the mean over all of its tokens; each chunk adds to a sum in float64
 
-The states are those behind the last norm. A prompt that is computed again after a preemption begins
-again with its first token, and so does its sum.
+The states are those behind the last norm. After a preemption a prompt is computed again from its
+first token, and its sum starts anew.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .input_batch import InputBatch, WorkerRequest
 
 @dataclass(slots=True)
 class PoolingWish:
-    """A request whose embedding is wanted, until it ends."""
+    """A request that asks for its embedding, until it ends."""
 
     request: WorkerRequest
     total: Tensor | None = None  # float64 [hidden]: the sum over the first `num_summed` tokens
@@ -40,7 +40,7 @@ class PoolingWish:
 
 
 class PooledPiece(NamedTuple):
-    """The positions from `start` to before `stop` of one prompt, whose states are wanted."""
+    """The positions `start` to `stop` (exclusive) of one prompt whose states are needed."""
 
     wish: PoolingWish
     start: int
@@ -53,27 +53,28 @@ class PooledPiece(NamedTuple):
 
 
 class PoolingCollector:
-    """The wishes that are open. In every step `plan_pooled_pieces`, then `add_hidden_states`, then
-    `deliver`."""
+    """The open wishes for embeddings. Each step calls `plan_pooled_pieces`, then
+    `add_hidden_states`, then `deliver`."""
 
     def __init__(self) -> None:
         self._wishes: dict[str, PoolingWish] = {}
 
     def add(self, request: WorkerRequest) -> None:
-        """Note a new request, if it asks. One with output has had its embedding in another life."""
+        """Add a new request, if it asks for its embedding. One that already has output got it
+        before its preemption."""
         if request.pooling and not request.output_token_ids:
             self._wishes[request.request_id] = PoolingWish(request)
 
     def remove_pooling(self, request_id: str) -> None:
-        """A request has ended; one that never asked is ignored."""
+        """Drop the wish of a request that has ended; a request without one is ignored."""
         self._wishes.pop(request_id, None)
 
     def plan_pooled_pieces(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> list[PooledPiece]:
-        """The rows that are wanted of a step which computes `counts` tokens of each of these rows
-        of the batch, after `computed` ones. Raises RuntimeError where tokens before them are to
-        be part of a mean and were not computed."""
+        """Return the pieces that are needed of a step, which computes `counts` tokens of each of
+        these rows of the batch after `computed` ones. Raises RuntimeError if a mean lacks tokens
+        before them, which were not computed."""
         if not self._wishes:
             return []
         first_rows = np.cumsum(counts) - counts
@@ -98,7 +99,7 @@ class PoolingCollector:
         return pieces
 
     def add_hidden_states(self, pieces: Sequence[PooledPiece], hidden: Tensor) -> None:
-        """Take in the hidden states of the pieces' rows, one piece after the other."""
+        """Add the hidden states of the pieces' rows, one piece after the other."""
         offset = 0
         for wish, start, stop, _ in pieces:
             part = hidden[offset : offset + stop - start].sum(0, dtype=torch.float64)
@@ -111,9 +112,9 @@ class PoolingCollector:
                 wish.pooled = begin_to_host([part])
 
     def deliver(self, requests: Iterable[WorkerRequest], result: ModelRunnerOutput) -> None:
-        """Hand over the embeddings of those of `requests`, for which this step was to sample, that
-        got their first token. One that the scheduler drops, because the request was sent back, is
-        made once more. Another request may have taken the id of one of them since."""
+        """Add to the result the embeddings of those of `requests` that got their first token in
+        this step, which samples for all of them. If the scheduler drops one because the request was
+        sent back, it is made again. Another request may have taken the id of one since."""
         for request in requests if self._wishes else ():
             wish = self._wishes.get(request.request_id)
             if wish is None or wish.request is not request or wish.pooled is None:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of prompts, put together over the steps that compute them.
+"""Log-probabilities of prompts, collected over the steps that compute them.
 
-The logits of a position tell how likely the token after it was, so a chunk of a prompt gives these
-entries; the prompt's last position belongs to the sampler:
+The logits of a position give the probability of the token after it, so a chunk of a prompt gives
+these entries; the sampler uses the prompt's last position:
 
     position        0     1     2     3     4
     prompt          a     b     c     d     e
     chunk                [1     2     3)
     its entries                 c     d         entries[0] stays None
 
-They are kept by position, so a prompt that is computed again after a preemption writes them again.
+Entries are stored by position, so a prompt that is computed again after a preemption overwrites
+them.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from ..sampling.logprob_tensors import prompt_logprobs
 from ..scheduler.output import ModelRunnerOutput
 from .input_batch import InputBatch, WorkerRequest
 
-# Logits of a whole prompt would take gigabytes: 4,096 tokens with 128,000 words, 2 GB in float32.
+# Rows at once: logits of a whole prompt of 4,096 tokens, with 128,000 words, take 2 GB in float32.
 LOGITS_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PromptWish:
-    """A request whose prompt's log-probabilities have not been delivered."""
+    """A request whose prompt log-probabilities have not been delivered."""
 
     request: WorkerRequest
     count: int  # of the likeliest tokens at each position
@@ -42,7 +43,7 @@ class PromptWish:
 
 
 class PromptPiece(NamedTuple):
-    """The positions from `start` to before `stop` of one prompt, computed in this step."""
+    """The positions `start` to `stop` (exclusive) of one prompt, computed in this step."""
 
     wish: PromptWish
     start: int
@@ -55,35 +56,36 @@ class PromptPiece(NamedTuple):
 
 
 class PromptLogprobsCollector:
-    """The wishes that are open. In every step `plan_prompt_pieces`, then `add_hidden_states`, then
-    `deliver`."""
+    """The open wishes for prompt log-probabilities. Each step calls `plan_prompt_pieces`, then
+    `add_hidden_states`, then `deliver`."""
 
     def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
-        """`logits` makes `[rows, vocab]` of hidden states `[rows, hidden]`."""
+        """`logits` computes `[rows, vocab]` from hidden states `[rows, hidden]`."""
         self._logits = logits
         self._wishes: dict[str, PromptWish] = {}
 
     @property
     def is_active(self) -> bool:
-        """Whether there is anything to do in this step."""
+        """Whether a request still waits for its prompt's log-probabilities."""
         return bool(self._wishes)
 
     def add(self, request: WorkerRequest) -> None:
-        """Note a new request, if it asks. One with output has had its entries in another life."""
+        """Add a new request, if it asks for entries. One that already has output got them before
+        its preemption."""
         count = request.params.prompt_logprobs
         if count is not None and not request.output_token_ids:
             entries: PromptLogprobs = [None] * len(request.prompt_token_ids)
             self._wishes[request.request_id] = PromptWish(request, count, entries)
 
     def remove_logprobs(self, request_id: str) -> None:
-        """A request has ended; one that never asked is ignored."""
+        """Drop the wish of a request that has ended; a request without one is ignored."""
         self._wishes.pop(request_id, None)
 
     def plan_prompt_pieces(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> list[PromptPiece]:
-        """The work for the open wishes in a step that computes `counts` tokens of each of these
-        rows of the batch, after `computed` ones."""
+        """Return the pieces for the open wishes of a step, which computes `counts` tokens of each
+        of these rows of the batch after `computed` ones."""
         first_rows = np.cumsum(counts) - counts
         row_index = {row: index for index, row in enumerate(rows.tolist())}
         pieces = []
@@ -98,8 +100,8 @@ class PromptLogprobsCollector:
         return pieces
 
     def add_hidden_states(self, pieces: Sequence[PromptPiece], hidden: Tensor) -> int:
-        """Take in the hidden states of the pieces' rows, one piece after the other; how many
-        these are."""
+        """Add the hidden states of the pieces' rows, one piece after the other, and return the
+        number of rows."""
         offset = 0
         for wish, start, stop, _ in pieces:
             for begin in range(start, stop, LOGITS_ROWS):
@@ -112,8 +114,8 @@ class PromptLogprobsCollector:
         return offset
 
     def deliver(self, requests: Iterable[WorkerRequest], result: ModelRunnerOutput) -> None:
-        """Hand over the prompts of those of `requests`, for which this step was to sample, that
-        got their first token. Another request may have taken the id of one of them since."""
+        """Add to the result the entries of those of `requests` that got their first token in this
+        step, which samples for all of them. Another request may have taken the id of one since."""
         for request in requests:
             request_id = request.request_id
             wish = self._wishes.get(request_id)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """RoutedExpertsCollector: the experts that computed the tokens of requests, layer by layer.
 
-Each step records the experts of all of its rows (`Decoder.chosen_experts`). Those of a request lie
-here by position until a token of it is known: then the positions before that token are told which
-were not told yet. A position that is computed again, after a preemption or behind a draft that was
-not accepted, is recorded again.
+Each step records the experts of all of its rows (`Decoder.chosen_experts`). The collector keeps
+those of a request by position until a token of it is known: then it delivers the positions before
+that token that were not delivered yet. A position that is computed again, after a preemption or
+behind a rejected draft, is recorded again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class _Record:
     request: WorkerRequest
     first: int  # position of the first row
     rows: npt.NDArray[np.uint16]  # [positions, layers, experts of a token]; grows
-    num_told: int  # positions before this one were told
+    num_told: int  # positions before this one were delivered
 
 
 class RoutedExpertsCollector:
-    """The requests whose experts are told. In every step `record_step`, then `deliver_rows`."""
+    """The requests that get their experts. Each step calls `record_step`, then `deliver_rows`."""
 
     def __init__(self, chosen: Tensor, num_experts: int, max_model_len: int) -> None:
         """`chosen` is int32 `[layers, tokens, experts of a token]`, filled by each step."""
@@ -42,7 +42,7 @@ class RoutedExpertsCollector:
         self._records: dict[str, _Record] = {}
 
     def add_request(self, request: WorkerRequest) -> None:
-        """Note a new request. Of one with output all before its last token was told."""
+        """Add a new request. If it has output, all rows before its last token were delivered."""
         first = request.routed_from
         if first is None:
             return
@@ -53,14 +53,14 @@ class RoutedExpertsCollector:
         self._records[request.request_id] = _Record(request, first, rows, told)
 
     def remove_request(self, request_id: str) -> None:
-        """A request has ended; one whose experts are not told is ignored."""
+        """Drop a request that has ended; a request without experts is ignored."""
         self._records.pop(request_id, None)
 
     def record_step(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> None:
-        """Take the experts of a step that has computed `counts` tokens of each of these rows of the
-        batch, after `computed` ones."""
+        """Record the experts of a step that has computed `counts` tokens of each of these rows of
+        the batch after `computed` ones."""
         if not self._records:
             return
         ends = np.cumsum(counts)
@@ -79,8 +79,8 @@ class RoutedExpertsCollector:
                 record.rows[at : at + len(new)] = new
 
     def deliver_rows(self, requests: Iterable[WorkerRequest], result: ModelRunnerOutput) -> None:
-        """Tell of those of `requests`, for which this step was to sample, that got tokens. Another
-        request may have taken the id of one of them since."""
+        """Add to the result the rows of those of `requests` that got tokens in this step, which
+        samples for all of them. Another request may have taken the id of one since."""
         for request in requests:
             request_id = request.request_id
             record = self._records.get(request_id)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StateSlots: the states of running requests on the device, and their way to pages and back.
+"""StateSlots: the states of running requests on the device, and their copies to and from pages.
 
-A request has slots while it is in the batch, one of which holds the states behind all tokens that
-it has computed. One step, in this order:
+A request has slots while it is in the batch; one of them holds the states behind all tokens that it
+has computed. A step does this in order:
 
     pages ──► slot       of requests that start behind a checkpoint; before anything else
     forward pass         reads each request's slot and writes it, and spare slots in between
     slots ──► pages      checkpoints
     slot ──► slot        of a request whose prompt has ended to its forks
 
-Behind each draft token the states are kept apart: the request goes on with those behind the last
-draft that was accepted, which its computed tokens tell in the next step.
+The states behind each draft token have a slot of their own: the request goes on with those behind
+the last accepted draft, which the next step finds by its number of computed tokens.
 
     computed 7, drafts a b     row 0 ──► slot 1     row 1 (a) ──► slot 2     row 2 (b) ──► slot 3
     next step: computed 9      goes on from slot 2
 
-A page takes as many bytes of a slot as it has; the last one is filled up with zeros.
+The bytes of a slot fill its pages one after the other; the last page is padded with zeros.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class _RequestSlots:
     """The slots of one request."""
 
     slots: list[int]
-    current: int  # of `slots`: that of the states behind its computed tokens
+    current: int  # index in `slots` of the states behind its computed tokens
     # Of a step with drafts: the tokens computed before it, and the slots behind each of its rows.
     drafted_from: int = 0
     drafted: list[int] | None = None
 
     def move_to(self, num_computed: int) -> None:
-        """Go on behind so many tokens, the last of which drafts may have brought."""
+        """Go on behind `num_computed` tokens, the last of which may be accepted drafts."""
         if self.drafted is not None:
             num_rows = num_computed - self.drafted_from
-            if num_rows:  # else none counts, and the request goes on from where it was
+            if num_rows:  # 0: no row counts, and the request goes on from its present slot
                 self.current = self.drafted[num_rows - 1]
             self.drafted = None
 
@@ -64,9 +64,8 @@ class StateSlots:
     def __init__(
         self, running: RunningStates, pool: Tensor, batch: InputBatch, *, most_drafts: int = 0
     ) -> None:
-        """The last NUM_SPARE_STATES slots are for states in the middle of chunks, beside those that
-        are free; all others are for requests, each of which has `states_of_request(most_drafts)`.
-        """
+        """The last NUM_SPARE_STATES slots, and free ones, hold states in the middle of chunks. All
+        others are for requests, each of which has `states_of_request(most_drafts)`."""
         self._running = running
         self._batch = batch
         self._pages = pool.view(torch.uint8).view(len(pool), -1)
@@ -90,8 +89,8 @@ class StateSlots:
         num_pages: int,
         most_drafts: int = 0,
     ) -> StateSlots:
-        """Slots for so many requests, each of which fills `num_pages` of the pool. Raises
-        ConfigError where their memory cannot be had."""
+        """Allocate slots for `num_requests`; the states of one fill `num_pages` of the pool. Raises
+        ConfigError if the device cannot give the memory."""
         num_slots = num_state_slots(num_requests, most_drafts)
         page_bytes = pool[0].numel() * pool.element_size()
         slot_bytes = num_pages * page_bytes
@@ -105,7 +104,7 @@ class StateSlots:
         return cls(running, pool, batch, most_drafts=most_drafts)
 
     def begin_step(self, output: SchedulerOutput) -> None:
-        """Take in which requests come and go, and read the states of those that come."""
+        """Free the slots of requests that go, and read the states of requests that come."""
         for request_id in (*output.finished_request_ids, *output.preempted_request_ids):
             self._release(request_id)
         for new in output.new_requests:
@@ -117,7 +116,7 @@ class StateSlots:
     def plan_step(
         self, output: SchedulerOutput, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> StateStep:
-        """The states that a step reads and writes, whose `rows` of the batch compute `counts`
+        """Return the states that a step reads and writes; its `rows` of the batch compute `counts`
         tokens each after `computed` ones, in that order."""
         spare = chain(self._spare, chain.from_iterable(self._free))
         sequences: list[StateSequence] = []
@@ -172,7 +171,7 @@ class StateSlots:
             self._free.append(own.slots)
 
     def _pieces(self, slot: int) -> Tensor:
-        """The bytes of a slot, uint8 `[pages, bytes of a page]`; a view."""
+        """Return the bytes of a slot, uint8 `[pages, bytes of a page]`; a view."""
         pieces: Tensor = self._running.raw[slot].view(-1, self._pages.shape[1])
         return pieces
 
@@ -183,8 +182,8 @@ class StateSlots:
 def lone_step(
     spec: StateSpec, compute: torch.dtype, device: torch.device, num_rows: int
 ) -> StateStep:
-    """The states of a step of one request that has so many rows and nothing before them, in a slot
-    of its own: to measure and to compile with."""
+    """Return the states of a step of one request with `num_rows` tokens and none before them, in a
+    slot of its own. It serves to measure and to compile."""
     running = RunningStates(spec, 1, compute, device)
     sequence = StateSequence(0, num_rows, None, ((num_rows, 0),))
     return StateStep(StatePlan([sequence], num_rows, device), running)

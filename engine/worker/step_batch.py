@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's batch: the worker's requests and their rows, brought up to date by each step's
-differences."""
+"""StepBatch: the worker's requests and their rows, updated by the differences of each step."""
 
 from __future__ import annotations
 
@@ -17,22 +16,21 @@ class StepBatch:
     """The worker's requests and its batch, brought up to date by each step's differences.
     `requests` are all that the worker remembers, by id, in the batch or out of it.
 
-    An update that breaks off in the middle fails its step, whose requests the scheduler then ends.
-    The batch is dirty from there on: the next step first gives every other request a row of its own
-    again.
+    An update that fails in the middle fails its step, whose requests the scheduler then ends. The
+    batch is dirty after that: the next step first gives every other request a row again.
     """
 
     def __init__(self, batch: InputBatch) -> None:
         self.batch = batch
         self.requests: dict[str, WorkerRequest] = {}
         self._is_dirty = False
-        # While it is: what is to be in the batch of requests that no failed step had.
+        # While it is dirty: the rows to restore, of requests that are in no failed step.
         self._held: list[HeldRow] | None = None
 
     def apply_step(self, output: SchedulerOutput, take: Callable[[BatchUpdate], None]) -> None:
-        """Take in a step; `take` is given what it changed in the rows, unless that is nothing.
-        Raises what goes wrong; the step's requests must then be among those that the next step
-        calls finished, and those that it sent back be sent back again."""
+        """Apply the differences of a step, and pass the changes of rows to `take`, unless there are
+        none. After an exception the next step must name the step's requests as finished, and send
+        back again those that this one sent back."""
         was_dirty, self._is_dirty = self._is_dirty, True
         if was_dirty:
             gone = output.finished_request_ids | output.preempted_request_ids
@@ -69,9 +67,9 @@ class StepBatch:
     def with_forks(
         self, new: Iterable[NewRequestData], rows: IntArray, places: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """`rows` of the batch choose a token each, from the logits at these `places`; with them
-        those among the `new` requests that choose from the logits of one of them. Raises ValueError
-        where that one chooses none."""
+        """Return the `rows` of the batch that choose a token each, and the `places` of their
+        logits, with those of forks among the `new` requests, which choose from the logits of one of
+        them. Raises ValueError for a fork of a request that chooses no token."""
         forks = [each for each in new if each.fork_of]
         if not forks:
             return rows, places
@@ -99,7 +97,7 @@ class StepBatch:
                 batch.add(request, block_ids or batch.tables.no_blocks, computed)
                 continue
             row = batch.row_of[request_id]
-            if computed > batch.num_computed[row]:  # a load has brought blocks meanwhile
+            if computed > batch.num_computed[row]:  # a load has added computed tokens
                 batch.num_draft_computed[row] = computed
             batch.num_computed[row] = computed
             if block_ids is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the paged pool in torch, as the plain twins of the attention kernels do.
+"""Reading the paged pool in torch, for the plain twins of the attention kernels.
 
-Knows nothing of requests and lengths: whoever calls cuts off what a block holds beyond them.
+Requests and lengths do not appear here: the caller cuts off what a block holds beyond them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def gather_tokens(
     pool = kv[:, plane]
     if kv_scales is None:
         return pool[blocks].to(wide).flatten(0, 1)
-    # torch cannot index float8, but it can its bytes.
+    # torch cannot index float8, but it can index its bytes.
     stored = pool.view(torch.uint8)[blocks].view(kv.dtype).to(wide)
     of_tokens = kv_scales.dim() == 4
     scales = kv_scales[:, plane][blocks] if of_tokens else kv_scales[plane]

@@ -26,7 +26,7 @@ from ..pool_checks import FP8
 SDPA, FA3 = "sdpa", "fa3"
 LIBRARIES = (FA3, SDPA)
 # The gather reads and writes K and V of the whole context once. Attention takes as many operations
-# for each byte as the chunk has rows; below this many, the gather costs a share that matters.
+# for each byte as the chunk has rows; with fewer rows the gather's share of the time matters.
 MIN_ROWS = 1024
 MAX_BYTES = 256 * 2**20  # of both buffers: 64k tokens of 8 heads of 128 in 16 bits
 MAX_HEAD_DIM = 256
@@ -37,18 +37,18 @@ _DTYPES = {FA3: (torch.bfloat16,), SDPA: (torch.bfloat16, torch.float16)}
 
 
 class Library(Protocol):
-    """Causal attention over contiguous K and V."""
+    """Causal attention over contiguous K and V, by a library."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """`[rows, heads, head_dim]`, as `q`, whose rows are the last positions of `k` and `v`
-        `[tokens, kv heads, head_dim]`."""
+        """Return `[rows, heads, head_dim]`, as `q`, whose rows are the last positions of `k` and
+        `v` `[tokens, kv heads, head_dim]`."""
 
 
 class Sdpa:
     """Torch's attention, by its flash kernel."""
 
     def __init__(self) -> None:
-        # Imports torch's compiler, which takes a second.
+        # This imports torch's compiler, which takes a second.
         from torch.nn.attention.bias import causal_lower_right
 
         self._mask = causal_lower_right
@@ -72,7 +72,7 @@ class FlashAttention3:
 
 
 def open_library(name: str) -> Library:
-    """The library of that name, imported. Raises ImportError where it is not installed."""
+    """Import the library of that name. Raises ImportError if it is not installed."""
     return FlashAttention3() if name == FA3 else Sdpa()
 
 
@@ -114,13 +114,13 @@ class GatheredPrefill:
 
 
 def buffer_bytes(num_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """K and V of so many tokens in one layer."""
+    """Bytes of K and V of so many tokens in one layer."""
     return 2 * num_tokens * kv_heads * head_dim * dtype.itemsize
 
 
 def reason_against_library(name: str, q: Tensor, kv: Tensor) -> str | None:
     """The reason why a library cannot attend with queries like `q` `[any, heads, head_dim]` to a
-    layer `kv` of the pool, or None. Imports the library where nothing else speaks against it."""
+    layer `kv` of the pool, or None. Imports the library if no other reason stands against it."""
     head_dim = q.shape[2]
     capability = probe_hardware().capability
     if capability is None:
@@ -142,7 +142,8 @@ def reason_against_library(name: str, q: Tensor, kv: Tensor) -> str | None:
 
 
 def _reason_against_flash(q: Tensor, kv: Tensor) -> str | None:
-    """The reason why torch's flash kernel cannot run, or None. Others hold all scores in memory."""
+    """The reason why torch's flash kernel cannot run, or None. Its other kernels hold all scores in
+    memory."""
     if not q.is_cuda:
         return None
     from torch.backends.cuda import SDPAParams, can_use_flash_attention

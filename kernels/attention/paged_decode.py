@@ -41,22 +41,22 @@ def paged_decode(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> Tensor:
-    """`out`, or a new tensor: `[requests, heads, head_dim]`, as `q`.
+    """Compute attention into `out`, or a new tensor: `[requests, heads, head_dim]`, as `q`.
 
     q             `[requests, heads, head_dim]`
     kv            `[num_blocks, 2, block_size, kv heads, head_dim]`, a layer of the pool; new K and
                   V are in it already
     block_tables  int32 `[requests, max_blocks]`
     seq_lens      int32 `[requests]`, new token included; 0 gives zeros
-    window        how many tokens are seen, the new one included
+    window        tokens that are seen, the new one included
     softcap       c: a score s becomes c * tanh(s / c)
     kv_scales     float32, for a float8 pool: `[2, kv heads]`, or
                   `[num_blocks, 2, block_size, kv heads]`
-    num_splits    into how many parts Triton's kernel cuts a context; None: by the plan
+    num_splits    parts into which Triton's kernel cuts a context; None: by the plan
     plan          from the lengths (`split_plan.py`), on the device, for Triton's kernel; None: by
                   the table's width and the number of requests
 
-    What blocks hold beyond a request's length, or before its window, never reaches a result.
+    Bytes of blocks beyond a request's length, or before its window, never reach a result.
     The same call gives the same bits; with a given `num_splits` a request's bits depend neither on
     the other requests nor on the table's width.
     Lengths and block ids are on the device and not checked: a length must fit its table, and the
@@ -92,8 +92,8 @@ def paged_decode(
 def choose_decode_kernel(
     q: Tensor, kv: Tensor, scale: float, *, kernel: str = AUTO, strict: bool = False
 ) -> str:
-    """Which one computes queries like `q` `[any, heads, head_dim]` over the pool; `scale` and the
-    words as `paged_decode` takes them. Raises KernelRefused as `choose_kernel` does."""
+    """Choose the kernel for queries like `q` `[any, heads, head_dim]` over the pool; `scale` and
+    the options are those of `paged_decode`. Raises KernelRefused as `choose_kernel` does."""
     return choose_kernel(
         kernel,
         q.device,
@@ -118,7 +118,7 @@ def run_decode(
     plan: SplitPlan | None,
     out: Tensor,
 ) -> Tensor:
-    """`paged_decode` by the kernel that was chosen, with arguments that it has checked."""
+    """Run `paged_decode` by the chosen kernel, with arguments that it has checked."""
     if q.numel() == 0:
         return out
     if chosen == TRITON:
@@ -179,7 +179,7 @@ def split_planner(
     q: Tensor, kv: Tensor, kv_scales: Tensor | None, chosen: str
 ) -> SplitPlanner | None:
     """The planner of splits for queries like `q` `[any, heads, head_dim]`, whose kernel is
-    `chosen`; None where that takes no plan."""
+    `chosen`; None if that kernel takes no plan."""
     if chosen != TRITON:
         return None
     from .paged_decode_triton import decode_launch, multiprocessors

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How paged decode is launched: tile, warps, stages, and into how many splits a context is cut.
+"""The launch of paged decode: tile, warps, stages, and the number of splits of a context.
 
-The table is checked in and nothing is tuned while running, for a kernel that measured itself first
-would stall the requests that meet it. `kernels/shipped.py` lists what the table leads to.
+The table is checked in and nothing is tuned while running: a kernel that measured itself first
+would stall the requests that meet it. `kernels/shipped.py` lists the resulting configurations.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 
 MIN_SPLIT_TOKENS = 128  # a shorter split costs more to combine than it saves
-# What a program costs beside its tiles, in tiles: its start, the first loads, its partial result.
+# Cost of a program beside its tiles, in tiles: its start, the first loads, its partial result.
 # Derived from the machine code, not measured.
 PROGRAM_TILES = 1
 # As many 16-bit DOT programs fit side by side, and of float8 ones with their conversion.
 PROGRAMS_PER_MULTIPROCESSOR, FP8_PROGRAMS_PER_MULTIPROCESSOR = 4, 3
 MAX_SPLITS = 256
 DOT_ROWS = 16  # the fewest rows of a matrix product; groups are padded to it
-NEWEST = (9, 0)  # what is taken where there is no device: in the interpreter
+NEWEST = (9, 0)  # the capability assumed without a device: in the interpreter
 
 DOT_MANY = "dot, many heads"
 
@@ -34,13 +34,13 @@ class Row(NamedTuple):
     num_stages: int
 
 
-# How scores are computed: sums of products where no heads share a kv head, else matrix products.
-# More heads than the fewest rows of a product take other rows where numbers are converted.
+# Ways to compute scores: sums of products if no heads share a kv head, else matrix products. More
+# heads than the fewest rows of a product take other rows if numbers are converted.
 VECTOR, DOT, DOT_TOKEN_SCALES = "vector", "dot", "dot, a scale for each token"
 
 # Lowest capability -> (path, bytes of a pool element, largest head size) -> row.
-# Chosen by what the compiler says: no spill, and few enough registers that several programs share
-# a multiprocessor. For DOT the block table is a pipeline stage of its own: 3 stages buffer K and V
+# Chosen by the compiler's figures: no spill, and few enough registers that several programs share a
+# multiprocessor. For DOT the block table is a pipeline stage of its own: 3 stages buffer K and V
 # once, 5 twice.
 TABLE: dict[tuple[int, int], dict[tuple[str, int, int], Row]] = {
     (8, 0): {
@@ -83,11 +83,11 @@ class Launch:
     num_stages: int
     group_pad: int  # rows of the matrix product; 1: products and sums instead
     head_pad: int
-    programs: int = PROGRAMS_PER_MULTIPROCESSOR  # of it that a multiprocessor runs side by side
+    programs: int = PROGRAMS_PER_MULTIPROCESSOR  # programs that a multiprocessor runs side by side
 
     @property
     def min_tiles(self) -> int:
-        """The fewest tiles of a split, where the number of splits is ours to choose."""
+        """The fewest tiles of a split, if this module chooses the number of splits."""
         return max(1, MIN_SPLIT_TOKENS // self.tile)
 
 
@@ -124,9 +124,9 @@ def choose_splits(
     tile: int,
     programs: int = PROGRAMS_PER_MULTIPROCESSOR,
 ) -> int:
-    """Into how many parts contexts of up to `max_tokens` are cut, for `pairs` of (request, kv
-    head), none shorter than it is worth: those that take the least time. A device runs programs in
-    waves, and a last one of a few programs takes as long as a full one."""
+    """Choose the number of splits of contexts of up to `max_tokens`, for `pairs` of (request, kv
+    head): the one that takes the least time, with no split shorter than it is worth. A device runs
+    programs in waves, and a last wave of a few programs takes as long as a full one."""
     slots = programs * multiprocessors
     tiles = max(1, -(-max_tokens // tile))
     most = max(1, min(max_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged decode in torch: one request after the other, as the definition says.
 
-The twin of the Triton kernel: any device, any head size, and float64 for those who want to know.
-Reads the lengths on the host, so on a GPU it waits for the device.
+The twin of the Triton kernel: any device, any head size, and float64 for exact comparisons. It
+reads the lengths on the host, so on a GPU it waits for the device.
 """
 
 from __future__ import annotations

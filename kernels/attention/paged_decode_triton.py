@@ -7,9 +7,9 @@
     partial  maximum, sum and unscaled output, all float32, for each (item, head)
     combine  one program for each (request, head) weighs the partials; not run for one split
 
-A tile is TILE tokens, wherever their blocks lie: the block id is looked up for each token, so tiles
-need not fit blocks. Tiles before the window are not visited. A token that must not be seen is not
-loaded either and counts as zero, because 0 * NaN would reach the output of its whole tile.
+A tile is TILE tokens, in any blocks: the block id is looked up for each token, so tiles need not
+fit blocks. Tiles before the window are not visited. A token that must not be seen is not loaded
+either and counts as zero, because 0 * NaN would reach the output of its whole tile.
 
 Scores live in base 2: log2(e) is part of the scale, and exp2 is one instruction. Requests, heads
 and block ids are widened to 64 bits before they are multiplied. float8 is computed in float16, the
@@ -72,7 +72,7 @@ def find_item(plan_share, request, split, num_splits):  # type: ignore[no-untype
 
 @triton.jit
 def cap_scores(scores, cap):  # type: ignore[no-untyped-def]
-    """cap * tanh; where exp2 overflows to infinity, that is the cap."""
+    """cap * tanh; an overflow of exp2 to infinity gives the cap."""
     return cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
 
 
@@ -134,7 +134,7 @@ def attend_split(  # type: ignore[no-untyped-def]
     start, stop, end = find_tiles(length, window, split, num_splits, min_tiles, TILE)
     if not ONE_SPLIT:
         if start >= end:
-            return  # the combine kernel knows, and does not read this partial
+            return  # the combine kernel skips this partial too
 
     rows = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, HEAD_PAD)
@@ -293,7 +293,7 @@ def paged_decode_triton(
     seen = max_tokens if window is None else min(max_tokens, window + launch.tile)
     min_tiles = 1
     if plan is not None and seen <= launch.min_tiles * launch.tile:
-        plan, num_splits = None, 1  # nothing is long enough to be cut
+        plan, num_splits = None, 1  # no context is long enough to be cut
     if num_splits is None and plan is None:
         num_splits = choose_splits(
             requests * kv_heads, seen, multiprocessors(q.device), launch.tile, launch.programs
@@ -303,7 +303,7 @@ def paged_decode_triton(
     one_split = plan is None and num_splits == 1
     grid, items = (kv_heads, num_splits, requests), requests * (num_splits or 0)
     if plan is not None:
-        # So many that the share alone decides how long a split is.
+        # So many splits that the share alone decides the length of each.
         items = num_splits = len(plan.requests)
         grid = kv_heads, 1, items
 
@@ -371,7 +371,7 @@ def paged_decode_triton(
 
 
 def _scale_strides(kv_scales: Tensor | None) -> tuple[int, int, int, int]:
-    """Of block, K or V, slot, head."""
+    """Strides of block, K or V, slot, head."""
     if kv_scales is None:
         return 0, 0, 0, 0
     if kv_scales.dim() == 2:

@@ -38,7 +38,7 @@ def paged_prefill(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> Tensor:
-    """`out`, or a new tensor: `[tokens, heads, head_dim]`, as `q`.
+    """Compute attention into `out`, or a new tensor: `[tokens, heads, head_dim]`, as `q`.
 
     q              `[tokens, heads, head_dim]`, one request's new tokens after the other's
     kv             `[num_blocks, 2, block_size, kv heads, head_dim]`, a layer of the pool; new K and
@@ -46,17 +46,17 @@ def paged_prefill(
     block_tables   int32 `[requests, max_blocks]`
     seq_lens       int32 `[requests]`, new tokens included
     query_starts   int32 `[requests + 1]`, ascending: request i has the rows `query_starts[i]` …
-                   `query_starts[i + 1]` of q, its last positions; of equal ones, no row
-    max_query_len  the most rows of a request; wrong by any amount it costs time, not truth
-    window         how many tokens a position sees, itself included
+                   `query_starts[i + 1]` of q, its last positions; no row if both are equal
+    max_query_len  the most rows of a request; a wrong number costs time, but changes no result
+    window         tokens that a position sees, itself included
     softcap        c: a score s becomes c * tanh(s / c)
     kv_scales      float32 above 0, for a float8 pool: `[2, kv heads]`, or
                    `[num_blocks, 2, block_size, kv heads]`. Triton's kernel then computes in
                    float16, and q must fit it.
 
-    A position sees itself and what is before it; one below 0 (a length shorter than its rows) sees
-    nothing and gives zeros. Rows of q that no request has are not written. What blocks hold beyond
-    a request's length, or before the window of its first row, never reaches a result (but with
+    A position sees itself and the positions before it; one below 0 (a length shorter than its rows)
+    sees no key and gives zeros. Rows of q that no request has are not written. Bytes of blocks
+    beyond a request's length, or before the window of its first row, never reach a result (but with
     scales of tokens, NaN before a window does). The same call gives the same bits; with the same
     `max_query_len` a request's bits do not depend on the other requests. Lengths, starts and block
     ids are on the device and not checked: a length must fit its table, and the ids of its blocks
@@ -92,8 +92,8 @@ def paged_prefill(
 def choose_prefill_kernel(
     q: Tensor, kv: Tensor, scale: float, *, kernel: str = AUTO, strict: bool = False
 ) -> str:
-    """Which one computes queries like `q` `[any, heads, head_dim]` over the pool; `scale` and the
-    words as `paged_prefill` takes them. Raises KernelRefused as `choose_kernel` does."""
+    """Choose the kernel for queries like `q` `[any, heads, head_dim]` over the pool; `scale` and
+    the options are those of `paged_prefill`. Raises KernelRefused as `choose_kernel` does."""
     return choose_kernel(
         kernel,
         q.device,
@@ -118,7 +118,7 @@ def run_prefill(
     kv_scales: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """`paged_prefill` by the kernel that was chosen, with arguments that it has checked."""
+    """Run `paged_prefill` by the chosen kernel, with arguments that it has checked."""
     if q.numel() == 0 or len(seq_lens) == 0:
         return out
     if chosen == TRITON:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the prefill kernel is launched: tiles, warps and pipeline stages, from a checked-in table.
+"""The launch of the prefill kernel: tiles, warps and pipeline stages, from a checked-in table.
 
-Nothing is tuned while it runs, so the same call is the same launch in every process.
+Nothing is tuned while it runs, so the same call gets the same launch in every process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_GROUP = 64  # one token's rows have to fit into the smaller tile
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The tile of one program and what the compiler is told."""
+    """The tile of one program and the compiler's options for it."""
 
     block_rows: int  # tokens times the heads that share a KV head
     block_keys: int
@@ -23,17 +23,17 @@ class Launch:
     num_stages: int
 
 
-# By padded head size: for long chunks, and for short ones. Looking a block up is a pipeline stage
-# of its own: with 3 stages a tile of K and V is waited for as soon as it is asked for, with 5 one
-# more is under way meanwhile. Found by compiling ahead of time: nothing here spills with a group
-# of 7, a window, a soft cap and scales of tokens together.
-# Of float8 pools on capability 9 and 10: four warps multiply at once, and 227 KB of shared memory.
+# The rows by padded head size: for long chunks, and for short ones. The look-up of a block is a
+# pipeline stage of its own: with 3 stages the kernel waits for a tile of K and V as soon as it asks
+# for it, with 5 one more is under way meanwhile. Found by compiling ahead of time: nothing here
+# spills with a group of 7, a window, a soft cap and scales of tokens together. WIDE_FP8 is for
+# float8 pools on capability 9 and 10: four warps multiply at once, and 227 KB of shared memory.
 WIDE_FP8 = {
     64: (Launch(128, 64, 8, 5), Launch(64, 64, 4, 5)),
     128: (Launch(128, 64, 8, 5), Launch(64, 64, 4, 5)),
     256: (Launch(64, 32, 8, 5), Launch(64, 32, 8, 5)),
 }
-# Of 16-bit ones, which are not converted: twice the keys for each look at the running maximum, so
+# 16-bit pools, which are not converted: twice the keys for each look at the running maximum, so
 # that softmax takes a smaller share. One program fills a multiprocessor's registers either way.
 WIDE = WIDE_FP8 | {128: (Launch(128, 128, 8, 3), Launch(64, 64, 4, 5))}
 NARROW = {  # the others: 64 keys spill with a group of 7, and some have 99 KB of shared memory
@@ -56,7 +56,7 @@ def choose_launch(
     is_fp8: bool,
 ) -> Launch:
     """The row for a pool of float8 or of wider numbers. A capability of None is the interpreter,
-    which runs what the largest devices run."""
+    which runs the rows of the largest devices."""
     is_wide = capability is None or capability[0] in (9, 10)
     table = (WIDE_FP8 if is_fp8 else WIDE) if is_wide else NARROW
     long, short = table[max(padded_head_dim(head_dim), min(table))]
@@ -64,8 +64,8 @@ def choose_launch(
 
 
 def converts_q_first(head_dim: int) -> bool:
-    """Whether q becomes fp16 before the kernel runs, where the pool is float8. Converted inside,
-    q stays in registers instead of shared memory, and with 256 elements those do not suffice."""
+    """Whether q becomes fp16 before the kernel runs, if the pool is float8. Converted inside, q
+    stays in registers, which are too few for 256 elements, instead of shared memory."""
     return padded_head_dim(head_dim) > 128
 
 

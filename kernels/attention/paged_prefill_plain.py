@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged prefill in torch: one request after the other, as the definition says.
 
-The twin of the Triton kernel: any device, any head size, and float64 for those who want to know.
-Reads the lengths on the host, so on a GPU it waits for the device.
+The twin of the Triton kernel: any device, any head size, and float64 for exact comparisons. It
+reads the lengths on the host, so on a GPU it waits for the device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def paged_prefill_plain(
         context = length - (end - start)
         if start == end:
             continue
-        # What lies before the first window is not read: it may be anybody's.
+        # Blocks before the first window are not read: they may be another request's by now.
         begin = 0 if window is None else max(0, context - window + 1)
         skipped = begin // kv.shape[2]
         blocks = block_tables[request, skipped : -(-length // kv.shape[2])].long()
@@ -52,7 +52,7 @@ def paged_prefill_plain(
 
 
 def _seen(positions: Tensor, length: int, window: int | None) -> Tensor:
-    """Which of `length` keys each position sees: bool `[positions, length]`."""
+    """The keys, of `length`, that each position sees: bool `[positions, length]`."""
     keys = torch.arange(length, device=positions.device)
     seen = keys <= positions[:, None]
     if window is not None:
@@ -63,7 +63,7 @@ def _seen(positions: Tensor, length: int, window: int | None) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
-    """`[rows, heads, head_dim]`, zeros for rows that see nothing."""
+    """Return `[rows, heads, head_dim]`, zeros for rows that see no key."""
     rows, _, head_dim = q.shape
     grouped = q.reshape(rows, k.shape[1], -1, head_dim)
     scores = torch.einsum("rhgd,khd->hgrk", grouped, k) * scale

@@ -8,9 +8,9 @@ that share the KV head share its loads:
     keys    | edge of the window | seen by every row | edge of the diagonal |
     loop      masked               unmasked            masked
 
-Which tokens a program has is found on the device by bisecting `query_starts`, so the grid follows
-from the number of tokens and requests alone and nothing is read back. Sums are in float32, scores
-in powers of two.
+Each program finds its tokens on the device by bisecting `query_starts`, so the grid follows from
+the number of tokens and requests alone and nothing is read back. Sums are in float32, scores in
+powers of two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOG2_E = math.log2(math.e)
 # Scales of one token are about 1/448 of its largest value. Times 2^8 they are near 1, which keeps
 # small probabilities out of fp16's subnormal numbers.
 SCALE_GAIN = tl.constexpr(256.0)
-# What differs from step to step: another value of these never compiles the kernel again.
+# Arguments that differ from step to step: their values never compile the kernel again.
 NOT_SPECIALIZED = ("seq_lens_ptr", "query_starts_ptr", "num_requests", "table_stride")
 
 
@@ -64,9 +64,9 @@ def _attend(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    """Add the keys `first_key` … `last_key` to a tile's running sums. Without MASKED every row
-    sees all of them; with it, row by row, and none from `key_end` on is even loaded, nor with a
-    window V before `key_begin`."""
+    """Add the keys `first_key` … `last_key` to a tile's running sums. Without MASKED every row sees
+    all of them. With it each row sees its own; keys from `key_end` on are not even loaded, nor with
+    a window V before `key_begin`."""
     dims = tl.arange(0, PADDED_DIM)
     for start in range(first_key, last_key, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
@@ -78,12 +78,12 @@ def _attend(  # type: ignore[no-untyped-def]
         slots = keys % BLOCK_SIZE
         rows = blocks.to(tl.int64) * kv_block_stride + slots.to(tl.int64) * kv_slot_stride
         offsets = rows[:, None] + dims[None, :]
-        # What lies outside the keys may be NaN, and 0 * NaN is NaN: it must not be loaded.
+        # Bytes outside the keys may be NaN, and 0 * NaN is NaN: they must not be loaded.
         if MASKED or PADDED_DIM != HEAD_DIM:
             loaded = (keys < key_end)[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(k_ptr + offsets, mask=loaded, other=0.0)
-            # Of K the scores are masked, whatever they are. With scales of tokens, which no engine
-            # has, this would spill registers.
+            # K is loaded there, and its scores are masked in any case. With scales of tokens, which
+            # no engine has, this would spill registers.
             if MASKED and HAS_WINDOW and not TOKEN_SCALES:
                 loaded = loaded & (keys >= key_begin)[:, None]
             v = tl.load(v_ptr + offsets, mask=loaded, other=0.0)
@@ -278,7 +278,7 @@ def paged_prefill_triton(
 ) -> Tensor:
     """Fill `out` and return it; the arguments are those that `paged_prefill` has checked.
 
-    Nothing is read back from the device, and nothing waited for.
+    Nothing is read back from the device, and the host does not wait for it.
     """
     num_kv_heads, num_requests = kv.shape[3], len(seq_lens)
     group = q.shape[1] // num_kv_heads
@@ -300,7 +300,7 @@ def paged_prefill_triton(
         block, plane, slot = kv_scales.stride()[:3]
     elif kv_scales is not None:
         plane = kv_scales.stride(0)
-    # The most tiles there can be; those that no request owns end at once.
+    # The most tiles there can be; tiles that no request owns end at once.
     tiles = len(q) // (launch.block_rows // group) + num_requests
     # Triton launches on the current device.
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]

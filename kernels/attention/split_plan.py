@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split plans of paged decode: which part of which context each program takes, from the lengths
-that a step really has.
+"""Split plans of paged decode: the part of a context that each program takes, from the lengths that
+a step really has.
 
     lengths of the step ──► tiles a program (share) ──► list of (request, split), one a program
     2 requests of 5 and 2 tiles, share 2:   (0, 0) (0, 1) (0, 2) (1, 0) (-1, ·) (-1, ·)
 
-The list has room for any batch, so that its place and the grid stay where a step is recorded; what
-is not used of it says -1. Without a plan the splits follow from the width of the block table, which
+The list has room for any batch, so that its place and the grid stay fixed in a recorded step; its
+unused entries are -1. Without a plan the splits follow from the width of the block table, which
 is that of the longest request that may come.
 """
 
@@ -22,8 +22,8 @@ from torch import Tensor
 from .paged_decode_launch import PROGRAM_TILES
 
 NO_REQUEST = -1
-# Programs of each kv head beyond one a request, in rounds of what runs side by side: with two, a
-# batch of any lengths can be cut so that no processor is left idle for long.
+# Programs of each kv head beyond one a request, in rounds of programs that run side by side: with
+# two, a batch of any lengths can be cut so that no processor is left idle for long.
 ROUNDS = 2
 _CANDIDATES = 12
 _ALIGNED = 4  # numbers of 4 bytes in 16, at multiples of which Triton expects arrays to begin
@@ -32,7 +32,7 @@ IntArray = npt.NDArray[np.integer]
 
 
 class SplitPlan(NamedTuple):
-    """A plan where the kernel reads it, int32."""
+    """A plan as the kernel reads it, int32."""
 
     share: Tensor  # [1] the most tiles of a program
     first_items: Tensor  # [requests] the first item of each
@@ -50,7 +50,7 @@ class SplitPlanner:
     min_tiles: int
 
     def num_items(self, num_requests: int) -> int:
-        """The room that a plan for so many requests takes."""
+        """The entries that a plan for so many requests takes."""
         return _aligned(num_requests + ROUNDS * self.slots)
 
     def num_words(self, max_requests: int) -> int:
@@ -63,8 +63,8 @@ class SplitPlanner:
         return tiles
 
     def share(self, tiles: IntArray) -> int:
-        """The tiles of a program that take the least time: that of the rounds in which a device
-        runs what is large, and what the small rests come to over all slots."""
+        """The tiles of a program that take the least time: the sum of the rounds in which a device
+        runs large parts, and of the small rests over all slots."""
         longest, total = int(tiles.max()), int(tiles.sum())
         room = ROUNDS * self.slots
         least = max(self.min_tiles, -(-total // room))
@@ -111,7 +111,7 @@ class PlanArray:
         array[self._splits : self._splits + total] = np.arange(total) - np.repeat(firsts, counts)
 
     def view_plan(self, there: Tensor, num_requests: int) -> SplitPlan:
-        """The plan of the first so many requests, in `there` `[num_words]`."""
+        """The plan of the first `num_requests` requests, as views of `there` `[num_words]`."""
         items = self._planner.num_items(num_requests)
         return SplitPlan(
             there[:1],

@@ -3,9 +3,9 @@
 
 A pool, and a buffer, is any tensor whose first dimension counts blocks and whose blocks are each
 contiguous; the distance between blocks is free. Nothing is converted, so any dtype will do, and the
-two tensors of a call need only agree in the bytes of a block. Knows nothing of tiers: the copy
-engine is the better way to the CPU where blocks are large; this is for blocks within a device and
-for pieces too small for it.
+two tensors of a call need only agree in the bytes of a block. Tiers do not appear here: the copy
+engine is the better way to the CPU for large blocks; these kernels are for blocks within a device
+and for pieces too small for it.
 
         copy_blocks     pool[targets[i]] = pool[sources[i]]
         gather_blocks        out[i]      = pool[block_ids[i]]
@@ -15,7 +15,7 @@ for pieces too small for it.
 Block ids are contiguous int64 on the pool's device. An entry with a block id of -1 moves nothing,
 so that a list of a fixed length can be partly used. The order of the moves is not defined: no block
 is written twice in a call, and none is both read and written. The plain kernel, which has to wait
-for the ids anyway, refuses such lists and ids beyond the pool; Triton's cannot tell anybody, and
+for the ids anyway, refuses such lists and ids beyond the pool. Triton's cannot report them, and
 moves nothing for ids beyond the pool.
 """
 
@@ -28,7 +28,7 @@ from .copy_blocks_launch import MAX_PROGRAMS
 from .copy_blocks_plain import move_blocks_plain
 
 MAX_BLOCK_BYTES = 2**31 - 1
-# The widest first. The blocks are moved in the widest that fits their sizes and places.
+# The widest first. The blocks are moved in the widest word that fits their sizes and places.
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -62,7 +62,7 @@ def gather_blocks(
 
     `out` shares no memory with the pool. It is on the pool's device, or in page-locked CPU memory,
     which Triton's kernel writes itself: its bytes are there when the stream has come past the copy,
-    not on return. Any other place is for the plain kernel.
+    not on return. Only the plain kernel takes memory elsewhere.
     """
     _move(pool, out, block_ids, None, pool.device, max_programs, kernel, strict)
 
@@ -138,7 +138,7 @@ def _move(
 def _check_ids(
     source_ids: torch.Tensor | None, target_ids: torch.Tensor | None, device: torch.device
 ) -> int:
-    """How many entries there are."""
+    """Check the lists of ids, and return the number of their entries."""
     lists = [ids for ids in (source_ids, target_ids) if ids is not None]
     for ids in lists:
         if ids.dtype is not torch.int64 or ids.ndim != 1 or not ids.is_contiguous():
@@ -181,7 +181,7 @@ def _block_bytes(tensor: torch.Tensor) -> int:
 
 
 def _reason_against(tensor: torch.Tensor, device: torch.device) -> str | None:
-    """Why a Triton kernel on `device` cannot reach `tensor`, or None."""
+    """The reason why a Triton kernel on `device` cannot reach `tensor`, or None."""
     if tensor.device == device or (tensor.device.type == "cpu" and tensor.is_pinned()):
         return None
     return f"it runs on {device} and cannot reach {tensor.device} memory that is not page-locked"
@@ -199,7 +199,7 @@ def _widest_word(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def _as_words(tensor: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    """The same memory as `[num_blocks, words of a block]`."""
+    """View the memory as `[num_blocks, words of a block]`."""
     shape = (tensor.shape[0], tensor.shape[1:].numel())
     flat = torch.as_strided(tensor, shape, (tensor.stride(0), 1), tensor.storage_offset())
     return flat.view(word)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How block moves are launched."""
+"""Launch constants of block moves."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from __future__ import annotations
 # PCIe link. Narrower words move less at a time, because 64 single bytes take 190 registers.
 CHUNK_WORDS = 2048
 NUM_WARPS = 8
-# Of a move that has the device to itself: several for each multiprocessor of the largest devices.
+# A move that has the device to itself: several for each multiprocessor of the largest devices.
 MAX_PROGRAMS = 1024

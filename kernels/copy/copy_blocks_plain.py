@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block moves in torch: what the Triton kernel is compared with, and what runs where it cannot.
+"""Block moves in torch: the reference for the Triton kernel, used where that cannot run.
 
-Waits for the device, because it reads the ids. Blocks are moved a few at a time, so that what lies
-between the two tensors stays small.
+They wait for the device, because they read the ids. Blocks are moved a few at a time, so that the
+copy between the two tensors stays small.
 """
 
 from __future__ import annotations

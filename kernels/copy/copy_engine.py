@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The copy engine: many copies in one call, and the page-locked memory they come from and go to.
 
-Binds a few functions of the CUDA runtime that torch has loaded, by ctypes, because neither torch
-nor CuPy offers the batched copy. The multiprocessors stay free for kernels. Knows addresses and
-bytes, nothing of blocks, pools or tiers. Importing it needs no CUDA.
+It binds a few functions of the CUDA runtime that torch has loaded, by ctypes, because neither torch
+nor CuPy offers the batched copy. The multiprocessors stay free for kernels. It handles addresses
+and bytes; blocks, pools and tiers do not appear here. Importing it needs no CUDA.
 
 A caller must do this:
 - keep source and target memory alive, and registered, until the stream has come past the batch;
@@ -30,18 +30,18 @@ from ..kernel_choice import KernelRefused
 Integers = Sequence[int] | npt.NDArray[np.int64]
 
 # `any` would be faster on some machines, but with it the engine may read a block before the kernel
-# queued in front of the copy has written it, and nobody is told. So there is no choice.
+# queued in front of the copy has written it, without an error. So there is no choice.
 ACCESS_ORDER_STREAM = 1
 # Copies run beside kernels here. A hint, which the driver may ignore.
 PREFER_OVERLAP_WITH_COMPUTE = 1
-# What stands for the legacy default stream: no handle, and its own name.
+# Handles of the legacy default stream: none, and its own name.
 LEGACY_STREAMS = (0, 1)
 FIRST_VERSION = 12080  # with batched copies
 VERSION_WITHOUT_FAIL_INDEX = 13000
 
 
 class CudaError(RuntimeError):
-    """A call of the CUDA runtime failed; says which, and what CUDA calls the failure."""
+    """A failed call of the CUDA runtime; says which, and CUDA's name of the failure."""
 
     def __init__(self, message: str, code: int = 0) -> None:
         super().__init__(message)
@@ -49,8 +49,8 @@ class CudaError(RuntimeError):
 
     @classmethod
     def from_code(cls, library: Any, code: int, what: str) -> CudaError:
-        """The failure `code` of `library`, which forgets it: torch would find it after its next
-        kernel and blame that."""
+        """Make the error for the failure `code` of `library`, and reset it there: torch would find
+        it after its next kernel and blame that."""
         name = library.cudaGetErrorName(code).decode()
         text = library.cudaGetErrorString(code).decode()
         library.cudaGetLastError()
@@ -78,7 +78,7 @@ class Batch:
     __slots__ = ("count", "sizes", "sizes_at", "sources", "sources_at", "targets", "targets_at")
 
     def __init__(self, sources: Integers, targets: Integers, sizes: Integers) -> None:
-        """Raises KernelRefused unless there are as many of each, and all are above 0."""
+        """Raise KernelRefused unless there are as many of each, and all are above 0."""
         counts = (len(sources), len(targets), len(sizes))
         if len(set(counts)) != 1:
             raise KernelRefused(
@@ -98,7 +98,7 @@ class Batch:
 
 
 def merge_neighbours(sources: Integers, targets: Integers, sizes: Integers) -> Batch:
-    """The same copies, those that follow one another in the list and on both sides joined.
+    """Join copies that follow one another in the list and on both sides.
 
     The driver does not do this, and small copies are much slower than large ones. Copies whose
     neighbours stand elsewhere in the list are not found: sort by address first.
@@ -116,7 +116,7 @@ def merge_neighbours(sources: Integers, targets: Integers, sizes: Integers) -> B
 
 
 def copy_batch_plain(batch: Batch) -> None:
-    """What the runtime does, for memory of the CPU; done on return."""
+    """Copy as the runtime does, for memory of the CPU; done on return."""
     table = (batch.targets.tolist(), batch.sources.tolist(), batch.sizes.tolist())
     for target, source, size in zip(*table, strict=True):
         ctypes.memmove(target, source, size)
@@ -126,7 +126,7 @@ class CudaRuntime:
     """The functions of one CUDA runtime library. Any thread may call them.
 
     They work on the calling thread's current device, which must be that of the stream.
-    `refusal` says why there are no batched copies, if there are none; the rest is always there.
+    `refusal` is the reason if there are no batched copies; the rest is always there.
     """
 
     def __init__(self, library: Any) -> None:
@@ -163,8 +163,8 @@ class CudaRuntime:
 
         Returns before anything is copied. Sources are read after everything that was queued in
         the stream before. Raises KernelRefused for the default stream, which the runtime does not
-        take, and where `refusal` says so; and CudaError, and some of the copies may then have been
-        queued.
+        take, and with a `refusal`. Raises CudaError if the call fails; some of the copies may then
+        have been queued.
         """
         if self.refusal is not None:
             raise KernelRefused(self.refusal)
@@ -195,7 +195,7 @@ class CudaRuntime:
     def register_host(self, address: int, num_bytes: int) -> None:
         """Page-lock memory that exists, so that the device can reach it.
 
-        Raises KernelRefused for no memory and CudaError where CUDA cannot.
+        Raises KernelRefused for no memory and CudaError if CUDA cannot.
         """
         if address <= 0 or num_bytes <= 0:
             raise KernelRefused(
@@ -221,7 +221,7 @@ def _version(ask: Callable[[Any], int]) -> int:
 
 
 def _reason_against_batches(runtime: int, driver: int) -> str | None:
-    """Why these versions have no batched copies, or None."""
+    """The reason why these versions have no batched copies, or None."""
     if runtime < FIRST_VERSION:
         return (
             f"batched copies need CUDA runtime {_shown(FIRST_VERSION)} or newer, and torch has "
@@ -241,7 +241,7 @@ def _shown(version: int) -> str:
 
 @functools.cache
 def cuda_runtime() -> CudaRuntime:
-    """The runtime of torch. Raises KernelRefused where there is none, or no device."""
+    """The runtime of torch. Raises KernelRefused if there is none, or no device."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         raise KernelRefused("batched copies need a CUDA device, and torch sees none")
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -249,13 +249,13 @@ def cuda_runtime() -> CudaRuntime:
 
 
 def cuda_library() -> ctypes.CDLL:
-    """The library of torch's runtime. Raises KernelRefused where it cannot be found."""
+    """The library of torch's runtime. Raises KernelRefused if it cannot be found."""
     version = (torch.version.cuda or "").split(".")[0]
     return load_library(f"libcudart.so.{version}")
 
 
 def load_library(name: str) -> ctypes.CDLL:
-    """The library as this process has it already, else from the system's folders."""
+    """Load the library as this process has it already, else from the system's folders."""
     try:
         return ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
     except OSError:
@@ -270,13 +270,14 @@ def load_library(name: str) -> ctypes.CDLL:
 
 
 class PageLockedMemory:
-    """Memory that the copy engine and kernels reach, of just the size asked for.
+    """Memory that the copy engine and kernels reach, of exactly the given size.
 
     torch's own takes the next power of two. Close it after the last copy that uses it.
     """
 
     def __init__(self, num_bytes: int, runtime: CudaRuntime) -> None:
-        """Raises KernelRefused and CudaError as `register_host`, and OSError for want of memory."""
+        """Raise KernelRefused and CudaError as `register_host` does, and OSError for want of
+        memory."""
         if num_bytes <= 0:
             raise KernelRefused(f"expected a size above 0, got {num_bytes} bytes")
         self._runtime = runtime
@@ -292,8 +293,8 @@ class PageLockedMemory:
 
     def tensor(self) -> torch.Tensor:
         """All of it as uint8 `[bytes]`."""
-        # Through NumPy, which holds on to the mapping as `close` needs it; torch.frombuffer would
-        # let it be unmapped under the tensor.
+        # NumPy's view holds on to the mapping as `close` needs it; torch.frombuffer would let it be
+        # unmapped under the tensor.
         return torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))
 
     def close(self) -> None:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled library: where it is, whether it can be used here, and its functions.
+"""The compiled library: its place, whether it can be used here, and its functions.
 
 `setup.py` builds it beside this file. It is a plain shared library, called with addresses, and is
 bound neither to a Python nor to a torch. Its work is split over torch's own OpenMP threads, by the
-function that torch splits its work with: a second pool would have each wait for the other's threads
+function that torch splits its work with: with a second pool each would wait for the other's threads
 to stop spinning.
 
 STRATAKV_CPU_KERNELS names a variant, `avx2`, `avx512` or `avx512_bf16`, or `none`; without it, the
-last of these that the processor runs is taken. `avx512_bf16` rounds what is multiplied by weights
-of bfloat16 to that type; in all else it is `avx512`.
+last of these that the processor runs is taken. `avx512_bf16` rounds factors of bfloat16 weights to
+that type; otherwise it is `avx512`.
 """
 
 from __future__ import annotations
@@ -135,11 +135,11 @@ _OF_A_PASS = (Product, Experts, Layer, Pass)
 
 @dataclass(frozen=True, slots=True)
 class CpuLibrary:
-    """The functions of one variant. `lanes` is how many float32 its vectors hold."""
+    """The functions of one variant. `lanes` is the number of float32 in one of its vectors."""
 
     variant: str
     lanes: int
-    check: Callable[[Any], int]  # a Step: 0, or which of its numbers is out of bounds
+    check: Callable[[Any], int]  # a Step: 0, or the number of the fact out of bounds
     workspace_bytes: Callable[[Any, int], int]  # a Step, threads
     attend: Callable[[Any, int], int]  # a Step, threads: 0, or 1 where the workspace is too small
     panel: Callable[[int], int]  # an element's number: outputs that lie together in a matrix
@@ -157,14 +157,14 @@ class CpuLibrary:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Why there is no library to use."""
+    """The reason why there is no library to use."""
 
     reason: str
 
 
 @functools.cache
 def cpu_library() -> CpuLibrary | Missing:
-    """Looked for once in a process; the answer is logged."""
+    """Look for the library once in a process, and log the result."""
     wanted = os.environ.get(VARIABLE, AUTO)
     found = open_library(Path(__file__).with_name(FILE_NAME), wanted)
     if isinstance(found, Missing):
@@ -178,8 +178,8 @@ def cpu_library() -> CpuLibrary | Missing:
 
 
 def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
-    """The library at `path` in the `wanted` variant: `auto`, one of VARIANTS or `none`. Raises
-    nothing: what is wrong with the file, the processor or the wish is in the answer."""
+    """Open the library at `path` in the `wanted` variant: `auto`, one of VARIANTS or `none`. Raises
+    nothing: a fault of the file, the processor or the choice is in the answer."""
     if wanted not in (AUTO, NONE, *VARIANTS):
         names = ", ".join((AUTO, *VARIANTS, NONE))
         return Missing(f"{VARIABLE} takes {names}, not {wanted!r}")
@@ -207,8 +207,8 @@ def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether an ELF file of 64 bits lacks its end, which the loader does not look for: the process
-    would be killed where it is read."""
+    """Whether an ELF file of 64 bits lacks its end, which the loader does not check: reading there
+    would kill the process."""
     with path.open("rb") as file:
         head = file.read(_ELF_HEADER.size)
     if len(head) < _ELF_HEADER.size:
@@ -265,8 +265,8 @@ def _function(library: ctypes.CDLL, name: str) -> Any:
 
 
 def _torch_parallel() -> int | None:
-    """The address of OpenMP's GOMP_parallel as torch's own code finds it; None where torch was
-    built without, and everything then runs on the calling thread."""
+    """The address of OpenMP's GOMP_parallel as torch's own code finds it; None if torch was built
+    without, and everything then runs on the calling thread."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(path)).GOMP_parallel

@@ -30,7 +30,7 @@ _OF_THREAD = threading.local()
 
 
 def reason_against_matrices(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the library cannot multiply by matrices of this type, or None."""
+    """The reason why the library cannot multiply by matrices of this type, or None."""
     library = cpu_library()
     if isinstance(library, Missing):
         return library.reason
@@ -52,7 +52,7 @@ class PackedMatrix:
         activation: int = SILU,
     ) -> None:
         """Weights are `[outs, ins]`, of one shape and type; biases `[outs]` or None. Raises
-        KernelRefused for others, and where the library cannot be used."""
+        KernelRefused for others, and if the library cannot be used."""
         first, dtype = weights[0], weights[0].dtype
         why = reason_against_matrices(dtype, first.device)
         library = cpu_library()
@@ -95,9 +95,10 @@ class PackedMatrix:
     def __call__(
         self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None, *, is_wide: bool = False
     ) -> Tensor:
-        """`[rows, outs]` of `[rows, ins]`. `wanted`, not of a pair, has a bit for each output, bit
-        `i % 32` of word `i // 32`: outputs without one may be left out, and are 0 then. With
-        `is_wide`, not of a pair, results of 16-bit types come as float32, rounded all the same."""
+        """Compute `[rows, outs]` from `[rows, ins]`. `wanted`, not of a pair, has a bit for each
+        output, bit `i % 32` of word `i // 32`: outputs without one may be left out, and are 0 then.
+        With `is_wide`, not of a pair, results of 16-bit types come as float32, rounded all the
+        same."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         if x.dim() != 2 or x.shape[1] != self.ins or x.dtype != self.dtype:
             raise ValueError(f"expected {self.dtype} [rows, {self.ins}], got {x.dtype} {x.shape}")
@@ -130,13 +131,13 @@ class PackedMatrix:
         return out
 
     def gather_rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` (int64 `[n]`) of the matrix as they were given, `[n, ins]`; not of a pair. A
-        row's numbers lie a panel apart, which costs some 6 ns each: right for a step's embeddings,
-        so that a matrix that is also the output's is there once. Raises IndexError for an id that
-        names no row."""
+        """Return rows `ids` (int64 `[n]`) of the matrix in their original order, `[n, ins]`; not of
+        a pair. A row's numbers lie a panel apart, which costs some 6 ns each: right for a step's
+        embeddings, so that a matrix that is also the output's is there once. Raises IndexError for
+        an id that names no row."""
         if self.matrix.is_pair:
             raise ValueError("expected one matrix to look rows up in, got a pair")
-        # Behind the last row lie panels too, and a negative id counts from their end. One
+        # Panels lie behind the last row too, and a negative id counts from their end. One
         # comparison finds both: as an unsigned number a negative one is larger than any other.
         if len(ids) and (last := int(ids.numpy().view(np.uint64).max())) >= self.outs:
             wrong = last if last < 2**63 else last - 2**64
@@ -147,7 +148,7 @@ class PackedMatrix:
 
 
 def _workspace() -> Workspace:
-    """That of all products of this thread."""
+    """The workspace of all products of this thread."""
     found: Workspace | None = getattr(_OF_THREAD, "workspace", None)
     if found is None:
         found = _OF_THREAD.workspace = Workspace()
@@ -157,7 +158,7 @@ def _workspace() -> Workspace:
 def _padded(
     weights: tuple[Any, ...], biases: tuple[Tensor | None, ...], padded: int, panel: int
 ) -> Tensor | None:
-    """Biases in the order of the panels, in the type that is added up in."""
+    """Biases in the order of the panels, in the type of the sums."""
     given = biases[: len(weights)]
     if all(bias is None for bias in given):
         return None

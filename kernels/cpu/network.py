@@ -3,8 +3,8 @@
 
 Between a step's embeddings and its hidden states there is no Python and no operator of torch:
 norms, products, rotation, writing to the pool, attention and activation are phases of one piece of
-work, which one thread does alone where a second would save less than waking it costs. Everything
-between two products is in float32 for weights of 16 bits; K, V and queries are rounded to those.
+work, which one thread does alone if a second would save less than waking it costs. All values
+between two products are float32 for weights of 16 bits; K, V and queries are rounded to those.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WRONG = {
 
 @dataclass(frozen=True, slots=True)
 class NetworkExperts:
-    """A mixture of experts: of each row the `num_chosen` best by the router's scores, weighed by
+    """A mixture of experts: for each row the `num_chosen` best by the router's scores, weighed by
     their softmax."""
 
     router: PackedMatrix  # [experts, hidden], and one more output where there is a shared expert
@@ -49,7 +49,7 @@ class NetworkExperts:
 
 @dataclass(frozen=True, slots=True)
 class NetworkLayer:
-    """One layer. Norms are `[hidden]`, those of heads `[heads + kv heads, head_dim]`; one that is
+    """A layer. Norms are `[hidden]`, those of heads `[heads + kv heads, head_dim]`; one that is
     None is not computed."""
 
     qkv: PackedMatrix  # queries, keys, values
@@ -64,7 +64,7 @@ class NetworkLayer:
     cos: Tensor  # [positions, head_dim // 2], of the weights' type
     sin: Tensor
     keys_and_values: Tensor  # the pool's of this layer: [blocks, 2, block_size, kv heads, head_dim]
-    view: int = 0  # which of a step's plans it attends by
+    view: int = 0  # the number of the step's plan that it attends by
     experts: NetworkExperts | None = None
 
 
@@ -74,13 +74,14 @@ class LastRows(NamedTuple):
     step: Step  # of these rows
     rows: npt.NDArray[np.int64]  # of the step's tokens
     wanted: npt.NDArray[np.int64]  # the wanted rows, as places in `rows`
-    starts: npt.NDArray[np.int32]  # what `step` points to
+    starts: npt.NDArray[np.int32]  # the array that `step` points to
 
 
 def last_rows(step: CpuAttentionStep, wanted: Tensor) -> LastRows | None:
-    """Of each request the rows from its first wanted one on. None where a wanted row is no
-    request's, or where they are most rows and none is computed in another way for it: then the
-    bits are those of all rows, and so a request's do not depend on what the others want."""
+    """Select the rows of each request from its first wanted one on. None if a wanted row is no
+    request's. None also if they are most rows and no row is computed in another way because of the
+    selection: then the bits are those of all rows, so a request's do not depend on the rows that
+    others want."""
     starts, rows = step.query_starts, wanted.numpy()
     requests = np.searchsorted(starts, rows, side="right") - 1
     if len(rows) and not 0 <= requests.min() <= requests.max() < len(starts) - 1:
@@ -95,7 +96,7 @@ def last_rows(step: CpuAttentionStep, wanted: Tensor) -> LastRows | None:
         most = max(1, _FEW_VECTORS * laid_down.kv_heads // laid_down.heads)
         all_rows, kept_rows = np.diff(starts), np.diff(last_starts)
         becomes_few = (kept_rows > 0) & (kept_rows <= most) & (kept_rows < all_rows)
-        # Of few rows the first one's window says where their keys begin.
+        # If rows are few, the window of the first one decides where their keys begin.
         if not (becomes_few & ((all_rows > most) | (laid_down.window > 0))).any():
             return None
     laid_down.query_starts, laid_down.num_tokens = last_starts.ctypes.data, count
@@ -126,7 +127,7 @@ class CpuNetwork:
         eps: float,
         activation: int = SILU,
     ) -> None:
-        """Raises KernelRefused where the library cannot compute this network."""
+        """Raise KernelRefused if the library cannot compute this network."""
         library, first = cpu_library(), layers[0]
         pool = first.keys_and_values
         kv_heads, head_dim = pool.shape[3:]
@@ -203,13 +204,13 @@ class CpuNetwork:
         chosen: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Write K and V of all tokens and return the hidden states `[len(wanted), hidden]` of the
-        rows `wanted`, all of them where it is None, normed. `x` is `[tokens, hidden]`, `positions`
-        and `wanted` are int64; of `steps` there is one for each view, with slots, and they were
-        laid down over this pool. Beside it come the hidden states that go into the layers
+        rows `wanted`, all of them if it is None, normed. `x` is `[tokens, hidden]`, `positions` and
+        `wanted` are int64; of `steps` there is one for each view, with slots, and they were laid
+        down over this pool. The second value has the hidden states that go into the layers
         `states`, of all tokens, and of the wanted rows for the number of layers, which stands for
         the last norm. `chosen`, int32 `[layers with experts, tokens or more, num_chosen]`, is
         filled with the experts of each row, the best first; all rows must be wanted then. Raises
-        ValueError for what is out of bounds."""
+        ValueError for values out of bounds."""
         num_tokens = len(x)
         if (x.dtype, x.shape[1:]) != (self._dtype, (self._hidden,)) or len(
             steps
@@ -247,7 +248,7 @@ class CpuNetwork:
         given.steps = ctypes.addressof(laid_down)
         given.x, given.result = x.data_ptr(), result.data_ptr()
         given.positions = positions.data_ptr()
-        # Of no rows data_ptr is null, which would mean all of them.
+        # Without rows data_ptr is null, which would mean all of them.
         given.wanted = None if wanted is None else wanted.data_ptr() or positions.data_ptr()
         given.last_step = None if last is None else ctypes.addressof(last.step)
         given.last_rows = None if last is None else last.rows.ctypes.data
@@ -271,7 +272,7 @@ class CpuNetwork:
         wanted: Tensor | None,
         states: Sequence[int],
     ) -> None:
-        """Raises ValueError for what the library would read as something else, or past its end."""
+        """Raise ValueError for arguments that the library would misread, or read past their end."""
         for name, tensor, size in (
             ("positions", positions, num_tokens),
             ("wanted", wanted, 0 if wanted is None else len(wanted)),
@@ -358,7 +359,7 @@ class CpuNetwork:
         return experts
 
     def _wide(self, weight: Tensor) -> Tensor:
-        """In the type that is added up in; kept."""
+        """Convert a weight to the type of the sums, and keep it."""
         dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         wide = weight.to(dtype).contiguous()
         self._kept.append(wide)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention by the compiled library: a step is laid down once and run for every layer.
 
-A request may have any number of new tokens; the library sees to how each is computed. What every
-call checks is types and shapes; ids, slots and lengths are checked once, when a step is laid down,
-since the library reads wherever they point.
+A request may have any number of new tokens; the library chooses how to compute each. Every call
+checks types and shapes. Ids, slots and lengths are checked once, when a step is laid down, since
+the library reads wherever they point.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .library import ELEMENTS, CpuLibrary, Missing, Step, cpu_library
 from .thresholds import worth_a_thread
 from .workspace import Workspace
 
-MAX_HEAD_DIM = 512  # what a thread keeps of a tile then no longer fits into its cache
+MAX_HEAD_DIM = 512  # with more, a thread's part of a tile no longer fits into its cache
 _EVERY_LANES = 8  # head sizes are multiples of the narrowest vectors
 _OUT_OF_BOUNDS = {
     1: "slots from -1 to the last one of the pool",
@@ -33,8 +33,8 @@ _OUT_OF_BOUNDS = {
 def reason_against(
     dtype: torch.dtype, head_dim: int, *, pool_dtype: torch.dtype | None = None
 ) -> str | None:
-    """Why the library cannot compute heads of this size in this type, or None. `pool_dtype` is
-    that of the pool, where it is another one."""
+    """The reason why the library cannot compute heads of this size in this type, or None.
+    `pool_dtype` is that of the pool, if it is another one."""
     library = cpu_library()
     if isinstance(library, Missing):
         return library.reason
@@ -50,7 +50,7 @@ def reason_against(
 
 class CpuAttentionStep:
     """The requests of one step over a pool, for all its layers. Keeps the tensors it was made from,
-    which must not change while it is used."""
+    which must not change while the step is used."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class CpuAttentionStep:
         `[num_tokens]`, needed where K and V are written; -1 writes nothing. Without a `workspace`
         the step is only for a `CpuNetwork`, not for `run`.
 
-        Raises KernelRefused for what is out of bounds or of another shape or type, and where the
+        Raises KernelRefused for values out of bounds or of another shape or type, and if the
         library cannot be used.
         """
         why = reason_against(pool.dtype, pool.shape[-1])
@@ -92,12 +92,12 @@ class CpuAttentionStep:
         self.pool = (pool.dtype, pool.shape, pool.stride())
         num_blocks, _, block_size, kv_heads, head_dim = pool.shape
         block_stride, self._plane_stride, token_stride, head_stride, _ = pool.stride()
-        step = self.laid_down = Step(  # as the library takes it, while this object lives
+        step = self.laid_down = Step(  # for the library, while this object lives
             tables=block_tables.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
             query_starts=None if query_starts is None else query_starts.data_ptr(),
             slots=None if slots is None else slots.data_ptr(),
-            # Only its being there is looked at before a layer's own is put in its place.
+            # Until a layer's own address takes its place only its presence counts.
             k=None if slots is None else slots.data_ptr(),
             num_tokens=num_tokens,
             num_requests=len(seq_lens),
@@ -119,7 +119,7 @@ class CpuAttentionStep:
         wrong = library.check(ctypes.byref(step))
         if wrong:
             raise KernelRefused(f"expected {_OUT_OF_BOUNDS[wrong]}, got others")
-        # A window leaves some parts of a context out, so that without one the need is the largest.
+        # A window leaves some parts of a context out, so the need is largest without one.
         self._threads = torch.get_num_threads()
         if workspace is not None:
             needed = library.workspace_bytes(self._address, self._threads)
@@ -129,7 +129,7 @@ class CpuAttentionStep:
 
     @property
     def query_starts(self) -> npt.NDArray[np.int32]:
-        """`[requests + 1]`: where each request's rows begin, and the last one's end."""
+        """The first row of each request, and the end of the last one's: `[requests + 1]`."""
         starts = self._kept[3]
         count = self.laid_down.num_requests
         return np.arange(count + 1, dtype=np.int32) if starts is None else starts.numpy()
@@ -169,7 +169,7 @@ class CpuAttentionStep:
             raise RuntimeError("the workspace of a step was measured too small")
 
     def _check_tensor(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        """Raises KernelRefused for another shape or type, or a last axis with gaps."""
+        """Raise KernelRefused for another shape or type, or a last axis with gaps."""
         dtype = self.pool[0]
         if tensor.shape != shape or tensor.dtype != dtype or tensor.stride(-1) != 1:
             raise KernelRefused(
@@ -187,7 +187,7 @@ def _check_shapes(
     starts: Tensor | None,
     slots: Tensor | None,
 ) -> None:
-    """Raises KernelRefused for what the library would read as something else, or past its end."""
+    """Raise KernelRefused for arguments that the library would misread, or read past their end."""
     if pool.dim() != 5 or pool.shape[1] != 2 or 0 in pool.shape or pool.stride(4) != 1:
         raise KernelRefused(
             "expected a pool of [num_blocks, 2, block_size, kv heads, head_dim], not empty, its "

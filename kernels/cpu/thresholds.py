@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From how much work on another thread is woken: measured once in a process, before its first step.
+"""The least work for which another thread is woken: measured once in a process, before its first
+step.
 
-What a thread saves must be several times what waking it costs. Both are the machine's: how long a
-thread takes to come, and how fast one goes through the weights of a matrix.
+A thread must save several times the cost of waking it. Both depend on the machine: the time until
+a thread comes, and the speed at which one goes through the weights of a matrix.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .library import ELEMENTS, CpuLibrary, Matrix, Product, cpu_library
 
 logger = logging.getLogger(__name__)
 
-# What each thread must do, in times of what it does while another one wakes. With less a pass of
+# The work of each thread, as a multiple of its work while another one wakes. With less a pass of
 # the embedded model took longer with two threads than with one, for they wait for each other in
 # every layer.
 _TIMES = 5
@@ -27,15 +28,15 @@ _MOST_CHANGE = 8  # of a threshold, to either side
 _SAMPLES, _FEWEST = 12, 4
 _SECONDS = 0.008  # for each of the two measurements
 _PAUSE_SECONDS = 1e-4  # in which a thread that has come goes back to sleep
-# One that comes sooner had not gone to sleep, as where OpenMP has its threads spin for long.
+# A thread that comes sooner had not gone to sleep, as with an OpenMP whose threads spin for long.
 _AWAKE_SECONDS = 2e-6
 _OUTS, _INS = 512, 1024  # of a float32 matrix, which lies in the second cache or the third
 
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """Products for each thread, from which on another one is woken. The defaults were found on one
-    machine, two cores of an AMD EPYC, and hold where nothing was measured."""
+    """Products for each thread from which on another one is woken. The defaults were found on one
+    machine, two cores of an AMD EPYC, and hold without a measurement."""
 
     network: int = 3 << 20  # weights, for every four rows
     product: int = 3 << 18  # the same of one matrix
@@ -43,14 +44,15 @@ class Worth:
 
 
 def chosen(wake_seconds: float, weights_per_second: float) -> Worth:
-    """What holds where a thread comes in so long and one goes through so many weights."""
+    """The thresholds for a thread that comes in so long and goes through so many weights a
+    second."""
     share = _TIMES * wake_seconds * weights_per_second / Worth().network
     share = min(max(share, 1 / _MOST_CHANGE), _MOST_CHANGE)
     return Worth(*(round(share * products) for products in astuple(Worth())))
 
 
 def worth_a_thread() -> Worth:
-    """Measured when it is first asked for with this number of threads."""
+    """Measure the thresholds at the first call with this number of threads."""
     threads = torch.get_num_threads()
     return Worth() if threads == 1 else _of_threads(threads)
 
@@ -62,8 +64,9 @@ def _of_threads(threads: int) -> Worth:
 
 
 def measured(library: CpuLibrary, threads: int) -> Worth:
-    """Takes some milliseconds. The least of several samples counts, since other work on the machine
-    only adds to it; where there are too few, or threads do not sleep, the defaults hold."""
+    """Measure the thresholds, in some milliseconds. The least of several samples counts, since
+    other work on the machine only adds to it; if there are too few, or threads do not sleep, the
+    defaults hold."""
     wake = _seconds_to_wake(library, threads)
     speed = _weights_per_second(library)
     if wake is None or speed is None:
@@ -79,7 +82,7 @@ def measured(library: CpuLibrary, threads: int) -> Worth:
 
 
 def _seconds_to_wake(library: CpuLibrary, threads: int) -> float | None:
-    library.wake(None, threads)  # which makes them
+    library.wake(None, threads)  # this makes the threads
     samples: list[float] = []
     end = time.monotonic() + _SECONDS
     while len(samples) < _SAMPLES and time.monotonic() < end:

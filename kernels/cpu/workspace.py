@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of calls of the compiled library, kept from one to the next."""
+"""Memory for calls of the compiled library, kept from one to the next."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .huge_pages import memory_in_huge_pages
 
 
 class Workspace:
-    """Memory for partial results and tiles, which grows with what is asked of it and is kept, since
-    fresh pages cost more than what is computed in them."""
+    """Memory for partial results and tiles, which grows to the largest request and is kept, since
+    fresh pages cost more than the work in them."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -33,11 +33,11 @@ class ResultMemory:
         self._borrower: weakref.ref[object] = weakref.ref(_Nobody())
 
     def lend(self, num_bytes: int) -> Tensor:
-        """`[num_bytes]` uint8, not set, in huge pages where there are some."""
+        """Return `[num_bytes]` uint8, not set, in huge pages if there are some."""
         if self._borrower() is not None:
             return memory_in_huge_pages(num_bytes)
         if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # given back before there is more
+            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before there is more
             self._memory = memory_in_huge_pages(num_bytes)
         # Lives as long as any tensor or array over this memory.
         lent = self._memory.numpy()[:num_bytes]
@@ -46,4 +46,4 @@ class ResultMemory:
 
 
 class _Nobody:
-    """What no longer lives when it has been made."""
+    """A borrower that is gone at once."""

@@ -3,7 +3,7 @@
 
 `choose_elementwise` says once, at the start, whether they run; otherwise a decoder calls the
 functions of `engine/models/layers.py`, with which these agree but for the order of a sum and the
-last place of `exp`. So these have no plain twin beside them to fall back on.
+last place of `exp`. So these have no plain twin beside them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ HALVES = (torch.float16, torch.bfloat16)
 def choose_elementwise(
     device: torch.device, dtype: torch.dtype, hidden_size: int, *, strict: bool = False
 ) -> str:
-    """TRITON where these run for rows of `hidden_size` elements on `device`, else PLAIN, which
-    wider types than those of 16 bits always are. Raises KernelRefused as `choose_kernel` does."""
+    """TRITON if these run for rows of `hidden_size` elements on `device`, else PLAIN; always PLAIN
+    for types wider than 16 bits. Raises KernelRefused as `choose_kernel` does."""
     if reason_against_dtype(dtype) is not None:
         return PLAIN
     reason = None
@@ -41,8 +41,8 @@ def reason_against_dtype(dtype: torch.dtype) -> str | None:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square over rows `[rows, size]`, times `weight` `[size]`, which is of x's type or
-    float32: what comes out is rounded to x's type before it is multiplied by a weight of that type,
-    and after it is multiplied by a wider one. Raises KernelRefused for others."""
+    float32: a value is rounded to x's type before the product with a weight of that type, and after
+    it with a wider one. Raises KernelRefused for others."""
     if x.dim() != 2 or weight.shape != x.shape[1:] or weight.dtype not in (x.dtype, torch.float32):
         raise KernelRefused(
             "expected x [rows, size] and weight [size] of its type or float32, "

@@ -23,7 +23,6 @@ def power_of_two(size: int) -> int:
 
 
 def norm_constants(size: int) -> dict[str, int]:
-    """Constexpr arguments of the norm over rows of `size`."""
     return {"SIZE": size, "WIDTH": power_of_two(size)}
 
 

@@ -2,8 +2,8 @@
 """Rotary positions and the write of new K and V, in one launch over the tensor that has queries,
 keys and values side by side.
 
-`choose_rotate_write` says once, at the start, whether it runs. Otherwise queries and keys are
-normed and rotated by the functions of `engine/models/`, and `write_kv` writes; these compute the
+`choose_rotate_write` says once, at the start, whether it runs. Otherwise the functions of
+`engine/models/` norm and rotate queries and keys, and `write_kv` writes; these compute the
 same.
 """
 
@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 512  # half a head is in the registers of one program
 
 
 class Rotary(NamedTuple):
-    """The turn of the queries and keys of a step before attention, and the norms before it."""
+    """The rotation of the queries and keys of a step before attention, and the norms before it."""
 
     positions: Tensor  # int64 [tokens]
     cos: Tensor  # [positions, head_dim // 2], in the type of the queries
@@ -40,9 +40,9 @@ def choose_rotate_write(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> str:
-    """TRITON where it runs for queries like `q` `[any, heads, head_dim]` over the pool of one
-    layer, else PLAIN, which it is for wider types than those of 16 bits. Raises KernelRefused as
-    `choose_kernel` does."""
+    """TRITON if it runs for queries like `q` `[any, heads, head_dim]` over the pool of one layer,
+    else PLAIN; always PLAIN for types wider than 16 bits. Raises KernelRefused as `choose_kernel`
+    does."""
     if reason_against_dtype(q.dtype) is not None:
         return PLAIN
     reason = _reason_against(q, kv, kv_scales)
@@ -58,8 +58,8 @@ def rotate_write(
     kv_scales: Tensor | None = None,
 ) -> None:
     """Norm and rotate the queries of `qkv` `[tokens, heads + 2 kv heads, head_dim]` in place, and
-    write its keys, normed and rotated, and its values into the pool as `write_kv` does, which says
-    what `kv`, `slots` and scales of heads are. The keys of `qkv` stay as they are; tokens may lie
+    write its keys, normed and rotated, and its values into the pool as `write_kv` does, which
+    describes `kv`, `slots` and scales of heads. The keys of `qkv` stay as they are; tokens may lie
     at any distance from each other.
 
     Positions are those of the tables, also of tokens with a slot of -1, whose K and V are not
@@ -72,7 +72,7 @@ def rotate_write(
 def run_rotate_write(
     qkv: Tensor, rotary: Rotary, kv: Tensor, slots: Tensor, kv_scales: Tensor | None
 ) -> None:
-    """`rotate_write` with arguments that it has checked."""
+    """Run `rotate_write` with arguments that it has checked."""
     if not len(qkv):
         return
     from .rotate_write_triton import rotate_write_triton
@@ -127,7 +127,7 @@ def _check(
 
 
 def _reason_against(q: Tensor, kv: Tensor, kv_scales: Tensor | None) -> str | None:
-    """Why the kernel cannot take these, or None."""
+    """The reason why the kernel cannot take these, or None."""
     if reason := reason_against_dtype(q.dtype):
         return reason
     head_dim = kv.shape[4]

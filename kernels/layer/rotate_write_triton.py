@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rotation and the write in Triton: a program has some heads of one token, of one kind.
 
-    of queries    normed, rotated, written back where they were
-    of keys       normed, rotated, written to the pool; where they were they stay unrotated
+    of queries    normed, rotated, written back in place
+    of keys       normed, rotated, written to the pool; in `qkv` they stay unrotated
     of values     written to the pool
 
 A head is in registers as its two halves, which the rotation pairs. Every product is rounded where
 torch's operators round it, so but for the norm's sum the bits are those of `norm`, `rotate` and
-`write_kv`, one behind the other. Checks nothing but the slots, which the host has not seen.
+`write_kv`, one behind the other. Only the slots are checked here, which the host has not seen.
 """
 
 from __future__ import annotations
@@ -76,12 +76,13 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
             weight_at = head_norms + row_at
             left = weighted(x * factor, tl.load(weight_at, mask=mask, other=0), dtype)
             right = weighted(y * factor, tl.load(weight_at + HALF, mask=mask, other=0), dtype)
-        # Once for each head, which the cache answers: where each lane needs them, and no barrier.
+        # Loaded once for each head, from the cache: where each lane needs them, and no barrier.
         turn_at = tl.load(positions + token) * HALF + lane[None, :] + tl.zeros_like(row_at)
         cosines = tl.load(cos + turn_at, mask=mask, other=0).to(tl.float32)
         sines = tl.load(sin + turn_at, mask=mask, other=0).to(tl.float32)
         x, y = left.to(tl.float32), right.to(tl.float32)
-        # As `mul` rounds the first product, and `addcmul_` adds the second one unrounded.
+        # Rounded as by `mul` for the first product and `addcmul_`, which adds the second one
+        # unrounded.
         left = ((x * cosines).to(dtype).to(tl.float32) - y * sines).to(dtype)
         right = ((y * cosines).to(dtype).to(tl.float32) + x * sines).to(dtype)
     if is_query:
@@ -120,7 +121,7 @@ def rotate_write_triton(
     eps: float,
     kv_scales: torch.Tensor | None,
 ) -> None:
-    """As `rotate_write.rotate_write`, whose checks have passed."""
+    """Run `rotate_write.rotate_write`, whose checks have passed."""
     tokens, rows, head_dim = qkv.shape
     num_blocks, _, block_size, num_kv_heads, _ = kv.shape
     known = rotary_constants(rows - 2 * num_kv_heads, num_kv_heads, head_dim, block_size)

@@ -3,8 +3,8 @@
 
 The pool of one layer is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, with any strides but
 the last, which is 1: it may be a view of a pool that holds a block's layers together. A slot is
-`block_id * block_size + offset`. whoever makes the slots gives no slot twice in a call, because
-which of the two writes stays is not defined.
+`block_id * block_size + offset`. The caller gives no slot twice in a call, because which of two
+writes stays is not defined.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def write_kv(
     """Write row i of `k` and `v`, `[tokens, num_kv_heads, head_dim]`, into slot `slots[i]` of `kv`.
 
     `k` and `v` may have any strides, such as slices of one qkv tensor have. A slot of -1 is not
-    written. Slots beyond the pool are refused by the plain kernel; Triton's, which cannot tell
-    anybody, writes nothing for them.
+    written. The plain kernel refuses slots beyond the pool; Triton's cannot report them, and
+    writes nothing for them.
 
     An fp8 pool needs float32 `kv_scales`, where value = stored * scale. Per head,
     `[2, num_kv_heads]`, they are given, positive, and only read. Per token and head,
     `[num_blocks, 2, block_size, num_kv_heads]`, they are computed here from each row's largest
-    finite magnitude and stored beside it. What lies beyond the range becomes its end, infinities
-    too; NaN stays NaN.
+    finite magnitude and stored beside it. A number beyond the range becomes the end of the range,
+    infinities too; NaN stays NaN.
 
     Raises KernelRefused for arguments that do not fit together.
     """
@@ -58,8 +58,8 @@ def write_kv(
 def choose_write_kernel(
     k: torch.Tensor, kv: torch.Tensor, *, kernel: str = AUTO, strict: bool = False
 ) -> str:
-    """Which one writes rows like `k` into the pool. Raises KernelRefused as `choose_kernel`
-    does."""
+    """Choose the kernel that writes rows like `k` into the pool. Raises KernelRefused as
+    `choose_kernel` does."""
     return choose_kernel(kernel, kv.device, unsupported=_reason_against(k, kv), strict=strict)
 
 
@@ -71,7 +71,7 @@ def run_write(
     slots: torch.Tensor,
     kv_scales: torch.Tensor | None,
 ) -> None:
-    """`write_kv` by the kernel that was chosen, with arguments that it has checked."""
+    """Run `write_kv` by the chosen kernel, with arguments that it has checked."""
     if not slots.numel():
         return
     if chosen == TRITON:
@@ -124,7 +124,7 @@ def _check_tensors(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: to
 
 
 def _reason_against(k: torch.Tensor, kv: torch.Tensor) -> str | None:
-    """Why Triton's kernel cannot take these, or None."""
+    """The reason why Triton's kernel cannot take these, or None."""
     if k.dtype not in TRITON_FLOATS:
         return f"it computes nothing in {k.dtype}"
     if kv.shape[4] > MAX_HEAD_DIM:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the KV write is launched.
+"""The launch of the KV write.
 
 One tile for all devices and dtypes: a program moves TILE elements, 16 a thread, which is two wide
 loads for 16-bit values, and is small enough for many programs to hide each other's latency.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV writes in torch: what the Triton kernel is compared with, and what runs where it cannot.
+"""KV writes in torch: the reference for the Triton kernel, used where that cannot run.
 
-Quantises by the same operations in the same order, so the two agree bit for bit. Waits for the
-device, because it reads the slots to see which are to be written.
+They quantise by the same operations in the same order, so the two agree bit for bit. They wait for
+the device, because they read the slots to find those that are to be written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def write_kv_plain(
     *,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """As `write_kv.write_kv`, whose checks have passed. Slots outside the pool are refused here."""
+    """Run `write_kv.write_kv`, whose checks have passed. Slots outside the pool are refused
+    here."""
     num_blocks, _, block_size, _, _ = kv.shape
     lowest, highest = (int(end) for end in slots.aminmax())
     if lowest < -1 or highest >= num_blocks * block_size:
@@ -54,13 +55,14 @@ def computed_scales(values: torch.Tensor) -> torch.Tensor:
     magnitudes = values.abs()
     # One infinity must not turn the rest of its row into zeros, nor NaN all of it into NaN.
     finite = torch.where(magnitudes < float("inf"), magnitudes, 0.0)
-    # By a tensor: by a number, torch multiplies with its reciprocal on CUDA, which rounds twice.
+    # Divided by a tensor: torch divides by a number on CUDA with its reciprocal, which rounds
+    # twice.
     largest = finite.amax(-1)
     return (largest / largest.new_full((), E4M3_MAX)).clamp(min=SMALLEST_SCALE)
 
 
 def quantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Float32 rows as e4m3 under their scales, beyond the range its end, NaN as NaN."""
+    """Convert float32 rows to e4m3 under their scales; beyond the range to its end, NaN to NaN."""
     scaled = values * (1.0 / scales).unsqueeze(-1)
-    # Not every torch saturates when it converts: some make NaN of what is beyond the range.
+    # Not every torch saturates when it converts: some make NaN of numbers beyond the range.
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -2,8 +2,8 @@
 """KV writes in Triton: a program copies some rows of K or of V, a row being one head of one token.
 
 Rows are numbered token by token, so the rows of a program are neighbours in the source and, within
-a token, in the pool. Everything a row needs is read once and written once; fp8 adds no pass. Checks
-nothing but the slots, which nobody on the host has seen.
+a token, in the pool. Each row's values are read once and written once; fp8 adds no pass. Only the
+slots are checked here, which the host has not seen.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def write_kv_triton(
     *,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """As `write_kv.write_kv`, whose checks have passed."""
+    """Run `write_kv.write_kv`, whose checks have passed."""
     num_blocks, _, block_size, num_heads, head_dim = kv.shape
     is_given = kv_scales is not None and kv_scales.ndim == 2
     known = constants(head_dim, block_size, num_heads, is_given)
@@ -190,7 +190,7 @@ def write_kv_triton(
 
 
 def _scale_strides(kv_scales: torch.Tensor | None) -> tuple[int, ...]:
-    """Of block, side, position and head; 0 where the scales have no such dimension."""
+    """Strides of block, side, position and head; 0 if the scales have no such dimension."""
     if kv_scales is None:
         return (0, 0, 0, 0)
     if kv_scales.ndim == 2:

@@ -18,9 +18,10 @@ from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.cli.main import main
 from stratakv.engine.config.engine_config import EngineConfig
 from stratakv.engine.config.engine_options import engine_config
-from stratakv.engine.core import engine_core, model_check
-from stratakv.engine.core import resolve_placement as device_config
+from stratakv.engine.core import engine_core
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.core.setup import model_check
+from stratakv.engine.core.setup import resolve_placement as device_config
 from stratakv.engine.models import dtypes
 from stratakv.engine.models.dtypes import choose_dtype, quick_cpu_types
 from stratakv.engine.models.spec.spec_parser import load_model_spec

@@ -157,7 +157,8 @@ def test_z07_help_of_a_benchmark_needs_no_torch(refusals: dict[str, str], name: 
 
 
 def test_z07_the_core_asks_what_the_front_asked() -> None:
-    from stratakv.engine.core import engine_core, model_check
+    from stratakv.engine.core import engine_core
+    from stratakv.engine.core.setup import model_check
 
     for name in ("blocks_of_pool", "check_backend", "demand_of"):
         assert getattr(engine_core, name) is getattr(model_check, name)

@@ -5,7 +5,6 @@ the model is numbers, and the executor computes them in virtual time."""
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from stratakv.engine.core.executor import StepHandle
 from stratakv.engine.core.handover import HeldAnswers
 from stratakv.engine.core.request_adder import RequestAdder
 from stratakv.engine.core.request_builder import RequestBuilder
+from stratakv.engine.core.step_pipeline import StepPipeline
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.scheduler.speculation import Speculation
 from stratakv.engine.structured.manager import GrammarManager
@@ -164,17 +164,12 @@ class SimCore(EngineCore):
         )
         self.engine.names = names
         self.scheduler = self.engine.scheduler
-        self.num_failed_steps = 0
-        self._in_flight = deque()
-        self._max_steps_in_flight = 1
-        self._last_ended = 0.0
         self._connector = side
         self.simulated = SimExecutor(self.engine, fails, spoils)
         self._executor = self.simulated  # type: ignore[assignment]
         self._stats = _NoStats()  # type: ignore[assignment]
         self._held = HeldAnswers(self.scheduler.manager, side.handover if side.wants_all else None)
         self._request_builder = RequestBuilder(VOCAB, 8, max_model_len, HASHER, b"", role)
-        self._ended = []
         # Nobody asks for a grammar here, so no model's vocabulary is read.
         self._grammars = GrammarManager(Path(), VOCAB, (), most_waiting=1)
         self._continuations = Continuations(
@@ -184,6 +179,9 @@ class SimCore(EngineCore):
             ),
         )
         self.sessions = self._continuations.sessions
+        self.steps = StepPipeline(
+            self.scheduler, self.executor, self._grammars, self._continuations, self._stats, depth=1
+        )
         self._adder = RequestAdder(
             self.scheduler,
             self._request_builder,

@@ -201,10 +201,10 @@ def keep_slots(self: KVCacheManager, request: Request) -> None:
 
 def name_too_much(self: KVCacheManager, request: Request) -> None:
     """A block that the newest token fills has its name before that token was computed."""
-    first = self._num_cached.get(request.request_id, 0)
-    self._cache(request, request.num_tokens, computed=True)
-    end = self._num_cached.get(request.request_id, 0)
     tables = self.tables(request.request_id)
+    first = self.names.counts.get(request.request_id, 0)
+    self.names.name_full(request, tables, request.num_tokens, computed=True)
+    end = self.names.counts.get(request.request_id, 0)
     self.pool.note_computed([block for table in tables for block in table[first:end]])
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what decides whether a block is worth writing; never imports torch or the engine.
+"""Decides whether a block is worth writing; never imports torch or the engine.
 
-base    the promise of a filter, and the one that admits everything
-choice  filters by name        filters, reuse    the others
-contract    what any filter has to pass
+base        the contract of a filter, and the one that admits every block
+filters     filters by name, and those without a model        reuse    the one with a model
+contract    the check that any filter has to pass
 """
 
 from .base import AdmissionFilter, AdmitAll

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promise of `base.py` as a function that any admission filter has to pass.
+"""The contract of `base.py` as a function that any admission filter has to pass.
 
-For whoever writes a filter, also outside this project: call it with what makes one. Knows nothing
-of which blocks are worth writing.
+Authors of filters, also outside this project, call it with the filter's factory. It does not judge
+which blocks are worth writing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _PROMPTS = 60
 
 
 def check_filter_contract(make: Callable[[int], AdmissionFilter]) -> None:
-    """Everything that the hierarchy relies on. `make` takes the number of blocks that the tier
-    below can hold. Raises ContractBroken with what was expected and what came."""
+    """Check everything that the hierarchy relies on. `make` takes the number of blocks that the
+    tier below can hold. Raises ContractBroken with the expected and the actual value."""
     admission = make(BLOCKS)
     if not isinstance(admission, AdmissionFilter):
         raise ContractBroken(f"expected an AdmissionFilter, got {type(admission).__name__}")

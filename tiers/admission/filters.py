@@ -13,8 +13,8 @@ from .base import AdmissionFilter, AdmitAll
 from .contract import check_filter_contract
 from .reuse import ReuseFilter
 
-# A use saves about fifty times what a write costs: of the embedded model 3.1 ms against 0.06 of
-# processors on two cores. Not measured on a GPU.
+# A use saves about fifty times the cost of a write: with the embedded model on two cores 3.1 ms
+# against 0.06 ms of processor time. Not measured on a GPU.
 MIN_USES = 0.02
 SAMPLE = 8  # one stretch in so many
 STRETCHES = 64  # in a turnover; the shortest has MIN_STRETCH blocks
@@ -34,22 +34,21 @@ ALIASES = {"second-sight": "doorkeeper"}  # names of earlier versions
 
 
 class WhileUsed(AdmissionFilter):
-    """Everything is written to a tier of `blocks_below` blocks, until it has shown that nobody asks
-    for it.
+    """Admits every block to a tier of `blocks_below` blocks, until its written blocks turn out to
+    be unused.
 
-    A disk that was written over once, and of whose blocks hardly one was read again, is worth
-    little of what filling it costs: its own life, and processors that the model could have. From
-    then on one stretch in eight of what is lost from the tier above is written, and the rest is
-    not. Blocks are lost a prompt after the other, so a stretch is mostly whole prompts, and what is
-    asked for of that sample tells what would be asked for of all. As soon as it is enough,
-    everything is written again.
+    If a disk was written over once and hardly one of its blocks was read again, filling it costs
+    more than it brings: the disk's life, and processor time of the model. From then on one stretch
+    in eight of the blocks that the tier above loses is written, and the rest is not. Blocks are
+    lost one prompt after the other, so a stretch is mostly whole prompts, and the uses of that
+    sample tell the uses of all blocks. As soon as they are enough, every block is written again.
 
         written and read again, both fading over one turnover of the tier below
 
         share read again ≥ MIN_USES  ──► write all     (and before the first turnover is over)
                          < MIN_USES  ──► write a sample
 
-    It takes no memory."""
+    It keeps counts only."""
 
     def __init__(self, blocks_below: int) -> None:
         self._turnover = max(1, blocks_below)
@@ -61,7 +60,7 @@ class WhileUsed(AdmissionFilter):
 
     @property
     def is_sampling(self) -> bool:
-        """Whether only a sample is written."""
+        """Whether only a sample is written now, after too few uses."""
         return not self._unjudged and self._used < MIN_USES * self._written
 
     def promoted(self, count: int) -> None:
@@ -85,7 +84,7 @@ class WhileUsed(AdmissionFilter):
 
 
 class Doorkeeper(AdmissionFilter):
-    """A block is written once two prompts have asked for it (TinyLFU's doorkeeper).
+    """Admits a block after two prompts have asked for it (TinyLFU's doorkeeper).
 
     Remembers no more names than four times the `blocks_below` of the tier, and no more than
     `MAX_NAMES`, the least recently seen forgotten first; a name takes about 200 bytes."""
@@ -109,10 +108,10 @@ class Doorkeeper(AdmissionFilter):
 
 
 class WriteBudget(AdmissionFilter):
-    """Bounds what is written in a day to `blocks_per_day` of what `inner` admits.
+    """Bounds the writes of a day to `blocks_per_day` of the blocks that `inner` admits.
 
     A bucket of blocks fills evenly over the day and holds an hour's worth: short bursts pass, and
-    no day sees more than the bound and one bucket. What it has no room for is not written."""
+    no day sees more than the bound and one bucket. Blocks beyond the bucket are not written."""
 
     def __init__(self, inner: AdmissionFilter, blocks_per_day: float) -> None:
         if not blocks_per_day >= 1:
@@ -157,14 +156,13 @@ FILTERS: Mapping[str, FilterFactory] = {
 
 
 def known_filters() -> list[str]:
-    """All names: ours, then those that other packages bring, then those of earlier versions."""
+    """All names: the built-in ones, those of other packages, then those of earlier versions."""
     return list(dict.fromkeys([*FILTERS, *installed(ENTRY_POINTS), *ALIASES]))
 
 
 def make_filter(name: str, blocks_below: int) -> AdmissionFilter:
-    """A filter by name: one of ours, or of another package. Raises TierConfigError for a name that
-    nobody brings and for a filter that cannot be loaded or does not keep the promise of
-    `base.py`."""
+    """Make a filter by name, a built-in one or one of another package. Raises TierConfigError for
+    an unknown name and for a filter that cannot be loaded or breaks the contract of `base.py`."""
     name = ALIASES.get(name, name)
     if name in FILTERS:
         return FILTERS[name](blocks_below)
@@ -173,7 +171,7 @@ def make_filter(name: str, blocks_below: int) -> AdmissionFilter:
         make: FilterFactory = point.load()
         check_filter_contract(make)
         return make(blocks_below)
-    except Exception as error:  # code of others, at start: whatever it is, it is named
+    except Exception as error:  # another package's code, at start: any error names it
         raise TierConfigError(
             f"the admission filter {name} ({point.value}) cannot be used: "
             f"{type(error).__name__}: {error}"

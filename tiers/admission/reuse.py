@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reuse: a block is written if it will probably be asked for while the tier below still has it.
+"""Reuse: a block is written if the tier below will probably still have it at its next use.
 
-From the prompts it is told of it learns, by turn, length and gap, how soon blocks are used again. A
-write pays if the chance of a use outweighs it, before the block would be displaced below: what is
-written now stays for as long as it takes to write the whole tier anew, so the more is written, the
-shorter that is and the less is worth writing. Where almost everything will be used again, the tenth
-with the least chance is still left out.
+It learns from observed prompts, by turn, length and gap, how soon blocks are used again. A write
+pays if a use is likely enough before the block is displaced below. A block stays there until the
+whole tier has been written anew: more writes shorten that time, and so fewer blocks are worth
+writing. Where almost every block will be used again, the tenth with the least chance is still left
+out.
 
-What was refused and is asked for again is admitted when it is lost next, whatever the model says of
-it, unless its conversation has gone on without it. What comes before an admitted block is admitted
-too, since a block behind a hole serves nobody.
+A refused block that is asked for again is admitted when it is lost next, whatever its chance,
+unless its conversation has gone on without it. The blocks before an admitted block are admitted
+too, since a block behind a hole is useless.
 
 Blocks are remembered for four times the tier below, at least `MIN_BLOCKS` and no more than
 `MAX_BLOCKS`; one takes about 400 bytes.
@@ -26,22 +26,23 @@ from ..policies.reuse_model import ReuseModel
 from ..policies.runs import Run
 from .base import AdmissionFilter
 
-# A write is worth as much of a use as this.
+# The cost of a write, as a share of the gain of a use.
 MIN_CHANCE = 0.28
-# Uses later than this are not counted on, however long the tier below keeps a block.
+# Later uses do not count, even if the tier below keeps a block for longer.
 HORIZON_SECONDS = 3600.0
 CAPACITIES = 4
 MIN_BLOCKS = 16_384
 MAX_BLOCKS = 262_144
-# This share of what is offered is left out in any case; its limit is found in steps of the chance.
+# This share of the offered blocks is always left out; its limit is adjusted in steps of the chance.
 WORST = 0.1
 STEP = 0.02
-# What was written so long ago counts 1/e of what is written now.
+# A write of so long ago counts 1/e of a write now.
 RATE_SECONDS = 600.0
 
 
 class ReuseFilter(AdmissionFilter):
-    """Admits what will probably be used again while a tier of `blocks_below` blocks has it."""
+    """Admits blocks that will probably be used again while a tier of `blocks_below` blocks has
+    them."""
 
     learns = True
 
@@ -51,10 +52,10 @@ class ReuseFilter(AdmissionFilter):
         self._model = ReuseModel()
         self._limit = min(MAX_BLOCKS, max(MIN_BLOCKS, CAPACITIES * blocks_below))
         self._refused: OrderedDict[bytes, int] = OrderedDict()  # with its uses until then
-        # What stands directly before an admitted block. Tails are lost before their heads, so it is
-        # mostly still to come.
+        # The direct predecessors of admitted blocks. Tails are lost before their heads, so most are
+        # still to be offered.
         self._needed: OrderedDict[bytes, None] = OrderedDict()
-        # Nothing is held here, so its queues stay empty.
+        # No block is held here, so the history's queues stay empty.
         self._history = History(self._limit, self._model, by_length=True)
         self._low = 0.0
         self._written = 0.0
@@ -73,7 +74,7 @@ class ReuseFilter(AdmissionFilter):
         verdicts = []
         for key in keys:
             block = self._history.blocks.get(key)
-            if block is None:  # no prompt told of it, so nothing speaks against it
+            if block is None:  # no prompt announced it: admitted
                 verdicts.append(True)
                 continue
             run = block.run
@@ -83,7 +84,7 @@ class ReuseFilter(AdmissionFilter):
                 chance = self._model.chance(run.name, age, age + stays)
                 worth = by_run[run] = chance >= max(self._min_chance, self._low)
                 self._low += STEP * (WORST - (chance < self._low))
-            # A "no" that was wrong: asked for again.
+            # Refused before, and asked for again.
             recalled = self._refused.pop(key, block.uses) < block.uses
             needed = key in self._needed
             self._needed.pop(key, None)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """grpc.health.v1: SERVING until the server drains, then NOT_SERVING.
 
-Written here because the servicer that comes with the messages lets one watcher that reads nothing
-hold up every change of the status. Open to everybody, so the number of calls is bounded, and the
-time that a request may take to come.
+It replaces the servicer of the package, in which one watcher that does not read delays every change
+of the status. The service needs no credentials, so the number of calls is bounded, and the time
+that a request may take to arrive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Health:
         self._checks = 0
 
     def handler(self) -> Any:
-        """What `grpc.aio.Server.add_generic_rpc_handlers` takes."""
+        """The handler for `grpc.aio.Server.add_generic_rpc_handlers`."""
         codec = {
             "request_deserializer": health_pb2.HealthCheckRequest.FromString,
             "response_serializer": _Status.SerializeToString,
@@ -48,7 +48,7 @@ class Health:
         )
 
     def enter_graceful_shutdown(self) -> None:
-        """NOT_SERVING from now on. Ends the streams of watchers once they know."""
+        """Report NOT_SERVING from now on, and end the streams of watchers after that event."""
         self._is_serving = False
         self._changed.set()
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's own salt: the names under which it keeps a tenant's blocks.
+"""The server's salt: it makes the keys under which the server keeps a tenant's blocks.
 
     stored key = HMAC-SHA256(tenant key, key) | the key's group and shard
     tenant key = HMAC-SHA256(server secret, tenant)
 
-A client cannot choose a key that another tenant's block is kept under, and keys on the disk tell
-nothing of prompts.
+A client cannot choose the stored key of another tenant's block, and keys on the disk reveal nothing
+about prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK_BYTES = 64  # of SHA-256
 
 
 class KeySalt:
-    """The names of one tenant's blocks."""
+    """The salt of one tenant's keys."""
 
     def __init__(self, secret: bytes, tenant: str) -> None:
         if len(secret) < SECRET_BYTES:
@@ -30,12 +30,12 @@ class KeySalt:
         tenant_key = hmac.digest(secret, tenant.encode(), "sha256")
         self._maker = name_maker(tenant_key)
         padded = tenant_key.ljust(_BLOCK_BYTES, b"\0")
-        # HMAC with its two key blocks hashed in advance: half the work for each key.
+        # The two key blocks of HMAC are hashed in advance, which halves the work for each key.
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
     def salt_keys(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The 40-byte stored keys of 40-byte keys. Takes as long for any of them."""
+        """The 40-byte stored keys of 40-byte keys, in a time that does not depend on the keys."""
         if self._maker is not None:
             return cut_keys(self._maker.hmac_keys(b"".join(keys), len(keys)))
         inner, outer = self._inner, self._outer

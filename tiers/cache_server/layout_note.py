@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout notes: PATH/NAME.layout beside each folder of a store says how its blocks lie.
+"""Layout notes: the file PATH/NAME.layout beside a store's folder has the layout of its blocks.
 
-A server that starts again reads a tenant store's layout there, and makes it ready before an engine
-attaches. A note that is lost or damaged costs only that.
+A restarted server reads a tenant store's layout there, and makes the store ready before an engine
+attaches. Without a readable note the store is made when an engine attaches.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def store_folder(path: Path, tenant_store: str) -> Path:
-    """Where a tenant store's store is: a name that no tenant can choose."""
+    """The folder of a tenant store on the disk, with a name that no tenant can choose."""
     return path / hashlib.sha256(tenant_store.encode()).hexdigest()[:_NAME_DIGITS]
 
 
 def read_layout_note(path: Path, tenant_store: str) -> BlockLayout | None:
-    """The layout of a tenant store's store; None where there is no note of it that can be read."""
+    """The layout of a tenant store on the disk; None without a readable note."""
     place = _place(path, tenant_store)
     try:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -86,8 +86,8 @@ def write_layout_note(path: Path, tenant_store: str, layout: BlockLayout) -> Non
 
 
 def stores_left(path: Path, names: Iterable[str]) -> list[StoreEntry]:
-    """Stores below `path` that belong to none of these tenant stores: what those have left who were
-    removed. Raises TierConfigError where `path` is no folder."""
+    """Stores below `path` of none of these tenant stores, left by removed tenants. Raises
+    TierConfigError if `path` is no folder."""
     if not path.is_dir():
         raise TierConfigError(f"{path} is no folder; give the --ssd-path of a cache server")
     known = {store_folder(path, name).name for name in names}
@@ -99,8 +99,8 @@ def stores_left(path: Path, names: Iterable[str]) -> list[StoreEntry]:
 
 
 def remove_left(folder: Path) -> int:
-    """Remove a tenant store's folder and the note beside it; the bytes that it took. Raises
-    TierConfigError where it is in use."""
+    """Remove a tenant store's folder and its note; return the bytes freed. Raises TierConfigError
+    if it is in use."""
     freed = remove(folder)
     folder.with_suffix(".layout").unlink(missing_ok=True)
     return freed

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases: what somebody holds who may vanish, such as another process, until it ends by itself.
+"""Leases: holds of an owner that may vanish, such as another process, with a deadline for each.
 
-One table serves three uses, each with a table of its own for the thread that sweeps it:
+`Leases` has three uses, each with a table of its own for the thread that sweeps it:
 
     owner                   holds                at its deadline
     a tenant, by gRPC       pinned blocks        they are unpinned
@@ -9,8 +9,8 @@ One table serves three uses, each with a table of its own for the thread that sw
     a session that writes   a WriteLease         its slots are withheld, for it may still write
 
 A ReadLease or WriteLease that a thread of this server uses is in no table: that thread ends it in
-any case, and its slots must not be freed under it. Time is monotonic, so a jump of the wall clock
-ends nothing.
+any case, and its slots must not be freed before. Time is monotonic, so a jump of the wall clock
+ends no lease.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ..wire.status import TooMuch
 
 MAX_SECONDS = 3600.0
 MAX_LEASES = 65536
-_STALE_DEADLINES = 64  # beside one for each lease, before they are cleared away
+_STALE_DEADLINES = 64  # allowed in the heap, beyond two for each lease, before it is rebuilt
 _Held = TypeVar("_Held")
 
 
 @dataclass(slots=True, eq=False)
 class ReadLease:
-    """Blocks on their way out. `slots[i]` is where `keys[i]` lies, None for a miss: known after
-    `TenantStore.wait_loaded`, good until `TenantStore.end_load`."""
+    """Blocks that are being read. `slots[i]` is the slot of `keys[i]`, None for a miss: known after
+    `TenantStore.wait_loaded`, valid until `TenantStore.end_load`."""
 
     keys: list[bytes]
     slots: list[int | None]
@@ -49,7 +49,7 @@ class ReadLease:
 
 @dataclass(slots=True, eq=False)
 class WriteLease:
-    """Blocks on their way in. `slots[i]` is to be filled where `states[i]` is WANTED, else None."""
+    """Blocks that are being stored. `slots[i]` is to be filled for a WANTED block, else None."""
 
     keys: list[bytes]
     states: list[State]
@@ -59,7 +59,7 @@ class WriteLease:
 
 
 class PinnedBlocks:
-    """Blocks of a slab that leases pin, each as often as leases hold it."""
+    """Blocks of a slab that leases pin, each counted once for every lease that holds it."""
 
     def __init__(self, slab: SlabTier) -> None:
         self._slab = slab
@@ -81,7 +81,7 @@ class PinnedBlocks:
         return list(keys[:leading])
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        """Undo one `pin`, given what it returned."""
+        """Undo one `pin`; `keys` are its result."""
         for key in keys:
             self._times[key] -= 1
             if not self._times[key]:
@@ -91,7 +91,7 @@ class PinnedBlocks:
 
 @dataclass(slots=True, eq=False)
 class Lease(Generic[_Held]):
-    """`held` is the owner's until `deadline`."""
+    """A lease: `owner` has `held` until `deadline`."""
 
     number: int  # never used again
     owner: str
@@ -100,9 +100,9 @@ class Lease(Generic[_Held]):
 
 
 class Leases(Generic[_Held]):
-    """A table of leases, at most `most_each` of one owner. `expired` takes back what a lease held
-    whose time is over. `expire` is called from time to time, and by most other calls. Called by one
-    thread at a time."""
+    """A table of leases, at most `most_each` of one owner. `expired` takes back the holds of a
+    lease at its deadline. The owner of the table calls `expire` at intervals; most other calls do
+    too. One thread at a time may call it."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Leases(Generic[_Held]):
         self._numbers = itertools.count(1)
         self._leases: dict[int, Lease[_Held]] = {}
         self._owned: Counter[str] = Counter()
-        # A heap. The deadlines of leases that were renewed or ended are stale.
+        # A heap. The deadlines of ended leases are stale.
         self._deadlines: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ class Leases(Generic[_Held]):
         return iter(list(self._leases.values()))
 
     def check_room(self, owner: str = "") -> None:
-        """Raises TierBusy where there are too many leases, TooMuch where the owner has too many."""
+        """Raise TierBusy if there are too many leases, TooMuch if the owner has too many."""
         self.expire()
         if len(self._leases) >= MAX_LEASES:
             raise TierBusy(f"{MAX_LEASES} leases are out already; try again when some have ended")
@@ -134,8 +134,8 @@ class Leases(Generic[_Held]):
             raise TooMuch(f"{self._most_each} leases of {owner} run already; end some or wait")
 
     def grant_lease(self, held: _Held, seconds: float, owner: str = "") -> Lease[_Held]:
-        """Lend `held` to `owner`. Raises InvalidBlock for a duration out of range, and what
-        `check_room` raises."""
+        """Lend `held` to `owner`. Raises InvalidBlock for a duration out of range, and the errors
+        of `check_room`."""
         deadline = self._deadline(seconds)
         self.check_room(owner)
         lease = Lease(next(self._numbers), owner, held, deadline)
@@ -145,13 +145,13 @@ class Leases(Generic[_Held]):
         return lease
 
     def find_lease(self, number: int, owner: str = "") -> Lease[_Held] | None:
-        """The lease of this number, if it still runs and is the owner's."""
+        """The lease of this number, if it still runs and belongs to the owner."""
         self.expire()
         lease = self._leases.get(number)
         return lease if lease is not None and lease.owner == owner else None
 
     def end_lease(self, lease: Lease[_Held]) -> None:
-        """End a lease that was found, whatever the time; the caller takes back what it held."""
+        """End a running lease before its deadline; the caller takes back its holds."""
         del self._leases[lease.number]
         self._owned[lease.owner] -= 1
         if len(self._deadlines) > 2 * len(self._leases) + _STALE_DEADLINES:
@@ -159,7 +159,7 @@ class Leases(Generic[_Held]):
             heapq.heapify(self._deadlines)
 
     def expire(self) -> int:
-        """End the leases whose time is over; how many."""
+        """End the leases past their deadline; return how many."""
         now, ended = self._clock(), 0
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             lease = self._leases[self._deadlines[0][1]]
@@ -169,7 +169,7 @@ class Leases(Generic[_Held]):
         return ended
 
     def next_deadline(self) -> float | None:
-        """When to call `expire` at the latest, on the monotonic clock; None without a lease."""
+        """The first deadline (monotonic): call `expire` by then. None without a lease."""
         while self._deadlines:
             deadline, number = self._deadlines[0]
             lease = self._leases.get(number)

@@ -19,7 +19,7 @@ _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class MetricsEndpoint:
-    """`start`, then `close`. Must live on one event loop."""
+    """The HTTP server of /metrics. Call `start`, then `close`, on one event loop."""
 
     def __init__(self, exposition: Callable[[], bytes]) -> None:
         self._exposition = exposition
@@ -28,20 +28,20 @@ class MetricsEndpoint:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; the port. Raises TierConfigError where that cannot be."""
+        """Listen, and return the port. Raises TierConfigError if that fails."""
         try:
             self._server = await asyncio.start_server(
                 self._connected, host, port, limit=_MAX_HEAD_BYTES
             )
         except OSError as error:
             raise TierConfigError(explain_bind(error, host, port, "--metrics-port")) from error
-        # Here a page whose name was made to lead to this machine would be of one origin with us.
+        # On loopback, a page whose name resolves to this machine would have this server's origin.
         self._is_checking_hosts = is_loopback(host)
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
     async def close(self) -> None:
-        """Stop listening and cut off who is still there. Idempotent."""
+        """Stop listening, and end open connections. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -83,7 +83,7 @@ class MetricsEndpoint:
 
 
 def _host_of(head: bytes) -> str:
-    """What the request calls this server; localhost where it says nothing, as no browser does."""
+    """The request's Host; localhost if it has none, since every browser sends one."""
     for line in head.split(b"\r\n")[1:]:
         name, _, value = line.partition(b":")
         if name.strip().lower() == b"host":

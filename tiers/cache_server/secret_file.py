@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The secret of a cache server, which salts the names of kept blocks: read from its file, or made.
+"""The secret of a cache server, which salts the keys of stored blocks: read from its file, or made.
 
-With the secret one can tell which prompts a disk knows; without it the blocks on the disk are not
-found any more.
+A process with the secret can tell which prompts have blocks on a disk. Without the secret a server
+does not find the blocks on its disk.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SECRET_BYTES = 32
 
 
 def read_secret(path: Path) -> bytes:
-    """The content of `path`, which is made with random bytes for this user alone where it is
-    missing. Raises TierConfigError with a cure."""
+    """The content of `path`. A missing file is made, with random bytes that only this user can
+    read. Raises TierConfigError with a cure."""
     try:
         descriptor = _open(path)
         try:  # not `open`, which leaves the descriptor of a directory open
@@ -35,7 +35,7 @@ def read_secret(path: Path) -> bytes:
         ) from error
     if not stat.S_ISREG(mode) or mode & 0o077:
         raise TierConfigError(
-            f"the secret file {path} must be a file that nobody but its owner can read; "
+            f"the secret file {path} must be a file that only its owner can read; "
             f"run: chmod 600 {path}"
         )
     if len(content) < SECRET_BYTES:
@@ -47,7 +47,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def _open(path: Path) -> int:
-    """May raise OSError."""
+    """A descriptor of the file, which is made if it is missing. May raise OSError."""
     # O_NONBLOCK: opening a pipe does not wait for its other end.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -61,10 +61,10 @@ def _open(path: Path) -> int:
             file.write(secrets.token_bytes(SECRET_BYTES))
             file.flush()
             os.fsync(file.fileno())
-        # Not a rename: of two servers that start at once both must get the secret of the first.
+        # A link, not a rename: two servers that start at once must both get the first one's secret.
         os.link(fresh, path)
     except FileExistsError:
-        pass  # another was quicker
+        pass  # another server made it first
     finally:
         os.unlink(fresh)
     return os.open(path, flags)

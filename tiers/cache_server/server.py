@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache server: tenant stores, calls, data connections and metrics, put together for one
-process.
+"""The cache server: tenant stores, calls, data connections and metrics in one process.
 
     start   tenant stores known from the disk are being made; data plane; gRPC; SERVING
-    reload  tenants, tokens and certificates are others; memory, ports and connections stay
+    reload  tenants, tokens and certificates change; memory, ports and connections stay
     drain   NOT_SERVING, new calls refused; running ones may finish; tenant stores are written down
 
-Everything it listens on is refused before anything is started, if it would let anybody in or is in
-use.
+The server checks all its addresses before it starts any part, and refuses one that is in use or
+that clients of other machines could use without TLS and credentials.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ from .transports.session_server import Opened, SessionSettings
 log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 9400
-_LAST_SECONDS = 0.2  # for the last words of calls that were cut off
+_LAST_SECONDS = 0.2  # for the last messages of calls that are ended
 _LOOK_AT_CERTIFICATES_SECONDS = 6 * 3600.0
 _LOOK_AT_TOKEN_SECONDS = 15.0
-# What `reload` takes over. The own token and the secret stay as they are: settings that are read
-# anew have others.
+# The fields that `reload` changes. It ignores the second set, in which settings that are read again
+# always differ.
 _RELOADED = frozenset({"tenants", "tls"})
 _LEFT_ALONE = frozenset({"own_token", "secret", "mac_key"})
 _REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
@@ -60,10 +59,10 @@ _REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings(StoreSettings):
-    """What a server is started with. Port 0 takes any that is free; None: not at all."""
+    """The settings of a server. Port 0 takes any free one; None turns the part off."""
 
     tenants: Tenants
-    # A tenant's, to be left in a file of this user's for clients on this machine.
+    # A tenant's token, which the server writes to a file for this user's clients on this machine.
     own_token: str | None = None
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
@@ -79,8 +78,9 @@ class ServerSettings(StoreSettings):
 
 
 class CacheServer:
-    """`start`, then `drain`, once each, on one event loop. `tenant_stores`: others than those that
-    the settings make. Raises TierConfigError where a setting cannot work."""
+    """The server. Call `start`, then `drain`, once each, on one event loop. `tenant_stores`
+    replaces the stores that the settings describe. Raises TierConfigError for settings that cannot
+    work."""
 
     def __init__(self, settings: ServerSettings, tenant_stores: ServedStores | None = None) -> None:
         self.settings = settings
@@ -89,7 +89,7 @@ class CacheServer:
         self.data_plane = DataPlane()
         self.metrics_port = 0
         self.token_path: Path | None = None  # of `own_token`
-        self._has_told_of_token = False  # that it cannot be left again
+        self._has_told_of_token = False  # whether the failure to write it again was logged
         limits = settings.limits
         self.tenant_stores: ServedStores = tenant_stores or TenantStores(
             settings.tenants.quotas, settings
@@ -106,18 +106,18 @@ class CacheServer:
         self._data: DataServer | None = None
         self._memory: MemoryServer | None = None
         self._tls: LiveTls | None = None
-        self._looking: list[asyncio.Task[None]] = []  # at certificates and the token
+        self._looking: list[asyncio.Task[None]] = []  # tasks that watch certificates and the token
         self._grpc: Any = None
         self._service: CacheService | None = None
         self._health: Health | None = None
 
     @property
     def address(self) -> str:
-        """Host and port of the calls, once started."""
+        """`host:port` of the calls, once started."""
         return host_port(self.settings.host, self.port)
 
     async def start(self) -> None:
-        """Listen and serve. On an error nothing is left running."""
+        """Listen and serve. After an error no part keeps running."""
         self._check_settings()
         try:
             await self._start_services()
@@ -126,9 +126,9 @@ class CacheServer:
             raise
 
     async def drain(self, seconds: float | None = None) -> bool:
-        """End in an orderly way, within about so many seconds: no new calls, running ones may
-        finish in half of it, the rest is for writing tenant stores down. False if a tenant store
-        could not be closed. Idempotent."""
+        """End in order, within about `seconds`: new calls are refused, running ones may finish in
+        half of the time, and the rest is for writing tenant stores to the disk. False if a tenant
+        store could not be closed. Idempotent."""
         if seconds is None:
             seconds = self.settings.drain_seconds
         end = time.monotonic() + seconds
@@ -139,8 +139,7 @@ class CacheServer:
             self._health.enter_graceful_shutdown()
         if self._service is not None:
             self._service.watches.end_all()
-        # Calls that come now are still answered, with UNAVAILABLE: grpc's own stop would let some
-        # of them hang.
+        # New calls still get an answer, UNAVAILABLE: grpc's own stop would let some of them hang.
         await asyncio.gather(
             self._guard.wait_until_idle(seconds / 2),
             asyncio.to_thread(self._close_data, seconds / 2),
@@ -159,10 +158,11 @@ class CacheServer:
         return closed
 
     async def reload(self, read: Callable[[], ServerSettings]) -> list[str]:
-        """Have the tenants with their credentials, and the certificates, of what `read` returns (on
-        a thread). A token that is gone opens nothing any more: calls, tickets and connections that
-        it opened are refused at their next request. Returns sentences: what is left until the next
-        start. Raises TierConfigError, or what `read` raises; everything is as it was then."""
+        """Take over the tenants, their credentials and the certificates of the settings that `read`
+        returns (on a thread). A removed token is not valid any more: calls, tickets and connections
+        that it opened are refused at their next request. Returns sentences about the changes that
+        need a restart. Raises TierConfigError, or the errors of `read`, and then changes nothing.
+        """
         old = self.settings
         try:
             settings = await asyncio.to_thread(read)
@@ -177,7 +177,7 @@ class CacheServer:
         except BaseException:
             self._metrics.reloaded("refused")
             raise
-        # Nothing fails from here on.
+        # No step fails from here on.
         if fresh is not None and self._tls is not None:
             self._tls.take_over(fresh)
             if self._data is not None:
@@ -239,7 +239,7 @@ class CacheServer:
         server = grpc.aio.server(
             interceptors=(self._guard,),
             options=_options(settings.limits),
-            # The guard refuses more calls than there may be; this is for what it does not see.
+            # The guard limits its calls; this limit also covers those that it does not see.
             maximum_concurrent_rpcs=2 * (settings.limits.max_calls + MAX_WATCHERS + MAX_CHECKS),
         )
         service = generic_handler(self._service, settings.limits.stall_seconds)
@@ -271,8 +271,8 @@ class CacheServer:
                 log.exception("the token for clients of this user cannot be looked at")
 
     async def look_at_token(self, token: str) -> None:
-        """Leave the token for this user's clients again where its file went; one that another
-        server has written there stays."""
+        """Write the token for this user's clients again if its file is gone; a file of another
+        server stays."""
         path = self.token_path
         if path is None or await asyncio.to_thread(os.path.lexists, path):
             return
@@ -301,7 +301,7 @@ class CacheServer:
         return self._memory.start()
 
     def _resolve(self, ticket: bytes) -> Opened | None:
-        """Use a ticket up: what it opens."""
+        """Use up a ticket; return the store that it opens, None if it is not valid."""
         caller = self._tickets.use_ticket(ticket)
         if caller is None or not caller.is_known_to(self.settings.tenants):
             return None
@@ -346,7 +346,7 @@ class CacheServer:
 
 
 def _check_exposure(settings: ServerSettings) -> None:
-    """Raises TierConfigError where anybody could come in whom nobody meant to."""
+    """Raise TierConfigError if clients of other machines could call without TLS or credentials."""
     has_credentials = not any(tenant.takes_anyone for tenant in settings.tenants)
     check_exposure(
         settings.host,
@@ -364,7 +364,8 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", limits.max_connections),
         ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
         ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
-        # Calls that have come and not begun: of more than so many some are ended, then all.
+        # Calls that have arrived and not begun: beyond the first limit grpc ends some, beyond the
+        # second all.
         ("grpc.server.max_pending_requests", limits.max_calls),
         ("grpc.server.max_pending_requests_hard_limit", 2 * limits.max_calls),
         ("grpc.keepalive_time_ms", int(limits.keepalive_seconds * 1000)),
@@ -375,14 +376,14 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
 
 
 def _bind(server: Any, host: str, port: int, credentials: Any) -> int:
-    """The port. Raises TierConfigError."""
+    """Open the port, and return it. Raises TierConfigError."""
     address = host_port(host, port)
     try:
         if credentials is None:
             bound: int = server.add_insecure_port(address)
         else:
             bound = server.add_secure_port(address, credentials)
-    except RuntimeError as error:  # somebody was quicker than we were after looking
+    except RuntimeError as error:  # another process took the port after `check_free`
         raise TierConfigError(
             f"{address} cannot be opened ({error}); take another with --host and --port"
         ) from error

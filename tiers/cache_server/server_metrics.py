@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cache server counts, for Prometheus: by tenant store, by call and as a whole.
+"""The cache server's metrics for Prometheus: by tenant store, by call and as a whole.
 
-Label values are those of the tenants file, of the protocol and of grpc, so there is an end to them.
-The tenant stores are asked at each scrape.
+Label values come from the tenants file, the protocol and grpc, so their number is bounded. Each
+scrape asks the tenant stores.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _TIERS = (
 
 
 class ServerMetrics:
-    """All figures, in a registry of their own. `tenant_stores` gives those that are open, `gauges`
-    what the rest of the server says of itself now: name without prefix → help and value."""
+    """All metrics, in a registry of their own. `tenant_stores` returns the open stores, `gauges`
+    the current values of the rest of the server: name without prefix → help and value."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ServerMetrics:
             "time, or were too many, and of tenants beyond their share.",
             ("reason",), registry=self.registry,
         )  # fmt: skip
-        for reason in REASONS:  # counters that are there before anything has happened
+        for reason in REASONS:  # so that every counter is shown from the start, as 0
             self._turned_away.labels(reason)
         self._refused = Counter(
             PREFIX + "data_connections_refused",
@@ -93,7 +93,7 @@ class ServerMetrics:
             PREFIX + "call_seconds", "From a call's arrival to its end.", ("method",),
             buckets=_CALL_SECONDS, registry=self.registry,
         )  # fmt: skip
-        # Looked up once: a look-up by label values costs as much as the observation.
+        # The children are kept: a look-up by label values costs as much as the observation.
         self._seconds = {name: seconds.labels(name) for name in (*self._names.values(), _OTHER)}
         self._received = Counter(
             PREFIX + "stream_received_bytes", "Bytes of blocks that came by gRPC streams.",
@@ -105,7 +105,7 @@ class ServerMetrics:
         )  # fmt: skip
 
     def call_ended(self, path: str, code: str, seconds: float) -> None:
-        """One call has ended with the code of that name."""
+        """Count a call that ended with the code of this name, after so many seconds."""
         name = self._names.get(path, _OTHER)
         self._calls.labels(name, code).inc()
         self._seconds[name].observe(seconds)
@@ -114,11 +114,11 @@ class ServerMetrics:
         self._turned_away.labels(reason).inc()
 
     def data_refused(self, reason: str) -> None:
-        """A data connection was refused or ended, for this reason."""
+        """Count a data connection that was refused or ended, for one of REFUSALS."""
         self._refused.labels(reason).inc()
 
     def reloaded(self, result: str) -> None:
-        """Tenants and certificates were read anew: `applied` or `refused`."""
+        """Count a reload of tenants and certificates: `applied` or `refused`."""
         self._reloads.labels(result).inc()
 
     def received(self, tenant: str, num_bytes: int) -> None:
@@ -132,7 +132,7 @@ class ServerMetrics:
 
 
 class _State(Collector):
-    """The figures that are computed at each scrape."""
+    """The metrics that are computed at each scrape."""
 
     def __init__(
         self,

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tenant's store: its own slab, its own store below it, its own names for blocks.
+"""A tenant's store: its own slab, its own stores below it, its own salted keys.
 
-A hierarchy belongs to one thread at a time; a tenant store may be called from any, one after the
-other. Nobody holds the tenant store while bytes are read, moved or hashed.
+A hierarchy belongs to one thread at a time; a tenant store takes calls from any thread, one after
+the other. Its lock is free while bytes are read, moved or hashed.
 
     begin_load → wait_loaded → (bytes go out) → end_load   blocks stay pinned in between
-    begin_store → (bytes come in, checked) → end_store     seen by the next look-up from anyone
+    begin_store → (bytes come in, checked) → end_store     every later look-up finds them
                 └ (the writer is late) → abandon_store     slots are withheld until it ends
 
-Blocks move in and out of `buffer(slot)`. Takes the tenant's own keys and keeps blocks under salted
-ones. A tag is the business of the engines: it is kept beside its block in memory and on the disk,
-goes out with it, and is never made here.
+Blocks move in and out of `buffer(slot)`. Calls take the tenant's own keys; blocks are kept under
+salted ones. Only engines make and compare tags: the store keeps a tag beside its block in memory
+and on the disk, and sends it out with the block.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from .served_store import Listener, ServedStore
 
 log = logging.getLogger(__name__)
 
-# For a disk to write down that blocks were deleted: shorter than clients wait for the answer
-# (`RemoteSettings.store_seconds`), who would take the server for lost.
+# The time for a disk to write down deletions. Clients wait longer for the answer
+# (`RemoteSettings.store_seconds`), and would otherwise take the server for lost.
 FORGET_SECONDS = 3.0
-# Of the slab, for blocks that leases hold by gRPC: the rest is left to what is stored and loaded.
+# The share of the slab that leases by gRPC may hold; the rest is left to stores and loads.
 LEASED_SHARE = 0.5
 KEEPER_FAILED = "keeper"  # the key in `TierStats.errors` of the slab
-_KEEPER_PAUSES = (0.01, 0.1, 1.0)  # seconds after one failure of the keeper, and after more
+_KEEPER_PAUSES = (0.01, 0.1, 1.0)  # seconds after each failure of the keeper in a row
 
-SWEPT_BLOCKS = 1024  # forgotten blocks whose slots are freed while the tenant store is held
+SWEPT_BLOCKS = 1024  # forgotten blocks whose slots are freed in one hold of the lock
 
 
 def _states_of(answers: Sequence[Answer]) -> list[State]:
-    """By comparing: an Answer as the key of a dict is hashed by Python."""
+    """The states of answers. Comparisons are faster than a dict, which hashes each Answer."""
     hit, miss = Answer.HIT, Answer.MISS
     here, none, coming = State.HIT, State.MISS, State.PENDING
     return [here if each is hit else none if each is miss else coming for each in answers]
 
 
 class TenantStore(ServedStore):
-    """One slab and the stores below it, for one tenant. Takes them over: `close` closes them."""
+    """The slab of one tenant and the stores below it, which it owns: `close` closes them."""
 
     def __init__(
         self,
@@ -75,11 +75,11 @@ class TenantStore(ServedStore):
         admission = AdmitAll() if admission is None else admission
         options = HierarchyOptions(admission=admission)
         self._hierarchy = Hierarchy(slab, stores, wakeup=self._woken.set, options=options)
-        # A server is told of no prompts. To filters that learn from them, look-ups stand for them.
+        # A server does not see prompts. Filters that learn from prompts get look-ups instead.
         self._observes = admission.learns
         self._pins = PinnedBlocks(slab)
         self._leases = Leases[list[bytes]](self._lease_expired, max_leases)
-        self._listening = threading.Lock()  # for changes of the list, which is a new one each time
+        self._listening = threading.Lock()  # for changes of `_listeners`, which make a new list
         self._listeners: list[Listener] = []
         self._corrupt_blocks = 0
         self._keeper_failures = 0
@@ -121,7 +121,7 @@ class TenantStore(ServedStore):
         return _states_of(answers)
 
     def begin_load(self, keys: Sequence[bytes]) -> ReadLease:
-        """Pin what the slab has of these blocks and begin to read the rest. Waits for nothing."""
+        """Pin the blocks that the slab has, and begin to read the others. Does not wait."""
         stored = self._salt.salt_keys(keys)
         with self._changed:
             self._check_open()
@@ -130,7 +130,7 @@ class TenantStore(ServedStore):
                 for key, answer in zip(stored, self._hierarchy.lookup(stored), strict=True)
                 if answer is Answer.HIT
             ]
-            # A key given twice is read once.
+            # A repeated key is read once.
             ticket = self._hierarchy.begin_load(list(dict.fromkeys(known)))
             self._hierarchy.poll()
         return ReadLease(list(keys), [None] * len(keys), stored, ticket)
@@ -173,7 +173,7 @@ class TenantStore(ServedStore):
             slots.append(slot)
             if slot is not None:
                 states.append(State.WANTED)
-                answers[key] = Answer.PENDING  # should it be given twice
+                answers[key] = Answer.PENDING  # for a repetition of the key
             elif answers[key] is Answer.HIT:
                 states.append(State.KEPT)
             else:
@@ -258,10 +258,10 @@ class TenantStore(ServedStore):
     def pin(
         self, keys: Sequence[bytes], seconds: float, deadline: float, owner: str = ""
     ) -> Lease[list[bytes]]:
-        """Lease the leading blocks that are here to `owner`, after loading what is on the disk; a
-        lease of none has ended. Raises InvalidBlock for a duration out of range, TierBusy where
-        there are too many leases, TooMuch where the owner has too many, or where leases would hold
-        more than LEASED_SHARE of the slab."""
+        """Lease the leading blocks that are here to `owner`, after loading those on the disk; a
+        lease without blocks has ended. Raises InvalidBlock for a duration out of range, TierBusy if
+        there are too many leases, TooMuch if the owner has too many, or if leases would hold more
+        than LEASED_SHARE of the slab."""
         with self._changed:
             self._check_open()
             self._leases.check_room(owner)
@@ -280,7 +280,7 @@ class TenantStore(ServedStore):
                 lease.held += self._pins.pin(read_lease.stored)
                 if not lease.held:
                     self._leases.end_lease(lease)
-                self._woken.set()  # the keeper must know of the new deadline
+                self._woken.set()  # the keeper must see the new deadline
                 return lease
         finally:
             self.end_load(read_lease)
@@ -325,19 +325,19 @@ class TenantStore(ServedStore):
         return len(set(gone))
 
     def clear(self) -> None:
-        """Forget every block. Their slots are freed a few at a time, so that nobody waits long for
-        the tenant store. Waits for the disk, so that they stay forgotten."""
+        """Forget every block. Slots are freed a few at a time, so that no call waits long for the
+        lock. Waits for the disk, so that no block returns after a restart."""
         with self._changed:
             self._check_open()
             self._hierarchy.clear(sweep=False)
             for listener in self._listeners:
                 listener.cleared()
         while self._sweep():
-            time.sleep(0)  # or whoever waits for the tenant store would not get it
+            time.sleep(0)  # lets a waiting call take the lock
         self._wait_forgotten()
 
     def _sweep(self) -> bool:
-        """Free some slots of forgotten blocks; whether there may be more."""
+        """Free some slots of forgotten blocks; return whether there may be more."""
         with self._changed:
             return not self._closed and self._hierarchy.sweep(SWEPT_BLOCKS) == SWEPT_BLOCKS
 
@@ -378,8 +378,8 @@ class TenantStore(ServedStore):
             raise TierClosed("the tenant store was closed")
 
     def _keep(self) -> None:
-        """The keeper: takes in what stores have finished and ends leases whose time is over."""
-        failures = 0  # one after the other
+        """Run the keeper, which takes in finished work of stores and ends leases in time."""
+        failures = 0  # in a row
         while not self._closed:
             try:
                 self._keep_once()
@@ -387,7 +387,7 @@ class TenantStore(ServedStore):
             except Exception:  # without a keeper no load would ever end
                 log.exception("the keeper of a tenant's blocks failed and goes on")
                 self._keeper_failures += 1
-                self._woken.set()  # what it was woken for is still to be done
+                self._woken.set()  # the failed work is still to be done
                 time.sleep(_KEEPER_PAUSES[min(failures, len(_KEEPER_PAUSES) - 1)])
                 failures += 1
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of tenant stores from the event loop, which never waits for a tenant store.
 
-    run_quick   at once if nobody holds the tenant store, else on a thread
-    run         on a thread, for what may wait or take long
+    run_quick   on the loop if the tenant store's lock is free, else on a thread
+    run         on a thread, for work that may wait or take long
 
-Each tenant has so many threads and no more, so that one whose tenant store is held up leaves the
-others theirs.
+The threads of each tenant are limited, so that one whose tenant store is slow leaves the others
+theirs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 class TenantStoreCalls:
-    """For one event loop."""
+    """The calls of one event loop."""
 
     def __init__(self, num_tenants: int) -> None:
         self._share = _THREADS // min(num_tenants, _MOST_SHARES)
@@ -32,7 +32,7 @@ class TenantStoreCalls:
         self._places: dict[str, asyncio.Semaphore] = {}
 
     async def submit(self, tenant: str, work: Callable[[], _Result]) -> Future[_Result]:
-        """Begin on a thread, once the tenant has one."""
+        """Begin `work` on a thread, once one of the tenant's is free."""
         places = self._places.setdefault(tenant, asyncio.Semaphore(self._share))
         await places.acquire()
         loop = asyncio.get_running_loop()
@@ -48,7 +48,7 @@ class TenantStoreCalls:
         except BaseException:
             places.release()
             raise
-        # When the thread is free, which may be later than the end of the call.
+        # The place is free once the thread is, which may be later than the end of the call.
         future.add_done_callback(ended)
         return future
 
@@ -58,8 +58,8 @@ class TenantStoreCalls:
         work: Callable[[], _Result],
         undo: Callable[[_Result], object] | None = None,
     ) -> _Result:
-        """On a thread. `undo` takes the result of work whose call has ended before it, on that
-        thread."""
+        """Do `work` on a thread. If the call is cancelled first, that thread then calls `undo` with
+        the result."""
         future = await self.submit(tenant, work)
         try:
             return await asyncio.wrap_future(future)
@@ -79,7 +79,7 @@ class TenantStoreCalls:
         work: Callable[[], _Result],
         undo: Callable[[_Result], object] | None = None,
     ) -> _Result:
-        """At once, unless somebody holds the tenant store."""
+        """Do `work` here if the tenant store's lock is free, else on a thread."""
         if not tenant_store.try_hold():
             return await self.run(tenant, work, undo)
         try:
@@ -90,7 +90,7 @@ class TenantStoreCalls:
     def run_later(
         self, tenant_store: ServedStore, work: Callable[[], object], after: Future[object] | None
     ) -> None:
-        """Do `work` after the end of `after`; nobody waits for it."""
+        """Do `work` after the end of `after`, without waiting for it."""
 
         def begin(_done: object = None) -> None:
             if tenant_store.try_hold():
@@ -102,7 +102,7 @@ class TenantStoreCalls:
             try:
                 self._executor.submit(work)
             except RuntimeError:
-                pass  # there are no threads any more, and soon no room
+                pass  # the threads have ended, and the tenant store is about to be closed
 
         if after is None:
             begin()
@@ -110,5 +110,5 @@ class TenantStoreCalls:
             after.add_done_callback(begin)
 
     def close(self) -> None:
-        """Begin nothing more; what runs is not waited for. Idempotent."""
+        """Begin no more work, without waiting for running work. Idempotent."""
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tenant stores of a server: each made when its first engine says how blocks lie, kept until
-the end.
+"""The tenant stores of a server: each is made when its first engine attaches a layout, and kept
+until the end.
 
     unknown ──attach──► making ──► ready
-       ▲                  └──► failed (the reason is told; tried again after a while)
+       ▲                  └──► failed (callers get the reason; tried again after a while)
        └── no layout is known ──┘
 
-Making a tenant store takes as long as its memory takes to be there, so it happens on a thread of
-its own. One with a store on the disk is made as soon as the server starts, without the store
-where the disk is full or not there; that is taken in once it can be opened. Thread-safe; nothing
-here waits but `close`.
+A thread of its own makes a tenant store, since allocating its memory takes long. A tenant store
+with blocks on the disk is made when the server starts; if the disk is full or missing, it begins
+without the disk, which is added once it can be opened. Thread-safe; only `close` waits.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from .tenant_store import TenantStore
 log = logging.getLogger(__name__)
 
 
-RETRY_SECONDS = 5.0  # until making a tenant store is tried again that could not be made
-LEAVE_SECONDS = 30.0  # to write down what a tenant who left had
+RETRY_SECONDS = 5.0  # between two tries to make a tenant store
+LEAVE_SECONDS = 30.0  # to write a removed tenant's blocks to the disk
 SSD = "ssd"  # the name of the tier on the disk
 
 
@@ -55,20 +54,20 @@ class _Place:
     maker: threading.Thread | None = None
     failure: Exception | None = None
     failed_at: float = 0.0
-    is_gone: bool = False  # since a reload
+    is_gone: bool = False  # removed by a reload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """What all tenant stores of a server are made with; each has its own quota."""
+    """The settings that all tenant stores of a server share; each has its own quota."""
 
     secret: bytes
-    # The folder of all stores, or those on several disks by commas; None: memory only.
+    # The folder of all stores, or those on several disks, divided by commas; None: memory only.
     ssd_path: Path | None = None
-    require: bool = False  # the start fails where a disk, or a store on it, cannot be opened
-    mac_key: MacKey | None = None  # seals what lies there
-    cpu: CpuSettings = field(default_factory=CpuSettings)  # but for the size
-    ssd: SsdSettings = SERVER_SSD  # but for size and place
+    require: bool = False  # the start fails if a disk, or a store on it, cannot be opened
+    mac_key: MacKey | None = None  # seals the blocks on the disk
+    cpu: CpuSettings = field(default_factory=CpuSettings)  # its size is not used
+    ssd: SsdSettings = SERVER_SSD  # its size and path are not used
     limits: Limits = field(default_factory=Limits)
 
 
@@ -87,11 +86,11 @@ class TenantStores(ServedStores):
         self._clock = clock
         self._lock = threading.Lock()
         self._closed = False
-        self._leaving: list[threading.Thread] = []  # that close the stores of tenants who left
+        self._leaving: list[threading.Thread] = []  # threads that close stores of removed tenants
 
     def start(self) -> None:
-        """Begin to make the tenant stores whose layout is known from the disk. Where disks are
-        required, wait for them; raises TierConfigError for one that cannot be opened."""
+        """Begin to make the tenant stores whose layout is known from the disk. If disks are
+        required, wait for them, and raise TierConfigError for one that cannot be opened."""
         if self._settings.require:
             for path in self._ssd_paths:
                 _check_writable(path)
@@ -121,7 +120,7 @@ class TenantStores(ServedStores):
                         self._make(name, place, layout)
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> list[str]:
-        """Blocks of stores that are closed stay on the disk."""
+        """Change the set of stores. Blocks of closed stores stay on the disk."""
         with self._lock:
             if self._closed:
                 return []
@@ -174,8 +173,8 @@ class TenantStores(ServedStores):
             }
 
     def close(self, timeout_seconds: float) -> bool:
-        """Close every tenant store, all at the same time: what stores lack is written down within
-        the time. False if one of them could not be closed. Idempotent."""
+        """Close all tenant stores at the same time, and write the blocks that their disks lack
+        within the time. False if one could not be closed. Idempotent."""
         deadline = time.monotonic() + timeout_seconds
         with self._lock:
             self._closed = True
@@ -230,7 +229,7 @@ class TenantStores(ServedStores):
         failure: Exception | None = None
         try:
             tenant_store = self._build(name, place.quota, layout)
-        except Exception as error:  # noqa: BLE001 - callers are told, others are served
+        except Exception as error:  # noqa: BLE001 - callers get it, other tenants are served
             failure = error
             log.warning("the memory of %s cannot be made ready: %s", name, error)
         with self._lock:
@@ -283,7 +282,7 @@ class TenantStores(ServedStores):
     def _stores(self, name: str, quota: Quota, layout: BlockLayout) -> list[StoreTier]:
         if not self._ssd_paths or not quota.ssd_bytes:
             return []
-        # With another secret nothing in the store could be found, so it is another namespace.
+        # Keys depend on the secret, so another secret makes another namespace.
         (namespace,) = KeySalt(self._settings.secret, name).salt_keys((bytes(40),))
         folders = ",".join(str(store_folder(path, name)) for path in self._ssd_paths)
         ssd = replace(self._settings.ssd, path=Path(folders), capacity_bytes=quota.ssd_bytes)
@@ -310,7 +309,7 @@ class TenantStores(ServedStores):
         return [store]
 
     def _layout_on_disk(self, name: str) -> BlockLayout | None:
-        """What the first disk says that knows."""
+        """The layout in the first readable note of all disks, or None."""
         found = (read_layout_note(path, name) for path in self._ssd_paths)
         return next((layout for layout in found if layout is not None), None)
 
@@ -319,7 +318,7 @@ class TenantStores(ServedStores):
 
 
 def _check_writable(path: Path) -> None:
-    """Raises TierDown for a folder that cannot be made or written in."""
+    """Raise TierDown if the folder cannot be made or written to."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -332,7 +331,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _closing(tenant_store: TenantStore, seconds: float) -> threading.Thread:
-    """A thread that closes it."""
+    """Start a thread that closes the tenant store within `seconds`; return it."""
     thread = threading.Thread(
         target=tenant_store.close, args=(seconds,), name="stratakv-close-store", daemon=True
     )
@@ -346,5 +345,5 @@ def _ready(place: _Place) -> TenantStore:
     if place.maker is not None:
         raise NotReady("the tenant's memory is being made ready")
     if place.failure is not None:
-        raise place.failure.with_traceback(None)  # which would grow with each raise
-    raise NotAttached("nobody has said yet how the tenant's blocks lie")
+        raise place.failure.with_traceback(None)  # the traceback would grow with each raise
+    raise NotAttached("the layout of the tenant's blocks is not known yet")

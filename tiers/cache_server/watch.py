@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a watcher is told: blocks that come and go in its tenant store, from now on.
+"""The events of watchers: blocks stored and removed in their tenant store, from now on.
 
     store ──stored, removed, cleared──► every watcher's queue ──► its stream
-    once a second, while anyone watches: some of the blocks told as stored are looked up again,
-    since nobody says when a block is evicted
+    once a second, while there are watchers: some of the blocks reported as stored are looked up
+    again, since the store does not report evictions
 
-A watcher that reads too slowly loses events, never others, and is told how many.
+A watcher that reads too slowly loses events, and gets their number; other watchers lose none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SLICE_KEYS = 8192  # looked up at once
 
 @dataclass(slots=True)
 class Happening:
-    """One event. `lost` events are missing before it."""
+    """An event for watchers. `lost` events are missing before it."""
 
     stored: Sequence[bytes] = ()
     removed: Sequence[bytes] = ()
@@ -38,12 +38,12 @@ class Happening:
 
     @property
     def num_keys(self) -> int:
-        """The room it takes in a queue; an event without keys counts as one key."""
+        """The size of the event in a queue; one without keys counts as one key."""
         return len(self.stored) + len(self.removed) or 1
 
 
 class Watcher:
-    """The queue of one watcher. Told from any thread, read on one event loop."""
+    """The queue of one watcher. Any thread may write to it; one event loop reads it."""
 
     def __init__(self, max_keys: int, loop: asyncio.AbstractEventLoop, tenant: str = "") -> None:
         self.tenant = tenant
@@ -95,8 +95,8 @@ class Watcher:
 
 @dataclass(slots=True, eq=False)
 class TenantStoreWatch:
-    """A tenant store's listener: passes on what it is told. `told` are blocks that watchers believe
-    in."""
+    """The listener of one tenant store, which passes events on to watchers. `told` are the blocks
+    that it has reported as stored."""
 
     tenant_store: ServedStore
     max_told: int
@@ -129,7 +129,7 @@ class TenantStoreWatch:
             watcher.tell(Happening(cleared=True))
 
     def look_again(self) -> None:
-        """Look up some of the blocks that were told as stored; those that went are told."""
+        """Look up some of the blocks reported as stored, and report those that are gone."""
         with self.lock:
             some = [key for key, _ in zip(self.told, range(_SLICE_KEYS), strict=False)]
         if not some:
@@ -138,7 +138,7 @@ class TenantStoreWatch:
         gone = [key for key, state in zip(some, states, strict=True) if state is State.MISS]
         here = [key for key, state in zip(some, states, strict=True) if state is not State.MISS]
         with self.lock:
-            for key in here:  # to the end of the line
+            for key in here:  # moves it to the end, to be looked up last
                 if key in self.told:
                     del self.told[key]
                     self.told[key] = None
@@ -154,8 +154,8 @@ class TenantStoreWatch:
 
 
 class Watches:
-    """All watchers of a server, at most `limits.max_watchers`, those of one tenant a share of it.
-    For one event loop."""
+    """All watchers of a server, at most `limits.max_watchers`, of which one tenant has a share.
+    Belongs to one event loop."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class Watches:
         return watcher
 
     def end_watch(self, tenant_store: ServedStore, tenant: str, watcher: Watcher) -> None:
-        """A watcher has left."""
+        """Remove a watcher that has left."""
         self._shares.give_back_place(tenant)
         watch = self._tenant_stores[id(tenant_store)]
         watch.watchers = [other for other in watch.watchers if other is not watcher]
@@ -208,14 +208,14 @@ class Watches:
         self._shares.set_tenants(num_tenants)
 
     def end_of(self, tenants: Collection[str]) -> None:
-        """Let the streams of these tenants come to their end; they may begin new ones."""
+        """End the streams of these tenants after the queued events; they may begin new ones."""
         for watch in self._tenant_stores.values():
             for watcher in watch.watchers:
                 if watcher.tenant in tenants:
                     watcher.end_events()
 
     def end_all(self) -> None:
-        """Let every stream come to its end."""
+        """End every stream after its queued events, and new ones at once."""
         self._ended = True
         for watch in self._tenant_stores.values():
             for watcher in watch.watchers:

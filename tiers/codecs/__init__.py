@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes blocks smaller on their way to a tier and back; never imports torch, numpy or a tier."""
+"""Encodes blocks on their way to a tier and decodes them; never imports torch, numpy or a tier."""

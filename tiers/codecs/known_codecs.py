@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs by name: what a flag may say, and who makes the codec for a layout.
+"""Codecs by name: the values of the flag, and the factories.
 
-Knows the codecs that need no more than bytes. Others, such as connector/device/fp8_codec.py, are
-given by the modules that know them.
+It has the codecs that work on plain bytes. Modules above pass in others, such as
+connector/device/fp8_codec.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CODECS: Mapping[str, CodecFactory] = {"lossless": _lossless}
 def make_codec(
     name: str, layout: BlockLayout, more: Mapping[str, CodecFactory] | None = None
 ) -> Codec | None:
-    """A codec by name, `more` beside those known here; None for "none". Raises TierConfigError
+    """Make a codec by name, from the ones here and `more`; None for "none". Raises TierConfigError
     for an unknown name, and where the codec does not fit the layout or is not installed."""
     if name == NONE:
         return None
@@ -50,8 +50,8 @@ def make_codec(
 
 
 def readable_codecs(layout: BlockLayout, codec: Codec | None) -> dict[int, Codec]:
-    """By number, the codecs whose records a tier can read that writes with `codec`: that one, and
-    those without loss, so that a store of blocks can be opened with and without one."""
+    """The codecs, by number, whose records a tier can read that writes with `codec`: that one and
+    all lossless ones, so that a store can be opened with and without a lossless codec."""
     found: dict[int, Codec] = {}
     for factory in CODECS.values():
         try:

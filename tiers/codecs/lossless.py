@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every bit of a block in fewer bytes: byte planes of its numbers, then zstd.
 
-Neighbouring numbers have similar exponents and unrelated mantissas, so their high bytes are laid
-side by side, where zstd finds what they have in common, and their low bytes where they cost it
-little. bfloat16 from a normal distribution becomes 0.68 of its size, float16 and float32 0.85.
+Neighbouring numbers have similar exponents and unrelated mantissas. So their high bytes are laid
+side by side, where zstd finds repetitions, and their low bytes apart from them. bfloat16 from a
+normal distribution becomes 0.68 of its size, float16 and float32 0.85.
 
     encoded = for each 256 KiB of the block: for each plane, lowest byte first:
               length u32 little-endian | one zstd frame of so many bytes
 
-A stretch is taken at a time so that memory is bounded, and nobody waits long for the interpreter.
+One stretch at a time is encoded, so that memory is bounded and no other thread waits long for the
+interpreter.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class LosslessCodec(Codec):
-    """Byte planes and zstd. For all dtypes; of one byte there is one plane."""
+    """Byte planes and zstd, for all dtypes; a dtype of one byte has one plane."""
 
     name = "lossless"
     number = 1
@@ -42,13 +43,13 @@ class LosslessCodec(Codec):
 
     @classmethod
     def validate_layout(cls, layout: BlockLayout) -> None:
-        """Every layout is fit."""
+        """Accept every layout."""
 
     def encode(self, payload: memoryview, out: memoryview) -> int | None:
         compress = self._compressor().compress
         used = 0
         for stretch in self._stretches(payload):
-            # Bytes are cut into planes twenty times as fast as a memoryview is.
+            # Slicing bytes into planes is twenty times as fast as slicing a memoryview.
             numbers = bytes(stretch)
             for plane in range(self._width):
                 frame = compress(numbers[plane :: self._width])
@@ -78,9 +79,9 @@ class LosslessCodec(Codec):
             raise ValueError(f"{len(encoded) - used} bytes follow the last frame")
 
     def _plane(self, frame: memoryview, size: int) -> bytes:
-        """What a frame holds, which must be `size` bytes."""
+        """Decompress a frame, which must hold `size` bytes."""
         try:
-            # The frame says its size, and zstd makes room for what it says: look first.
+            # zstd allocates the size that the frame claims: check it first.
             if zstandard.frame_content_size(frame) != size:
                 raise ValueError(f"a frame does not hold the {size} bytes of a plane")
             return self._decompressor().decompress(frame, allow_extra_data=False)

@@ -13,11 +13,11 @@ from ..mailbox import Mailbox
 
 FAILURES, LATE_ANSWERS = 5, 3
 WINDOW_SECONDS = 1.0
-# A pause and a probe that is lost together stay below the two seconds after which a store that
-# works again is to be asked again.
+# A pause and a lost probe together take less than the two seconds within which a store that works
+# again must be asked again.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 0.75
 PROBE_SECONDS = 1.0
-# Probes that have not ended. A store that answers none of so many is waited for.
+# Probes under way at most. If the store answers none of them, no further probe is made.
 MAX_PROBES = 8
 
 
@@ -37,10 +37,10 @@ class Breaker:
         open   ──(after a pause with jitter)──► probing: a probe is under way, and nothing else
         probing ──(it was answered)──► closed      probing ──(it failed)──► open, a longer pause
 
-    A store that hangs costs every request its deadline; behind a breaker only the first few pay,
-    and none pays for finding out that it works again. A probe that does not end soon is followed
-    by another, up to a bound, since an answer may be lost. The breaker has no thread: it is told
-    what happened and asked whether to go on, by one thread. Time is monotonic."""
+    A store that hangs costs every request its deadline; with a breaker only the first few requests
+    wait, and none waits for the probes. A probe that does not end soon is followed by another, up
+    to a bound, since an answer may be lost. The breaker has no thread: one thread reports results
+    to it and asks whether to go on. Time is monotonic."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Breaker:
 
     @property
     def probes_at(self) -> float | None:
-        """When the next probe is due, on the monotonic clock; None where none is to be made."""
+        """The time of the next probe, on the monotonic clock; None where none is to be made."""
         return self._probe_at if not self.allows and self._probes < MAX_PROBES else None
 
     @property
@@ -77,19 +77,19 @@ class Breaker:
         return self.probes_at is not None and self._clock() >= self._probe_at
 
     def announce_probe(self, mailbox: Mailbox) -> None:
-        """Have the owner of `mailbox` woken for the next probe, once for each."""
+        """Set an alarm in `mailbox` for the next probe, once for each probe."""
         moment = self.probes_at
         if moment is not None and moment != self._announced_at:
             self._announced_at = moment
             mailbox.wake_at(moment)
 
     def probe_began(self) -> None:
-        """A probe is under way; `probe_ended` must follow."""
+        """Count a probe under way; `probe_ended` must follow."""
         self._probes += 1
         self._probe_at = self._clock() + PROBE_SECONDS
 
     def probe_ended(self, answered: bool) -> None:
-        """The store has answered a probe, however late, or has failed it."""
+        """Count the end of a probe: the store has answered it, however late, or has failed it."""
         self._probes -= 1
         if self.allows:
             return
@@ -105,23 +105,23 @@ class Breaker:
         self._late_in_row = 0
 
     def failed(self) -> None:
-        """The store raised, or what it answered made no sense."""
+        """Count a failure: the store raised, or its answer was invalid."""
         self._record_fault(self._failures)
 
     def was_late(self) -> None:
-        """The store missed a deadline."""
+        """Count a missed deadline."""
         self._late_in_row += 1
         self._record_fault(self._late)
         if self._late_in_row >= LATE_ANSWERS:
             self.hung()
 
     def hung(self) -> None:
-        """The store missed a deadline that only a store that hangs can miss."""
+        """Open at once: the store missed a deadline that only a store that hangs can miss."""
         if self.allows:
             self._open_circuit(self._clock())
 
     def answered_late(self) -> None:
-        """What was late has ended at last: the store may be back, so probe at once."""
+        """Probe at once: a late call has ended, so the store may work again."""
         if not self.allows:
             self._probe_at = self._clock()
 

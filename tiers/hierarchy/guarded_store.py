@@ -2,9 +2,9 @@
 """A store as the hierarchy sees it: guarded by breakers, with its faults counted.
 
 Every fault of a store becomes a miss somewhere. Here it is counted, and one of the store's two
-breakers is told: reads may go on where writes hang. While a breaker is open the store is asked for
-one block now and then, for nobody; that probe reads into memory of its own, which a store that
-hangs may keep, since slots of the slab would be missing.
+breakers is told: reads may go on where writes hang. While a breaker is open the store is probed
+with one block now and then. A probe reads into its own memory and not into a slot of the slab,
+since a store that hangs may keep the memory.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .hierarchy_options import HierarchyOptions
 
 LATE = "late"
 LATE_WRITE = "late_write"
-# Faults of single blocks, which say nothing about the store: it would not keep them; the slab's
-# bytes were not what came with them; what was read was stored as another block.
+# Faults of single blocks, which open no breaker: the store refused the block; the slab's bytes did
+# not match its proof; the bytes read were stored under another key.
 REFUSED, DAMAGED, WRONG_TAG = "refused", "damaged_in_slab", "wrong_tag"
 
 
@@ -54,19 +54,20 @@ class Traffic:
     promotion_allocation_failures: int = 0  # loads cut short because the slab had no slot
     cascade_failures: int = 0  # batches that broke or were late
     late_write_blocks: int = 0  # now: slots held by batches that are late and have not ended
-    # What the slab evicted before the store could take it, and in how many rounds of eviction.
+    # Blocks evicted from the slab before the store could take them, and rounds of eviction with
+    # any.
     lost_blocks: int = 0
     lost_stores: int = 0
     unadmitted_blocks: int = 0  # blocks that the admission filter found not worth writing
     breaker: str = "closed"  # now: "closed", "open" or "probing"
     breaker_opened: int = 0  # times
-    # The same of writes alone; the one above is of all else.
+    # The breaker of writes; the one above is for all other calls.
     write_breaker: str = "closed"
     write_breaker_opened: int = 0
 
 
 class GuardedStore:
-    """One store below the slab, with the deadlines of its calls, its breakers, its faults and its
+    """A store below the slab, with the deadlines of its calls, its breakers, its faults and its
     traffic. Used by the thread that owns `mailbox`."""
 
     def __init__(self, tier: StoreTier, mailbox: Mailbox, options: HierarchyOptions) -> None:
@@ -83,12 +84,12 @@ class GuardedStore:
         self._faults: dict[str, int] = {}
         self._last_stats = TierStats()
         self._open_lookups = 0  # prefetched, and not answered yet
-        # The last keys that the store said it had, or else the first it was asked for: for probes.
+        # Keys for probes: of the last look-up with a hit, or else of the first one that failed.
         self._known: Sequence[bytes] | None = None
 
     @property
     def awaits_lookup(self) -> bool:
-        """Whether a look-up was prefetched that the store has not answered."""
+        """Whether the store has a prefetched look-up to answer."""
         return self._open_lookups > 0
 
     def count_fault(
@@ -107,7 +108,7 @@ class GuardedStore:
             breaker.failed()
 
     def attempt(self, call: Callable[[], object], *, writing: bool = False) -> None:
-        """Have the store do something. A failure is counted and has no other consequence."""
+        """Run a call of the store. A failure is counted and has no other consequence."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 - any fault of a store is counted, none spreads
@@ -133,8 +134,8 @@ class GuardedStore:
         return answers
 
     def prefetch_lookup(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> bool:
-        """A prompt with these blocks, head first, was queued; a store that is far away asks for
-        them now. Whether it does: the mailbox's version changes when it has the answer."""
+        """Tell the store of a queued prompt with these blocks, head first, so that a remote store
+        asks for them now. True if it asks; the mailbox's version changes when it has the answer."""
         if not self.breaker.allows:
             return False
         try:
@@ -150,15 +151,15 @@ class GuardedStore:
         return True
 
     def watch(self, news: Callable[[Sequence[bytes]], None]) -> None:
-        """Have `news` called by the owner's thread with blocks that came to the store."""
+        """Watch the store: the owner's thread calls `news` with blocks that came to the store."""
         deliver = self.mailbox.deliver
         self.attempt(lambda: self.tier.watch(lambda keys: deliver(lambda: news(keys))))
 
     def lease(
         self, keys: Sequence[bytes], seconds: float, done: Callable[[list[bool]], None]
     ) -> None:
-        """Keep blocks from being evicted for so long. `done` is told, by the owner's thread and
-        perhaps at once, whether each is there and kept: none where the store does not say."""
+        """Lease blocks for `seconds`. The owner's thread calls `done`, perhaps at once, with a bool
+        for each block: it is there and kept. All are False where the store does not answer."""
         none = [False] * len(keys)
         try:
             future = self.tier.lease(keys, seconds) if self.breaker.allows else None
@@ -182,7 +183,7 @@ class GuardedStore:
         future.add_done_callback(lambda over: self.mailbox.deliver(lambda: ended(over)))
 
     def probe_when_due(self) -> None:
-        """Begin a probe where one is due, and have the owner woken for the next."""
+        """Begin a probe if one is due, and set an alarm for the next one."""
         if self.breaker.allows:
             return
         if self.breaker.probe_due:
@@ -190,8 +191,8 @@ class GuardedStore:
         self.breaker.announce_probe(self.mailbox)
 
     def stats(self) -> TierStats:
-        """The store's counters, with the faults counted here among its errors; the last ones where
-        it has none to give."""
+        """The store's counters, with the faults counted here among its errors; the last known
+        counters where the call fails."""
         try:
             stats = self.tier.stats()
             if not isinstance(stats, TierStats):
@@ -234,11 +235,12 @@ class GuardedStore:
         future.add_done_callback(lambda done: self.mailbox.deliver(lambda: self._probe_ended(done)))
 
     def _key_to_probe(self) -> bytes:
-        """A block that the store should have, if there is one. Raises what the store raises."""
+        """The key of a block that the store should have, if any is known. Raises the store's
+        errors."""
         keys = self._known or ()
         answers = self.tier.lookup(keys)
         check_answers(answers, keys)
-        # The last one: those before it were asked for first, and may have been lost in the fault.
+        # The last hit: earlier keys were asked for first, and may have been lost in the fault.
         found = (key for key, a in zip(keys[::-1], answers[::-1], strict=True) if a is Answer.HIT)
         return next(found, keys[-1] if keys else bytes(KEY_BYTES))
 
@@ -256,7 +258,7 @@ class GuardedStore:
 
 
 def check_answers(answers: Sequence[object], keys: Sequence[bytes]) -> None:
-    """Raise ValueError unless there is one for each key."""
+    """Raise ValueError unless there is one answer for each key."""
     if len(answers) != len(keys):
         raise ValueError(f"{len(answers)} answers to {len(keys)} keys")
 
@@ -269,8 +271,8 @@ def find_stores(
     stores: Sequence[GuardedStore], keys: Sequence[bytes], awaited: set[bytes] | None = None
 ) -> list[GuardedStore | None]:
     """The first store that has each key. `awaited` gains those keys that none has and for which a
-    prefetched look-up is open. Any other PENDING of a store counts as a miss: nothing would wake
-    whoever waited for it."""
+    prefetched look-up is open. Any other PENDING of a store counts as a miss: no completion would
+    wake a request that waits for it."""
     places: list[GuardedStore | None] = [None] * len(keys)
     for store in stores:
         unplaced = [i for i, place in enumerate(places) if place is None]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hierarchy: the slab and the stores below it as one place where blocks are kept.
+"""The hierarchy: the slab and the stores below it as one cache of blocks.
 
     begin_store ──► slab slot ──(write-back, when free slots run low)──► every store that is written
     begin_load  ◄── pinned slot ◄──(one batch for each store)────────── any store
 
 A shared store is written at once. By default a promoted block stays below (inclusive). An exclusive
 first store drops it; it is written there again before the slab evicts it. Either way a block that
-was written back stays in the slab until its slot is needed.
-Whatever goes wrong in a store is a miss with a counted reason; nothing is raised on the data path.
+was written back stays in the slab until its slot is needed. Every fault of a store is a miss with a
+counted reason; no data-path call raises.
 
 A caller may rely on this:
 - no method but `flush` and `close` waits for a disk or a socket;
@@ -36,8 +36,8 @@ from .promotions import LoadTicket, Promotions
 from .write_back import WriteBacks
 
 DEFAULTS = HierarchyOptions()
-# A step of an engine polls, so `poll` does nothing while nothing has happened. Whatever is due by
-# the clock has its alarm; should one be missed, it costs this long.
+# Each engine step polls, so `poll` returns at once while no event has come. Timed work has alarms;
+# a missed alarm costs at most this time.
 POLL_SECONDS = 0.05
 
 
@@ -52,8 +52,8 @@ class StoreTicket:
 
 
 class Hierarchy:
-    """One slab, any number of stores below it, the fastest first. Blocks are written back to each
-    that is not read-only. Takes over slab and stores: `close` closes them."""
+    """A slab and any number of stores below it, the fastest first. Blocks are written back to each
+    store that is not read-only. Owns slab and stores: `close` closes them."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Hierarchy:
 
     @property
     def stores(self) -> Sequence[StoreTier]:
-        """What lies below the slab, the fastest first."""
+        """The stores below the slab, the fastest first."""
         return [store.tier for store in self._stores]
 
     @property
@@ -95,29 +95,30 @@ class Hierarchy:
 
     @property
     def hears_of_others(self) -> bool:
-        """Whether there is a store that other engines fill, of which `watch_stores` tells."""
+        """Whether there is a store that other engines fill, for `watch_stores`."""
         return any(store.is_shared or store.is_read_only for store in self._stores)
 
     @property
     def others_are_up(self) -> bool:
-        """Whether such a store can be asked at present."""
+        """Whether such a store can be asked at present: its breaker is closed and it is up."""
         stores = (store for store in self._stores if store.is_shared or store.is_read_only)
         return any(store.breaker.allows and store.tier.is_up for store in stores)
 
     @property
     def num_unwritten(self) -> int:
-        """Blocks of the slab that a store lacks and is to have, of the store that is behind most:
-        evicted now, they would be lost to it. A store that is left alone does not count."""
+        """Blocks of the slab still to be written, for the store with the most of them: if evicted
+        now, the store would not get them. A store behind an open breaker does not count."""
         return self._write_backs.num_unwritten
 
     @property
     def version(self) -> int:
-        """Changes whenever a ticket, or the answer of `find_prefix`, may have changed."""
+        """A number that changes whenever a ticket, or the answer of `find_prefix`, may have
+        changed."""
         return self._mailbox.version
 
     @property
     def shared_version(self) -> tuple[int, int]:
-        """Changes whenever the answers of `shared` may have changed."""
+        """A value that changes whenever the answers of `shared` may have changed."""
         return self.version, self._write_backs.num_ended
 
     @property
@@ -130,8 +131,8 @@ class Hierarchy:
         )
 
     def announce_prompt(self, chain: Sequence[bytes]) -> None:
-        """A prompt arrived whose blocks are `chain`, head first, wherever they are. What it says
-        of the future is for policies, of slab and stores, and the admission filter to learn."""
+        """Tell the policies of slab and stores, and the admission filter, of a prompt whose blocks
+        are `chain`, head first, in whatever tier they are."""
         now = time.monotonic()
         self._slab.observe(chain, now)
         if self._stores:
@@ -141,9 +142,8 @@ class Hierarchy:
                 store.attempt(partial(store.tier.observe, chain, now))
 
     def prefetch_lookup(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> bool:
-        """A prompt was queued whose blocks are `keys`, head first. A store that is far away knows
-        of a block only after it asked, so it asks now. True if one does; `version` changes when it
-        has the answer."""
+        """Tell the stores of a queued prompt whose blocks are `keys`, head first, so that remote
+        stores ask for them now. True if one asks; `version` changes when it has the answer."""
         is_open = [store.prefetch_lookup(keys, context) for store in self._stores]
         return any(is_open)
 
@@ -159,19 +159,20 @@ class Hierarchy:
         return self._look_up.answers(keys)
 
     def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
-        """Pin what the slab has and promote the rest. Where the slab has no room for all, the
-        leading part that fits is loaded. Keys come head first. `context`: of the request."""
+        """Pin the blocks that the slab has and promote the rest. Where the slab has no room for
+        all, the leading part that fits is loaded. Keys come head first. `context`: of the
+        request."""
         self._mailbox.is_due = True
         return self._promotions.begin_load(keys, context)
 
     def end_load(self, ticket: LoadTicket) -> None:
-        """Give back the pins. Reads still under way go on, for whoever asks next."""
+        """Give back the pins. Reads under way go on; their blocks serve later loads."""
         self._mailbox.is_due = True
         self._promotions.end_load(ticket)
 
     def begin_store(self, keys: Sequence[bytes]) -> StoreTicket:
-        """Reserve slots for those blocks that the slab does not have. Keys come head first: short
-        of room, the last ones go without, since a tail is no use without its head."""
+        """Reserve slots for those blocks that the slab does not have. Keys come head first: where
+        slots are short, the last ones get none, since a tail is useless without its head."""
         answers = self._slab.lookup(keys)
         new = [k for k, a in zip(keys, answers, strict=True) if a is Answer.MISS]
         ticket = StoreTicket([], [], self._epoch)
@@ -191,9 +192,10 @@ class Hierarchy:
         proofs: Proofs | None = None,
         digests: Sequence[bytes] | None = None,
     ) -> None:
-        """The bytes are in the slots (`ok`, of all or of each), or never will be. `proofs[i]`, of
-        each block of the ticket, came with it or was made when it was copied. With a tagger proofs
-        are made here of `digests`, the 16 bytes of each block that an engine copied."""
+        """End a ticket: the bytes are in the slots (`ok`, of all or of each), or never will be.
+        `proofs[i]` came with the i-th block of the ticket or was made when it was copied. With a
+        tagger, proofs are made here from `digests`, the 16 bytes of each block that an engine
+        copied."""
         self._mailbox.is_due = True
         verdicts = [ok] * len(ticket.keys) if isinstance(ok, bool) else list(ok)
         if ticket.epoch != self._epoch:
@@ -206,18 +208,18 @@ class Hierarchy:
         self._mailbox.version += 1
 
     def withhold(self, ticket: StoreTicket) -> list[int]:
-        """End a ticket whose blocks will never come while somebody may still write to its slots:
-        they stay out of use until `restore` is given them."""
+        """End a ticket whose blocks will never come, while a client may still write to its slots.
+        Return the slots; they stay unused until `restore`."""
         self._mailbox.version += 1
         return self._slab.withhold(ticket.keys)
 
     def restore(self, slots: Sequence[int]) -> None:
-        """Nobody writes any more to slots that were withheld."""
+        """Give withheld slots back; no write to them may be under way any more."""
         self._slab.restore(slots)
 
     def poll(self) -> bool:
-        """Take in completions, give up what is late, write back and probe what is due. True if
-        anything that a ticket or `find_prefix` could show has changed."""
+        """Take in completions, give up late reads and writes, write back, and probe stores that are
+        due. True if a ticket or the answer of `find_prefix` may have changed."""
         now = time.monotonic()
         if not self._mailbox.is_due and now < self._poll_at:
             return False
@@ -233,13 +235,14 @@ class Hierarchy:
         return self.version != before
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Write back everything the stores lack, the most recently used first; False if something
-        could not be. Waits, so it is for shutdown only; not for a store that takes nothing."""
+        """Write back everything the stores lack, the most recently used first; False if some blocks
+        could not be written. Waits, so it is for shutdown only; it gives up a store that takes
+        nothing."""
         return self._write_backs.write_missing(timeout_seconds, self._mailbox)
 
     def forget_blocks(self, keys: Sequence[bytes]) -> None:
-        """Forget blocks in every tier. What is pinned now is forgotten at once and its slot freed
-        when it is given back, what is on its way is forgotten when it arrives."""
+        """Forget blocks in every tier. A pinned block is forgotten at once and its slot freed with
+        its last pin; a block on its way is forgotten when it arrives."""
         self._mailbox.is_due = True
         self._slab.forget(keys)
         self._mailbox.version += 1
@@ -249,9 +252,9 @@ class Hierarchy:
             store.drop(keys)
 
     def clear(self, *, sweep: bool = True) -> None:
-        """Forget every block in every tier. What is pinned now is forgotten at once and its slot
-        freed when it is given back; what is on its way is forgotten when it arrives. With `sweep`
-        false the slots are left for `sweep` to free, which takes far longer than forgetting."""
+        """Forget every block in every tier. A pinned block is forgotten at once and its slot freed
+        with its last pin; a block on its way is forgotten when it arrives. With `sweep` false the
+        slots are left for `sweep` to free, which takes far longer than forgetting."""
         self._epoch += 1
         self._mailbox.version += 1
         self._slab.clear()
@@ -267,9 +270,9 @@ class Hierarchy:
         return self._slab.sweep(most)
 
     def shared(self, keys: Sequence[bytes], *, write: bool = False) -> list[Answer]:
-        """Of each block whether the store that others read too has it, as far as is known (HIT),
-        or it is on its way there (PENDING). `write`: blocks of the slab of which neither is known
-        are written. Without such a store the slab counts, if it is served itself."""
+        """Whether the shared store has each block, as far as is known (HIT), or it is on its way
+        there (PENDING). `write`: blocks of the slab that are neither are written. Without a shared
+        store the slab's answers count, if it is served."""
         shared = next(((i, s) for i, s in enumerate(self._stores) if s.is_shared), None)
         if shared is None:
             served = self._slab.is_served
@@ -279,7 +282,7 @@ class Hierarchy:
         missing = [i for i, answer in enumerate(answers) if answer is Answer.MISS]
         in_slab = self._slab.lookup([keys[i] for i in missing])
         write_back = self._write_backs.get_write_back(index)
-        # Behind an open breaker nobody waits, but what is written is what it is probed with.
+        # Behind an open breaker no request waits; the write still serves as its probe.
         is_waiting = store.breaker.allows and store.write_breaker.allows
         again = []
         for i, answer in zip(missing, in_slab, strict=True):
@@ -295,12 +298,11 @@ class Hierarchy:
         return answers
 
     def watch_stores(self, hear: Callable[[Sequence[bytes]], bool]) -> None:
-        """Have the stores that others fill hear of blocks that they store. `hear` is told of those
-        that the slab does not have, in a call of `poll`, and says whether `version` is to change
-        with them."""
+        """Watch the stores that other engines fill. `poll` calls `hear` with their new blocks that
+        the slab does not have; `hear` returns whether `version` changes."""
 
         def heard(keys: Sequence[bytes]) -> None:
-            answers = self._slab.lookup(keys)  # what this engine stores is heard of too
+            answers = self._slab.lookup(keys)  # the stores report this engine's blocks too
             others = [k for k, answer in zip(keys, answers, strict=True) if answer is Answer.MISS]
             self._mailbox.version += hear(others)
 
@@ -311,8 +313,8 @@ class Hierarchy:
     def lease(
         self, keys: Sequence[bytes], seconds: float, done: Callable[[list[bool]], None]
     ) -> None:
-        """Have the store that others read too, or else the slab, keep these blocks for so long.
-        `done` hears, in a call of `poll` or at once, of each whether it is there and kept."""
+        """Lease these blocks for `seconds` in the shared store, or else in the slab. `done` is
+        called, by `poll` or at once, with a bool for each block: it is there and kept."""
         for store in self._stores:
             if store.is_shared:
                 store.lease(keys, seconds, done)
@@ -320,13 +322,13 @@ class Hierarchy:
         done(self._slab.keep(keys, seconds))
 
     def hold(self, keys: Sequence[bytes], seconds: float) -> Hold:
-        """Keep blocks of this engine, given head first, in the slab for so long, those on their way
-        in too; `release_hold` ends it sooner."""
+        """Keep blocks, given head first, in the slab for `seconds` for this engine, those on their
+        way in too; `release_hold` ends it sooner."""
         return self._slab.hold(keys, seconds)
 
     def ask_stores(self, keys: Sequence[bytes], seconds: float) -> None:
-        """Have each store keep blocks, given head first, for so long, as far as it has them and
-        leases any. It ends by itself."""
+        """Lease these blocks, given head first, for `seconds` in each store that leases, as far as
+        it has them. The leases end by themselves."""
         for store in self._stores:
             store.lease(keys, seconds, _ignore)
 
@@ -342,7 +344,7 @@ class Hierarchy:
         return {self._slab.name: slab} | {store.name: store.stats() for store in self._stores}
 
     def traffic(self) -> dict[str, Traffic]:
-        """A copy of what moved between the slab and each store, the fastest first."""
+        """A copy of the traffic between the slab and each store, the fastest first."""
         return {store.name: store.copy_traffic() for store in self._stores}
 
     def close(self, timeout_seconds: float) -> bool:
@@ -354,7 +356,8 @@ class Hierarchy:
         self._mailbox.close()
         deadline = time.monotonic() + timeout_seconds
         for place, store in enumerate(self._stores):
-            # Its share of the time, so that one that hangs leaves something for the next.
+            # Each store gets its share of the time, so that one that hangs leaves time for the
+            # next.
             left = max(0.0, deadline - time.monotonic()) / (len(self._stores) - place)
             store.attempt(partial(store.tier.close, left))
         self._mailbox.run_delivered()
@@ -370,4 +373,4 @@ class Hierarchy:
 
 
 def _ignore(_kept: list[bool]) -> None:
-    """A store keeps what it can, and nobody is told how much that is."""
+    """Ignore which blocks a store keeps."""

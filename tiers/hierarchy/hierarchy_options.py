@@ -10,26 +10,26 @@ from ..tag import Tagger
 
 WATERMARK = 0.25
 READ_SECONDS = 5.0
-# What a write may take. All that is in flight before it is at most three batches, which the slowest
-# disk worth having writes in that time.
+# The deadline of a write. At most three batches are in flight before it, which the slowest usable
+# disk writes in that time.
 WRITE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HierarchyOptions:
-    """The same for every store, from the start to the end.
+    """Options of one hierarchy: equal for every store, and constant.
 
-    With a `tagger` no block is promoted whose tag is not the one it makes for the key asked for.
-    Without one tags are carried and not looked at: a server's clients judge their own.
+    With a `tagger` a block is promoted only if its tag is the tagger's for that key. Without one
+    tags are carried and not checked: a server's clients check their own.
 
-    With `keeps_unwritten` no block is evicted that a store is still to have, neither for a store
-    nor for a promotion: those go without a slot instead. For callers that are told what is kept;
-    they leave room by `Hierarchy.num_unwritten`."""
+    With `keeps_unwritten` no block is evicted before it is written: new blocks and promotions get
+    no slot instead. It is for callers that are told which blocks are kept; they leave room by
+    `Hierarchy.num_unwritten`."""
 
     watermark: float = WATERMARK  # share of free slots below which the writing starts
     read_seconds: float = READ_SECONDS
     write_seconds: float = WRITE_SECONDS
     inclusive: bool = True  # promoted blocks stay in the first store
-    admission: AdmissionFilter = field(default_factory=AdmitAll)  # of what is worth writing
+    admission: AdmissionFilter = field(default_factory=AdmitAll)  # which blocks are worth writing
     tagger: Tagger | None = None
     keeps_unwritten: bool = False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-up of a prefix: where its blocks lie. The slab is asked first, then the stores, in order.
+"""Look-up of a prefix: the tier of each block. The slab is asked first, then the stores, in order.
 
-A look-up changes nothing anywhere and waits for nothing.
+A look-up has no side effect and never waits.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from ..base import Answer, SlabTier
 from .guarded_store import GuardedStore, find_stores
 from .promotions import Promotions
 
-# A look-up stops at the first miss, which for most prompts is the first block: so it begins with
-# few blocks, and takes more and more at a time.
+# A look-up stops at the first miss, which for most prompts is the first block. So it begins with
+# few blocks, and each next batch is larger.
 FIRST_BLOCKS, FIND_BLOCKS = 4, 256
 
 
 class Prefix(NamedTuple):
-    """The tier of each leading block that some tier has; whether the next one is coming; whether a
-    store was asked for the next one and has not answered yet, which it soon will."""
+    """The tier of each leading block that some tier has; whether the next block is on its way to
+    the slab; whether a store was asked for the next block and will answer soon."""
 
     tiers: list[str]
     pending: bool
     asked: bool = False
-    num_found: int = 0  # blocks, or more of what they are parts of, before some were passed over
+    num_found: int = 0  # blocks or positions found, before `tiers` was shortened
 
 
 class PrefixLookup:
@@ -68,8 +68,9 @@ class PrefixLookup:
         return Prefix(tiers, False)
 
     def answers(self, keys: Sequence[bytes]) -> list[Answer]:
-        """HIT, MISS or PENDING for each key on its own. PENDING: on its way into the slab, in a way
-        that a load cannot wait for. What is being promoted is a HIT, since a load joins that."""
+        """HIT, MISS or PENDING for each key on its own. PENDING: on its way into the slab, and a
+        load cannot wait for it. A block that is being promoted is a HIT, since a load joins the
+        promotion."""
         answers = self._slab.lookup(keys)
         hit, miss, pending = Answer.HIT, Answer.MISS, Answer.PENDING
         if answers.count(hit) == len(answers):

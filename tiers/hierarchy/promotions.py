@@ -2,10 +2,10 @@
 """Promotions: loads, and the batches on their way from a store into reserved slots of the slab.
 
 A load is of leading blocks: where one of them is in no tier, or the slab has no room for it, those
-behind it are of no use and are left alone. A block is read once however many loads wait for it. A
-promotion that misses its deadline fails for those who wait, but its slots stay reserved until it
-has really ended, because the store may still write to them; what it then brings is published for
-whoever asks next.
+behind it are useless and are not read. A block is read once however many loads wait for it. A
+promotion that misses its deadline fails for the waiting loads, but its slots stay reserved until it
+has really ended, because the store may still write to them; the blocks that it then brings are
+published for later loads.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ..tag import Proof, Proofs, Tagger
 from .guarded_store import LATE, WRONG_TAG, GuardedStore, check_answers, find_stores, name_of
 from .write_back import WriteBacks
 
-MISSED = "missed"  # the store had not what it had said, or it was damaged
+MISSED = "missed"  # the store had lost the block, or it was damaged
 
 
 @dataclass(slots=True, eq=False)
 class LoadTicket:
-    """A load. Once none is `waiting`, `slots[i]` is the pinned slot of `keys[i]`, or None where the
-    block could not be had: missing, damaged, late, or no room (which takes all that follow).
-    `begun` are the leading blocks that were there and for which there was room; `fault` says what
-    befell one of those that did not come, where something did."""
+    """A load. When `waiting` is 0, `slots[i]` is the pinned slot of `keys[i]`, or None for a block
+    that did not come: missing, damaged, late, or no room (then all that follow are None too).
+    `begun` is the number of leading blocks that were there and had room; `fault` is the reason why
+    one of those did not come, if any did not."""
 
     keys: list[bytes]
     slots: list[int | None]
@@ -42,7 +42,7 @@ class LoadTicket:
 
 @dataclass(slots=True, eq=False)
 class Promotion:
-    """One batch on its way from a store to the slab."""
+    """A batch on its way from a store to the slab."""
 
     store: GuardedStore
     keys: list[bytes]
@@ -58,13 +58,13 @@ class Promotion:
         return self.wanted and not self.late and key not in self.dropped
 
     def join(self, ticket: LoadTicket, index: int) -> None:
-        """Have the ticket's block at `index` come with this promotion."""
+        """Add the ticket's block at `index` to those that wait for this promotion."""
         self.waiting.append((ticket, index))
         ticket.tiers[index] = self.store.name
         ticket.waiting += 1
 
     def give_up(self) -> None:
-        """Fail the loads that wait now: it is too late for them."""
+        """Fail the loads that wait now: the deadline has passed."""
         self.late = True
         for ticket, _ in self.waiting:
             ticket.waiting -= 1
@@ -88,7 +88,7 @@ class Promotions:
         self._write_backs = write_backs
         self._tagger = tagger
         self.under_way: list[Promotion] = []
-        self.by_key: dict[bytes, Promotion] = {}  # of what is under way
+        self.by_key: dict[bytes, Promotion] = {}  # blocks of `under_way`
 
     def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
         """See `Hierarchy.begin_load`."""
@@ -121,12 +121,12 @@ class Promotions:
                 promotion.store.mailbox.version += 1
 
     def clear(self) -> None:
-        """Publish nothing of what is under way."""
+        """Publish no block of the promotions under way."""
         for promotion in self.under_way:
             promotion.wanted = False
 
     def drop_promotions(self, keys: Sequence[bytes]) -> None:
-        """No load joins for these blocks any more. The slab does not publish them."""
+        """Let no further load join for these blocks. The slab does not publish them."""
         for key in keys:
             promotion = self.by_key.get(key)
             if promotion is not None:
@@ -238,7 +238,8 @@ class Promotions:
         return [None if k in wrong else p for k, p in zip(promotion.keys, proofs, strict=True)]
 
     def _finish_promotion(self, promotion: Promotion, proofs: Proofs, fault: str = MISSED) -> None:
-        """Publish what has come and pin it for those who wait. `fault`: why the rest did not."""
+        """Publish the blocks that came and pin them for the waiting loads. `fault`: why others did
+        not come."""
         ok = [promotion.wanted and proof is not None for proof in proofs]
         store = promotion.store
         self._write_backs.promoted(store, self._slab.commit(promotion.keys, ok, proofs))
@@ -248,7 +249,7 @@ class Promotions:
             del self.by_key[key]
         store.mailbox.version += 1
         waiting = [(ticket, i) for ticket, i in promotion.waiting if not ticket.ended]
-        # Not pinned anew for statistics or order: the commit has just made them the newest.
+        # Without touch: the commit has just made them the newest, and these are no hits.
         slots = self._slab.pin([ticket.keys[i] for ticket, i in waiting], touch=False)
         for (ticket, i), slot in zip(waiting, slots, strict=True):
             ticket.slots[i] = slot

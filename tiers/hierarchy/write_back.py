@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write-back: takes blocks that only the slab has down to the stores, ahead of their eviction.
+"""Write-back: writes blocks that only the slab has to the stores, before their eviction.
 
-While the slab has room nothing is written. Once it fills up, the blocks that came in from the pool
+While the slab has room nothing is written. When it fills up, the blocks that came in from the pool
 are written, the longest unused first, in batches whose slots stay pinned until the store is done
 with them. A batch that is not full waits for more blocks, a moment at most and only while none of
 its own is about to be evicted: each costs a sync and a commit, however small. A store that cannot
-keep up delays nobody: the slab evicts what it must, and the blocks lost are counted. An admission
-filter may find a block not worth writing; it is asked again once the block was used again.
+keep up delays no request: the slab evicts all the same, and the lost blocks are counted. An
+admission filter may refuse a block; it is asked again after the block's next use.
 
-A shared store is written to at once and without the filter, because others wait for what it gets.
-There is no thread: `Hierarchy` drives all this from its own calls and from completions.
+A shared store is written to at once and without the filter, because other engines wait for its
+blocks. There is no thread: `Hierarchy` drives all this from its own calls and from completions.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from .hierarchy_options import HierarchyOptions
 from .writes import Writes
 
 # A batch of this many bytes pays for its sync, and several keep a disk busy through it (three of
-# them wrote 1.05 times what two did); the blocks bound a step's work.
+# them wrote 5 % more than two); the blocks bound a step's work.
 BATCH_BYTES = 64 * 1024**2
 BATCH_BLOCKS = 256
 BATCHES_IN_FLIGHT = 3
-# A batch is at most one of so many shares of the slab: the second of one that has more than a few
-# slots, where an eighth would be a small batch, whose sync and commit cost as much as a full one's.
+# A batch is at most this share of the slab: an eighth below FEW_SLOTS slots, else a quarter. There
+# an eighth would be a small batch, whose sync and commit cost as much as a full one's.
 SHARES_OF_SLAB, FEWER_SHARES = 8, 4
 FEW_SLOTS = 1024
-# How long a batch waits to be full. Nobody waits for it, and what is about to be evicted does not.
+# How long a batch waits to be full. No request waits for it; blocks about to be evicted do not
+# wait.
 FILL_SECONDS = 5.0
-# While flushing: how often a store is looked at that does not end what it was given, and how soon
-# one is asked again that is busy with nothing of ours.
+# In a flush: how often a store with writes in flight is checked, and how soon a busy store without
+# any is asked again.
 LOOK_SECONDS, RETRY_SECONDS = 0.25, 0.01
 
 
@@ -61,7 +62,7 @@ class WriteBack:
         self._dirty: OrderedDict[bytes, bool] = OrderedDict()
         self._full_at: float | None = None  # when a batch that is not full goes (monotonic)
         self._alarm_at = 0.0  # the last one that was set for it
-        self._num_next = 0  # so many will be evicted next, and nobody has looked which
+        self._num_next = 0  # evictions announced and not yet compared with `_dirty`
         self._is_urgent = False  # some of `_dirty` were among those
         self._refused: set[bytes] = set()  # by the filter; in the slab, or evicted meanwhile
         self._writes = Writes(slab, store)
@@ -76,13 +77,13 @@ class WriteBack:
 
     @property
     def num_unwritten(self) -> int:
-        """Blocks that wait to be written or are being written, while the store is asked at all."""
+        """Blocks that wait to be written or are being written; 0 while a breaker is open."""
         if not (self._store.write_breaker.allows and self._store.breaker.allows):
             return 0
         return len(self._dirty) + self._writes.num_blocks
 
     def awaits(self, key: bytes) -> bool:
-        """Whether a block of the slab waits to be written, while the store is asked at all."""
+        """Whether a block of the slab waits to be written; False while a breaker is open."""
         store = self._store
         return key in self._dirty and store.write_breaker.allows and store.breaker.allows
 
@@ -92,7 +93,7 @@ class WriteBack:
         return bool(self._dirty or self._writes)
 
     def added(self, keys: Sequence[bytes]) -> None:
-        """The slab has these blocks, head first, from the pool; the store may lack them."""
+        """Mark blocks, given head first, that came into the slab; the store may lack them."""
         if self._store.is_read_only:
             return
         for key in reversed(keys):
@@ -103,7 +104,7 @@ class WriteBack:
         return key in self._dirty or self._writes.holds(key)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """These blocks, head first, were used, so they are written later than others."""
+        """Note the use of these blocks, given head first: they are written later than others."""
         if not self._dirty and not self._refused:
             return
         for key in reversed(keys):
@@ -114,8 +115,8 @@ class WriteBack:
                 self._dirty[key] = False
 
     def evicted(self, keys: Sequence[bytes]) -> None:
-        """The slab has evicted these, the coldest first: count those that were not written. The
-        store is told of the others, of which it has the last copy."""
+        """Note blocks evicted from the slab, the coldest first: count those that were not written,
+        and touch the others in the store, which has their last copy."""
         dirty = self._dirty
         lost = [key for key in keys if key in dirty] if dirty else []
         if len(lost) < len(keys) and self._store.breaker.allows:
@@ -127,13 +128,14 @@ class WriteBack:
         self._store.traffic.lost_stores += bool(lost)
 
     def will_be_evicted(self, count: int) -> None:
-        """So many go next: what is not written of them has to be now."""
+        """Note that the next `count` evictions are near: unwritten blocks among them must be
+        written now."""
         self._num_next = count
 
     def pump(self, *, reading: bool) -> bool:
-        """Give up late batches, and start new ones if the slab is filling up: fewer while somebody
-        waits for a read, and one block alone, to probe, while the store is broken. False where the
-        store was busy: it is to be asked again, though nothing will tell when."""
+        """Give up late batches, and start new ones if the slab is filling up: fewer while a load
+        waits for a read, and one block alone, as a probe, while the breaker is open. False where
+        the store was busy: the caller asks again, as no completion will wake it."""
         self._writes.give_up_late()
         is_taken = True
         allowed = 1 if reading else BATCHES_IN_FLIGHT
@@ -153,7 +155,7 @@ class WriteBack:
         self._writes.give_up_late()
         while self._dirty and (size := self._writes.room(self._batch, BATCHES_IN_FLIGHT)):
             newest = list(islice(reversed(self._dirty), size))
-            # The slab is about to go, so there is no second chance for the filter to give.
+            # The slab is about to close, so the filter cannot be asked again later.
             if not self._write_batch(newest, filtered=False):
                 break
         return self.pending and not self._writes.has_stalled
@@ -164,8 +166,8 @@ class WriteBack:
         return not (self.pending or self._writes.has_failed)
 
     def recheck(self) -> None:
-        """Before a flush: every block of the slab that the store lacks is to be written, but no
-        more than the store has room for, so that late batches do not displace earlier ones."""
+        """Prepare a flush: mark every block of the slab that the store lacks, but no more than the
+        store has room for, so that late batches do not displace earlier ones."""
         self._writes.begin_flush()
         self._dirty.clear()
         self._refused.clear()
@@ -177,21 +179,21 @@ class WriteBack:
         self.added([k for k, a in zip(newest_first, answers, strict=True) if self._may_lack(a)])
 
     def discard_dirty(self, keys: Sequence[bytes]) -> None:
-        """Write none of these blocks; what is being written of them is dropped on its arrival."""
+        """Write none of these blocks; those being written are dropped when they arrive."""
         for key in keys:
             self._dirty.pop(key, None)
             self._refused.discard(key)
         self._writes.drop_on_arrival(keys)
 
     def clear(self) -> None:
-        """Forget all; what is being written is dropped from the store when it arrives."""
+        """Forget all marks; blocks being written are dropped from the store when they arrive."""
         self._dirty.clear()
         self._refused.clear()
         self._writes.drop_all()
 
     @property
     def _is_due(self) -> bool:
-        """Whether to write at all: for room, or to find out whether the store works again."""
+        """Whether to write now: to free slots, or to probe a store behind an open breaker."""
         if not self._store.write_breaker.allows:
             return True
         return self._slab.free_slots() < self._low_slots and not self._may_wait()
@@ -201,7 +203,7 @@ class WriteBack:
         return len(self._dirty) < self._batch and self._has_time()
 
     def _has_time(self) -> bool:
-        """Whether what waits may wait for more."""
+        """Whether the marked blocks may wait until the batch is full."""
         allows = self._store.write_breaker.allows
         if not allows or not self._fill_seconds or self._goes_next():
             return False
@@ -214,15 +216,15 @@ class WriteBack:
         return now < self._full_at
 
     def _goes_next(self) -> bool:
-        """Whether something that waits is about to be evicted."""
+        """Whether a marked block is about to be evicted."""
         if self._num_next:
             self._is_urgent = self._slab.may_go_next(self._dirty.keys(), self._num_next)
             self._num_next = 0
         return self._is_urgent
 
     def _write_batch(self, keys: list[bytes], *, filtered: bool = True) -> bool:
-        """Start one batch, unless so much of it need not be written that it waits for more. False
-        where the store is busy; the blocks stay marked then."""
+        """Start one batch, or let it wait for more if many of its blocks need no write. False where
+        the store is busy; the blocks stay marked then."""
         answers = self._store.lookup(keys)
         lacking = keys
         if answers.count(Answer.MISS) < len(keys):
@@ -245,13 +247,14 @@ class WriteBack:
             self._dirty.pop(key, None)
 
     def _may_lack(self, answer: Answer) -> bool:
-        """Whether a block with this answer is to be given to the store. PENDING is on its way
-        there; but one that is shared says so too of what it is being asked about."""
+        """Whether a block with this answer is to be written to the store. PENDING is on its way
+        there; but a shared store also answers it for a block that it still asks its server
+        about."""
         return answer is Answer.MISS or (answer is Answer.PENDING and self._store.is_shared)
 
     def _admitted(self, keys: list[bytes]) -> list[bytes]:
-        """The blocks that the filter finds worth writing; the others wait for their next use. It is
-        asked once about each."""
+        """Return the blocks that the filter admits; the others wait for their next use. The filter
+        is asked once about each."""
         dirty = self._dirty
         asked = [key for key in keys if not dirty[key]]
         verdicts = self._admission.admit(asked, time.monotonic()) if asked else []
@@ -269,16 +272,15 @@ class WriteBack:
         return [key for key in keys if key in dirty] if refused else keys
 
     def _forget_evicted(self) -> None:
-        """Refused blocks leave the slab unseen; forget them from time to time."""
+        """Forget refused blocks that the slab has evicted."""
         refused = list(self._refused)
         answers = self._slab.lookup(refused)
         self._refused = {k for k, a in zip(refused, answers, strict=True) if a is Answer.HIT}
 
 
 class WriteBacks:
-    """The write-back of each store, and what follows for all of them from what happens in the slab.
-    Unless the options say `inclusive` the first store gives up what is promoted. Called by one
-    thread."""
+    """The write-backs of all stores; events of the slab go to each. Unless the options say
+    `inclusive` the first store drops promoted blocks. Called by one thread."""
 
     def __init__(
         self, slab: SlabTier, stores: Sequence[GuardedStore], options: HierarchyOptions
@@ -306,17 +308,17 @@ class WriteBacks:
         return max((write_back.num_unwritten for write_back in self._all), default=0)
 
     def added(self, keys: Sequence[bytes]) -> None:
-        """The slab has these blocks, head first; the stores may lack them."""
+        """Mark blocks of the slab, given head first, for every store; the stores may lack them."""
         for write_back in self._all:
             write_back.added(keys)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """These blocks, head first, were used."""
+        """Note the use of these blocks, given head first, in every write-back."""
         for write_back in self._all:
             write_back.used(keys)
 
     def promoted(self, store: GuardedStore, keys: Sequence[bytes]) -> None:
-        """These blocks came from a store."""
+        """Note that these blocks came from a store; an exclusive one drops them."""
         if not (store.is_shared or store.is_read_only):
             self._admission.promoted(len(keys))
         if keys and store is self._exclusive_store:
@@ -324,7 +326,8 @@ class WriteBacks:
             self._all[0].added(keys)
 
     def reserve(self, keys: list[bytes], *, optional: bool = False) -> list[int | None]:
-        """Reserve slots of the slab for these blocks; count what is evicted for them unwritten."""
+        """Reserve slots of the slab for these blocks; blocks evicted unwritten for them are
+        counted."""
         excess = len(keys) - self._slab.free_slots()
         evicted: list[bytes] = []
         slots = self._slab.reserve(keys, optional=optional, spared=self._spared, evicted=evicted)

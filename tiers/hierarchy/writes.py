@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches that a store is being given, and when it is given up."""
+"""Writes: the batches in flight to one store, with their deadlines."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..base import SlabTier, Stored
 from ..errors import TierBusy
 from .guarded_store import DAMAGED, LATE_WRITE, REFUSED, GuardedStore, check_answers
 
-# No more than this share of the slab is pinned by writes, and cannot be evicted: the second where
-# some of them are late.
+# Writes pin at most this share of the slab, which cannot be evicted: the second share applies where
+# some batches are late or probes.
 SHARE, LATE_SHARE = 0.375, 0.5
-# In a flush a store is given up that has taken nothing for so long; the second is for one whose
+# A flush gives up a store that has taken nothing for this time; the second time is for one whose
 # breaker is open, and leaves time for a probe.
 STALL_SECONDS, OPEN_STALL_SECONDS = 5.0, 2.0
 
@@ -33,14 +33,14 @@ class Batch:
 
 
 class Writes:
-    """The batches that one store is being given, from their pins to their end.
+    """The batches in flight to one store, from their pins to their end.
 
         start ──► in flight ──(the future ends)──► unpinned
                      └─(past its deadline)──► late ──(it ends after all)──► unpinned
 
-    A batch that is late has its breaker opened and keeps its slots, since the store may still read
-    them. Behind an open breaker one block at a time is written, to find out whether the store works
-    again. Called by one thread."""
+    A late batch opens the write breaker and keeps its slots pinned, since the store may still read
+    them. Behind an open breaker one block at a time is written, as a probe. Called by one
+    thread."""
 
     def __init__(self, slab: SlabTier, store: GuardedStore) -> None:
         self._slab = slab
@@ -49,7 +49,7 @@ class Writes:
         self._alarm_at = 0.0  # the last one that was set for a deadline
         self._batches: list[Batch] = []
         self.num_ended = 0
-        self._taken_at = 0.0  # since a flush began, when something was taken last
+        self._taken_at = 0.0  # when the store last took a batch, or the flush began
         self._has_failed = False  # since a flush began
 
     def __len__(self) -> int:
@@ -63,8 +63,8 @@ class Writes:
         return any(key in batch.keys for batch in self._batches)
 
     def room(self, most_blocks: int, most_batches: int) -> int:
-        """How many blocks the next batch may have, `most_blocks` being usual; 0: none may start
-        now."""
+        """Return how many blocks the next batch may have, usually `most_blocks`; 0: no batch may
+        start now."""
         if not self._store.breaker.allows:
             return 0
         usual = sum(not (batch.is_late or batch.is_probe) for batch in self._batches)
@@ -79,7 +79,7 @@ class Writes:
         return max(0, size)
 
     def start(self, keys: list[bytes], slots: list[int]) -> bool:
-        """Write pinned blocks. False, and they are given back, where the store is busy."""
+        """Start to write pinned blocks. False where the store is busy; then they are unpinned."""
         deadline = time.monotonic() + self._store.write_seconds
         batch = Batch(keys, deadline, is_probe=not self._breaker.allows)
         if batch.is_probe:
@@ -118,17 +118,17 @@ class Writes:
         self._set_alarm()
 
     def drop_all(self) -> None:
-        """Have everything that is being written dropped when it has arrived."""
+        """Drop all blocks in flight from the store when they have arrived."""
         for batch in self._batches:
             batch.is_wanted = False
 
     def drop_on_arrival(self, keys: Sequence[bytes]) -> None:
-        """Have those of these blocks that are being written dropped when they have arrived."""
+        """Drop those of these blocks that are in flight from the store when they have arrived."""
         for batch in self._batches:
             batch.dropped.update(set(keys).intersection(batch.keys))
 
     def begin_flush(self) -> None:
-        """Watch from now on whether the store takes anything."""
+        """Begin to note whether and when the store takes a batch."""
         self._taken_at, self._has_failed = time.monotonic(), False
 
     @property
@@ -138,13 +138,13 @@ class Writes:
 
     @property
     def has_stalled(self) -> bool:
-        """Whether to give the store up, because it has taken nothing for too long."""
+        """Whether a flush gives the store up: it has taken nothing for too long."""
         most = STALL_SECONDS if self._breaker.allows else OPEN_STALL_SECONDS
         return time.monotonic() - self._taken_at >= most
 
     def _set_alarm(self) -> None:
-        """Have an alarm set for the next deadline, unless one comes before: most batches end long
-        before theirs, and each alarm wakes two threads."""
+        """Set an alarm for the next deadline, unless an earlier alarm is set: most batches end long
+        before their deadlines, and each alarm wakes two threads."""
         if self._alarm_at <= time.monotonic():
             waiting = [batch.deadline for batch in self._batches if not batch.is_late]
             if waiting:

@@ -3,7 +3,7 @@
 
     $XDG_CACHE_HOME/stratakv/digests/DEVICE-INODE           ~/.cache where that is not set
 
-An entry holds what the file's state was and its digest:
+An entry holds the state of the file at that time and its digest:
 
     offset  bytes
          0      8  magic, "STRKVDG2"
@@ -11,11 +11,11 @@ An entry holds what the file's state was and its digest:
         56     32  digest
         88     32  SHA-256 of the 88 bytes before
 
-A program that may write a file can set its times back, but not its ctime, which the kernel advances
-with each change of content. So an entry counts only where all six numbers are those of the file
-now. It is written only where they could not hide a later change: not while ctime is young, whose
-grain is up to two seconds. It is written and read only on file systems that are known to advance
-ctime, and not where they are read-only images, whose times are what their maker wrote.
+A program that may write a file can set its mtime back, but not its ctime, which the kernel advances
+with each change of content. So an entry counts only if all six numbers are those of the file now.
+It is written only if they cannot hide a later change: not while ctime is young, since its grain is
+up to two seconds. It is written and read only on file systems that are known to advance ctime, and
+not on read-only images, whose times come from the image's maker.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ MOST_ENTRIES = 4096
 _FORM = struct.Struct("<8s6Q32s32s")
 _CHECK_BYTES = 32
 _U64 = 2**64 - 1
-# Others hand on what a server, a program or an image says, or do not count writes through a
-# mapping, as tmpfs.
+# Other file systems pass on the times of a server, a program or an image, or do not count writes
+# through a mapping, as tmpfs.
 _WITH_CTIME = re.compile(r"ext[234]|xfs|btrfs|zfs|f2fs|bcachefs|jfs|nfs4?|overlay")
 _LAZY = "lazytime"  # after a loss of power, times may be older than the content
 
 
 class DigestCache:
-    """The entries in one folder. It never raises: without a folder nothing is remembered."""
+    """The entries in one folder. No call raises; without a folder nothing is remembered."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     @classmethod
     def of_user(cls) -> DigestCache:
-        """The cache of this user; one that remembers nothing where the user has no folder."""
+        """Return the cache of this user; without a cache folder it remembers nothing."""
         parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         return cls(Path(parent) / "stratakv" / "digests" if os.path.isabs(parent) else None)
 
     def load_digest(self, state: FileState, file_system: int = 0) -> bytes | None:
-        """The digest of a file in this state; None where none is remembered, or the entry is
-        damaged or may be another user's. `file_system` is its number (`f_fsid`), and `trusts` has
+        """Return the digest of a file in this state; None where no entry is found, or the entry is
+        damaged or may be another user's. `file_system` is its number (`f_fsid`); `trusts` has
         allowed the file."""
         if self._folder is None:
             return None
@@ -89,8 +89,8 @@ class DigestCache:
         return bool(_WITH_CTIME.fullmatch(mount.kind))
 
     def takes(self, state: FileState, now_ns: int) -> bool:
-        """Whether the digest of a file that `trusts` has allowed, hashed from `now_ns` on (since
-        the epoch), may be remembered: its ctime would tell of each later change."""
+        """Whether the digest of a trusted file, hashed from `now_ns` on (since the epoch), may be
+        remembered: each later change will give the file another ctime."""
         return now_ns - state.ctime_ns >= YOUNG_NS
 
     def add(self, state: FileState, digest: bytes, file_system: int = 0) -> None:
@@ -128,14 +128,14 @@ def _make_private(folder: Path) -> None:
 
 
 def _check_private(folder: Path) -> None:
-    """Raise OSError for a folder in which others could put entries."""
+    """Raise OSError for a folder that another user can write."""
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(0, "others can write the folder", str(folder))
 
 
 def _read(path: Path) -> bytes:
-    """Raises OSError for what is no file of this user alone."""
+    """Read an entry. Raises OSError for a file that another user could have written."""
     _check_private(path.parent)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of whole files, each byte of them.
+"""Digests of whole files.
 
     digest = SHA-256( "stratakv.file" | size u64 | SHA-256 of each 8 MiB, in order )
 
-The pieces are hashed by several threads, so that large weights take as long as reading them does
-where there are processors enough. What is remembered is not read again (digest_cache.py).
+Several threads hash the pieces, so that with enough processors large weights take only the time to
+read them. Remembered files are not read again (digest_cache.py).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Progress = Callable[[str], None]
 
 
 class FileDigest(NamedTuple):
-    """A file as it was when it was hashed."""
+    """A file, its state when it was hashed, and its digest."""
 
     path: Path
     state: FileState
     digest: bytes  # 32
 
     def check_unchanged(self) -> None:
-        """Raise ConfigError where the file is no longer the one that was hashed."""
+        """Raise ConfigError if the file was changed or replaced since it was hashed."""
         try:
             state = FileState.from_stat(os.stat(self.path))
         except OSError as error:
@@ -55,8 +55,8 @@ class FileDigest(NamedTuple):
 def digest_files(
     paths: Sequence[Path], cache: DigestCache | None = None, progress: Progress | None = None
 ) -> list[FileDigest]:
-    """The digest of each file, in the order of the paths. `cache`: of this user where it is not
-    given. `progress` hears a line every two seconds.
+    """Return the digest of each file, in the order of the paths. `cache` defaults to this user's.
+    `progress` is called with a line every two seconds.
 
     Raises ConfigError for a file that cannot be read to its end, or that changes meanwhile.
     """
@@ -64,7 +64,7 @@ def digest_files(
     told = _Told(progress)
     found: dict[Path, FileDigest] = {}
     unknown: list[tuple[Path, bool]] = []
-    trusted: dict[int, bool] = {}  # by device, so that the table of mounts is read once for each
+    trusted: dict[int, bool] = {}  # by device, so that the table of mounts is read once per device
     for path in paths:
         with _opened(path) as (descriptor, state):
             digest = None
@@ -84,7 +84,7 @@ def digest_files(
 
 
 class _Told:
-    """Bytes hashed of all, said now and then."""
+    """The progress of hashing: bytes done of all, reported every `QUIET_SECONDS`."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
@@ -128,9 +128,8 @@ def _digest_file(
 
 
 def _write_back(descriptor: int) -> tuple[bool, FileState]:
-    """Have the kernel write what is dirty: a mapping advances ctime with the first write to a page
-    and not with later ones, until the page is written back. Returns whether it could, and the
-    file's state from then on."""
+    """Write the file's dirty pages back: a mapping advances ctime only with the first write to a
+    page after its write-back. Return whether that succeeded, and the file's state afterwards."""
     is_written = True
     try:
         os.fsync(descriptor)
@@ -142,7 +141,7 @@ def _write_back(descriptor: int) -> tuple[bool, FileState]:
 def _in_order(
     pool: ThreadPoolExecutor, descriptor: int, starts: Iterable[int], size: int
 ) -> Iterator[tuple[int, bytes]]:
-    """Length and digest of each piece. All reads have ended when this has."""
+    """Yield length and digest of each piece. All reads have ended when the iteration has."""
     pieces: list[Future[tuple[int, bytes]]] = []
     try:
         pieces += [
@@ -173,8 +172,8 @@ def _digest_piece(descriptor: int, start: int, end: int) -> tuple[int, bytes]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, FileState]]:
-    """A descriptor and the state of the file. Raises ConfigError, also for an OSError raised
-    inside."""
+    """Yield a descriptor and the state of the file. Raises ConfigError, also for an OSError raised
+    in the block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a file: five numbers that differ once it was written or replaced."""
+"""The state of a file: five numbers that change when it is written or replaced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class FileState(NamedTuple):
-    """Five numbers of a file; equal ones say that it is the one it was."""
+    """Five numbers of a file; equal ones mean the same, unchanged file."""
 
     device: int
     inode: int
@@ -25,7 +25,7 @@ class FileState(NamedTuple):
 
 
 def state_of(path: Path) -> FileState | None:
-    """The state of the file at `path`; None where it cannot be looked at."""
+    """The state of the file at `path`; None where stat fails."""
     try:
         return FileState.from_stat(os.stat(path))
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file system that a path lies in, as the kernel's table of mounts has it."""
+"""The file system of a path, from the kernel's table of mounts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 class Mount(NamedTuple):
-    """One row of the table."""
+    """A row of the table of mounts."""
 
     point: str
     kind: str  # the file system: ext4, tmpfs, fuse.sshfs
@@ -25,12 +25,12 @@ class Mount(NamedTuple):
 def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
     """The innermost mount above a path; None where it is not known. Raises OSError where the table
     cannot be read."""
-    real, best = Path(os.path.realpath(path)), None  # also of a circle of links
+    real, best = Path(os.path.realpath(path)), None  # also for a circle of links
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
         fields, _, rest = line.partition(" - ")
         point = _ESCAPED.sub(lambda code: chr(int(code[1], 8)), fields.split()[4])
         kind, source, *super_options = rest.split()
-        # Of two mounts in one place the later one is seen.
+        # Of two mounts at one point the later one is visible.
         if real.is_relative_to(point) and (best is None or len(point) >= len(best.point)):
             options = ",".join([fields.split()[5], *super_options])
             is_image = "ro" in ",".join(super_options).split(",") or "/dev/loop" in source

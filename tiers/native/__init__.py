@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes in C++: what the tiers do to many of them, in one call that leaves the interpreter to
-others.
+"""Operations on many bytes in C++, each in one call that releases the interpreter.
 
-`setup.py` compiles `bytes.cpp` and `names.cpp` where it can, `native_library.py` finds what came of
-it. Without it, or on a processor that lacks the instructions, xxhash and hashlib do the same.
+`setup.py` compiles `bytes.cpp` and `names.cpp` where it can; `native_library.py` finds the library.
+Without it, or on a processor that lacks the instructions, xxhash and hashlib do the same.
 """

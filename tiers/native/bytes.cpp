@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tiers do to many bytes in one call, without the interpreter: digests (XXH3, 128 bits, no
-// seed) of bytes as they are copied, received or sent, and tags of what is received or sent.
+// Operations of the tiers on many bytes in one call, without the interpreter: digests (XXH3, 128
+// bits, no seed) of bytes as they are copied, received or sent, and tags of received or sent
+// payloads.
 //
-// A digest is of what is written: every 64 bytes are read once, and what was read is both stored
-// and taken into the digest, so that nobody who changes the source meanwhile can have other bytes
-// arrive than were hashed.
+// A digest is of the written bytes: every 64 bytes are read once, and the bytes read are both
+// stored and hashed. So a change of the source meanwhile cannot make other bytes arrive than were
+// hashed.
 #include <errno.h>
 #include <immintrin.h>
 #include <stdint.h>
@@ -20,7 +21,7 @@
 // Grows with every change of a function; `native_library.py` has the same number.
 EXPORTED int64_t stratakv_bytes_abi() { return 5; }
 
-// Whether this processor, and the system with it, runs them.
+// Whether this processor and its system run the functions.
 EXPORTED int64_t stratakv_bytes_runs() {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") != 0;
@@ -102,9 +103,9 @@ WIDE static void take_blocks(Sums &sums, uint8_t *to, const uint8_t *from, int64
     for (; count > 0; count--, from += BLOCK, to += writing == NOT ? 0 : BLOCK) {
         for (int64_t i = 0; i < BLOCK / STRIPE; i++) {
             const char *const later = reinterpret_cast<const char *>(from + i * STRIPE + AHEAD);
-            // Kept in the cache where it comes from, also if it goes past it: the next step writes to
-            // a block that was evicted. What is only hashed is there already, or comes quickly
-            // enough: asking costs more than half of it.
+            // The source is prefetched into the cache, also if the target goes past it: the next
+            // step writes to an evicted block. Bytes that are only hashed are there already, or
+            // come quickly enough: a prefetch costs more than half of their time.
             if (writing != NOT) _mm_prefetch(later, _MM_HINT_T0);
             take_stripe<writing>(sums, to + i * STRIPE, from + i * STRIPE, 8 * i);
         }
@@ -194,7 +195,7 @@ EXPORTED WIDE int64_t stratakv_bytes_copy(uint8_t *to, const uint8_t *from, int6
     else
         take_blocks<CACHED>(sums, to, from, blocks);
     memcpy(to + blocks * BLOCK, from + blocks * BLOCK, size - blocks * BLOCK);
-    // The last stripe may reach back into what was written past the cache, which this core sees.
+    // The last stripe may overlap bytes written past the cache, which this core sees.
     end_digest(sums, to, size, digest);
     _mm_sfence();
     return 0;
@@ -364,8 +365,8 @@ EXPORTED int64_t stratakv_bytes_send(int64_t fd, const uint8_t *head, int64_t he
     return 0;
 }
 
-// Hashed before any of it is sent: less, and the other end, which is quicker than who hashes and
-// sends, sleeps and is woken for each.
+// Hashed before any of it is sent: with less, the other end, which is quicker than hashing and
+// sending, sleeps and is woken for each.
 static const int64_t GROUP = 4096 * 1024;
 
 // Sends `count` payloads of `size` bytes, more than 240, and behind each its tag (see `write_tag`)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The names of many blocks in one call. Nothing is hashed here: OpenSSL does that, by functions that
-// the caller found in the library that Python's hashlib uses.
+// The names of many blocks in one call. OpenSSL does the hashing, by functions that the caller
+// found in the library that Python's hashlib uses.
 #include <stdint.h>
 #include <string.h>
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled library of `bytes.cpp` and `names.cpp`: where it is, whether it can be used here,
-its functions.
+"""The compiled library of `bytes.cpp` and `names.cpp`: its file, its fitness here, its functions.
 
-It is a plain shared library, called with addresses, and bound to no Python. Every function here has
-a twin without it and gives the same answer. STRATAKV_BYTES=none leaves it alone.
+It is a plain shared library, called with addresses, for any version of Python. Code without it
+gives the same results. STRATAKV_BYTES=none keeps it from being used.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ log = logging.getLogger(__name__)
 FILE_NAME = "libstratakv_bytes.so"  # as in setup.py
 VARIABLE = "STRATAKV_BYTES"
 ABI = 5
-LEAST_BYTES = 241  # XXH3 does something else with less
+LEAST_BYTES = 241  # XXH3 hashes fewer bytes in another way
 PART_BYTES = 256 * 1024  # copied, then hashed while it is in the cache
 _DIGEST_BYTES = 16
 _NO_DIGEST = bytes(_DIGEST_BYTES)
 MOST_NAME_BYTES = 112
-_LEFT, _LATE = -1, -2  # in place of the number of an error
+_LEFT, _LATE = -1, -2  # in place of an error number
 
 
 class PeerLeft(OSError):
@@ -39,7 +38,7 @@ class PeerLeft(OSError):
 
 
 class Library:
-    """Its functions. `runs`: whether this processor runs them."""
+    """The library's functions. `runs`: whether this processor runs them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         size, address = ctypes.c_int64, ctypes.c_void_p
@@ -72,7 +71,8 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """Looked for once in a process; a file that cannot be used is told of."""
+    """The library, looked for once in a process; None where it is missing, unusable (which is
+    logged) or switched off."""
     path = Path(__file__).with_name(FILE_NAME)
     if os.environ.get(VARIABLE) == "none" or not path.exists():
         return None
@@ -93,8 +93,8 @@ def has_digests() -> bool:
 
 
 def copy_and_digest(target: memoryview, source: memoryview) -> bytes:
-    """Copy bytes to as many others, past the processor's cache; the 16 bytes of the XXH3-128 digest
-    of what was written, whoever changes the source meanwhile."""
+    """Copy bytes to a buffer of the same length, past the processor's cache. Return the 16 bytes of
+    the XXH3-128 digest of the bytes written, even if the source changes meanwhile."""
     size = target.nbytes
     if source.nbytes != size:
         raise ValueError(f"{source.nbytes} bytes cannot be copied to {size}")
@@ -107,15 +107,15 @@ def copy_and_digest(target: memoryview, source: memoryview) -> bytes:
         return hasher.digest()
     found, digest = library(), ctypes.create_string_buffer(_DIGEST_BYTES)
     assert found is not None
-    # What is made of a buffer keeps it alive until the call has ended.
+    # These objects keep the buffers alive until the call has ended.
     to, of = ctypes.c_char.from_buffer(target), ctypes.c_char.from_buffer(source)
     found.copy(ctypes.addressof(to), ctypes.addressof(of), size, True, ctypes.addressof(digest))
     return digest.raw
 
 
 class Rows(NamedTuple):
-    """Bytes of one length that begin a number of bytes apart: row i at `address + i * step`. Who
-    has one keeps the memory alive."""
+    """Rows of `size` bytes, `step` bytes apart: row i at `address + i * step`. The caller keeps the
+    memory alive."""
 
     address: int
     step: int
@@ -126,7 +126,7 @@ def copy_rows_and_digest(
     target: Rows, target_rows: Sequence[int], source: Rows, source_rows: Sequence[int]
 ) -> list[bytes]:
     """`copy_and_digest` of row `source_rows[i]` to row `target_rows[i]` for each i, in one call
-    without the interpreter. Nobody checks that there are such rows. Only where `has_digests`, and
+    without the interpreter. The row numbers are not checked. Only where `has_digests`, and for rows
     of LEAST_BYTES or more."""
     found, count = library(), len(target_rows)
     assert found is not None and source.size == target.size >= LEAST_BYTES
@@ -142,9 +142,9 @@ def copy_rows_and_digest(
 
 
 class ProvenRecords:
-    """Payloads of one length of LEAST_BYTES or more, with what the headers of their records
-    (`record.py`) say of each; `head` is what all of them say. Nobody checks what lies where. Only
-    where `has_digests`, and of memory that may be written to."""
+    """Payloads of one length of LEAST_BYTES or more, with the fields of their records' headers
+    (`record.py`); `head` has the common fields. Addresses are not checked. Only where
+    `has_digests`, and for writable memory."""
 
     def __init__(
         self,
@@ -161,16 +161,16 @@ class ProvenRecords:
         self._tags, self._digests = b"".join(tags), b"".join(digests)
         lengths = len(self._keys), len(self._tags), len(self._digests)
         expected = tuple(len(payloads) * size for size in (KEY_BYTES, _DIGEST_BYTES, _DIGEST_BYTES))
-        if lengths != expected:  # those of the next blocks would be taken for them
+        if lengths != expected:  # fields of other blocks would be read
             raise ValueError(
                 f"expected keys of {KEY_BYTES} bytes, tags and digests of {_DIGEST_BYTES}, for "
                 f"{len(payloads)} payloads {expected} in all, got {lengths}"
             )
 
     def make(self, run: range, pages: int, pieces: int) -> list[int]:
-        """Hash the payloads of a run and write their headers to the pages at an address, and for
-        each record where header page and payload lie, and how long they are, to another one. The
-        positions of payloads whose digest is another: their headers are zeros. Without the
+        """Hash the payloads of a run and write their headers to the pages at the address `pages`;
+        write address and length of each header page and payload to the address `pieces`. Return the
+        positions of payloads with a wrong digest: their headers are zeros. Releases the
         interpreter."""
         found, count = library(), len(run)
         assert found is not None
@@ -189,13 +189,13 @@ class ProvenRecords:
 
 
 class Received(NamedTuple):
-    """Of payloads that came whole, in their order: the digest, what came behind them, and the tag
-    where they have names."""
+    """Results for the payloads that came whole, in their order: digests, the bytes behind each, and
+    tags where names were given."""
 
     digests: list[bytes]
     trailers: list[bytes]
     tags: list[bytes]
-    lost: OSError | None  # why the next one did not come
+    lost: OSError | None  # why the next payload did not come
 
 
 def receive_and_digest(
@@ -205,8 +205,8 @@ def receive_and_digest(
     deadline: float,
     names: bytes = b"",
 ) -> Received:
-    """Fill payloads, all of one length of LEAST_BYTES or more, from a socket that blocks, by
-    `deadline` (monotonic seconds). `names`, one after the other: see `send_proven`. Only where
+    """Fill payloads, all of one length of LEAST_BYTES or more, from a blocking socket, by
+    `deadline` (monotonic seconds). `names` are joined, as in `send_proven`. Only where
     `has_digests`."""
     found, count = library(), len(payloads)
     assert found is not None
@@ -228,9 +228,9 @@ def receive_and_digest(
 def send_payloads(
     descriptor: int, head: bytes, payloads: Sequence[memoryview], trailers: bytes, deadline: float
 ) -> None:
-    """Send `head`, and payloads of one length, with as many bytes of `trailers` behind each, to a
-    socket that blocks, by `deadline` (monotonic seconds). Only where `has_digests`, and of memory
-    that may be written to. Raises OSError."""
+    """Send `head`, then payloads of one length, each with its equal share of `trailers` behind it,
+    to a blocking socket, by `deadline` (monotonic seconds). Only where `has_digests`, and for
+    writable memory. Raises OSError."""
     found, count = library(), len(payloads)
     assert found is not None
     places = _Places(payloads)
@@ -252,10 +252,10 @@ def send_proven(
     deadline: float,
 ) -> list[int]:
     """Send payloads, all of one length of LEAST_BYTES or more, each with its tag and its digest
-    behind it. `names`, one after the other and all of one length up to MOST_NAME_BYTES: a tag is
-    the digest of name and digest. `digests`: what they must be, where that is known. Those that
-    are others have nothing but zeros behind them; their positions. Sockets and memory as in
-    `send_payloads`. Raises OSError."""
+    behind it. `names` are joined, all of one length up to MOST_NAME_BYTES: a tag is the digest of
+    name and digest. `digests`: the expected ones, where known. Payloads with other digests have
+    zeros behind them; return their positions. Sockets and memory as in `send_payloads`. Raises
+    OSError."""
     found, count = library(), len(payloads)
     assert found is not None
     name_bytes = _length_of_one(names, count)
@@ -275,8 +275,8 @@ def send_proven(
 
 
 class _Written:
-    """Bytes that the library writes. An array of ctypes has a type of its own for each length,
-    whose making takes longer than many calls."""
+    """Bytes that the library writes. A ctypes array would need a new type for each length, which
+    takes longer to make than many calls."""
 
     def __init__(self, size: int) -> None:
         self.bytes = bytearray(size)
@@ -285,7 +285,7 @@ class _Written:
 
 
 class _Places:
-    """Where payloads of one length lie, which stay where they are while this lives."""
+    """Addresses of payloads of one length. The payloads stay in place while this object lives."""
 
     def __init__(self, payloads: Sequence[memoryview]) -> None:
         self._held = [ctypes.c_char.from_buffer(payload) for payload in payloads]
@@ -304,7 +304,7 @@ def _cut(written: _Written, step: int, count: int) -> list[bytes]:
 
 
 def _length_of_one(names: bytes, count: int) -> int:
-    """Bytes of each name. Raises ValueError for more than the library has room for."""
+    """Bytes of each name. Raises ValueError for more than the library takes."""
     name_bytes = len(names) // max(1, count)
     if name_bytes > MOST_NAME_BYTES:
         raise ValueError(f"expected names of up to {MOST_NAME_BYTES} bytes, got {name_bytes}")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of OpenSSL that Python's hashlib uses, for many digests in one call of the compiled
-library: hashlib copies a state four times and makes four objects for one name.
+library: for one name hashlib copies a state four times and makes four objects.
 
-The library that hashlib is linked to is asked for them by name. Where that is not to be had (a
-Python with OpenSSL inside it), where there is no compiled library, or where the first name comes
-out as another, `name_maker` says None and hashlib does the work.
+They are looked up by name in the library that hashlib is linked to. `name_maker` returns None, and
+hashlib does the work, where that library is missing (a Python with OpenSSL built in), where there
+is no compiled library, or where the first name comes out wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DIGEST_BYTES = 32
 
 
 class _OpenSsl:
-    """Raises AttributeError where a function is missing."""
+    """The functions, by ctypes. Raises AttributeError where one is missing."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int
@@ -48,8 +48,8 @@ class _OpenSsl:
         self.functions = (address * len(_NAMES))(*functions)  # as names.cpp has them
 
     def begun(self, block: bytes) -> int:
-        """The address of a context of SHA-256 that has taken these bytes, to be freed. Raises
-        OSError."""
+        """Return the address of a SHA-256 context that has taken these bytes; the caller frees it.
+        Raises OSError."""
         context: int | None = self._new()
         if context is None:
             raise OSError("OpenSSL has no memory")
@@ -64,12 +64,12 @@ class _OpenSsl:
 
 @functools.cache
 def _openssl() -> _OpenSsl | None:
-    """Looked for once in a process."""
+    """The functions, looked for once in a process; None where they are missing."""
     module = importlib.util.find_spec("_hashlib")
     if module is None or not module.has_location:
         return None
     try:
-        # Already loaded, as is what it is linked to, where its symbols are looked for.
+        # The module is loaded already, and with it the library that has the symbols.
         return _OpenSsl(ctypes.CDLL(module.origin))
     except (OSError, AttributeError) as error:
         log.info("%s leads to no functions of OpenSSL (%s)", module.origin, error)
@@ -77,8 +77,8 @@ def _openssl() -> _OpenSsl | None:
 
 
 class NameMaker:
-    """HMAC-SHA256 under one key of up to 64 bytes. Thread-safe. Raises OSError where OpenSSL does
-    not do what it should."""
+    """HMAC-SHA256 under one key of up to 64 bytes. Thread-safe. Raises OSError where OpenSSL
+    fails."""
 
     def __init__(self, openssl: _OpenSsl, call: Callable[..., int], key: bytes) -> None:
         if len(key) > _BLOCK_BYTES:
@@ -97,8 +97,8 @@ class NameMaker:
     _outer: int
 
     def hmac_keys(self, keys: bytes, count: int) -> bytes:
-        """For each of `count` keys of one length, 32 bytes or more, one after the other, as many
-        bytes: the HMAC of the key, then the key from its 33rd byte on."""
+        """Take `count` joined keys of one length, 32 bytes or more. Return as many bytes: for each
+        key its HMAC, then the key from its 33rd byte on."""
         size = len(keys) // max(1, count)
         if size * count != len(keys) or (count and size < _DIGEST_BYTES):
             raise ValueError(f"{len(keys)} bytes are no {count} keys")
@@ -109,7 +109,7 @@ class NameMaker:
 
 
 def name_maker(key: bytes) -> NameMaker | None:
-    """What makes names under this key; None where hashlib has to."""
+    """Return the maker of names under this key; None where hashlib must make them."""
     compiled, openssl = library(), _openssl()
     if compiled is None or openssl is None:
         return None

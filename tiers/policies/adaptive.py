@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive: keeps what saves the most for each second that it takes up a place.
+"""Adaptive: keeps the blocks that save the most time for each second in a slot.
 
-From the prompts it is told of it learns how soon blocks are used again, by turn, pace and kind
-(`history.py`), as a function of age (`reuse_model.py`); what that is worth is weighed by what a
-miss costs. Nothing is tuned beforehand: until it has seen enough, and whenever LRU would have
+It learns from observed prompts how soon blocks are used again, by turn, pace and kind
+(`history.py`), as a function of age (`reuse_model.py`); the expected gain is weighed by the cost of
+a miss. Nothing is tuned beforehand: until it has seen enough prompts, and whenever LRU would have
 served more (`Trial`), it is LRU. Tails go before heads: a block whose followers in some chain are
-held goes after them, as far as others may go. Until the first `observe` it is LRU and costs what
-LRU costs, for owners that hear of blocks but not of prompts.
+held goes after them, as far as others may go. Until the first `observe` it is LRU at the cost of
+LRU, for owners that do not pass prompts on.
 
-Beside its owner's blocks it remembers those that are gone: three times as many and `MIN_GONE`, but
-no more than `MAX_GONE`. A block takes about 400 bytes.
+It also remembers blocks that are gone: three times its owner's number plus `MIN_GONE`, but no more
+than `MAX_GONE`. A block takes about 400 bytes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from .runs import Block, Run
 
 # Prompts that are seen before the policy is trusted for the first time.
 WARM_UP = 128
-# Prompts for which it is set aside at first, and at most.
+# Prompts for which the policy is set aside after it fell behind: the first time, and at most.
 SUSPEND = 512
 MAX_SUSPEND = 1 << 14
 # Prompts after which a result counts half.
 HALF_LIFE = 1024
-# It fell behind: by this share of what was asked, and so many standard deviations.
+# The policy fell behind if it lost more than this share of the blocks asked for, and more than so
+# many standard deviations.
 MARGIN = 0.002
 DEVIATIONS = 1.5
 
@@ -42,7 +43,8 @@ MAX_GONE = 262_144
 
 
 class Trial:
-    """Whether a policy serves at least what LRU would have served, from what both were asked.
+    """A comparison of a policy with LRU: whether it serves at least as many blocks of the same
+    prompts.
 
     An LRU of the same capacity is kept beside it, in keys only. Where the policy falls behind by
     more than chance, it is set aside for a while, each time for twice as long. `is_trusted` says
@@ -55,12 +57,12 @@ class Trial:
         self._decide_at = WARM_UP
         self._suspend = SUSPEND
         self._prompts = 0
-        # Of blocks, with older prompts counting less: asked for, served less than by LRU, and the
-        # squares of the latter.
+        # Blocks, with older prompts counting less: asked for; served by LRU only; squares of the
+        # latter.
         self._asked = self._lost = self._variance = 0.0
 
     def compare_prompt(self, chain: Sequence[bytes], hits: int) -> None:
-        """A prompt came, and so many of its leading blocks were held under the policy."""
+        """Count a prompt of which `hits` leading blocks were held under the policy."""
         lru_hits = self._replay(chain)
         self._prompts += 1
         if not self.is_trusted:
@@ -79,7 +81,7 @@ class Trial:
             self._suspend = min(MAX_SUSPEND, 2 * self._suspend)
 
     def _replay(self, chain: Sequence[bytes]) -> int:
-        """What LRU holds of the chain, head first; then it takes the chain in."""
+        """Return how many leading blocks of the chain LRU holds; then insert the chain into it."""
         lru = self._lru
         hits = next((i for i, key in enumerate(chain) if key not in lru), len(chain))
         for key in reversed(chain):
@@ -93,15 +95,15 @@ class Trial:
 def take_tails_first(
     runs: Iterable[Run], count: int, may_go: Callable[[bytes], bool]
 ) -> dict[Block, None]:
-    """Up to `count` blocks of the runs, the first run first; changes nothing. None goes before
-    those that follow it in a chain, since a block without the blocks before it serves nobody: one
-    whose followers are held and stay is passed over, with all before it in its run, and taken as
-    soon as they are taken."""
+    """Up to `count` blocks of the runs, the first run first; changes nothing. No block goes before
+    its followers in a chain, since a block without the blocks before it is useless: a block whose
+    followers are held and stay is passed over, with all before it in its run, and taken as soon as
+    they are taken."""
     taken: dict[Block, None] = {}
     if count <= 0:
         return taken
     left: dict[Block, int] = {}  # of parents of taken blocks: the followers that stay
-    waiting: set[Run] = set()  # passed over for the sake of followers
+    waiting: set[Run] = set()  # passed over because of their followers
     for first in runs:
         to_do = [first]
         while to_do:
@@ -129,8 +131,8 @@ def take_tails_first(
 
 
 class AdaptivePolicy(EvictionPolicy):
-    """For an owner of `capacity` blocks. A key costs O(1) on average; `victims` is linear in what
-    it looks at, and in the number of classes."""
+    """The policy of an owner of `capacity` blocks. A key costs O(1) on average; `victims` is linear
+    in the number of blocks it visits, and in the number of classes."""
 
     learns = True
 
@@ -138,7 +140,7 @@ class AdaptivePolicy(EvictionPolicy):
         gone = min(MAX_GONE, 3 * capacity + MIN_GONE)
         self._history = History(capacity + gone, ReuseModel(), cost=cost)
         self._trial = Trial(capacity)
-        self._untold: LruPolicy | None = LruPolicy()  # all there is until the first prompt
+        self._untold: LruPolicy | None = LruPolicy()  # used until the first prompt
 
     def __len__(self) -> int:
         return self._history.num_held if self._untold is None else len(self._untold.order)
@@ -147,7 +149,7 @@ class AdaptivePolicy(EvictionPolicy):
         if self._untold is not None:
             held = self._untold.order
             self._untold = None
-            self._history.now = now  # what it holds is as old as the first prompt, not the clock
+            self._history.now = now  # the blocks held count as used at the first prompt
             self.insert(held)
         hits = self._history.record_prompt(chain, now)
         self._trial.compare_prompt(chain, hits)
@@ -159,7 +161,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._history.mark_held(keys)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        # What a prompt uses was told by `observe`.
+        # `observe` has recorded the uses of a prompt.
         if self._untold is not None:
             self._untold.touch(keys)
 
@@ -175,7 +177,8 @@ class AdaptivePolicy(EvictionPolicy):
         return self._choose(count, may_evict, inf)
 
     def may_be_next(self, keys: KeysView[bytes], count: int) -> bool:
-        """By whole runs: those that the next victims come from, if all of a run may go."""
+        """See EvictionPolicy. Compares whole runs: those of the next victims, if all of a run may
+        go."""
         if self._untold is not None:
             return self._untold.may_be_next(keys, count)
         for run in self._runs(inf):
@@ -200,7 +203,7 @@ class AdaptivePolicy(EvictionPolicy):
         taken = take_tails_first(self._runs(limit), count, may_evict)
         chosen = [block.key for block in taken]
         if limit == inf and len(chosen) < count:
-            # Tails that may not go: what is before them goes rather than nothing.
+            # Where tails may not go, the blocks before them go instead.
             others = (b for run in self._runs(limit) for b in run.tail_first() if b not in taken)
             chosen += islice((b.key for b in others if may_evict(b.key)), count - len(chosen))
         return chosen

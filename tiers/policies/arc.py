@@ -4,12 +4,12 @@
     evicted ── b1 ◄── t1 │ t2 ──► b2 ── evicted       t1: came once     b1, b2: names of what was
                   cold   │   cold                     t2: used again    evicted from t1, t2
 
-A key that comes back while b1 knows it says that t1 should have been larger, one that b2 knows the
-opposite; `target` is the share of t1 that follows.
+A key that comes back while b1 has its name means that t1 should have been larger; one in b2 means
+the opposite. `target` is the resulting share of t1.
 
-Two things are not as in the paper, because an owner makes room before it says what came: a key that
-comes back moves the target after that eviction instead of before it, and a tie between t1 and the
-target is not broken by the key that comes. Keys that the owner removes for another reason become
+Two details differ from the paper, because an owner makes room before it inserts the new key: a key
+that comes back moves the target after that eviction instead of before it, and a tie between t1 and
+the target is not broken by the new key. Keys that the owner removes for another reason become
 ghosts as well. Ghosts never outnumber the capacity, and t1 with b1 stays within it.
 """
 
@@ -25,8 +25,8 @@ Keys = OrderedDict[bytes, None]
 
 
 class ArcPolicy(EvictionPolicy):
-    """Every operation on a key is O(1); `victims` is linear in what it looks at. Holds the names
-    of at most `capacity` keys beside those of its owner."""
+    """Every operation on a key is O(1); `victims` is linear in the number of keys it visits. Holds
+    the names of at most `capacity` keys beside those of its owner."""
 
     def __init__(self, capacity: int) -> None:
         self.target = 0.0  # keys that t1 may hold before it is the one to lose

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promise of `base.py` as a function that any eviction policy has to pass.
+"""The contract of `base.py` as a function that any eviction policy has to pass.
 
-For whoever writes a policy, also outside this project: call it with what makes one. It plays an
-owner that prompts, evicts, drops and asks in every way it may, the same in every run, and takes
-some tens of milliseconds. Which order is a good one it does not judge.
+Authors of policies, also outside this project, call it with the policy's factory. It acts as an
+owner that prompts, evicts, drops and asks in every allowed way, the same in every run, and takes
+some tens of milliseconds. It does not judge which order is a good one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _STEPS = 300
 
 
 def check_policy_contract(make: Callable[[int], EvictionPolicy]) -> None:
-    """Everything that an owner relies on. `make` takes the number of blocks that the owner can
-    hold. Raises ContractBroken with what was expected and what came."""
+    """Check everything that an owner relies on. `make` takes the number of blocks that the owner
+    can hold. Raises ContractBroken with the expected and the actual value."""
     _keeps_the_order_it_is_given(_made(make))
     owner = _Owner(_made(make))
     for _ in range(_STEPS):
@@ -46,7 +46,7 @@ def _keeps_the_order_it_is_given(policy: EvictionPolicy) -> None:
 
 
 class _Owner:
-    """A tier of `BLOCKS` blocks in front of one policy, and what it knows to be held."""
+    """A tier of `BLOCKS` blocks that uses one policy, and the keys that it holds."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
@@ -55,7 +55,7 @@ class _Owner:
         self._rng = random.Random(7)  # noqa: S311 - keys of no secrecy
 
     def run_random_action(self) -> None:
-        """One thing that an owner may do, and a look at what is left."""
+        """Run one random action of an owner, then check the number of keys held."""
         doing = (
             self._prompt,
             self._prompt,
@@ -68,7 +68,8 @@ class _Owner:
         _expect("the number of keys held", len(self._held), len(self._policy))
 
     def _prompt(self) -> None:
-        """Conversations that grow and begin alike, with room made in both ways."""
+        """Send a prompt of a conversation: conversations grow and begin alike. Room is made with
+        `displaced_by` or with `victims`."""
         session, rng = self._rng.randrange(6), self._rng
         chain = [self._key(session, depth) for depth in range(rng.randint(1, 10))]
         self._now += rng.choice((0.0, 1.0, 30.0, 4000.0))
@@ -90,7 +91,7 @@ class _Owner:
         self._held.update(kept)
 
     def _unannounced(self) -> None:
-        """A block that no prompt told of, as after a restart."""
+        """Insert a block that no prompt announced, as after a restart."""
         key = b"%d!" % self._rng.randrange(20)
         if key not in self._held and len(self._held) < BLOCKS:
             self._policy.insert([key])
@@ -145,7 +146,7 @@ class _Owner:
         self._held.difference_update(keys)
 
     def _key(self, session: int, depth: int) -> bytes:
-        """Two sessions each begin with the same two blocks."""
+        """The key of a session's block; pairs of sessions share their first two blocks."""
         return b"%d/%d" % (session // 2 if depth < 2 else 100 + session, depth)
 
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The history: which blocks prompts used and when, whether their owner holds them or not.
+"""The history: the blocks that prompts used and when, whether their owner holds them or not.
 
-What was evicted teaches as much as what was kept, so blocks are remembered beyond their eviction:
-up to a limit; one takes about 400 bytes. The history tells the model when blocks are used again.
+Evicted blocks teach as much as held ones, so blocks are remembered beyond their eviction, up to a
+limit; one takes about 400 bytes. The history tells the model when blocks are used again.
 
-It keeps them in runs: blocks that were last used by the same prompt and are alike age as one thing.
-A prompt uses a chain from its head on. So of what earlier prompts used it takes leading parts away,
-and each block is in one run, that of the last prompt which used it:
+It keeps them in runs: blocks that were last used by the same prompt and are alike age together. A
+prompt uses a chain from its head on, so it takes leading blocks away from the runs of earlier
+prompts. Each block is in one run, that of the last prompt which used it:
 
     prompt 1 uses a b c d e, then prompt 2 uses a b c f g:    [a b c f g]   left behind: [d e]
 
-Runs go in an order: there is a queue for each class and age, ranked by the model. Runs of one class
+Runs are ordered: there is a queue for each class and age, ranked by the model. Runs of one class
 and one bin of ages are worth the same, and the oldest goes first. A run moves on to the next queue
-when its age leaves the bin, which happens a few dozen times in its life at most, so that nothing is
-done for each block or at each moment.
+when its age leaves the bin. That happens a few dozen times in its life at most, so no work recurs
+for each block or at short intervals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .runs import Block, Prompt, Run
 UNANNOUNCED_BLOCKS = 64
 # The model learns after so many prompts, and after an eighth of the runs that are watched.
 LEARN_PROMPTS = 64
-# Of more runs than this it looks at some only, so that learning takes a few milliseconds.
+# With more runs than this it samples them, so that learning takes a few milliseconds.
 LEARN_RUNS = 4096
 
 MAX_TURN = 6
@@ -47,8 +47,8 @@ UNANNOUNCED: Class = (_OWN, 0, 0)
 
 
 class History:
-    """Blocks by key, each in one run. Runs of which the owner holds something are in `queues`. With
-    `by_length` runs are told apart by the length of their prompt as well as by its pace."""
+    """Blocks by key, each in one run. Runs with blocks that the owner holds are in `queues`. With
+    `by_length` the class of a run depends on the length of its prompt as well as on its pace."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class History:
         self._learn_at = LEARN_PROMPTS
 
     def record_prompt(self, chain: Sequence[bytes], now: float) -> int:
-        """A prompt arrived; how many of its leading blocks the owner holds."""
+        """Record a prompt. Return how many of its leading blocks the owner holds."""
         self.now = now = max(now, self.now)
         self.num_prompts += 1
         matched: list[Block] = []
@@ -86,8 +86,8 @@ class History:
         before = matched[-1].run.prompt if matched else None
         if before is not None and not before.length:
             before = None  # no prompt announced those
-        # A prompt that keeps more than half of another one goes on from it; one that keeps less
-        # only begins alike.
+        # A prompt that contains more than half of an earlier one continues it; one with less only
+        # begins alike.
         goes_on = before is not None and 2 * len(matched) > before.length
         prompt = Prompt(now, len(chain), before if goes_on else None)
         if before is not None and not goes_on:
@@ -100,7 +100,7 @@ class History:
         return hits
 
     def learn(self) -> None:
-        """Refresh the model from what is being watched."""
+        """Refresh the model from the runs."""
         now, every = self.now, 1 + len(self._runs) // LEARN_RUNS
         watched = islice(self._runs, 0, None, every)
         self._model.refresh((r.name, now - r.time, every * r.weight(len(r))) for r in watched)
@@ -108,8 +108,8 @@ class History:
         self._learn_at = self.num_prompts + max(LEARN_PROMPTS, len(self._runs) // 8)
 
     def mark_held(self, keys: Iterable[bytes]) -> None:
-        """The owner holds these blocks from now on. Those that no prompt announced make runs of
-        their own, the last one hottest."""
+        """Mark these blocks as held by the owner. Blocks that no prompt announced get their own
+        runs, the last one hottest."""
         for key in keys:
             block = self.blocks.get(key) or self._add_unannounced(key)
             if block.held:
@@ -122,7 +122,7 @@ class History:
         self.trim_to_limit()
 
     def mark_gone(self, keys: Iterable[bytes]) -> None:
-        """The owner no longer holds these blocks; unknown ones are ignored."""
+        """Mark these blocks as no longer held by the owner; unknown ones are ignored."""
         for key in keys:
             block = self.blocks.get(key)
             if block is not None and block.held:
@@ -131,7 +131,8 @@ class History:
                 self._drop_if_empty(block.run)
 
     def trim_to_limit(self) -> None:
-        """Keep to the limit: the oldest runs first, and of them what the owner does not hold."""
+        """Forget blocks that the owner does not hold until the limit is met, the oldest runs
+        first."""
         for _ in range(len(self._runs)):
             if len(self.blocks) <= self._limit:
                 break
@@ -183,7 +184,8 @@ class History:
             self.queues.link(run, self.now)
 
     def _used(self, run: Run, count: int, prompt: Prompt) -> None:
-        """So many blocks of a run were used, by a prompt which has taken them."""
+        """Count the use of `count` blocks of a run by a prompt, which has moved them to its own
+        runs."""
         age = self.now - run.time
         self._model.used(run.name, age, run.weight(count))
         self._drop_if_empty(run)
@@ -209,7 +211,8 @@ class History:
                 self._unannounced = None
 
     def _class_of(self, prompt: Prompt, sharers: int) -> Class:
-        """The class of blocks that so many other conversations had begun with: by turn and gap."""
+        """The class of blocks in a prompt: by `sharers`, the number of other conversations that
+        began with them, or else by turn and gap."""
         if sharers:
             return (_SHARED, min(MAX_SHARED, sharers.bit_length() - 1))
         gap = 0

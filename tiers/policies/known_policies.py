@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction policies by name: what a flag may say, and who makes the policy for a capacity.
+"""Eviction policies by name: the values of the flags, and the factories.
 
 A package brings one in its own `pyproject.toml`:
 
@@ -7,7 +7,7 @@ A package brings one in its own `pyproject.toml`:
     mine = "mypackage.policy:MyPolicy"
 
 where `MyPolicy` takes the number of blocks that its owner can hold and returns an EvictionPolicy.
-It is held to the contract (`contract.py`) before it is used. A name of ours stays ours.
+It must pass the contract (`contract.py`) before it is used. A built-in name takes precedence.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ POLICIES: Mapping[str, PolicyFactory] = {
     "adaptive": AdaptivePolicy,
 }
 DEFAULT_POLICY = "adaptive"
-# Of the ssd tier. Replayed below a slab, `adaptive` lost more than it won: it judges itself by what
-# prompts find in its own tier, and what they find there begins with what the slab has.
+# Of the ssd tier. Replayed below a slab, `adaptive` lost more than it won: it judges itself by the
+# prompts' hits in its own tier, and those begin with blocks that the slab has too.
 DEFAULT_SSD_POLICY = LRU
 
 
 def known_policies() -> list[str]:
-    """All names: ours, then those that other packages bring."""
+    """All names: the built-in ones, then those of other packages."""
     return list(dict.fromkeys([*POLICIES, *installed(ENTRY_POINTS)]))
 
 
 def policy_factory(name: str) -> PolicyFactory:
-    """The maker of a policy: one of ours, or of another package by its name or as
-    `module:attribute`. Raises TierConfigError for an unknown name and for a policy that
-    cannot be loaded or does not keep the promise of `base.py`."""
+    """The factory of a policy: a built-in one, or one of another package by its name or as
+    `module:attribute`. Raises TierConfigError for an unknown name and for a policy that cannot be
+    loaded or breaks the contract of `base.py`."""
     if name in POLICIES:
         return POLICIES[name]
     if ":" in name:
@@ -61,13 +61,13 @@ def policy_factory(name: str) -> PolicyFactory:
     try:
         make: PolicyFactory = point.load()
         check_policy_contract(make)
-    except Exception as error:  # code of others, at start: whatever it is, it is named
+    except Exception as error:  # another package's code, at start: any error names it
         raise _unusable(point, error) from error
 
     def make_or_say(blocks: int) -> EvictionPolicy:
         try:
             return make(blocks)
-        except Exception as error:  # the same, of another capacity
+        except Exception as error:  # the same, at another capacity
             raise _unusable(point, error) from error
 
     return make_or_say

@@ -14,7 +14,7 @@ from .base import EvictionPolicy
 
 
 class LruPolicy(EvictionPolicy):
-    """Every operation on a key is O(1); `victims` is linear in what it looks at."""
+    """Every operation on a key is O(1); `victims` is linear in the number of keys it visits."""
 
     def __init__(self) -> None:
         self.order: OrderedDict[bytes, None] = OrderedDict()  # the coldest first

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a miss: what it takes to have a block again that is not held."""
+"""The cost of a miss: the time to get a block that is not held."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import TierConfigError
 
-# Steps in which the cost of a miss is told apart: half-octaves.
+# The resolution of the cost of a miss: half-octaves.
 LEVELS_PER_OCTAVE = 2
 
 
@@ -28,6 +28,6 @@ class MissCost:
             raise TierConfigError(f"a miss costs time, and no less the deeper it is: {self}")
 
     def level(self, depth: int) -> int:
-        """The cost of a block with so many before it, as a step on a logarithmic scale."""
+        """The cost of a block with `depth` blocks before it, as a step on a logarithmic scale."""
         compute = self.compute_seconds + self.compute_seconds_per_depth * depth
         return round(LEVELS_PER_OCTAVE * math.log2(min(compute, self.load_seconds)))

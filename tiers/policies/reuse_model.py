@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When is something of a class used again? Learned from what was, as a rate that depends on age.
+"""The reuse model: learns how soon blocks of a class are used again, as a rate that depends on age.
 
-For each class, time since the last use is cut into bins that grow with age; a bin has the uses that
-fell into it and the seconds that were waited in it. What waits still, or was given up, counts as
-waiting, so a class that is never used again is known for it. A class is a tuple, and its parent the
-tuple without its last part: a class with few uses is believed to be its parent times one factor,
-until its own bins have something to say.
+For each class, time since the last use is cut into bins that grow with age. A bin has the uses that
+fell into it and the seconds waited in it. Blocks that still wait, or were given up, count as
+waiting, so a class that is never used again gets low rates. A class is a tuple, and its parent the
+tuple without its last part: the rates of a class with few uses are those of its parent times one
+factor, until its own bins have enough uses.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ UPPER = [FIRST_SECONDS * 2 ** (i / BINS_PER_OCTAVE) for i in range(NUM_BINS)]
 LOWER = [0.0, *UPPER[:-1]]
 WIDTH = [high - low for low, high in zip(LOWER, UPPER, strict=True)]
 DECLINE = [1.0, *(low / high for low, high in pairwise(WIDTH))]
-# What the parent says of a bin, or of a class as a whole, counts as much as so many uses.
+# The parent's rate of a bin, and of a class as a whole, weighs as much as so many uses.
 PRIOR_USES = 10.0
-# Beyond so much weight all of it is halved, so that old habits are forgotten.
+# Above this total all weights are halved, so that old uses fade.
 MEMORY_WEIGHT = 50_000.0
 
 
@@ -43,15 +43,15 @@ def _zeros() -> list[float]:
 
 @dataclass(slots=True)
 class _Tally:
-    """By bin: weight used again there, weight whose wait ended there, and the seconds (times
-    weight) that the latter had waited within it."""
+    """Sums by bin: weight used again there, weight whose wait ended there, and the seconds (times
+    weight) that the latter had waited within the bin."""
 
     used: list[float] = field(default_factory=_zeros)
     ended: list[float] = field(default_factory=_zeros)
     waited: list[float] = field(default_factory=_zeros)
 
     def count_ended(self, age: float, weight: float) -> int:
-        """A wait ended at this age; its bin."""
+        """Count a wait that ended at this age. Return its bin."""
         at = bin_of(age)
         self.ended[at] += weight
         self.waited[at] += weight * min(max(0.0, age - LOWER[at]), WIDTH[at])
@@ -78,7 +78,8 @@ class _Tally:
 
 
 class ReuseModel:
-    """`index` ranks by what is to be gained: uses for each second of waiting, at best."""
+    """Rates by class and bin. `index` ranks by the expected gain: uses for each second of waiting,
+    at best."""
 
     def __init__(self) -> None:
         self._tallies: dict[Class, _Tally] = {}
@@ -88,18 +89,18 @@ class ReuseModel:
         self._weight = 0.0
 
     def used(self, name: Class, age: float, weight: float) -> None:
-        """So much of a class was used again at this age."""
+        """Count `weight` of a class as used again at this age."""
         tally = self._tally(name)
         tally.used[tally.count_ended(age, weight)] += weight
         self._weight += weight
 
     def given_up(self, name: Class, age: float, weight: float) -> None:
-        """So much of a class was not used until this age, and is watched no longer."""
+        """Count `weight` of a class as not used until this age; its wait is over."""
         self._tally(name).count_ended(age, weight)
         self._weight += weight
 
     def refresh(self, waiting: Iterable[tuple[Class, float, float]]) -> None:
-        """Learn from all that was told, and from what is still waiting (class, age, weight)."""
+        """Fit the model to all counts, and to those that still wait (class, age, weight)."""
         if self._weight > MEMORY_WEIGHT:
             self._weight /= 2
             for tally in self._tallies.values():
@@ -119,14 +120,14 @@ class ReuseModel:
         self._indexes = {}
 
     def index(self, name: Class, at: int) -> float:
-        """The most uses for each second that waiting can bring, on from the start of this bin."""
+        """The most uses for each second of waiting, from the start of this bin on."""
         indexes = self._indexes.get(name)
         if indexes is None:
             indexes = self._indexes[name] = _best_ratios(self._rate(name))
         return indexes[at]
 
     def chance(self, name: Class, age: float, horizon: float) -> float:
-        """The probability of a use between two ages, of what waited until the first."""
+        """The probability of a use between two ages, for a block that waited until the first."""
         hazard = 0.0
         for at, rate in enumerate(self._rate(name)):
             seconds = min(horizon, UPPER[at]) - max(age, LOWER[at])
@@ -154,8 +155,8 @@ class ReuseModel:
         else:
             prior = []
         rates = self._rates[name] = []
-        # Of all classes together, a bin is believed to see as much use as the one before it, though
-        # it is longer.
+        # The prior of all classes together: a bin sees as many uses as the one before it, though it
+        # is longer.
         rate = (sum(tally.used) + 1) / (sum(seconds) + 1)
         for at in range(NUM_BINS):
             believed = prior[at] if prior else rate * DECLINE[at]
@@ -165,9 +166,9 @@ class ReuseModel:
 
 
 def _best_ratios(rates: list[float]) -> list[float]:
-    """For each bin the largest ratio, over all later ends, of the probability of a use to the
-    seconds waited: the Gittins index. From the last bin back: stretches join those behind them as
-    long as that raises their ratio."""
+    """The Gittins index of each bin: the largest ratio, over all later ends, of the probability of
+    a use to the seconds waited. Computed from the last bin back: stretches join those behind them
+    as long as that raises their ratio."""
     ratios = _zeros()
     stretches: list[tuple[float, float, float]] = []  # probability of a use, seconds, of no use
     for at in reversed(range(NUM_BINS)):

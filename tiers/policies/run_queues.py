@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queues of runs: one for each class, cost and age, ranked by what the model says of them."""
+"""Queues of runs: one for each class, cost and age, ranked by the model's value."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .miss_cost import LEVELS_PER_OCTAVE
 from .reuse_model import NUM_BINS, UPPER, Class, ReuseModel, bin_of
 from .runs import Run
 
-# Runs are looked at for their age so often at most.
+# The shortest time between two checks of the runs' ages.
 ADVANCE_SECONDS = 0.25
 
 
 class RunQueues:
-    """The runs of which the owner holds something."""
+    """The runs with blocks that the owner holds."""
 
     def __init__(self, model: ReuseModel) -> None:
         self._model = model
@@ -27,7 +27,7 @@ class RunQueues:
         self._advanced = -math.inf
 
     def link(self, run: Run, now: float) -> None:
-        """Take in a run, unless nothing of it is held or it is there already."""
+        """Add a run, unless none of its blocks is held or it is in a queue already."""
         if not run.blocks or run.queue is not None:
             return
         place = (run.name, run.level, bin_of(now - run.time))
@@ -45,7 +45,7 @@ class RunQueues:
             run.queue = None
 
     def reorder(self) -> None:
-        """The model has changed."""
+        """Rank the queues anew after a change of the model."""
         self._queues = {place: queue for place, queue in self._queues.items() if queue.runs}
         for place, queue in self._queues.items():
             queue.value = self._value(*place)
@@ -56,14 +56,14 @@ class RunQueues:
         return self._value(run.name, run.level, bin_of(now - run.time))
 
     def by_value(self, now: float) -> Iterator[tuple[float, Iterable[Run]]]:
-        """The least valuable first, with what they are worth."""
+        """Yield values and runs, the least valuable first."""
         self._advance(now)
         for queue in self._ranked:
             if queue.runs:
                 yield queue.value, queue.runs
 
     def by_age(self, now: float) -> Iterator[tuple[float, Iterable[Run]]]:
-        """The longest unused first; what they are worth is not asked."""
+        """Yield runs, the longest unused first, with the value 0."""
         self._advance(now)
         by_bin: dict[int, list[Iterable[Run]]] = {}
         for queue in self._queues.values():
@@ -75,7 +75,8 @@ class RunQueues:
         return float(self._model.index(name, at) * 2.0 ** (level / LEVELS_PER_OCTAVE))
 
     def _advance(self, now: float) -> None:
-        """Move runs on; the oldest ages first, so that each queue stays ordered by time."""
+        """Move runs to the queues of their ages; the oldest first, so that each queue stays ordered
+        by time."""
         if now < self._advanced + ADVANCE_SECONDS:
             return
         self._advanced = now

@@ -16,7 +16,7 @@ class Run:
 
     def __init__(self, name: Class, level: int, prompt: Prompt) -> None:
         self.name = name
-        self.level = level  # of what a miss costs, see MissCost
+        self.level = level  # of the cost of a miss, see MissCost
         self.prompt = prompt
         self.time = prompt.time
         self.blocks: dict[bytes, Block] = {}  # that the owner holds; head first where `in_order`
@@ -29,12 +29,12 @@ class Run:
         return len(self.blocks) + len(self.gone)
 
     def weight(self, num_blocks: int) -> float:
-        """Between one for a run and one for each of its blocks: a run is one observation, but
-        there is more to gain by a long one."""
+        """The weight of `num_blocks` of the run, between 1 for a run and 1 for each of its blocks:
+        a run is one observation, but a long one brings more gain."""
         return float(num_blocks / self.born**0.5)
 
     def mark_held(self, block: Block) -> None:
-        """The owner holds this block of the run from now on."""
+        """Mark this block of the run as held by the owner."""
         self.gone.pop(block.key, None)
         self.blocks[block.key] = block
         self.in_order = False
@@ -43,7 +43,7 @@ class Run:
             block.parent.children += 1
 
     def mark_gone(self, block: Block) -> None:
-        """The owner no longer holds this block."""
+        """Mark this block as no longer held by the owner."""
         del self.blocks[block.key]
         self.gone[block.key] = block
         block.held = False
@@ -51,8 +51,8 @@ class Run:
             block.parent.children -= 1
 
     def add_block(self, block: Block, depth: int, parent: Block | None = None) -> None:
-        """Take a block from its run, or a new one; head first. `depth` is its place in the chain of
-        the prompt that used it, behind `parent`."""
+        """Move a block here from its run, or add a new one; head first. `depth` is its position in
+        the chain of the prompt that used it, behind `parent`."""
         before = block.run
         (before.blocks if block.held else before.gone).pop(block.key, None)
         (self.blocks if block.held else self.gone)[block.key] = block
@@ -63,7 +63,7 @@ class Run:
         self.born += 1
 
     def tail_first(self) -> Iterator[Block]:
-        """The blocks that the owner holds."""
+        """The blocks that the owner holds, the tail first."""
         if not self.in_order:
             self.blocks = dict(sorted(self.blocks.items(), key=lambda item: item[1].depth))
             self.in_order = True
@@ -86,7 +86,7 @@ class Block:
         self.held = False
 
     def set_parent(self, parent: Block | None) -> None:
-        """Set the parent, which may be known anew after it had been forgotten."""
+        """Set the parent; a forgotten parent may have come back as a new block."""
         if self.parent is not parent:
             if self.held:
                 if self.parent is not None:
@@ -97,8 +97,8 @@ class Block:
 
 
 class Prompt:
-    """A prompt as it is remembered. Turn: how many prompts its chain goes on from. Gap: how long
-    those took to follow one another, an average that halves the weight of each by the next."""
+    """A remembered prompt. `turn`: the number of earlier prompts that its chain continues. `gap`:
+    the average seconds between them, in which each next one halves the weight of those before."""
 
     __slots__ = ("gap", "length", "time", "turn")
 

@@ -8,8 +8,8 @@ Nothing moves when a key is used, only its count up to three; keys move when roo
 move when the owner removes the victims that it was told: until then the moves are a plan, since
 `victims` changes nothing. A plan is forgotten when a key comes in or is used; a key that is removed
 without one only leaves its queue, and becomes a ghost if that was the small one. Where moving keys
-to main fills it, the paper evicts from it as well as from the small queue; here that eviction is
-the one that was asked for.
+to main fills it, the paper evicts from main too; here that eviction is one of the requested
+victims.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MAX_COUNT = 3
 
 
 class S3FifoPolicy(EvictionPolicy):
-    """A key costs O(1), counted over its life; `victims` is linear in what it looks at, which is at
-    most four times each key. Holds the names of at most `capacity` keys beside its owner's."""
+    """A key costs O(1), counted over its life; `victims` is linear in the number of visits, at most
+    four for each key. Holds the names of at most `capacity` keys beside its owner's."""
 
     def __init__(self, capacity: int) -> None:
         self._small_size = max(1, int(capacity * SMALL_SHARE))
@@ -73,7 +73,7 @@ class S3FifoPolicy(EvictionPolicy):
         self._plan = {}
         chosen: list[bytes] = []
         moves: list[tuple[bytes, int]] = []  # since the last victim
-        again: deque[tuple[bytes, int]] = deque()  # behind what is in main
+        again: deque[tuple[bytes, int]] = deque()  # behind the keys in main
         small = (item for item in self._small.items() if may_evict(item[0]))
         main = (item for item in self._main.items() if may_evict(item[0]))
         num_small = len(self._small)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of ours: how they are started, and locks that know which one they are of."""
+"""Processes of the system: their command lines, and locks that belong to one process."""

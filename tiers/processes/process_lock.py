@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lock of one process on a file.
+"""A lock of one process on a file.
 
-flock belongs to what a descriptor was opened as, and a fork copies the descriptor: a child would
-hold the lock for as long as it lives, also when its parent has closed or was killed, and could give
-it up or change it for its parent. So a child that is forked closes its copy at once.
+flock belongs to the open file, and a fork copies the descriptor: a child would hold the lock for as
+long as it lives, also when its parent has closed it or was killed, and could give it up or change
+it for its parent. So a forked child closes its copy at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOCKS: WeakSet[ProcessLock] = WeakSet()
 
 
 class ProcessLock:
-    """Owns `descriptor`, on which the owner calls flock; until `close`."""
+    """Owns `descriptor` until `close`; the owner calls flock on it."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -26,23 +26,23 @@ class ProcessLock:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is open, in the process that opened it."""
+        """Whether the lock is open and this is the process that opened it."""
         return self.descriptor >= 0 and self._owner == os.getpid()
 
     def close(self) -> None:
         """Give the lock up, also where a process that is just being started has a copy of the
-        descriptor. Nothing in a child. Idempotent."""
+        descriptor. Does nothing to the lock in a child. Idempotent."""
         descriptor, is_ours = self.descriptor, self.is_ours
         self.descriptor = -1
         if descriptor >= 0:
             if is_ours:
-                with suppress(OSError):  # a file system that went; the kernel drops it then
+                with suppress(OSError):  # where the file system is gone the kernel drops the lock
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
 def _close_copies() -> None:
-    """In a child."""
+    """Close the copies of all locks; called in a forked child."""
     for lock in list(_LOCKS):
         descriptor, lock.descriptor = lock.descriptor, -1
         if descriptor >= 0:

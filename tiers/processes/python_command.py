@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command lines of Python processes, none of which imports from the folder that it is started in.
+"""Command lines of Python processes that do not import from their working directory.
 
 `python -m` and `python -c` put the working directory first on the path, so a file there, such as a
-`msgspec.py`, would run in place of a package. -P keeps it out, and PYTHONSAFEPATH does for
+`msgspec.py`, would run in place of a package. -P keeps it out; PYTHONSAFEPATH does the same for
 processes whose command line the standard library writes.
 """
 
@@ -19,15 +19,16 @@ _VARIABLE = "PYTHONSAFEPATH"
 
 
 def python_command(*words: str, python: str | None = None) -> list[str]:
-    """What starts `python WORDS`, by default with this Python; another one is 3.11 or later."""
+    """The command line of `python WORDS`, by default with this Python; another one must be 3.11 or
+    later."""
     return [python or sys.executable, "-P", *words]
 
 
 @contextmanager
 def spawn_context() -> Iterator[SpawnContext]:
-    """multiprocessing's, which starts `python -c` for each child and for its resource tracker.
-    Children are started, and semaphores made, inside the block: the variable is there so long, and
-    no program that this process starts later has it."""
+    """Yield multiprocessing's spawn context, which starts `python -c` for each child and for its
+    resource tracker. The caller starts children and makes semaphores inside the block: only there
+    is the variable set, so no program that this process starts later has it."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = "1"
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client shows a cache server: a token, a certificate, and whom it trusts. All from files.
+"""A client's credentials for a cache server: token, certificate and trusted authorities, in files.
 
-Read anew for each connection, so that renewed files need no restart. To a server on this machine a
-client that was given nothing shows the token that a server of the same user has left there.
+The files are read for each connection, so that renewed files need no restart. A client without
+credentials shows a server on this machine the token that a server of the same user wrote there.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _MOST_BYTES = 1024**2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Paths; None for what is not used. `ca_file` is who signs the server's certificate, the
-    system's authorities unless given; `server_name` is what that certificate says, the host unless
-    given."""
+    """Paths of files; None for an unused one. `ca_file` holds the authorities that sign the
+    server's certificate, by default the system's. `server_name` is the name in that certificate,
+    by default the host."""
 
     token_file: Path | None = None
     ca_file: Path | None = None
@@ -44,8 +44,8 @@ class Credentials:
             )
 
     def metadata(self, address: ServerAddress | None = None) -> tuple[tuple[str, str], ...]:
-        """What goes with every call to the server at `address`. Raises TierConfigError for a token
-        that cannot be read."""
+        """The metadata of every call to the server at `address`. Raises TierConfigError for a
+        token that cannot be read."""
         token = self._own_token(address) if self.token_file is None else self._given_token()
         if token is None:
             return ()
@@ -61,21 +61,22 @@ class Credentials:
         return token
 
     def _own_token(self, address: ServerAddress | None) -> str | None:
-        """Never for another machine, nor beside a certificate, which says who calls."""
+        """The token that a server of this user wrote. None for a server on another machine, and if
+        a certificate names the client."""
         if address is None or self.cert_file is not None or not is_loopback(address.host):
             return None
         return find_token(address.port)
 
     def missing(self, address: ServerAddress) -> str:
-        """What to add to a refusal: where no token lies that a server of this user would have left.
-        Empty where none is looked for, or one was found."""
+        """The text to add to a refusal: the paths that hold no token of a server of this user.
+        Empty if the client looks for no token, or found one."""
         is_looked_for = self.token_file is None and self.cert_file is None
         if not is_looked_for or not is_loopback(address.host):
             return ""
         try:
             if find_token(address.port) is not None:
                 return ""
-        except TierConfigError:  # which was told already
+        except TierConfigError:  # already reported
             return ""
         places = " nor ".join(map(str, token_places(address.port))) or "any folder of this user's"
         return f"; no token of a server of this user's lies in {places}"
@@ -108,8 +109,8 @@ class Credentials:
         return context
 
     def check_files(self) -> None:
-        """Read everything once, so that a wrong path is told at the start. Raises TierConfigError;
-        warns of a token that other users can read."""
+        """Read all files once, so that a wrong path is reported at the start. Raises
+        TierConfigError; warns of a token or key that other users can read."""
         self.metadata()
         for path in (self.ca_file, self.cert_file, self.key_file):
             if path is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Futures that follow on futures, and transfers of several servers at once."""
+"""Futures that depend on other futures, and transfers with several servers at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _R = TypeVar("_R")
 
 
 def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
-    """A future of `work`'s result on what `future` brings, or of its error."""
+    """A future of `work`'s result for the result of `future`, or of the error of either."""
     result: Future[_R] = Future()
 
     def done(ended: Future[_T]) -> None:
@@ -31,8 +31,8 @@ def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
 
 
 def all_of(futures: Sequence[Future[Any]], work: Callable[[], _R]) -> Future[_R]:
-    """A future of `work`'s result when all have ended. It fails only where all failed: blocks of a
-    server that is well are not lost to one that is not."""
+    """A future of `work`'s result once all have ended. It fails only if all failed: one failing
+    server does not cost the blocks of the others."""
     result: Future[_R] = Future()
     lock = threading.Lock()
     left = len(futures)
@@ -60,7 +60,7 @@ def all_of(futures: Sequence[Future[Any]], work: Callable[[], _R]) -> Future[_R]
 
 
 def _set_result(future: Future[_R], work: Callable[[], _R]) -> None:
-    """A future that never ended would be waited for until somebody's deadline."""
+    """End `future` with the result of `work` or its error, so that no caller waits for ever."""
     try:
         future.set_result(work())
     except Exception as error:  # noqa: BLE001 - it is the future's
@@ -68,8 +68,8 @@ def _set_result(future: Future[_R], work: Callable[[], _R]) -> None:
 
 
 def submit(transfers: Transfers[_T], transfer: Transfer) -> Future[list[_T]]:
-    """Call `Transfers.submit`; what that raises is the future's. Another server may have begun to
-    use the caller's buffers, which are the caller's again when all have ended."""
+    """Call `Transfers.submit`, and return a TierError that it raises in the future. Another server
+    may already use the caller's buffers, which are free once all futures have ended."""
     try:
         return transfers.submit(transfer)
     except TierError as error:
@@ -79,7 +79,7 @@ def submit(transfers: Transfers[_T], transfer: Transfer) -> Future[list[_T]]:
 
 
 def raise_if_none_began(begun: Sequence[Future[list[_T]]]) -> None:
-    """Where every server refused at once nobody uses the buffers: what the first one raised."""
+    """Raise the first refusal if every server refused at once, so that none uses the buffers."""
     errors = [future.exception() for future in begun if future.done()]
     refusals = [error for error in errors if isinstance(error, (TierBusy, TierClosed))]
     if begun and len(refusals) == len(begun):

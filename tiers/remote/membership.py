@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which servers there are, and which of them a block belongs to.
+"""The list of servers, and the server that owns each block.
 
-Rendezvous hashing: every server gets a score for a key, the highest has the block. Where a server
-is added or lost, only the blocks that it has or had move. `Membership` is the seam at which a
-membership service takes the place of a fixed list.
+Rendezvous hashing: every server gets a score for a key, and the highest owns the block. When a
+server is added or lost, only its own blocks move. A membership service in place of a fixed list
+would implement `Membership`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Membership(Protocol):
     version: int
 
     def members(self) -> Sequence[ServerAddress]:
-        """At least one, each once, in any order."""
+        """The servers: at least one, each once, in any order."""
 
 
 class StaticMembership:
@@ -50,7 +50,7 @@ class StaticMembership:
 
 
 class Rendezvous:
-    """The owner of each key among `members`; the same for everybody who names the same servers."""
+    """The owner of each key among `members`; equal in all clients that name the same servers."""
 
     def __init__(self, members: Sequence[ServerAddress]) -> None:
         self._seeds = [
@@ -59,7 +59,7 @@ class Rendezvous:
         ]
 
     def owners(self, keys: Sequence[bytes]) -> list[int]:
-        """For each key the index of its server. Keys are digests, and so random already."""
+        """The index of each key's server. Keys are digests, so their bits are random."""
         seeds = self._seeds
         if len(seeds) == 1:
             return [0] * len(keys)
@@ -73,7 +73,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server listens."""
+    """The address of a server."""
 
     host: str  # without brackets
     port: int
@@ -90,7 +90,7 @@ class ServerAddress:
 
 
 def is_address(text: str) -> bool:
-    """Whether this is meant to be the address of a cache server."""
+    """Whether `text` begins like the address of a cache server."""
     return text.partition("://")[0] in SCHEMES and "://" in text
 
 
@@ -107,7 +107,7 @@ def parse_address(text: str) -> ServerAddress:
 
 
 def _in_brackets(text: str) -> str:
-    """What to add where an IPv6 address stands bare."""
+    """The hint for an IPv6 address without brackets; empty for other texts."""
     scheme, _, rest = text.strip().partition("://")
     host, _, port = rest.rpartition(":")
     if "[" in rest or host.count(":") < 2 or not port.isdecimal():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tier of other engines' slabs: blocks are loaded from whoever has them, and none are stored.
+"""The tier of other engines' slabs: it loads blocks from them and stores none.
 
-Each engine is asked about a whole prompt in one call when its request is queued, all at the same
-time. Any of them may have a block: it is loaded from one that is believed to. Whatever goes wrong
-with an engine is a miss, and counted.
+When a request is queued, the tier asks all engines at the same time about the whole prompt, each in
+one call. It loads a block from an engine that has reported it. Any failure of an engine is a miss,
+and counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAME = "peer"
 
 
 class _Peer:
-    """One engine's link, and the lane of what is loaded from it."""
+    """The link to one engine, and the lane of its loads."""
 
     def __init__(
         self, address: ServerAddress, layout: BlockLayout, settings: RemoteSettings
@@ -48,8 +48,8 @@ class _Peer:
 
 
 class PeerTier(StoreTier):
-    """The engines at `addresses`, whose blocks have this layout. Nothing waits for one here, not
-    even the start: one that is down is used as soon as it comes."""
+    """The engines at `addresses`, whose blocks have this layout. No call waits for an engine, not
+    even the constructor: the tier uses an engine as soon as it is up."""
 
     is_read_only = True
 
@@ -71,11 +71,11 @@ class PeerTier(StoreTier):
 
     @property
     def is_up(self) -> bool:
-        """Whether any engine is attached."""
+        """Whether at least one engine is attached."""
         return any(peer.link.is_up for peer in self._peers)
 
     def wait_up(self, timeout_seconds: float) -> bool:
-        """Wait until every engine is attached; whether they are."""
+        """Wait until every engine is attached; return whether all are."""
         return all_up([peer.link for peer in self._peers], timeout_seconds)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
@@ -122,19 +122,19 @@ class PeerTier(StoreTier):
         buffers: Sequence[memoryview],
         proofs: Proofs | None = None,
     ) -> Future[list[Stored]]:
-        """Nothing is stored: each engine fills its own slab."""
+        """Refuse every block: each engine fills its own slab."""
         done: Future[list[Stored]] = Future()
         done.set_result([Stored.REFUSED] * len(keys))
         return done
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Believe that nobody has them. They stay where they are."""
+        """Note the blocks as missing on every engine. The engines keep them. Returns 0."""
         for peer in self._peers:
             peer.link.presence.learn(keys, [False] * len(keys))
         return 0
 
     def clear(self) -> None:
-        """Believe that nobody has anything."""
+        """Forget which blocks the engines have. The engines keep them."""
         for peer in self._peers:
             peer.link.presence.clear()
 
@@ -171,8 +171,8 @@ class PeerTier(StoreTier):
             watch.close()
 
     def _divided(self, keys: Sequence[bytes]) -> list[tuple[_Peer, list[int]]]:
-        """Each engine with the places of the keys that are loaded from it: the one that has the
-        most of those not given yet gets what it has, and so on."""
+        """Each engine with the positions of the keys to load from it. The engine that has the most
+        of the remaining keys gets all that it has, then the next."""
         believed = [
             (peer, {i for i, a in enumerate(peer.link.presence.answers(keys)) if a is Answer.HIT})
             for peer in self._peers

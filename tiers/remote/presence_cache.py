@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client believes a server to have: answers that age, and questions that are open.
+"""The blocks that a client believes a server to have: answers that age, and open questions.
 
-A belief is a hint: a block that was evicted since is a miss when it is loaded. Bounded; the oldest
-answers go first. Thread-safe.
+A belief is a hint: a block that was evicted since is a miss when it is loaded. The number of
+answers is bounded, and the oldest are dropped first. Thread-safe.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from ..base import Answer
 
 MOST = 1_000_000  # about 150 bytes each
-HIT_SECONDS = 30.0  # for so long `answers` goes by it; it is asked about again sooner
-FRESH_SECONDS = 1.0  # so soon nothing is asked about again
+HIT_SECONDS = 30.0  # the time for which `answers` uses a hit; `to_ask` offers it again sooner
+FRESH_SECONDS = 1.0  # the time in which `to_ask` does not offer an answered key again
 
 
 class PresenceCache:
@@ -25,16 +25,16 @@ class PresenceCache:
         self._most = most
         self._clock = clock
         self._lock = threading.Lock()
-        # When a belief was formed: positive for a hit, negative for a miss. The oldest first.
+        # The time of each answer, the oldest first: positive for a hit, negative for a miss.
         self._formed: dict[bytes, float] = {}
-        self.hits = 0  # believed to be there, however long ago
+        self.hits = 0  # blocks believed to be there, of any age
         self._asked: dict[bytes, int] = {}  # open questions about each key
 
     def __len__(self) -> int:
         return len(self._formed)
 
     def answers(self, keys: Sequence[bytes]) -> list[Answer]:
-        """HIT or MISS as believed, PENDING where nothing is believed and the server was asked."""
+        """HIT for a hit of the last HIT_SECONDS, else PENDING for an open question, else MISS."""
         oldest = max(0.0, self._clock() - HIT_SECONDS)
         with self._lock:
             formed, asked = self._formed, self._asked
@@ -48,7 +48,7 @@ class PresenceCache:
             ]
 
     def to_ask(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The keys that are worth asking about now."""
+        """The keys without an open question or a fresh answer, each once."""
         now = self._clock()
         with self._lock:
             formed, asked = self._formed, self._asked
@@ -60,13 +60,13 @@ class PresenceCache:
             ]
 
     def asked(self, keys: Iterable[bytes]) -> None:
-        """The server is being asked about them."""
+        """Note one more open question about each key."""
         with self._lock:
             for key in keys:
                 self._asked[key] = self._asked.get(key, 0) + 1
 
     def answered(self, keys: Sequence[bytes], hits: Sequence[bool] | None) -> None:
-        """The server has answered, or (None) will not."""
+        """Close one question about each key. `hits` is None if the server will not answer."""
         with self._lock:
             for key in keys:
                 left = self._asked.get(key, 1) - 1
@@ -78,7 +78,7 @@ class PresenceCache:
             self.learn(keys, hits)
 
     def learn(self, keys: Sequence[bytes], hits: Sequence[bool]) -> None:
-        """What the server has said, or shown, of these blocks."""
+        """Note which of these blocks the server has."""
         now = self._clock()
         with self._lock:
             formed = self._formed
@@ -89,14 +89,14 @@ class PresenceCache:
                 self.hits -= formed.pop(next(iter(formed))) > 0
 
     def invalidate_keys(self, keys: Sequence[bytes]) -> int:
-        """Believe nothing of these; how many were believed to be there."""
+        """Forget these blocks; return how many were believed to be there."""
         with self._lock:
             known = sum(self._formed.pop(key, 0.0) > 0 for key in keys)
             self.hits -= known
             return known
 
     def clear(self) -> None:
-        """Believe nothing. Open questions stay open."""
+        """Forget all answers. Open questions stay open."""
         with self._lock:
             self._formed.clear()
             self.hits = 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tier that other engines share: blocks on one cache server or several.
+"""The tier that engines share: blocks on one cache server or several.
 
-`lookup` goes by what is believed; `prefetch_lookup` has the servers asked about a whole prompt when
-its request is queued. Blocks are divided among the servers by rendezvous. Whatever goes wrong with
-a server is a miss, and counted.
+`prefetch_lookup` asks the servers about a whole prompt when its request is queued; `lookup` answers
+from what they last reported. Rendezvous hashing divides blocks among the servers. Any failure of a
+server is a miss, and counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OUTCOMES = {State.KEPT: Stored.KEPT, None: Stored.DAMAGED}
 
 
 class _Server:
-    """One server's link and its two lanes."""
+    """The link to one server, with a lane for loads and one for stores."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class _Server:
             seconds=settings.store_seconds,
             most_bytes=settings.queue_bytes,
         )
-        # Blocks that are being forgotten at the server, and whether all are.
+        # Open deletions at the server: per block, and the number of those of all blocks.
         self.going: dict[bytes, int] = {}
         self.clearing = 0
 
@@ -79,8 +79,8 @@ class _Server:
 
 
 class RemoteStore(StoreTier):
-    """The servers of `membership`, for blocks of one layout. Nothing waits for a server here, not
-    even the start: one that is down is used as soon as it comes."""
+    """The servers of `membership`, for blocks of one layout. No call waits for a server, not even
+    the constructor: the tier uses a server as soon as it is up."""
 
     is_shared = True
 
@@ -106,12 +106,12 @@ class RemoteStore(StoreTier):
         return any(server.link.is_up for server in self._servers)
 
     def wait_up(self, timeout_seconds: float) -> bool:
-        """Wait until every server is attached; whether they are. For tools and tests, and for an
-        engine that is not to start without: others have no reason to wait."""
+        """Wait until every server is attached; return whether all are. Tools and tests use it, and
+        an engine that must not start without its servers."""
         return all_up([server.link for server in self._servers], timeout_seconds)
 
     def kinds(self) -> set[str]:
-        """How blocks move on the connections that are open now. For tools."""
+        """The transports of the connections that are open now. Tools use it."""
         queues = [queue for server in self._servers for queue in (server.loads, server.stores)]
         return {kind for queue in queues if (kind := queue.kind) is not None}
 
@@ -184,7 +184,7 @@ class RemoteStore(StoreTier):
         self._check_buffers(keys, buffers)
         given = [None] * len(keys) if proofs is None else proofs
         if not any(server.link.was_up for server in self._servers):
-            # Not broken but not there yet: what is computed meanwhile is to be offered again.
+            # TierBusy has the caller offer these blocks again: the servers may still come up.
             raise TierBusy(f"no server of the {self.name} tier has been attached yet")
         outcomes = [Stored.REFUSED] * len(keys)
         begun: list[Future[list[State | None]]] = []
@@ -202,7 +202,7 @@ class RemoteStore(StoreTier):
         return all_of(futures, lambda: outcomes)
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Has the servers forget the blocks, for every engine. Counts those believed there."""
+        """Delete blocks on the servers, for every engine. Returns how many were believed there."""
         self._check_open()
         known = 0
         for server, places in self._divided(keys):
@@ -210,7 +210,7 @@ class RemoteStore(StoreTier):
         return known
 
     def clear(self) -> None:
-        """Has the servers forget every block of this tenant, for every engine."""
+        """Delete every block of this tenant on the servers, for every engine."""
         self._check_open()
         for server in self._servers:
             server.link.presence.clear()
@@ -304,17 +304,16 @@ class RemoteStore(StoreTier):
         return known
 
     def _drop_corrupt(self, server: _Server, keys: Sequence[bytes]) -> None:
-        """Blocks whose tag is another than ours are of no use to anybody; once they are gone they
-        can be stored anew."""
+        """Delete blocks whose tag does not match, so that they can be stored again."""
         try:
             self._drop_at(server, keys)
-        except TierError as error:  # a full queue, or one that was closed
+        except TierError as error:  # the queue was closed
             log.debug("corrupt blocks stay on %s for now: %s", server.link.address, error)
 
     def _delete_on_server(
         self, server: _Server, call: Callable[[], None], keys: Sequence[bytes] | None
     ) -> None:
-        """Have the server forget, after the stores that it was given before."""
+        """Queue a deletion behind the stores already submitted to the server."""
 
         def ended(_future: Future[None]) -> None:
             with self._lock:
@@ -327,7 +326,7 @@ class RemoteStore(StoreTier):
         server.stores.submit_call(call).add_done_callback(ended)
 
     def _divided(self, keys: Sequence[bytes]) -> list[tuple[_Server, Sequence[int]]]:
-        """Each server with the places of its keys."""
+        """Each server with the positions of its keys, if it has any."""
         if len(self._servers) == 1:
             return [(self._servers[0], range(len(keys)))] if keys else []
         places: list[list[int]] = [[] for _ in self._servers]
@@ -362,7 +361,7 @@ def _mark(
     places: Sequence[int],
     count: int,
 ) -> None:
-    """The first `count` of these are kept; of the others nothing is known any more."""
+    """Mark the first `count` blocks as kept, and forget the answers about the others."""
     presence.invalidate_keys(keys[count:])
     for i in places[:count]:
         kept[i] = True
@@ -371,6 +370,6 @@ def _mark(
 def _sent(
     presence: PresenceCache, keys: Sequence[bytes], moved: Future[list[State | None]]
 ) -> None:
-    """Blocks have been sent, or have not."""
+    """Close the questions about blocks that were sent, or failed to be."""
     is_known = moved.exception() is None
     presence.answered(keys, [s is State.KEPT for s in moved.result()] if is_known else None)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The link to one cache server: attached or not, with what is believed of it.
+"""The link to one cache server: its state, attached or not, and the blocks it is believed to have.
 
     down ──attach──► up ──a call fails──► down          again and again, with growing pauses
       └──refused (credentials, layout, version)──► told once, tried rarely
 
-A server that was restarted has another boot id: then everything believed of it is void. Calls that
-block run on lanes, look-ups on grpc's own threads.
+A restarted server has another boot id, which voids all beliefs. Blocking calls run on lanes,
+look-ups on grpc's own threads.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from .transports.stream_client import StreamConnection
 
 log = logging.getLogger(__name__)
 
-MAX_QUESTIONS = 64  # look-ups on their way at a time
-_OPENING_SHARE = 0.4  # of the time that is left, for each way to connect
+MAX_QUESTIONS = 64  # open look-ups at a time
+_OPENING_SHARE = 0.4  # of the remaining time, for each transport
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 2.0
 _REFUSED_PAUSE = 30.0
@@ -62,8 +62,8 @@ _CHANNEL_OPTIONS = (
 
 
 def open_channel(address: ServerAddress, credentials: Credentials) -> Any:
-    """A channel to the server; it connects when it is used. Raises TierConfigError for credentials
-    that cannot be read."""
+    """A channel to the server, which connects on its first call. Raises TierConfigError for
+    credentials that cannot be read."""
     options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
     if not address.tls:
         return make_channel(address.target, None, options)
@@ -73,13 +73,13 @@ def open_channel(address: ServerAddress, credentials: Credentials) -> Any:
 
 
 def all_up(links: Sequence[ServerLink], timeout_seconds: float) -> bool:
-    """Wait until all of them are attached; whether they are."""
+    """Wait until all links are attached; return whether they are."""
     deadline = time.monotonic() + timeout_seconds
     return all(link.wait_up(max(0.0, deadline - time.monotonic())) for link in links)
 
 
 def errors_of(links: Sequence[ServerLink]) -> dict[str, int]:
-    """What went wrong with all of them, by reason."""
+    """The numbers of errors of all links, by reason."""
     errors: Counter[str] = Counter()
     for link in links:
         errors.update(dict(link.errors))
@@ -87,7 +87,7 @@ def errors_of(links: Sequence[ServerLink]) -> dict[str, int]:
 
 
 class ServerLink:
-    """Attaches on a thread of its own. Thread-safe."""
+    """The link to one server, which attaches on a thread of its own. Thread-safe."""
 
     def __init__(
         self, address: ServerAddress, layout: BlockLayout, settings: RemoteSettings
@@ -99,10 +99,10 @@ class ServerLink:
         self._layout = layout
         self._settings = settings
         self._changed = threading.Condition()
-        self.was_up = False  # attached, at some time
+        self.was_up = False  # attached at least once
         self._is_up = False
         self._closed = False
-        self._told: set[str] = set()  # refusals that were logged since it was up
+        self._told: set[str] = set()  # refusals logged since the last attachment
         self._has_told_of_memory = False
         self._boot_id = b""
         self._questions = 0
@@ -116,7 +116,7 @@ class ServerLink:
 
     @property
     def is_up(self) -> bool:
-        """Whether the server is attached, as far as is known."""
+        """Whether the server is attached: no call has failed since."""
         return self._is_up
 
     def wait_up(self, timeout_seconds: float) -> bool:
@@ -129,16 +129,15 @@ class ServerLink:
             self.errors[reason] = self.errors.get(reason, 0) + 1
 
     def mark_lost(self, boot_id: bytes | None = None) -> None:
-        """A call failed, or the server says it is another: attach again. `boot_id` is that of an
-        answer, where there was one."""
+        """Attach again, after a failed call (`boot_id` None) or an answer with another boot id."""
         with self._changed:
             if boot_id is None or boot_id != self._boot_id:
                 self._is_up = False
                 self._changed.notify_all()
 
     def prefetch_lookup(self, keys: Sequence[bytes]) -> list[Future[None]]:
-        """Ask which of these blocks the server has, in as few calls as can be. The futures end
-        when `presence` knows, with a RemoteError where the server did not say."""
+        """Ask which of these blocks the server has, in as few calls as possible. A future ends once
+        `presence` has the answers, with a RemoteError if the server gave none."""
         asked = self.presence.to_ask(keys) if self._is_up else []
         futures = []
         for start in range(0, len(asked), MAX_KEYS):
@@ -150,9 +149,9 @@ class ServerLink:
         return futures
 
     def pin_blocks(self, keys: Sequence[bytes], seconds: float) -> Future[int]:
-        """Keep up to MAX_BLOCKS blocks from being evicted for so long, and no longer than a server
-        lends: how many of them, from the first on, the server has and keeps. Fails with
-        RemoteError where it does not say."""
+        """Pin up to MAX_BLOCKS blocks for `seconds`, at most MAX_LEASE_SECONDS. The result is the
+        number of blocks, from the first on, that the server has and keeps. Fails with RemoteError
+        if the server does not answer."""
         result: Future[int] = Future()
         lease_ms = max(1, int(1000 * min(seconds, MAX_LEASE_SECONDS)))
         request = messages.PinRequest(keys=pack_keys(keys), lease_ms=lease_ms)
@@ -162,7 +161,7 @@ class ServerLink:
                 prefix = int(call.result().prefix)
             except grpc.RpcError as error:
                 if verdict_of(error).reason == "busy":
-                    # It lends no more, and keeps them as long as all that came of late.
+                    # The server grants no more leases; it keeps these as long as other new blocks.
                     self.count_error("busy")
                     result.set_result(len(keys))
                 else:
@@ -185,8 +184,8 @@ class ServerLink:
         return result
 
     def stream_events(self) -> Iterator[Any]:
-        """What happens to the tenant's blocks from now on, one WatchEvent after the other, until
-        the link is closed. Raises RemoteError, and grpc.RpcError where the server ends it."""
+        """The events of the tenant's blocks from now on, as WatchEvents, until the link is closed.
+        Raises RemoteError, and grpc.RpcError if the server ends the call."""
         stub = self._stub
         if stub is None or not self._is_up:
             raise RemoteError(f"{self.address} cannot be reached")
@@ -197,13 +196,13 @@ class ServerLink:
         return events
 
     def connect(self, deadline: float) -> BlockConnection:
-        """Open a connection for blocks: through memory on the same host, else through a socket,
-        else by gRPC, as a fallback where the server offers better. Raises RemoteError."""
+        """Open a connection for blocks: through memory on the same host, else a socket, else gRPC,
+        which is a fallback if the server offers a better one. Raises RemoteError."""
         if not self._is_up:
             raise RemoteError(f"{self.address} cannot be reached")
         why = ""
         for opener in (self._open_memory, self._open_data):
-            # A share of the time: where a firewall drops what it should refuse, gRPC is left.
+            # Each try gets a share of the time: a firewall that drops packets leaves time for gRPC.
             now = time.monotonic()
             try:
                 connection = opener(now + _OPENING_SHARE * (deadline - now))
@@ -247,8 +246,8 @@ class ServerLink:
             self._channel.close()
 
     def call_server(self, name: str, request: Any, seconds: float) -> Any:
-        """One call and its response. Raises RemoteError, and notes that the link is down where the
-        call says so."""
+        """Make one call and return its response. Raises RemoteError, and marks the link as down
+        for errors that mean it."""
         stub = self._stub
         if stub is None or not self._is_up:
             raise RemoteError(f"{self.address} cannot be reached")
@@ -260,7 +259,8 @@ class ServerLink:
             raise RemoteError(f"{self.address}: {error}") from error
 
     def _failed(self, error: Any) -> RemoteError:
-        """What a failed call is to the tier above; also notes it here."""
+        """The RemoteError of a failed call. Also counts it, and marks the link as down unless the
+        server is busy or the request invalid."""
         verdict = verdict_of(error)
         self.count_error(verdict.reason)
         if verdict.reason not in ("busy", "invalid"):
@@ -360,18 +360,18 @@ class ServerLink:
             if retry is None:
                 pause = _FIRST_PAUSE
                 continue
-            # A refusal too may be over soon, as while servers are being replaced.
+            # Refusals start with a short pause too: they end soon while servers are replaced.
             before, longest = longest, _REFUSED_PAUSE if retry in _REFUSALS else _LONGEST_PAUSE
             pause = _FIRST_PAUSE if longest != before else min(2 * pause, longest)
             with self._changed:
-                # Jitter: engines that lost the same server do not all come back at once.
+                # Jitter: engines that lost the same server return at different times.
                 self._changed.wait_for(
                     lambda: self._closed,
                     pause * random.uniform(0.5, 1.0),  # noqa: S311 - no secret
                 )
 
     def _attach(self) -> Retry | None:
-        """Try once; None if the server is attached now, else what to do about it."""
+        """Try once; return None if the server is attached now, else the step after it."""
         try:
             if self._channel is None:
                 self._metadata = self._settings.credentials.metadata(self.address)
@@ -384,15 +384,15 @@ class ServerLink:
         except grpc.RpcError as error:
             verdict = verdict_of(error)
             self.count_error(verdict.reason)
-            if verdict.reason != "not_ready":  # as soon as its memory is there
+            if verdict.reason != "not_ready":  # that ends once the server has its memory
                 said = str(error.details())
                 if verdict.reason == "unauthenticated":
                     said += self._settings.credentials.missing(self.address)
                 self._warn_not_used(verdict.retry, said)
             if verdict.reason != "not_ready":
-                # The next try reads the files anew: a channel keeps those it was made with, and a
-                # handshake that fails by them reads as a server that is away. A connection whose
-                # other end is gone without a word would stay silent until its keepalive noticed.
+                # The next try makes a channel and reads the files again: a channel keeps its files,
+                # and a handshake that fails by them looks like a server that is away. A connection
+                # whose peer vanished would stay silent until its keepalive fails.
                 self._close_channel()
             return verdict.retry
         except TierConfigError as error:
@@ -421,7 +421,7 @@ class ServerLink:
         return None
 
     def _tell_of_memory(self, why: str, kind: str) -> None:
-        """Count a fall-back from shared memory, and say so once."""
+        """Count a fallback from shared memory, and log the first."""
         if why:
             self.count_error("no_memory")
         if why and not self._has_told_of_memory:
@@ -434,16 +434,16 @@ class ServerLink:
             channel.close()
 
     def _is_news(self, what: str) -> bool:
-        """Whether this was not told yet; two causes may take turns."""
+        """Whether this text was not logged since the last attachment; causes may alternate."""
         if what in self._told:
             return False
-        if len(self._told) >= _MOST_TOLD:  # a text that is another each time
+        if len(self._told) >= _MOST_TOLD:  # a text that differs each time
             self._told.clear()
         self._told.add(what)
         return True
 
     def _warn_not_used(self, retry: Retry, what: str) -> None:
-        """One line for each cause, not for each try."""
+        """Log one line for each cause, not for each try."""
         if retry is Retry.ATTACH or not self._is_news(what):
             return
         pause = f"; tried again, later every {_REFUSED_PAUSE:g} s" if retry in _REFUSALS else ""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hears from a server which blocks come and go, so that nobody has to ask again and again.
+"""A watch on one server, which reports stored and removed blocks without repeated look-ups.
 
-What it hears goes to the link's `presence`. While nothing can be heard, all goes on as without it.
+Its events go to the link's `presence`. Without the watch, look-ups alone keep `presence` current.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .server_link import ServerLink
 
 log = logging.getLogger(__name__)
 
-_PAUSE_SECONDS = 1.0  # before a server is asked again that has ended a watch
+_PAUSE_SECONDS = 1.0  # between the end of a watch and the next one
 
 
 class ServerWatch:
-    """Watches from its start to `close`. `news` is called, from its own thread, after each change
-    of what is known, with the blocks that came."""
+    """A watch from its construction to `close`. After each event its own thread calls `news` with
+    the blocks that were stored."""
 
     def __init__(self, link: ServerLink, news: Callable[[Sequence[bytes]], None]) -> None:
         self._link = link
@@ -35,7 +35,7 @@ class ServerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End it. The link has been closed, which ends the call."""
+        """End the watch. Call it after the link's `close`, which ends the watch's call."""
         self._closed.set()
         self._thread.join(_PAUSE_SECONDS + 1)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thread that does transfers for a server, one after the other, each within its deadline.
+"""A queue whose one thread does a server's transfers in order, each within its deadline.
 
-A transfer that was not begun by its deadline is not begun.
+A transfer that has not begun by its deadline fails without being tried.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _T = TypeVar("_T")
 
 
 class RemoteError(TierError):
-    """A server that could not be asked, or did not answer in time."""
+    """The server could not be reached, failed or did not answer in time."""
 
 
 class RemoteLate(RemoteError):
-    """A server that did not answer in time."""
+    """The server did not answer in time."""
 
 
 class _Job(NamedTuple):
@@ -34,7 +34,7 @@ class _Job(NamedTuple):
 
 
 class TransferQueue:
-    """At most `most_bytes` wait or run at a time. `ended` is called by the thread as its last."""
+    """A queue of at most `most_bytes`, waiting and running. Its thread calls `ended` last."""
 
     def __init__(
         self, name: str, most_bytes: int, ended: Callable[[], None] = lambda: None
@@ -49,8 +49,8 @@ class TransferQueue:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[float], _T], deadline: float, size: int) -> Future[_T]:
-        """Have `work(deadline)` done; its result, or the TierError it ended with. Raises TierBusy
-        where too much waits, which what has no size never meets, TierClosed after `close`."""
+        """Queue `work(deadline)`; the future has its result or TierError. Raises TierBusy if too
+        many bytes wait (never for `size` 0), TierClosed after `close`."""
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()
         with self._changed:
@@ -67,7 +67,7 @@ class TransferQueue:
         return future
 
     def close(self, deadline: float) -> bool:
-        """Take no more, and wait for what was taken. False if that took too long."""
+        """Take no more work and wait for the queue to empty. False if that took too long."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -77,7 +77,7 @@ class TransferQueue:
         return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
-        # No job outlives its end in a variable here: it holds the caller's buffers.
+        # A job holds the caller's buffers, so no variable keeps it after its end.
         while (job := self._next_job()) is not None:
             self._do_job(job)
             del job

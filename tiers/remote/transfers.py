@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads and stores of one server, each on a lane with a connection of its own.
 
-A connection is opened by the first transfer and kept; one that fails is closed, and where it had
-served before, a server that was restarted or a connection that idled too long is tried once more. A
-fallback one is given up now and then to try for a better.
+The first transfer opens a connection, which is kept. One that fails is closed; if it had served
+before, the transfer is tried once more, since the server may have restarted or the connection been
+idle too long. A fallback connection is closed at intervals to try for a better one.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from .transports.block_connection import BlockConnection
 _T = TypeVar("_T")
 
 
-_FALLBACK_SECONDS, _LONGEST_FALLBACK_SECONDS = 5.0, 600.0  # doubled with each
+# The life of the first fallback connection, doubled for each one after it, and the longest.
+_FALLBACK_SECONDS, _LONGEST_FALLBACK_SECONDS = 5.0, 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Blocks to be loaded or stored: each key with its buffer and, where it is known, its proof."""
+    """Blocks to load or store: each key with its buffer and, if known, its proof."""
 
     keys: Sequence[bytes]
     buffers: Sequence[memoryview]
     proofs: Proofs
 
     def batches(self) -> Iterator[Transfer]:
-        """As many blocks as one request carries, again and again."""
+        """Yield the blocks in batches of at most MAX_BLOCKS, the limit of one request."""
         for start in range(0, len(self.keys), MAX_BLOCKS):
             part = slice(start, start + MAX_BLOCKS)
             yield Transfer(self.keys[part], self.buffers[part], self.proofs[part])
@@ -49,7 +50,7 @@ Move = Callable[[BlockConnection, Transfer, float], "list[_T]"]
 
 
 class Transfers(Generic[_T]):
-    """The transfers in one direction. `size` is that of a block in bytes."""
+    """The transfers in one direction. `size`: bytes of a block; `seconds`: time of a transfer."""
 
     def __init__(
         self,
@@ -65,18 +66,19 @@ class Transfers(Generic[_T]):
         self._move = move
         self._size = size
         self._seconds = seconds
-        # The connection is closed by the thread that uses it alone: its descriptor might be another
-        # file's by the time that a call under way comes to it.
+        # Only the queue's thread closes the connection: after a close its descriptor could belong
+        # to another file when a call under way uses it.
         self._queue = TransferQueue(f"stratakv-remote-{name}", most_bytes, self._drop_connection)
-        self._is_ending = False  # nothing is connected or tried any more
+        self._is_ending = False  # no connection is opened and no transfer tried any more
         self._connection: BlockConnection | None = None
         self._fallback_seconds = _FALLBACK_SECONDS
         self._give_up_at = float("inf")
-        self.seconds = 0.0  # that transfers took in all
+        self.seconds = 0.0  # the time of all transfers
         self.corrupt_blocks = 0
 
     def submit(self, transfer: Transfer) -> Future[list[_T]]:
-        """Have blocks moved; an answer for each, or a RemoteError. Raises TierBusy, TierClosed."""
+        """Queue a transfer; the future has an answer for each block, or a RemoteError. Raises
+        TierBusy, TierClosed."""
         return self._queue.submit(
             lambda deadline: self._run(transfer, deadline),
             time.monotonic() + self._seconds,
@@ -84,17 +86,17 @@ class Transfers(Generic[_T]):
         )
 
     def submit_call(self, call: Callable[[], None]) -> Future[None]:
-        """Have something else done when everything before it is done."""
+        """Queue another call behind the work submitted before it."""
         return self._queue.submit(lambda _: call(), time.monotonic() + self._seconds, 0)
 
     @property
     def kind(self) -> str | None:
-        """How blocks move, where a connection is open."""
+        """The transport of the open connection, or None."""
         connection = self._connection
         return None if connection is None else connection.kind
 
     def close(self, deadline: float) -> None:
-        """Let transfers end within the time, then end them. Idempotent."""
+        """Wait for transfers until the deadline, then end them. Idempotent."""
         if not self._queue.close(deadline):
             self._is_ending = True
             connection = self._connection
@@ -125,7 +127,7 @@ class Transfers(Generic[_T]):
             may_try_again = False
         self._link.count_error("deadline" if late else "unavailable")
         self._link.mark_lost()
-        # Without its cause, whose frames would keep views of the caller's buffers.
+        # The cause is left out: its frames would keep views of the caller's buffers.
         raise (RemoteLate if late else RemoteError)(f"{self._link.address}: {why}")
 
     def _try_once(self, batch: Transfer, deadline: float) -> list[_T]:
@@ -135,7 +137,7 @@ class Transfers(Generic[_T]):
         if connection is None and not self._is_ending:
             connection = self._connection = self._link.connect(deadline)
             self._set_fallback_time(connection)
-        if connection is None or self._is_ending:  # perhaps since before there was one to abort
+        if connection is None or self._is_ending:  # `close` may have come before the connection
             self._drop_connection()
             raise ConnectionLost("the tier was closed")
         before = connection.corrupt_blocks
@@ -163,7 +165,7 @@ class Transfers(Generic[_T]):
 def check_buffers(
     layout: BlockLayout, keys: Sequence[bytes], buffers: Sequence[memoryview]
 ) -> None:
-    """Raises InvalidBlock unless there is a buffer for each key that holds a block."""
+    """Raise InvalidBlock unless each key has a buffer that is large enough for a block."""
     if len(keys) != len(buffers):
         raise InvalidBlock(f"{len(keys)} keys came with {len(buffers)} buffers")
     for buffer in buffers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How settings are read, below everything that has some; imports nothing of the tiers but itself.
+"""Reads settings, for all parts of the system; imports no other part of the tiers.
 
 option      one option, and fields of value objects that are options
 readers     from text, or from Python, YAML and TOML, to values

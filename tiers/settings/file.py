@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer of a file: flat YAML or TOML, by the ending of its name.
 
-Keys are options with `-` or `_`, each once, and values are plain: nothing is nested, no type is
-made by a tag. Raises ConfigError with the file and the key.
+Keys are options with `-` or `_`, each once. Values are plain: not nested, and of no type made by a
+tag. Raises ConfigError with the file and the key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .values import ConfigError
 MAX_BYTES = 256 * 1024
 MAX_KEY_CHARACTERS = 64
 
-# What PyYAML's messages quote of the file, but for its own names of tokens and single characters.
+# Text of the file quoted in PyYAML's messages; its own token names and single characters stay.
 _QUOTED = re.compile(r" (['\"])(?!<)[^'\"]{4,}\1")
 _NULL = "tag:yaml.org,2002:null"
 
@@ -39,13 +39,13 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def called(path: Path, key: str) -> str:
-    """A key as messages name it: in one line, whatever it holds. After a colon there is a value,
-    perhaps a secret, that YAML takes for a part of the key where no space stands before it."""
+    """A key as messages name it: in one line, and cut at a colon. After a colon without a space
+    YAML takes the value, perhaps a secret, for a part of the key."""
     return f"{format_name(key.partition(':')[0][:MAX_KEY_CHARACTERS])} of {path}"
 
 
 def read_ordinary(path: Path, most_bytes: int) -> bytes:
-    """What a file holds, the first `most_bytes` of it. Raises OSError, also for what is no ordinary
+    """Read the first `most_bytes` of a file. Raises OSError, also for anything but an ordinary
     file: opening a pipe could wait for ever, and a device has no end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -113,15 +113,16 @@ def _parse_toml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_yaml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Reads the nodes before any value is made of them: duplicate keys and nesting show there."""
+    """Yield keys and values from the nodes, not from a finished dict: only nodes show duplicate
+    keys and nesting."""
     import yaml
 
     try:
-        # yaml.safe_load would keep the last of two equal keys in silence.
+        # yaml.safe_load would silently keep the last of two equal keys.
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
-        # Its own text quotes the file, in which there may be secrets.
+        # PyYAML's own text quotes the file, which may hold secrets.
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         problem = _QUOTED.sub("", error.problem or "it cannot be read")
         raise ConfigError(f"{path} is no YAML: {line}{problem}") from error
@@ -140,7 +141,7 @@ def _parse_yaml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             raise _refuse_nested(path, key)
         try:
             yield key, loader.construct_object(node, deep=True)
-        except Exception as error:  # where a value does not fit its tag, whatever comes to pass
+        except Exception as error:  # any error of a value that does not fit its tag
             line = f"line {node.start_mark.line + 1}"
             raise ConfigError(
                 f"{called(path, key)} ({line}) is no plain value; put a text in quotes"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values from outside as messages show them: in one line and never long, whatever came."""
+"""Untrusted values as messages show them: in one line and of bounded length."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import re
 MAX_VALUE_CHARACTERS = 80
 MAX_LINE_CHARACTERS = 2000
 
-# They would begin another line, or have a terminal do something.
+# They would begin another line, or control a terminal.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def format_value(value: object) -> str:
-    """The value as Python writes it, cut where that is long."""
+    """The `repr` of the value, cut to `MAX_VALUE_CHARACTERS`."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no whole number of more than some thousand digits
+    except ValueError:  # Python formats no whole number of more than some thousand digits
         return f"a value of type {type(value).__name__} too long to show"
     return _cut(text, MAX_VALUE_CHARACTERS, "...")
 
 
 def format_name(name: str) -> str:
-    """A name as it is, where it is a short and plain one."""
+    """The name unchanged if it is short and plain, else as `format_value`."""
     is_plain = name.isprintable() and name == name.strip() != ""
     return name if is_plain and len(name) <= MAX_VALUE_CHARACTERS else format_value(name)
 
 
 def one_line(text: str) -> str:
-    """A message or a path as one line. What is cut is the middle: the cure is said last."""
+    """A message or a path as one line. A long one loses its middle: the cure stands at the end."""
     escaped = _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
     half = MAX_LINE_CHARACTERS // 2
     return _cut(escaped, MAX_LINE_CHARACTERS, f" ... {escaped[-half:]}")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One option: how it is called, read, checked and explained; and fields of value objects that are.
+"""An option: its name, reader, checks and help; and fields of value objects that are options.
 
     class SsdSettings:
         capacity_bytes: int = setting(20 * GIB, readers.size, "size of the ssd tier", "SIZE")
 
 `options_of` turns the fields of such a class into a table. Flags, environment variables, files,
-help and the default come from that table, for every command that serves and for the adapters. So a
-new option is one field and the code that uses it.
+help and defaults come from that table, for every command that serves and for the adapters. So a new
+option is one field and the code that uses it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .values import ConfigError, size_within, within
 
 Kind = TypeVar("Kind")
 
-# Shown in place of a secret. Not even the length shows.
+# Shown in place of a secret; it hides the length too.
 MASK = "***"
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option: where it goes and how its value is read."""
+    """An option: the field that it sets, its reader, its bounds and its help."""
 
     section: str  # the value object that has the field, below the one with all settings: "cache"
     field: str
     read: Reader
     help: str
     metavar: str = ""  # empty: a switch with --no-
-    unset: str = "none"  # the default in words, where the value object's says nothing
+    unset: str = "none"  # the default in words, where the value object's has no text form
     is_secret: bool = False
     least_bytes: int | None = None  # of a size
     bounds: tuple[int, int] | None = None  # of a whole number, both within
@@ -47,11 +47,11 @@ class Option:
 
     @property
     def path(self) -> str:
-        """The field below the object with all settings."""
+        """The dotted path of the field below the object with all settings."""
         return f"{self.section}.{self.field}" if self.section else self.field
 
     def check_value(self, called: str, value: Any) -> None:
-        """Raises ConfigError for a value that was read, or given in Python, and cannot be."""
+        """Raise ConfigError for an invalid value, read before or given in Python."""
         if value is None or value == self.default:
             return
         read = self.read(called, value)
@@ -63,8 +63,8 @@ class Option:
             size_within(called, value, self.least_bytes)
 
     def file_value(self, value: Any) -> Any:
-        """A value as a file takes it: a text, a number or a truth value; None where there is
-        none, and `MASK` for a secret."""
+        """The value as a file holds it: a text, a number or a truth value; None for an empty value,
+        `MASK` for a secret."""
         if self.read is readers.tiers:
             return ",".join(value) or "none"
         if value is None or value in ("", b"", {}, ()):
@@ -81,7 +81,7 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default as help and docs show it: in words, or in the form that a flag takes."""
+        """The default as help and docs show it: in words, or in the form of a flag's value."""
         value = self.file_value(self.default)
         if value is None:
             return self.unset
@@ -101,18 +101,18 @@ def setting(
     name: str = "",
     **more: Any,
 ) -> Any:
-    """A field of a frozen dataclass that is an option. `name` is that of the option where the
-    field's differs. A default that can be called makes the default, and `MISSING` is none. `more`
-    are further fields of the Option; no secret is in the object's repr."""
+    """Return a field of a frozen dataclass that is an option. `name` is the option's name if the
+    field's differs. A callable default makes the default, and `MISSING` is none. `more` are further
+    fields of the Option; the object's repr leaves secrets out."""
     option = Option("", name, read, help, metavar, unset, **more)
     made = {"default_factory": default} if callable(default) else {"default": default}
     return dataclasses.field(metadata={Option: option}, repr=not option.is_secret, **made)
 
 
 def options_of(kind: type, section: str, prefix: str = "") -> dict[str, Option]:
-    """The options among the fields of a class, by name, in the order of their declarations; a field
-    that a subclass declares anew stands there. `{them}` in a help is the `THEM` of the class, where
-    it shares fields with another."""
+    """The options among the fields of a class, by name, in the order of declaration; a field that a
+    subclass declares anew has its place there. `{them}` in a help becomes the class's `THEM`, for
+    fields that several classes share."""
     table, them = {}, getattr(kind, "THEM", "")
     declared: dict[str, None] = {}
     for base in reversed(kind.__mro__):
@@ -142,9 +142,9 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 def build_settings(
     kind: type[Kind], values: Mapping[str, Mapping[str, Any]], section: str = "", **given: Any
 ) -> Kind:
-    """The value object of a class from the values of its fields by section: "offload.ssd" has those
-    of the field `ssd` of the field `offload`. `given` are fields beside them. Raises ConfigError
-    for values that cannot work together."""
+    """Build the value object of a class from the values of its fields by section: "offload.ssd" has
+    those of the field `ssd` of the field `offload`. `given` are further fields. Raises ConfigError
+    for values that do not work together."""
     made = {**values.get(section, {}), **given}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         part: Any = field.default_factory
@@ -154,7 +154,7 @@ def build_settings(
 
 
 def read_fields(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given values of these options, read, by field; other names are left alone. Raises
+    """Read the given values of these options, by field; other names are ignored. Raises
     ConfigError, which names the flag."""
     return {
         option.field: option.read(flag_of(name), given[name])
@@ -164,7 +164,7 @@ def read_fields(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[s
 
 
 def check_options(table: Mapping[str, Option], settings: object) -> None:
-    """Check the values of these options in the object that their paths begin at. Raises
+    """Check the values of these options in the object at the root of their paths. Raises
     ConfigError, which names the flag."""
     for name, option in table.items():
         option.check_value(flag_of(name), attrgetter(option.path)(settings))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of option values: from text, or from what Python, YAML and TOML give, to what is meant.
+"""Readers of option values, which come as text or from Python, YAML and TOML.
 
-A reader takes how the option was called (`--port`, `STRATAKV_PORT`, `port of x.yaml`) and the
-value, and raises ConfigError. Reading what was read already changes nothing.
+A reader takes the name of the option as it was given (`--port`, `STRATAKV_PORT`, `port of x.yaml`)
+and the value, and raises ConfigError. Reading a value twice gives the same value.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _UNITS: Mapping[str, int] = {
     "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4,
     "kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4,
 }  # fmt: skip
-# HMAC under a shorter secret could be found out by trying.
+# A shorter secret of an HMAC could be found by trying.
 MIN_SECRET_BYTES = 16
-# As long as a path may be; no name or key comes near it.
+# The longest path of Linux; no name or key comes near it.
 MAX_TEXT_CHARACTERS = 4096
 # Line breaks, terminal sequences, and bytes of a command line that are no UTF-8: in a name or a
-# path they would spoil the log, the identity of blocks or an answer.
+# path they would corrupt the log, the identity of blocks or an answer.
 _UNUSABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
 
@@ -69,7 +69,7 @@ def integer_within(low: int, high: int) -> Callable[[str, Any], int]:
 
 
 def number(called: str, value: Any) -> float:
-    """Also what is no finite number; the value objects refuse it with their bounds."""
+    """Read a number. Infinity and NaN pass; the bounds of the value objects refuse them."""
     try:
         if isinstance(value, bool):
             raise ValueError
@@ -79,7 +79,7 @@ def number(called: str, value: Any) -> float:
 
 
 def seconds_up_to(most: float) -> Callable[[str, Any], float]:
-    """A reader of a time above 0 and of at most so many seconds."""
+    """A reader of a time in seconds, above 0 and at most `most`."""
 
     def read(called: str, value: Any) -> float:
         seconds = number(called, value)
@@ -93,7 +93,7 @@ def seconds_up_to(most: float) -> Callable[[str, Any], float]:
 
 
 def size(called: str, value: Any) -> int:
-    """A number of bytes, perhaps with a unit: `512MiB`, `20GiB`, `1.5GB`, `4096`."""
+    """Read a number of bytes, with or without a unit: `512MiB`, `20GiB`, `1.5GB`, `4096`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = _SIZE.fullmatch(str(value))
@@ -104,14 +104,14 @@ def size(called: str, value: Any) -> int:
             f"not {format_value(str(value))}"
         )
     size_bytes = float(amount) * _UNITS[unit.lower()]
-    if size_bytes > MAX_SIZE_BYTES:  # also what is too large for a float
+    if size_bytes > MAX_SIZE_BYTES:  # infinity too
         most = show_size(MAX_SIZE_BYTES)
         raise ConfigError(f"{called} must be at most {most}, not {str(value)[:40]}")
     return int(size_bytes)
 
 
 def switch(called: str, value: Any) -> bool:
-    """True or False, also as a word."""
+    """Read True or False, also as a word: true, yes, on, 1 and their opposites."""
     if isinstance(value, bool):
         return value
     given = word(value)
@@ -123,12 +123,12 @@ def switch(called: str, value: Any) -> bool:
 
 
 def word(value: Any) -> str:
-    """A value as one word in small letters, to compare with others; no type is refused."""
+    """The value as one word in small letters, for comparisons. Takes any type."""
     return (value if isinstance(value, str) else format_value(value)).strip().lower()
 
 
 def text(called: str, value: Any) -> str:
-    """A text that is not empty, in one line of whole characters."""
+    """Read a text: not empty, one line, no control characters, valid UTF-8."""
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(
             f"{called} takes a text that is not empty, not {format_value(value)}{_quote(value)}"
@@ -145,16 +145,16 @@ def text(called: str, value: Any) -> str:
 
 
 def path(called: str, value: Any) -> Path:
-    """Raises ConfigError for what names no place in a file system."""
+    """Read a path; `~` is expanded. Raises ConfigError for a text that is no path."""
     place = text(called, str(value) if isinstance(value, Path) else value)
     try:
         return Path(place).expanduser()
-    except RuntimeError as error:  # `~name` of nobody on this machine
+    except RuntimeError as error:  # `~name` of no user of this machine
         raise ConfigError(f"{called} takes a path, not {format_value(place)} ({error})") from error
 
 
 def hosts(called: str, value: Any) -> tuple[str, ...]:
-    """Names of hosts with commas between, in small letters; `*` is any."""
+    """Read names of hosts, separated by commas, into small letters; `*` is any host."""
     names = texts(called, value)
     for name in names:
         if name != "*" and not _HOST.fullmatch(name):
@@ -166,13 +166,13 @@ def hosts(called: str, value: Any) -> tuple[str, ...]:
 
 
 def model(called: str, value: Any) -> str:
-    """A path or an id as it was typed, since `./org/model` is a path alone."""
+    """Read a path or an id, unchanged: `./org/model` is a path, `org/model` may be an id."""
     path(called, value)
     return str(value)
 
 
 def one_of(*known: str, synonyms: Mapping[str, str] | None = None) -> Callable[[str, Any], str]:
-    """A reader of one word out of several; `synonyms` are what others call them."""
+    """A reader of one word out of several; `synonyms` maps other projects' names to them."""
 
     def read(called: str, value: Any) -> str:
         if synonyms and isinstance(value, str):
@@ -188,8 +188,8 @@ def one_of(*known: str, synonyms: Mapping[str, str] | None = None) -> Callable[[
 
 
 def one_of_these_or(known: Collection[str], all_known: Callable[[], list[str]]) -> Reader:
-    """A reader of one word out of those known here, or of `all_known`, which looks up what other
-    packages bring."""
+    """A reader of one word out of `known`, or else out of `all_known`, which looks up the names of
+    other packages too."""
 
     def read(called: str, value: Any) -> str:
         if isinstance(value, str) and value in known:
@@ -204,7 +204,7 @@ def device(called: str, value: Any) -> str:
 
 
 def tiers(called: str, value: Any) -> tuple[str, ...]:
-    """Names with commas between, or a list of them. The caller checks which and in which order."""
+    """Read names separated by commas, or a list of them. The caller checks names and order."""
     names = value.split(",") if isinstance(value, str) else value
     is_list = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     if not is_list or value == "":
@@ -214,7 +214,7 @@ def tiers(called: str, value: Any) -> tuple[str, ...]:
 
 
 def tier_options(called: str, value: Any) -> dict[str, dict[str, str]]:
-    """`tier.option=value,…` as tier → option → value, or what already is that."""
+    """Read `tier.option=value,…` into tier → option → value; such a mapping is taken as it is."""
     if isinstance(value, Mapping):
         if not all(isinstance(options, Mapping) for options in value.values()):
             raise ConfigError(f"{called} takes options by tier, not {format_value(value)}")
@@ -233,7 +233,7 @@ def tier_options(called: str, value: Any) -> dict[str, dict[str, str]]:
 
 
 def texts(called: str, value: Any) -> tuple[str, ...]:
-    """Several texts: a list, also as JSON, which is how vLLM takes it, or with commas between."""
+    """Read several texts: a list, a list in JSON as in vLLM, or texts separated by commas."""
     items = value
     if isinstance(value, str):
         try:
@@ -250,7 +250,7 @@ def texts(called: str, value: Any) -> tuple[str, ...]:
 
 
 def api_key(called: str, value: Any) -> str:
-    """A key that a header can carry. It is in no message."""
+    """Read a key that an HTTP header can carry. No message contains it."""
     _check_secret(called, value)
     _check_length(called, value)
     if not (value.isascii() and value.isprintable()) or " " in value:
@@ -262,7 +262,7 @@ def api_key(called: str, value: Any) -> str:
 
 
 def secret_bytes(called: str, value: Any) -> bytes:
-    """A secret for HMAC. It is in no message."""
+    """Read a secret for HMAC, as bytes. No message contains it."""
     if not isinstance(value, bytes):
         _check_secret(called, value)
         value = value.encode("utf-8", "surrogateescape")
@@ -292,5 +292,5 @@ def _check_length(called: str, value: str | bytes) -> None:
 
 
 def _quote(value: Any) -> str:
-    """A cure for what YAML and TOML take for a number, a date or a truth value."""
+    """The cure for a value that YAML or TOML took for a number, a date or a truth value."""
     return "" if value is None or isinstance(value, str | list | dict) else "; put it in quotes"

@@ -7,28 +7,27 @@ from collections.abc import Iterator
 
 from .format import format_value
 
-# Far above what any machine can use, and small enough for every table that is made of them.
+# Far above the needs of any machine, and small enough for every table of that size.
 MAX_SIZE_BYTES = 2**60
 KIB = 1024
 MIB = 1024**2
 _BINARY = (("TiB", KIB**4), ("GiB", KIB**3), ("MiB", KIB**2), ("KiB", KIB))
 _UNITS = (*_BINARY, ("TB", 1000**4), ("GB", 1000**3), ("MB", 1000**2), ("kB", 1000))
 _DECIMALS = 3  # of units above KiB
-_MANY_BYTES = 10_000  # fewer are read at a glance
-_MOST_DIGITS = 4  # of a text that is easier to read than the number itself
+_MANY_BYTES = 10_000  # fewer need no rough size
+_MOST_DIGITS = 4  # of a text with a unit
 
 
 def exact_size(size_bytes: int) -> str | None:
-    """The shortest text with a unit that is read back as exactly so many bytes: `512MiB`, `1.5GB`.
-    A size that a person typed comes out as it was typed, or as the same in fewer digits. None
-    where no short text means so many."""
+    """The shortest text with a unit that is read back as exactly this number: `512MiB`, `1.5GB`. A
+    typed size comes out as it was typed, or in fewer digits. None where no short text is exact."""
     texts = sorted(_texts(size_bytes), key=lambda text: (_digits(text), len(text)))
     return texts[0] if texts else None
 
 
 def show_size(size_bytes: int) -> str:
-    """The same for messages: `512MiB`, or `65537 bytes (64 KiB)` where no short text with a unit
-    means so many."""
+    """The size for messages: `512MiB`, or `65537 bytes (64 KiB)` where no short text with a unit is
+    exact."""
     if not 0 < size_bytes <= MAX_SIZE_BYTES:
         return f"{format_value(size_bytes)} bytes"
     text = exact_size(size_bytes)
@@ -39,7 +38,7 @@ def show_size(size_bytes: int) -> str:
 
 
 def rough_size(size_bytes: int) -> str:
-    """Three figures: `20 GiB`, `1.43 MiB`, `500 bytes`."""
+    """The size in three figures: `20 GiB`, `1.43 MiB`, `500 bytes`."""
     for unit, factor in _BINARY:
         if size_bytes >= factor:
             number = size_bytes / factor
@@ -56,12 +55,12 @@ def _texts(size_bytes: int) -> Iterator[str]:
             yield f"{size_bytes // factor}{unit}"
         for decimals in range(_DECIMALS + 1 if factor > KIB else 1):
             number = f"{size_bytes / factor:.{decimals}f}"
-            # As it is read: a part of a byte is dropped.
+            # The reader drops a part of a byte too.
             if int(float(number) * factor) == size_bytes and _digits(number) <= _MOST_DIGITS:
                 yield f"{number}{unit}"
                 break
 
 
 def _digits(text: str) -> int:
-    """The number of digits that a reader has to look at."""
+    """The number of digits in the text that are not leading or trailing zeros."""
     return len("".join(filter(str.isdigit, text)).strip("0"))

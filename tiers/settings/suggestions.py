@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nearest right word to a wrong one, for error messages."""
+"""The nearest known word to a wrong one, for error messages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _MOST_BEGINNINGS = 3
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`"; did you mean X?"`, or nothing where no known word is near.
+    """Return `"; did you mean X?"`, or an empty text where no known word is near.
 
-    Words that begin with the wrong one are nearest, since a person may have cut one short; where
-    it is the beginning of many, it says little and the likeness decides.
+    Words that begin with the wrong one are nearest, since it may be cut short; if more than
+    `_MOST_BEGINNINGS` do, the likeness decides.
     """
-    # Without the dashes of flags, which make any two of them alike.
+    # The dashes of flags are ignored: they make any two flags alike.
     stem, words = word.lstrip("-"), {each.lstrip("-"): each for each in known}
     near = [each for each in words if stem and each.startswith(stem)]
     if not 0 < len(near) <= _MOST_BEGINNINGS:

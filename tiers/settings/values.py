@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What settings are made of: sizes, bounds, choices, and the error that says what was wrong."""
+"""Values of settings: sizes, bounds, devices, and ConfigError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 1024**3
 
 _DEVICE = re.compile(r"cpu|cuda(?::\d{1,3})?")
 
-# Far above what any machine can use, and small enough for every table that is made of them.
+# Far above the needs of any machine, and small enough for every table of that size.
 MAX_BLOCKS = 2**24
 MAX_SEQS = 2**16
 MAX_TOKENS = 2**24
@@ -27,7 +27,8 @@ class ConfigError(ValueError):
 
 
 def check_device(called: str, value: str) -> str:
-    """`cpu`, `cuda` or `cuda:1`; raises ConfigError for anything else, several GPUs among it."""
+    """Return `cpu`, `cuda` or `cuda:1`. Raises ConfigError for anything else, such as several
+    GPUs."""
     if _DEVICE.fullmatch(value):
         return value
     if value.startswith("cuda") and ("," in value or "+" in value):
@@ -41,7 +42,7 @@ def check_device(called: str, value: str) -> str:
 
 
 def within(name: str, value: int, low: int, high: int) -> None:
-    """Raises ConfigError for a number out of bounds, which are within."""
+    """Raise ConfigError for a number outside [low, high]."""
     if value < low:
         raise ConfigError(f"{name} must be at least {low}, not {format_value(value)}")
     if value > high:
@@ -49,7 +50,7 @@ def within(name: str, value: int, low: int, high: int) -> None:
 
 
 def size_within(name: str, value: int, low: int) -> None:
-    """As `within`, in bytes."""
+    """Raise ConfigError for a number of bytes below `low` or above `MAX_SIZE_BYTES`."""
     if value < low:
         raise ConfigError(f"{name} must be at least {show_size(low)}, not {show_size(value)}")
     if value > MAX_SIZE_BYTES:

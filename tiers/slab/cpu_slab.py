@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU slab: one stretch of host memory cut into slots, one block each.
 
-The memory is all there from the start, and shared: another process of the host can map the same
-slots from `fd`. Who fills and reads the slots is decided above (`reserve`/`commit`, `pin`/`unpin`).
+The memory is allocated at the start, and shared: another process of the host can map the same slots
+from `fd`. The caller fills and reads the slots (`reserve`/`commit`, `pin`/`unpin`).
 
     unknown → reserve → reserved → commit → committed ⇄ pinned
        ↑                   └─ not kept ─┐       │
        └────────────────────────────────┴───────┘ evicted or dropped, never while pinned
 
-With an index it is served to other engines by another process, which keeps slots that it reads
-from being evicted (`slab_index.py`).
+With an index another process serves the slab to other engines; it protects slots that it reads from
+eviction (`slab_index.py`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 
 
 _FORGOTTEN = -1  # the epoch of a block that was forgotten by name
-# Of the slots, for blocks that are kept for other engines: the rest is left to this one.
+# Share of the slots for blocks that are kept for other engines; the rest is for this engine.
 KEPT_SHARE = 0.5
-# Of the slots, for blocks that are held for this engine's jobs until their next turn.
+# Share of the slots for blocks that are held for this engine's jobs until their next turn.
 HELD_SHARE = 0.4
 
 
 class _Slot:
-    """What one known key occupies."""
+    """The slot of a known key, and its state."""
 
     __slots__ = ("committed", "epoch", "index", "is_unwanted", "pins", "proof")
 
@@ -97,15 +97,15 @@ class CpuSlab(SlabTier):
         self._policy = LruPolicy() if policy is None else policy  # holds the committed keys
         self.learns = self._policy.learns
         self._stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=self.num_slots)
-        self._epoch = 0  # blocks of earlier ones are forgotten
+        self._epoch = 0  # blocks of earlier epochs are forgotten
         self._holds = Holds(int(HELD_SHARE * self.num_slots))
-        self._num_forgotten = 0  # at the most, of those whose slots are not free yet
+        self._num_forgotten = 0  # forgotten blocks whose slots are not free yet, at most
         self._closed = False
         self.is_served = is_served
         self.index = SlabIndex(self.num_slots) if is_served else None
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        hit, miss = Answer.HIT, Answer.MISS  # names that are slow to look up
+        hit, miss = Answer.HIT, Answer.MISS  # local names: attribute look-ups are slow
         with self._lock:
             known, epoch = self._slots.get, self._epoch
             return [
@@ -191,8 +191,8 @@ class CpuSlab(SlabTier):
             return [None if slot is None else slot.proof for slot in slots]
 
     def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:
-        """See SlabTier. Keys come head first and are touched tail first, so that of a
-        chain the tail is evicted first: without its head it would be worth nothing."""
+        """See SlabTier. Keys come head first and are touched tail first, so that the tail of a
+        chain is evicted first: it is useless without its head."""
         with self._lock:
             indices: list[int | None] = []
             hits = []
@@ -226,7 +226,8 @@ class CpuSlab(SlabTier):
                     self._free_forgotten([key])
 
     def keep(self, keys: Sequence[bytes], seconds: float) -> list[bool]:
-        """See SlabTier. Beyond KEPT_SHARE of the slots blocks are there and not kept."""
+        """See SlabTier. At most KEPT_SHARE of the slots are kept; blocks beyond it are reported but
+        not kept."""
         with self._lock:
             index = self.index
             if index is None or not index.is_read:
@@ -244,7 +245,7 @@ class CpuSlab(SlabTier):
         with self._lock:
             hold = self._holds.create_hold(keys, now + seconds, now)
             known = [key for key in hold.keys if self._lookup_slot(key) is Answer.HIT]
-            self._policy.touch(reversed(known))  # so that they are not in the way of victims
+            self._policy.touch(reversed(known))  # so that victims are found before them
             return hold
 
     def release(self, hold: Hold) -> None:
@@ -252,7 +253,7 @@ class CpuSlab(SlabTier):
             self._holds.end_hold(hold)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Committed blocks, given head first, are as good as used now. No hit is counted."""
+        """Mark committed blocks, given head first, as used now. No hit is counted."""
         with self._lock:
             known = [key for key in keys if self._lookup_slot(key) is Answer.HIT]
             self._policy.touch(reversed(known))
@@ -273,12 +274,12 @@ class CpuSlab(SlabTier):
             return len(self._free)
 
     def coldest(self, count: int) -> list[bytes]:
-        """See SlabTier. Changes nothing, and leaves out what is pinned."""
+        """See SlabTier. Changes nothing. Pinned blocks are left out of the list."""
         with self._lock:
             return self._policy.victims(count, self._is_idle_and_known)
 
     def may_go_next(self, keys: KeysView[bytes], count: int) -> bool:
-        """See SlabTier. Those that are pinned stay, so as many more may go."""
+        """See SlabTier. Pinned blocks are not evicted, so as many others may go in their place."""
         with self._lock:
             return self._policy.may_be_next(keys, count + self._stats.pinned_blocks)
 
@@ -343,7 +344,7 @@ class CpuSlab(SlabTier):
             self._memory.release()
             self._map.close()
         except BufferError:
-            # Unmapping under a reader would be a crash; the last view takes the memory with it.
+            # Unmapping under a reader would crash; the memory goes with the last view.
             log.warning("the CPU tier was closed while views of its slots were still in use")
 
     def _lookup_slot(self, key: bytes) -> Answer:
@@ -364,7 +365,7 @@ class CpuSlab(SlabTier):
         return key not in self._holds.times and self._is_idle(key)
 
     def _is_held(self, slot: _Slot) -> bool:
-        """Whether it is kept for other engines."""
+        """Whether the slot is kept for other engines; never without an index."""
         return self.index is not None and self.index.is_held(slot.index)
 
     def _is_known(self, key: bytes) -> bool:
@@ -374,7 +375,7 @@ class CpuSlab(SlabTier):
         return self._is_idle(key) and self._is_known(key)
 
     def _is_forgotten(self, key: bytes) -> bool:
-        """Whether only its slot is left, which may be freed."""
+        """Whether a forgotten block's slot is idle, so that it may be freed."""
         return self._is_idle(key) and not self._is_known(key)
 
     def _make_room(
@@ -384,7 +385,8 @@ class CpuSlab(SlabTier):
         optional: bool,
         spared: Callable[[bytes], bool] | None,
     ) -> list[bytes]:
-        """The blocks that were evicted, without those that had been forgotten."""
+        """Evict until the `coming` blocks have slots. Return the evicted blocks but those forgotten
+        before."""
         count = len(coming) - len(self._free)
         if count <= 0:
             return []

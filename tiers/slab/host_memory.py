@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this process can still be given, by its host and by its container."""
+"""The memory still available to this process, on its host and in its container."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 # Limit, use and details in a control group of version 2, and in one of version 1.
 _FILES_V2 = ("memory.max", "memory.current", "memory.stat")
 _FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
-# Cached pages of files, which are given back when memory is needed.
+# Cached pages of files, which the kernel frees when memory is needed.
 _RECLAIMABLE = frozenset({"inactive_file", "active_file"})
 
 
 def available_memory_bytes(
     meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own: Path = OWN_CGROUP
 ) -> int | None:
-    """Bytes available without swapping or being killed for it; None where it is not known."""
+    """Bytes available without swapping and without being killed; None where it is not known."""
     places = _groups_above(cgroups, own)
     answers = [_host_bytes(meminfo), *(_left_bytes(place, *files) for place, files in places)]
     return min((answer for answer in answers if answer is not None), default=None)
 
 
 def _groups_above(cgroups: Path, own: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The control groups that this process is in, up to the root: each may have a limit. A
-    container sees its own as the root."""
+    """The control groups of this process, up to the root: each may have a limit. A container sees
+    its own group as the root."""
     paths = {"": "/", "memory": "/"}
     try:
         rows = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
@@ -55,7 +55,7 @@ def _host_bytes(meminfo: Path) -> int | None:
 
 
 def _left_bytes(group: Path, limit: str, used: str, details: str) -> int | None:
-    """Bytes that a control group has left; None where there is none or it has no limit."""
+    """Bytes that a control group has left; None where there is no group or no limit."""
     try:
         most, now = [int((group / name).read_text(encoding="ascii")) for name in (limit, used)]
         rows = (group / details).read_text(encoding="ascii").split("\n")

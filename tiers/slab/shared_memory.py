@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory that exists: a memfd, mapped, with every page faulted in at the start.
+"""Shared memory: a memfd, mapped, with every page faulted in at the start.
 
-The first touch of a page costs many times a warm copy, so it is done here, in parallel, and not by
+The first touch of a page costs many times a warm copy, so it happens here, in parallel, and not in
 the first requests. Huge pages, if asked for, come from the pool that the host's operator set apart
 (`vm.nr_hugepages`). Otherwise, or where that is too small, plain pages are faulted in and the
 kernel is asked to gather them into huge ones, which needs no setting of the host and may be
 refused: the disk of a virtual machine took three times as long for blocks on scattered pages.
 
-Its size is sealed before anybody else gets `fd`: whoever maps a memfd dies of SIGBUS where another
-has cut it short.
+The size is sealed before another process gets `fd`: a process that maps a memfd dies of SIGBUS if
+another one shrinks it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 HUGE_PAGE_BYTES = 2 * 1024**2
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
-_MADV_COLLAPSE = 25  # Linux 6.1; takes place whatever the host's settings say, but "deny"
+_MADV_COLLAPSE = 25  # Linux 6.1; works with every setting of the host but "deny"
 _PIECE_BYTES = 64 * 1024**2  # small enough to show progress, large enough to be worth a thread hop
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MFD_HUGE_2MB = 21 << os.MFD_HUGE_SHIFT
 
 
 class SharedMemory:
-    """`size` bytes in `map`, of which `fd` is the memfd; `is_huge` says on which pages.
+    """`size` bytes in `map`, whose memfd is `fd`; `is_huge`: they lie on huge pages.
 
     Raises TierConfigError where the host has less.
     """
@@ -79,7 +79,7 @@ class SharedMemory:
 
 
 def has_fixed_size(fd: int) -> bool:
-    """Whether nobody can change the size of this memfd any more; False for any other file."""
+    """Whether the size of this memfd is sealed; False for any other file."""
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS == _SIZE_SEALS
     except OSError:
@@ -96,7 +96,7 @@ def _make_huge(
 def _make(
     name: str, flags: int, size: int, threads: int, progress: Progress | None
 ) -> tuple[int, mmap.mmap]:
-    """Raises OSError, and then leaves nothing."""
+    """Make and populate a memfd. Raises OSError; nothing stays open then."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, size)
@@ -114,8 +114,9 @@ def _make(
 
 
 def _map_aligned(fd: int, size: int) -> mmap.mmap:
-    """Map it where huge pages can begin, if a second try gets there; only then can its pages be
-    gathered. New maps lie side by side, so a map as long as the first one is off moves the next."""
+    """Map the memfd at a huge page's border, if a second try succeeds; only then can the kernel
+    gather its pages. New maps lie side by side, so a map as long as the first one's offset moves
+    the next."""
     memory = mmap.mmap(fd, size, mmap.MAP_SHARED)
     off = _address(memory) % HUGE_PAGE_BYTES
     if not off or size < HUGE_PAGE_BYTES:
@@ -155,8 +156,8 @@ def _populate(
 def _populate_piece(base: int, fd: int, start: int, length: int) -> int:
     # Through ctypes, which releases the GIL; mmap.madvise keeps it.
     libc = ctypes.CDLL(None, use_errno=True)
-    # One huge page at a time: gathering pages that were just cleared costs a third of what
-    # gathering cold ones does.
+    # One huge page at a time: gathering pages that were just cleared costs a third of gathering
+    # cold ones.
     for offset in range(start, start + length, HUGE_PAGE_BYTES):
         address = ctypes.c_void_p(base + offset)
         size = ctypes.c_size_t(min(HUGE_PAGE_BYTES, start + length - offset))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a slab holds, written into shared memory for a process that serves it to other engines.
+"""The content of a slab, written into shared memory for a process that serves it to other engines.
 
     engine   SlabIndex    publish, retract ──► records, journal ──► SlabReader    server
              is_held      ◄── times until which slots are kept ◄── hold
 
-Nobody waits for the other side: the engine writes a few bytes for a block that comes or goes, and
-evicts no block that is held until a time that has not come. A hold ends by itself, so a server that
-dies leaves nothing behind. Between reading a record and holding its slot the block may have gone;
-the reader looks at the record again afterwards, and whoever loads the block compares its digest.
+Neither side waits for the other: the engine writes a few bytes for a block that comes or goes, and
+evicts no block before the end of its hold. A hold ends by itself, so a server that dies leaves none
+behind. Between reading a record and holding its slot the block may have gone; the reader reads the
+record again afterwards, and the engine that loads the block compares its digest.
 
     header    magic, slots, journal entries; epoch; number of journal entries written
     journal   a ring: the slot whose record has changed, or _ALL
@@ -30,8 +30,8 @@ from ..errors import TierConfigError
 from ..tag import TAG_BYTES, Proof
 from .shared_memory import SharedMemory
 
-# The longest hold that the engine respects, whatever the other process says: that of the longest
-# lease.
+# The longest hold that the engine respects, though the other process may write a longer one: that
+# of the longest lease.
 MAX_HOLD_SECONDS = 3600.0
 
 _MAGIC = 0x5354524B564C4958
@@ -45,11 +45,11 @@ _VOID = (bytes(KEY_BYTES), bytes(TAG_BYTES), bytes(TAG_BYTES))
 
 
 class _Shape:
-    """Where the parts lie."""
+    """The offsets of the parts, in bytes."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        # A power of two: two changes of each slot, before a reader has to look at all of them.
+        # A power of two: room for two changes of each slot; after more a reader reads all records.
         self.num_entries = max(_LEAST_JOURNAL, 1 << (2 * num_slots - 1).bit_length())
         self.records_at = _HEADER_BYTES + 4 * self.num_entries
         self.holds_at = self.records_at + _RECORD.size * num_slots
@@ -60,7 +60,7 @@ class _Shape:
 
 
 class SlabIndex:
-    """The engine's side. Called under the slab's lock."""
+    """The engine's side of the index. Called under the slab's lock."""
 
     def __init__(self, num_slots: int) -> None:
         self._shape = shape = _Shape(num_slots)
@@ -72,7 +72,7 @@ class SlabIndex:
         self._journal = self._memory[_HEADER_BYTES : shape.records_at].cast("I")
         self._holds = self._memory[shape.holds_at : shape.size].cast("d")
         self._own_holds: dict[int, float] = {}
-        self.is_read = True  # whether there is a process that serves the slab, as far as is known
+        self.is_read = True  # whether a process serves the slab, as far as is known
         self._sequences = [0] * num_slots
         self._published = [False] * num_slots
         self._epoch = 1
@@ -85,20 +85,20 @@ class SlabIndex:
         self._published[slot] = True
 
     def retract(self, slot: int) -> None:
-        """The slot's block is gone, or not to be found any more."""
+        """Void the slot's record: its block is gone or forgotten."""
         if self._published[slot]:
             self._published[slot] = False
             self._write_record(slot, 0, *_VOID)
 
     def clear(self) -> None:
-        """No block is to be found any more."""
+        """Void all records, by a new epoch."""
         self._epoch += 1
         _COUNT.pack_into(self._memory, _EPOCH_AT, self._epoch)
         self._append_journal(_ALL)
 
     def retain_slots(self, slots: Sequence[int], until: float, most: int) -> None:
-        """Keep these slots as they are until then (monotonic), for this engine itself: at most so
-        many at the same time, the first ones."""
+        """Keep these slots from eviction until `until` (monotonic), for this engine itself; at most
+        `most` slots at the same time, the first ones."""
         now = time.monotonic()
         held = {slot: end for slot, end in self._own_holds.items() if end > now}
         for slot in slots:
@@ -107,7 +107,7 @@ class SlabIndex:
         self._own_holds = held
 
     def is_held(self, slot: int) -> bool:
-        """Whether the slot has to stay as it is now."""
+        """Whether the slot is protected from eviction now."""
         own, others = self._own_holds.get(slot, 0.0), self._holds[slot]
         if not own and not others:
             return False
@@ -115,7 +115,7 @@ class SlabIndex:
         return own > now or now < others <= now + MAX_HOLD_SECONDS
 
     def release_all(self) -> None:
-        """The process that served the slab is gone: nobody else holds anything."""
+        """End all holds of the serving process, which is gone."""
         self.is_read = False
         self._memory[self._shape.holds_at : self._shape.size] = bytes(8 * self._shape.num_slots)
 
@@ -140,7 +140,7 @@ class SlabIndex:
 
 @dataclass(slots=True)
 class Changes:
-    """What has come and gone since the last look, each key once."""
+    """The keys that came and went since the last refresh, each once."""
 
     stored: list[bytes] = field(default_factory=list)
     removed: list[bytes] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A block, in a slot that is held."""
+    """A block in a held slot."""
 
     slot: int
     proof: Proof
@@ -163,7 +163,8 @@ class _Known:
 
 
 class SlabReader:
-    """The other process's side. `share` of the slots are held at most. Thread-safe."""
+    """The serving process's side of the index. At most `share` of the slots are held.
+    Thread-safe."""
 
     def __init__(self, fd: int, num_slots: int, share: float) -> None:
         self.num_slots = num_slots
@@ -180,14 +181,14 @@ class SlabReader:
         self._seen = 0  # journal entries
         self._held: Counter[int] = Counter()
         self._most_held = max(1, int(share * num_slots))
-        # What the process before this one held is nobody's any more.
+        # The holds of an earlier serving process are void.
         self._memory[shape.holds_at : shape.size] = bytes(8 * num_slots)
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def refresh(self) -> Changes:
-        """Take in what has changed."""
+        """Read the changes since the last call."""
         changes = Changes()
         with self._lock:
             head = self._read_counter(_HEAD_AT)
@@ -198,7 +199,7 @@ class SlabReader:
             else:
                 mask = self._shape.num_entries - 1
                 entries = [self._journal[i & mask] for i in range(self._seen, head)]
-                # Entries that were overwritten meanwhile say nothing of what they were.
+                # Entries may have been overwritten meanwhile; then all records are read.
                 if (
                     self._read_counter(_HEAD_AT) - self._seen >= self._shape.num_entries
                     or _ALL in entries
@@ -211,13 +212,13 @@ class SlabReader:
         return changes
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Of each block whether it is there, as of the last `refresh`."""
+        """Whether each block is there, as of the last `refresh`."""
         known = self._by_key
         return [key in known for key in keys]
 
     def acquire_blocks(self, keys: Sequence[bytes], until: float) -> list[Found | None]:
-        """Keep these blocks until then (monotonic), or until `release_slots`; None for one that is
-        not there, or of which no more may be held."""
+        """Hold these blocks until `until` (monotonic), or until `release_slots`. None for a block
+        that is not there, or where no more slots may be held."""
         found: list[Found | None] = []
         with self._lock:
             for key in keys:
@@ -237,7 +238,7 @@ class SlabReader:
         return found
 
     def is_still(self, key: bytes, slot: int) -> bool:
-        """Whether the slot holds the block at this moment."""
+        """Whether the slot still holds the block now."""
         return self._read_record(slot)[1] == key
 
     def release_slots(self, slots: Sequence[int]) -> None:
@@ -283,7 +284,7 @@ class SlabReader:
         if key is None:
             return
         other = self._by_key.get(key)
-        if other is not None and other.slot != slot:  # it moved, and the old record comes later
+        if other is not None and other.slot != slot:  # it moved; the old slot changes later
             self._key_of.pop(other.slot, None)
         self._by_key[key] = _Known(slot, sequence, proof)
         self._key_of[slot] = key
@@ -293,7 +294,7 @@ class SlabReader:
     def _read_record(self, slot: int) -> tuple[int, bytes | None, Proof]:
         at = self._shape.record_at(slot)
         sequence, epoch, key, tag, digest = _RECORD.unpack_from(self._memory, at)
-        # While it changes it is nothing; its change is in the journal soon.
+        # A record that is being written counts as void; its journal entry follows.
         is_whole = not sequence % 2 and self._read_counter(at) == sequence
         is_there = is_whole and epoch and epoch == self._read_counter(_EPOCH_AT)
         return sequence, key if is_there else None, Proof(tag, digest)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps blocks on a local disk; never imports torch, the connector or the engine.
 
-store.py           what the hierarchy calls; look-ups
+store.py           the store of the hierarchy; look-ups
 disk_array.py      several stores as one
 reader.py          slots → buffers, verified          writer.py    buffers → slots → rows, in order
-index/             what is in which slot, in memory and in LMDB
+index/             the block of each slot, in memory and in LMDB
 disk/              the file of slots, and the threads that read and write it
-folder/            from a path to a running store: lock, identity, other formats, sizes
+folder/            opens a store at a path: lock, identity, other formats, sizes
 store_check.py     index against records, of a store that is not open
 """
 

@@ -3,13 +3,14 @@
 
     key ─► one of 4,096 parts ─► the disk with the highest hash for that part   (rendezvous hashing)
 
-So a disk that is added or left out moves its own share of the parts and no other, and the order in
-which disks are named does not matter. Each disk is a store of its own (index, queue, folder);
-nothing of one is on another, and a lost disk is a lost share of the cache.
+So a disk that is added or left out moves only its own share of the parts, and the order in which
+disks are named does not matter. Each disk has its own store (index, queue, folder); no disk holds
+data of another, and a lost disk is a lost share of the cache.
 
-A disk fails alone. What it cannot read is a miss, what it cannot take is refused, and one that has
-not answered for `HUNG_SECONDS` is asked for nothing more until it does: the others go on. Only who
-had asked it before waits for it, since it may still write into their buffers.
+A disk fails alone. A block that it cannot read is a miss, a block that it cannot take is refused,
+and a disk that has not answered for `HUNG_SECONDS` gets no further look-ups, loads, stores or
+leases until it answers: the others go on. Only the calls that it has already got wait for it, since
+it may still write into their buffers.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ _ANSWER = TypeVar("_ANSWER")
 
 
 class Disk(NamedTuple):
-    """A store, and the name that decides what belongs to it: where it is."""
+    """A store and its name, which is its path; the name decides which keys belong to the store."""
 
     name: str
     store: StoreTier
 
 
 class _Waits:
-    """What one disk has been asked and has not answered. Thread-safe."""
+    """The calls to one disk that it has not answered. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +54,7 @@ class _Waits:
         self._numbers = itertools.count()
 
     def start_wait(self) -> int:
-        """Something is asked; its number."""
+        """Note a call to the disk. Return the number to end it with."""
         with self._lock:
             number = next(self._numbers)
             self._since[number] = time.monotonic()
@@ -70,7 +71,7 @@ class _Waits:
 
 
 class SeveralDisks(StoreTier):
-    """A `StoreTier` over others. `hung_seconds` is for tests."""
+    """A `StoreTier` over one store for each disk. `hung_seconds` is for tests."""
 
     name = "ssd"
 
@@ -158,7 +159,7 @@ class SeveralDisks(StoreTier):
         return self._ask_each(keys, [False] * len(keys), begin)
 
     def trial_read(self, seconds: float) -> ReadSample | None:
-        """All of them at the same time, as loads are."""
+        """Read all disks at the same time, as loads do. See StoreTier."""
         samples: list[ReadSample] = []
 
         def read(store: StoreTier) -> None:
@@ -200,7 +201,7 @@ class SeveralDisks(StoreTier):
         return all(left)
 
     def stats(self) -> TierStats:
-        """Their sums."""
+        """The sums over all disks."""
         total = TierStats()
         for store in self._stores:
             total.add(store.stats())
@@ -213,7 +214,8 @@ class SeveralDisks(StoreTier):
         return total
 
     def close(self, timeout_seconds: float) -> None:
-        """All at the same time, so that one that hangs takes nothing from the others."""
+        """Close all disks at the same time, so that one that hangs takes no time from the
+        others."""
         threads = [
             threading.Thread(
                 target=store.close, args=(timeout_seconds,), name="stratakv-close-disk", daemon=True
@@ -227,8 +229,8 @@ class SeveralDisks(StoreTier):
             thread.join(max(0.0, deadline - time.monotonic()) + 1.0)
 
     def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        """Before any disk is asked: where one refuses, others would have buffers already. Raises
-        InvalidBlock."""
+        """Raise InvalidBlock for wrong keys or buffers. This comes before any disk is asked: if one
+        disk refused, the others would use the buffers already."""
         if len(keys) != len(buffers) or not {KEY_BYTES}.issuperset(map(len, keys)):
             raise InvalidBlock(
                 f"every block takes a key of {KEY_BYTES} bytes and a buffer; {len(keys)} keys came "
@@ -242,14 +244,14 @@ class SeveralDisks(StoreTier):
                 )
 
     def _split(self, keys: Sequence[bytes]) -> dict[int, list[int]]:
-        """Places in `keys` by the disk that they belong to."""
+        """Positions in `keys`, by the number of the disk that the key belongs to."""
         parts: dict[int, list[int]] = {}
         for place, key in enumerate(keys):
             parts.setdefault(self.disk_of(key), []).append(place)
         return parts
 
     def _hangs(self, number: int) -> bool:
-        """Whether a disk has not answered for too long; told once each time."""
+        """Whether a disk has not answered for too long. Each change is logged once."""
         hangs = self._waits[number].oldest_seconds() > self._hung_seconds
         with self._lock:
             if hangs == self._is_hung[number]:
@@ -271,8 +273,8 @@ class SeveralDisks(StoreTier):
         answers: list[_ANSWER],
         begin: Callable[[StoreTier, list[int]], Future[list[_ANSWER]]],
     ) -> Future[list[_ANSWER]]:
-        """Ask each disk for what is its own. `answers` stands for those that cannot say: where no
-        disk can, the error of one is raised, or is the future's."""
+        """Ask each disk for its own keys. `answers` has the defaults for disks that fail; where all
+        of them fail, the error of one is raised, or is the future's."""
         errors: list[TierError] = []
         asked: list[tuple[int, list[int], int, Future[list[_ANSWER]]]] = []
         for number, places in self._split(keys).items():
@@ -297,7 +299,7 @@ class SeveralDisks(StoreTier):
         asked: list[tuple[int, list[int], int, Future[list[_ANSWER]]]],
     ) -> Future[list[_ANSWER]]:
         together: Future[list[_ANSWER]] = Future()
-        together.set_running_or_notify_cancel()  # buffers are in use: nobody calls it off
+        together.set_running_or_notify_cancel()  # buffers are in use: no caller may cancel
         left = [len(asked)]
         failed: list[BaseException] = []
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records whose payload went through a codec: one at a time, header page and what was encoded.
+"""Records whose payload went through a codec: header page and encoded payload, one at a time.
 
-A slot has the size of a block whatever lies in it, so that fewer bytes move and no more fit. What
-saves no page, or has no encoding, is written as it is; its row says so and the reader never comes
-here. The checksum covers the encoded bytes and is looked at before they are decoded. What a codec
-that loses something gives back is another block than was stored, whose tag is made when it is read.
+A slot has the size of a block whatever lies in it: encoding moves fewer bytes and fits no more
+blocks. A block without an encoding that saves a page is written as it is; its row says so and the
+reader does not come here. The checksum covers the encoded bytes and is checked before they are
+decoded. A lossy codec returns another block than was stored, so its tag is made when it is read.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class EncodingWriter:
     def encode(
         self, entry: Entry, payload: memoryview, scratch: Scratch, tag: bytes, digest: bytes
     ) -> Entry:
-        """Bring header and encoded block to the scratch, or the header alone where the block is to
-        be written as it is; the entry as the row must say it."""
+        """Write header and encoded block to the scratch, or the header alone where the block is to
+        be written as it is. Return the entry for the row."""
         state, codec = self._state, self._codec
         used = codec.encode(payload, scratch.encoded[: state.layout.slot_bytes - ALIGNMENT])
         if used:
@@ -46,8 +46,8 @@ class EncodingWriter:
 
 
 class DecodingReader:
-    """Reads what was written through a codec: the store's own, if it has one, or one of those
-    without loss. Thread-safe but for the scratch and the queue."""
+    """Reads records that a codec wrote: the store's own codec, if it has one, or any lossless one.
+    Thread-safe but for the scratch and the queue."""
 
     def __init__(self, state: StoreState, codec: Codec | None) -> None:
         self._state = state
@@ -55,15 +55,16 @@ class DecodingReader:
         self._most_bytes = state.layout.slot_bytes - ALIGNMENT
 
     def start(self, entry: Entry, scratch: Scratch, disk: DiskQueue, number: int) -> None:
-        """Have one block read into the scratch, as far as there is room for what its row says."""
+        """Start to read one block into the scratch: the bytes that its row says, as far as they
+        fit."""
         size = max(1, min(entry.encoded_bytes, self._most_bytes))  # a damaged row says anything
         self._state.slot_file.start_read_encoded(disk, number, entry.slot, size, scratch)
 
     def decode_block(
         self, entry: Entry, payload: memoryview, num_bytes: int, scratch: Scratch
     ) -> Proof | Defect:
-        """Decode a block of which so many bytes were read, header page included; its proof if
-        `payload` is exactly what was encoded."""
+        """Decode a block of which `num_bytes` were read, header page included. Return its proof if
+        `payload` is exactly the block that was encoded, else the defect."""
         state, size = self._state, entry.encoded_bytes
         if size > self._most_bytes:
             return Defect.LENGTH  # a damaged row

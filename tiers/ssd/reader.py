@@ -2,8 +2,8 @@
 """Reads records into the callers' buffers, many at a time, and verifies each one.
 
 A record that is not exactly the expected one is a miss: it is counted by its defect and its entry
-forgotten. One that cannot be read is a miss and forgotten too, unless the machine was only short of
-something, such as memory.
+forgotten. One that cannot be read is a miss and forgotten too, unless a resource was short, such as
+memory.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .encoded_io import DecodingReader
 from .index.slot_index import Entry
 from .state import Job, StoreState
 
-# Under way at once, though no thread verifies with nothing under way.
+# Under way at once; a thread has reads under way while it verifies others.
 FLIGHT_BYTES = 32 * 1024**2
 
-# What became of one record.
+# The outcome of one record.
 Outcome = Proof | Defect | Exception
 
-# What the machine lacks for a moment; the record is as good as before.
+# Passing shortages of the machine; the record is as good as before.
 _SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.EINTR, errno.EMFILE})
 
 
 class Part(NamedTuple):
-    """One pinned block to read, and where its answer goes."""
+    """A pinned block to read, and the job and position of its answer."""
 
     entry: Entry
     payload: memoryview  # `page_bytes` long
@@ -51,7 +51,7 @@ class Reader:
     def __init__(self, state: StoreState, io_threads: int, codec: Codec | None = None) -> None:
         self.state = state
         self.decoder = DecodingReader(state, codec)
-        self.abandoned = False  # what has not begun then does not
+        self.abandoned = False  # then no further read begins
         self.queued_blocks = 0  # changed under the lock; the owner bounds it
         self._busy_since = 0.0
         self._idle = threading.Condition(state.lock)
@@ -59,7 +59,7 @@ class Reader:
         self._pool = IoPool(state.slot_file, io_threads, "stratakv-ssd-read", flight_bytes)
 
     def submit(self, parts: Sequence[Part]) -> None:
-        """Under the lock. Settles and unpins every part."""
+        """Start to read all parts; each is settled and unpinned later. Called under the lock."""
         if not self.queued_blocks:
             self._busy_since = time.monotonic()
         self.queued_blocks += len(parts)
@@ -115,7 +115,7 @@ class Reader:
         return not self.queued_blocks
 
     def _answer_part(self, part: Part, outcome: Outcome) -> None:
-        """Under the lock: unpin, count, answer."""
+        """Unpin the part, count it, set its answer. Called under the lock."""
         state, stats = self.state, self.state.stats
         state.index.unpin(part.entry)
         part.job.answers[part.position] = outcome if isinstance(outcome, Proof) else None
@@ -130,7 +130,7 @@ class Reader:
             stats.misses += 1
             if _is_shortage(outcome):
                 return
-            # Whatever it was, the block is not to be offered again.
+            # Any other fault: the block must not be offered again.
             state.index.remove_entry(part.entry)
             stats.corrupt_records_dropped += 1
             if isinstance(outcome, Defect):
@@ -138,9 +138,9 @@ class Reader:
 
 
 class _Reading:
-    """One batch of parts, in the order of their slots. Neighbours are read at once; what that did
-    not bring is read anew one by one, so that a bad sector or the end of a truncated file costs
-    the neighbours nothing."""
+    """A batch of parts, in the order of their slots. Neighbours are read at once; parts that this
+    read did not bring are read anew one by one, so that a bad sector or the end of a truncated file
+    costs the neighbours nothing."""
 
     def __init__(self, reader: Reader, ordered: Sequence[Part]) -> None:
         self._reader = reader
@@ -176,7 +176,7 @@ class _Reading:
         return again
 
     def _outcomes(self, parts: Sequence[Part], scratch: Scratch, result: Result) -> list[Outcome]:
-        """The outcomes of the first parts, or of all; a part by itself has one."""
+        """The outcomes of the first parts, or of all; a single part always has one."""
         try:
             if isinstance(result, Exception):
                 raise result

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks on their way to the disk: the queue they wait in, and the writing of their records.
 
-The runs of a batch are written many at a time. While the disk writes some, the threads hash what it
-gets next; hashing releases the interpreter. A block whose bytes are not what its proof says gets no
+The runs of a batch are written many at a time. While the disk writes some, the threads hash the
+next ones; hashing releases the interpreter. A block whose bytes do not match its proof gets no
 header and is not offered. A tag is made here only for a block that came without one.
 """
 
@@ -34,14 +34,14 @@ NO_HEADER = bytes(HEADER_BYTES)
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """One block on its way to the disk, and all who asked for it."""
+    """A block on its way to the disk, and all jobs that wait for it."""
 
     key: bytes
     payload: memoryview  # `page_bytes` long
-    proof: Proof | None  # what the payload has to be
+    proof: Proof | None  # of the payload, where it came with one
     waiters: list[tuple[Job[Stored], int]]
-    dropped: bool = False  # forgotten meanwhile: not to be kept
-    is_damaged: bool = False  # the payload is not what its proof says: not to be kept
+    dropped: bool = False  # forgotten meanwhile: not kept
+    is_damaged: bool = False  # the payload does not match its proof: not kept
 
 
 class WriteQueue:
@@ -95,9 +95,9 @@ class WriteQueue:
         return [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
 
     def settle(self, writes: Sequence[Write], kept: Set[int]) -> tuple[list[Job[Stored]], int]:
-        """Blocks have been written, or will not be: those of `kept`, by the identity of their
-        writes, unless they were dropped meanwhile. The calls that are done by that, and how many
-        blocks are not kept."""
+        """End writes: those whose `id` is in `kept` are kept, unless they were dropped meanwhile;
+        the others will not be written. Return the jobs that are done, and the number of blocks not
+        kept."""
         done: list[Job[Stored]] = []
         num_lost = 0
         for write in writes:
@@ -114,7 +114,7 @@ class WriteQueue:
         return done, num_lost
 
     def abandon(self, writes: Sequence[Write]) -> list[Job[Stored]]:
-        """These blocks get no answer; the calls that are done by that."""
+        """End writes without an answer. Return the jobs that are done."""
         done: list[Job[Stored]] = []
         for write in writes:
             for job, _position in write.waiters:
@@ -166,13 +166,13 @@ class RecordWriter:
         self._pool = IoPool(state.slot_file, io_threads, "stratakv-ssd-write", flight_bytes)
 
     def start(self, batch: Batch) -> None:
-        """Have what is placed written. Never waits. Raises TierClosed after `close`, as no thread
-        would write it."""
+        """Start to write the placed blocks. Never waits. Raises TierClosed after `close`: no thread
+        would write them."""
         slots, encodes = [entry.slot for _, entry in batch.placed], self.encoder is not None
         with self.state.lock:  # or a run could end before it is counted
             if self._is_over:
                 raise TierClosed("the SSD tier was closed before this batch was begun")
-            # Only once it is encoded is known how long a block becomes.
+            # The length of an encoded block is known only after the encoding.
             self._pool.start(
                 slots,
                 _Writing(self, batch),
@@ -214,7 +214,7 @@ class _Writing:
                 scratch.headers[0][:HEADER_BYTES] = NO_HEADER
                 return
             entry = encoder.encode(entry, write.payload, scratch, *tagged)
-            self._batch.placed[run.start] = (write, entry)  # which says how long it became
+            self._batch.placed[run.start] = (write, entry)  # with the encoded length
             return
         scratch.num_laid = 0
         if self._records is not None:
@@ -234,8 +234,8 @@ class _Writing:
             header[:HEADER_BYTES] = encode(key, generation, tag, write.payload, digest)
 
     def _proven_records(self) -> ProvenRecords | None:
-        """The batch for the library, which hashes and makes headers a run at a time; None where it
-        cannot."""
+        """The batch for the native library, which hashes and makes headers a run at a time; None
+        where it cannot be used."""
         state, placed = self._writer.state, self._batch.placed
         is_plain = self._writer.encoder is None and state.seal is None
         if not (placed and is_plain and self._slot_file.can_be_laid and has_digests()):
@@ -254,7 +254,7 @@ class _Writing:
         )
 
     def _tagged(self, write: Write) -> Proof | None:
-        """Tag and digest of a block; None for one whose bytes are not what its proof says."""
+        """Tag and digest of a block; None where its bytes do not match its proof."""
         digest = payload_digest(write.payload)
         if write.proof is None:
             return Proof(self._writer.state.tagger.tag(write.key, digest), digest)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store, its writer and its readers share: one lock and what it guards.
+"""The state that the store, its writer and its readers share: a lock, and the data it guards.
 
-Futures are completed outside the lock, because their callbacks are not ours.
+Futures are completed outside the lock, because their callbacks belong to callers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StoreState:
             first = kind not in self.stats.errors
             self.stats.errors[kind] = self.stats.errors.get(kind, 0) + 1
         if first:
-            # A fault that nobody foresaw is a mistake of ours, and its place says which.
+            # Any other exception is a programming error: its traceback is logged.
             trace = None if isinstance(error, OSError | lmdb.Error) else error
             log.warning(
                 "the SSD tier met a fault, and counts further ones: %s", error, exc_info=trace
@@ -97,12 +97,13 @@ class Job(Generic[_T]):
     error: TierError | None = None
 
     def abandon(self) -> None:
-        """Under the lock: one key gets no answer because the store was closed."""
+        """End one key without an answer, because the store was closed. Called under the lock."""
         self.error = TierClosed("the SSD tier was closed before this call was done")
         self.waiting_for -= 1
 
     def complete(self) -> None:
-        """Outside the lock, once, by whoever saw `waiting_for` reach zero."""
+        """Complete the future. The thread that saw `waiting_for` reach zero calls it, once, outside
+        the lock."""
         if self.error is not None:
             self.future.set_exception(self.error)
         else:

@@ -2,7 +2,7 @@
 """The SSD tier: blocks in a slot file, their index in LMDB, everything bounded and verified.
 
 Look-ups are answered from memory. Reads and writes go to a few threads each; see `reader.py` and
-`writer.py` for what they promise.
+`writer.py` for their guarantees.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SsdStore(DiskStore):
 
     `io_threads` read and as many hash and write, each up to 16 runs of neighbours at a time.
     `durability` says when a block is acknowledged: "sync" once record and row are on the disk,
-    "async" once it is written, and then a power cut or a kill may take what came in the last two
+    "async" once it is written, and then a power cut or a kill may lose the blocks of the last two
     seconds. Neither ever serves a wrong byte.
 
     A store of another format is set aside whole (`folder/other_formats.py`), beyond the capacity
@@ -62,12 +62,12 @@ class SsdStore(DiskStore):
     With a `mac_key` no record is served that was written without it: for a directory that others
     can write. Such a store opens with the same key only.
 
-    `policy` names what chooses the blocks to evict (`policies/known_policies.py`). Of more than
-    `MOST_POLICY_SLOTS` slots it is "lru" whatever was named, and the log says so.
+    `policy` is the name of the eviction policy (`policies/known_policies.py`). A store of more than
+    `MOST_POLICY_SLOTS` slots always uses "lru", which is logged.
 
-    With `create` false only a store that is there already is opened.
+    With `create` false only an existing store is opened.
 
-    Raises TierConfigError where the path, the size or what lies there cannot be used.
+    Raises TierConfigError where the path, the size or the files there cannot be used.
     """
 
     learns = False
@@ -182,7 +182,7 @@ class SsdStore(DiskStore):
     ) -> Future[list[Stored]]:
         payloads = self._payloads(keys, buffers, writable=False)
         given = [None] * len(keys) if proofs is None else proofs
-        if len(given) != len(keys):  # or some of the buffers would be in use, and nobody told
+        if len(given) != len(keys):  # checked first: later, some of the buffers would be in use
             raise InvalidBlock(f"every block takes a proof or None: {len(keys)}, not {len(given)}")
         job = Job([Stored.KEPT] * len(keys))
         with self._state.lock:
@@ -247,8 +247,8 @@ class SsdStore(DiskStore):
             return stats.copy()
 
     def has_lost_disk(self) -> bool:
-        """See DiskStore. Files that were removed give no faults, so the path is looked at each
-        time; reads are tried only where faults were met since the last look."""
+        """See DiskStore. Removed files give no faults, so each call checks the path; reads are
+        tried only where faults were met since the last call."""
         with self._state.lock:
             faults = sum(self._state.stats.errors.values())
             if self._closed:
@@ -271,8 +271,8 @@ class SsdStore(DiskStore):
         return self._has_open_files
 
     def close(self, timeout_seconds: float) -> None:
-        """See StoreTier. What is queued is written as far as the time allows. Where the disk holds
-        a thread for longer the files stay open, until a later call finds it free."""
+        """See StoreTier. Queued blocks are written as far as the time allows. Where the disk holds
+        a thread for longer the files stay open, until a later call finds the thread ended."""
         deadline = time.monotonic() + timeout_seconds
         with self._state.lock:
             if not self._has_open_files:
@@ -285,7 +285,8 @@ class SsdStore(DiskStore):
             self._opened.close()
             self._has_open_files = False
         elif is_first:
-            # Closing files under a call in the kernel could write to whatever opens next.
+            # If the files were closed under a call in the kernel, it could write to the next file
+            # opened.
             log.error("the SSD tier was closed while the disk did not answer; its files stay open")
 
     def _drop_key(self, key: bytes) -> bool:
@@ -308,7 +309,7 @@ class SsdStore(DiskStore):
                     f"{buffer.nbytes}{' that is read-only' * buffer.readonly}"
                 )
         flat = [b if b.format == "B" and b.ndim == 1 else b.cast("B") for b in buffers]
-        return [buffer[:size] for buffer in flat]  # views of our own, whatever becomes of those
+        return [buffer[:size] for buffer in flat]  # new views: the caller may release its own
 
     def _check_open(self) -> None:
         if self._closed:

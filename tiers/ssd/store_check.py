@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks an SSD store that is not open: its index against its records, and back.
 
-Every row must name a slot of its own that holds the whole record it speaks of. A whole record that
-no row names is an *orphan*: what an evicted block leaves behind until its slot is used again. With
-`fix`, rows that are wrong are removed, and an index that is lost is made again from the records,
-whose headers say key, layout and generation; of two records for one key the higher generation, the
-later write, is taken. A block that was evicted comes back by that, which is right as far as the
-identity file says whose records these are; without that file nothing is made. One that was cleared
-does not: the file says up to which generation. Nor does one dropped by name, whose record is
+Every row must name its own slot, which holds the row's whole record. A whole record that no row
+names is an *orphan*: an evicted block leaves it behind until its slot is used again. With `fix`,
+rows that are wrong are removed, and an index that is lost is made again from the records, whose
+headers say key, layout and generation; of two records for one key the higher generation, the later
+write, is taken. So an evicted block may come back; the identity file proves that the records are
+this store's, and without that file no index is made. Cleared blocks do not come back: the file says
+up to which generation blocks were cleared. Blocks dropped by name do not either: their records are
 erased. No payload is ever changed. Records that are sealed are verified with their key only;
-without it their headers are looked at, and no index is made of what nobody verified.
+without it only their headers are checked, and no index is made of unverified records.
 
 Takes memory for each row, as the store does, and none for payloads.
 """
@@ -63,7 +63,7 @@ def check_store(
     max_problems: int = 100,
     scan_timeout_seconds: float = 600.0,
 ) -> CheckResult:
-    """Read everything in the store at `path`, and with `fix` mend what can be mended.
+    """Read everything in the store at `path`, and with `fix` repair what can be repaired.
 
     Takes the store's lock. Raises TierConfigError where there is no store, it is in use, it has
     another key or none, or it cannot be read or written.
@@ -84,7 +84,7 @@ def check_store(
 
 
 class _Check:
-    """One check of one store, whose lock is held."""
+    """A check of a store whose lock is held."""
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class _Check:
         self._scan_timeout_seconds = scan_timeout_seconds
         self._note = read_note(directory.path)
         self._identity = self._note.identity if self._note else None
-        self._plan: SpacePlan | None = None  # None where nobody knows how large a record is
+        self._plan: SpacePlan | None = None  # None while the size of a record is unknown
         self._damage: IndexDamaged | None = None
 
     def scan_store(self) -> None:
-        """Read everything; changes nothing."""
+        """Read everything and note the faults. Changes nothing."""
         if self._note is not None:
             self._refuse_other_format(self._note.identity)
         self._note_leftovers()
@@ -164,10 +164,10 @@ class _Check:
         self.result.rebuilt_rows = len(rows)
 
     def _seal(self) -> Seal | None:
-        """What seals the records of this store; None for plain checksums, or where the key was not
-        given. Raises TierConfigError for a key that is not the store's."""
+        """Return the seal of this store's records; None for plain checksums, or where the key was
+        not given. Raises TierConfigError for a key that is not the store's."""
         if self._identity is None:
-            return None  # nobody knows it
+            return None  # the identity is unknown
         made_for, given = unpack(self._identity.namespace), self._mac_key
         if given is None:
             if made_for.key_id:
@@ -231,7 +231,7 @@ class _Check:
             )
 
     def _records(self, file: RecordFile) -> Iterator[Found]:
-        """What lies in every slot, once it is known how large they are."""
+        """Yield the content of every slot; nothing where the size of a record is unknown."""
         self.result.bytes_read = file.size
         block_bytes = self._note.page_bytes if self._note else file.block_bytes()
         if block_bytes is None:

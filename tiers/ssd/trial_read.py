@@ -20,10 +20,10 @@ TRIAL_BYTES = 16 * 1024**2
 def trial_read(
     slot_file: SlotFile, layout: BlockLayout, slots: Sequence[int], threads: int, seconds: float
 ) -> ReadSample | None:
-    """Read these slots to see how quick the disk is, past index, checks and counters: in runs as
-    loads do, by so many threads; None where the disk is late or fails. The bytes read are
-    ignored, so slots may be written meanwhile. Waits for `seconds` at most; a read that hangs keeps
-    its thread, and nothing else."""
+    """Read these slots to measure the disk, past index, checks and counters: in runs as loads do,
+    by `threads` threads; None where the disk is late or fails. The bytes read are ignored, so slots
+    may be written meanwhile. Waits for `seconds` at most; a read that hangs keeps its thread, and
+    nothing else."""
     if not slots:
         return None
     trial = _Trial(slot_file, layout, sorted(slots))
@@ -53,7 +53,7 @@ class _Trial:
         self._failed = False
 
     def stop(self) -> bool:
-        """Begin and count nothing more; return whether a read has failed."""
+        """Begin and count no further read. Return whether a read has failed."""
         with self._lock:
             self._stopped = True
             return self._failed

@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that decides what changes on the disk: evicts, has records written, commits rows.
+"""The threads that change the disk: they evict, start writes of records, and commit rows.
 
-The order of a batch is what makes the store safe at any moment of a crash or power cut:
+The order of steps in a batch makes the store safe at any moment of a crash or power cut:
 
     1  rows of blocks that left are removed, durably; only now are their slots free
     2  records are written into free slots, several at a time, and reach the disk (fdatasync)
     3  rows of the new blocks are committed, durably; only now are they offered
 
-A slot that no row names is free, so nothing has to be repaired at the start. While one batch is
-synced and committed, the records of the next are written already:
+A slot that no row names is free, so the start needs no repair. While one batch is synced and
+committed, the records of the next are written already:
 
     batch 1   write ──── sync, commit
     batch 2         write ───       │
     batch 3             write ───── sync, commit
 
 Batches that were written while another one was synced and committed are ended together: a flush
-stands in the disk's queue behind what is being written, and one for all costs no more than one for
+waits in the disk's queue behind the writes under way, and one for all costs no more than one for
 each.
 
-A second thread syncs and commits, so that a batch that is handed in meanwhile is begun at once. Who
-waits for a batch hands in the next one when it is settled; a thread that did both had then turned
-to the batches behind it already, and the disk had nothing to write until they were committed.
+A second thread syncs and commits, so that a batch that is handed in meanwhile is begun at once. A
+caller hands in its next batch when the last one is settled; a single thread would then be busy with
+the batches behind it, and the disk would have nothing to write until they were committed.
 
 Why the order holds although batches overlap:
 - Only the first thread gives out slots. A slot becomes free after the commit that removed its row
-  has returned, and belongs to its batch until that batch is settled; so whatever is being written,
-  no row on the disk and no reader means it, at any point of another batch.
+  has returned, and belongs to its batch until that batch is settled; so no row on the disk and no
+  reader refers to a slot that is being written, at any point of another batch.
 - While the second thread ends batches the first one syncs, commits and erases nothing; all it does
   is begin batches for which there are free slots.
 - The rows of a batch are in no commit before a sync that began after the last write of the batch
@@ -38,8 +38,8 @@ offered from memory and acknowledged when step 2 has written them, and syncs and
 many batches at once. Steps 1 to 3 keep their order, so a power cut or a kill may lose what was
 acknowledged in the last `SYNC_SECONDS` (`OfferedBlocks`), but leaves no row without its record.
 
-What is forgotten is out of sight at once and durable later. Who waits for that (`wait_forgotten`)
-is answered when rows and records of what was dropped are gone and a clear is noted.
+A forgotten block is hidden at once; that becomes durable later. `wait_forgotten` returns when rows
+and records of dropped blocks are gone and a clear is noted.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ from .state import Job, StoreState
 
 log = logging.getLogger(__name__)
 
-# A sync and a commit for each cost nothing measurable beside writing it, unless the disk is quick;
-# then those that are written meanwhile are ended together. Larger ones all end at once, and a disk
-# of 6 GB/s stood idle until the next ones came.
+# Sync and commit of each batch cost nothing measurable beside its writing, unless the disk is
+# quick; then batches written meanwhile are ended together. Larger batches all end at once, and a
+# disk of 6 GB/s was idle until the next ones came.
 BATCH_BYTES = 32 * 1024**2
 BATCH_BLOCKS = 512  # of small blocks, so that the lock is not held for long
 BATCHES_IN_FLIGHT = 6  # written, synced and committed, or about to be
-IDLE_SECONDS = 10.0  # after which the last uses are written although nothing else is
+IDLE_SECONDS = 10.0  # after which the last uses are written without other rows
 
-_PAUSE_SECONDS = 1.0  # after something that nobody foresaw
+_PAUSE_SECONDS = 1.0  # after an unexpected exception
 
 
 class Writer:
@@ -130,19 +130,19 @@ class Writer:
     def add(
         self, blocks: Iterable[tuple[bytes, memoryview, Proof | None, int]], job: Job[Stored]
     ) -> None:
-        """Under the lock: queue blocks (key, payload, proof, position in the job), or wait for the
-        writes of them that are on their way."""
+        """Queue blocks (key, payload, proof, position in the job), or join the writes of blocks
+        that are on their way. Called under the lock."""
         self.queue.add(blocks, job)
         self._work.notify()
 
     def wake(self) -> None:
-        """Under the lock: there is something to remove."""
+        """Wake the thread to remove rows. Called under the lock."""
         self._woken = True
         self._work.notify()
 
     def clear(self) -> None:
-        """Under the lock, once the index has forgotten everything: what was given a generation by
-        now is not to come back."""
+        """Forget every block up to the current generation, for good. Called under the lock, after
+        the index has forgotten everything."""
         self.queue.cancel_all()
         self._cleared_up_to = self._generation
         self.wake()
@@ -162,15 +162,15 @@ class Writer:
         return promise.ended.wait(timeout_seconds) and promise.is_kept
 
     def close(self, deadline: float) -> bool:
-        """Write what is queued until `deadline` (monotonic) and abandon the rest. False if a
-        thread is still in the kernel; then the files must stay open. A later call gives no more
-        time: the threads that write end with the first one."""
+        """Write queued blocks until `deadline` (monotonic) and abandon the rest. False if a thread
+        is still in the kernel; then the files must stay open. A later call gives no more time: the
+        threads that write end with the first one."""
         with self._state.lock:
             self._stop_at = deadline if self._stop_at is None else min(self._stop_at, deadline)
             self.wake()
         self._thread.join(max(0.0, deadline - time.monotonic()))
         with self._state.lock:
-            self._work.notify()  # what is still queued is abandoned
+            self._work.notify()  # blocks still queued are abandoned
         end = max(deadline, time.monotonic()) + GRACE_SECONDS
         self._thread.join(end - time.monotonic())
         self._ender.join(max(0.0, end - time.monotonic()))
@@ -182,7 +182,7 @@ class Writer:
             pass
         self._to_end.put(False)
         stop_at = self._stop_at or 0.0
-        # It has nothing to do, unless what nobody foresaw ended the loop while the disk holds it.
+        # The second thread is idle now, unless an unexpected exception ended the loop meanwhile.
         self._ender.join(max(0.0, stop_at - time.monotonic()) + GRACE_SECONDS)
         last_ones: list[Callable[[], None]] = [self._abandon_queue]
         if not self._ender.is_alive():  # one thread at a time uses the index
@@ -197,8 +197,8 @@ class Writer:
             self._end_promises(self._promises, is_kept=False)
 
     def _goes_on(self) -> bool:
-        """`_advance_batches`, whatever it meets: a thread that ended would leave every later store
-        waiting."""
+        """Call `_advance_batches` and count its exceptions: if the thread ended, every later store
+        would wait for ever."""
         try:
             return self._advance_batches()
         except Exception as error:  # noqa: BLE001 - what is in hand is ended by the next steps
@@ -210,7 +210,7 @@ class Writer:
         return True
 
     def _run_commit_thread(self) -> None:
-        """The second thread: end batches whenever it is told to."""
+        """The second thread: ends batches whenever it is told to."""
         while self._to_end.get():
             try:
                 self._end_written()
@@ -222,9 +222,8 @@ class Writer:
                 self._work.notify()
 
     def _advance_batches(self) -> bool:
-        """Begin the next batch or have the oldest ones ended, whichever can be done first; False
-        after the last one. Keeps no view of a buffer when it returns, but those of batches under
-        way."""
+        """Begin the next batch or let the oldest ones be ended, whichever is possible first; False
+        after the last one. On return it holds only the buffers of batches under way."""
         writes, is_closing = self._next_writes()
         if self._is_late():
             self._abandon_queue()  # also while the disk holds the second thread
@@ -249,7 +248,8 @@ class Writer:
         return True
 
     def _next_writes(self) -> tuple[list[Write], bool]:
-        """Wait until there is something to do; what to write, and whether that was all."""
+        """Wait until there is work. Return the blocks to write, and whether they are the last
+        before the end."""
         with self._state.lock:
             self._work.wait_for(self._has_work, self._max_wait_seconds())
             writes = self.queue.pop_writes(self._batch_blocks) if self._can_begin() else []
@@ -267,7 +267,8 @@ class Writer:
         return self._woken or self._may_begin()
 
     def _can_begin(self) -> bool:
-        """While the second thread ends batches, only what needs no commit for its slots."""
+        """Whether a batch can begin; while the second thread ends batches, only one that needs no
+        commit for its slots."""
         blocks = min(len(self.queue.waiting), self._batch_blocks)
         has_slots = not self._is_ending or self._state.index.free.count >= blocks
         return has_slots and self._may_begin()
@@ -280,19 +281,19 @@ class Writer:
         return self._stop_at is not None and time.monotonic() >= self._stop_at
 
     def _max_wait_seconds(self) -> float:
-        """Seconds until something is due that nobody asks for."""
+        """Seconds until work is due without a call: last uses, or the commit of offered blocks."""
         if self._durable or not self._offered:
             return IDLE_SECONDS
         return self._offered.seconds_left()
 
     def _submit_batch(self, writes: list[Write]) -> None:
-        """Have the blocks written, as far as there are slots. Their buffers are in use from here
-        until the batch is written."""
+        """Start to write the blocks, as far as there are slots. Their buffers are in use until the
+        batch is written."""
         batch = Batch(writes, time.monotonic())
         try:
             batch.placed = self._assign_slots(writes)
             if not batch.placed and self._is_late():
-                self._abandon(writes)  # behind what the disk holds they had no end
+                self._abandon(writes)  # the batches before them may never end
                 return
             batch.failed_syncs = self._failed_syncs
             self._records.start(batch)
@@ -302,15 +303,15 @@ class Writer:
             self._flying.append(batch)
 
     def _assign_slots(self, writes: Sequence[Write]) -> list[Placed]:
-        """Give each block of a batch a free slot, as far as there are any; evicts for it. Where the
-        time to close is over first, none gets one."""
+        """Give each block of a batch a free slot, as far as there are any; evicts for that. No
+        block gets one if the time to close is over first."""
         with self._state.lock:  # so that a clear comes before or after all of it
             wanted = [write for write in writes if not write.dropped]
             generations = range(self._generation + 1, self._generation + 1 + len(wanted))
             self._generation += len(wanted)
         slots = self._take_slots(len(wanted))
         while len(slots) < len(wanted) and self._flying:
-            # What could make room may be in the batches under way, which nothing evicts yet.
+            # The blocks to evict may be in the batches under way, which cannot be evicted yet.
             with self._state.lock:
                 self._state.index.give_back(slots)
                 self._work.wait_for(lambda: not self._flying[0].blocks_left or self._is_late())
@@ -324,8 +325,8 @@ class Writer:
         ]
 
     def _take_slots(self, count: int) -> list[int]:
-        """Up to `count` free slots, ascending. Rows are removed only where too few are free: the
-        next commit takes the others along."""
+        """Take up to `count` free slots, ascending. Rows are removed only where too few are free:
+        the next commit removes the others."""
         index = self._state.index
         with self._state.lock:
             self._state.stats.evicted_blocks += index.make_room(count)
@@ -337,7 +338,7 @@ class Writer:
         return slots
 
     def _end_written(self) -> None:
-        """Bring the oldest batches, as far as they are written, to their end."""
+        """Sync, commit and complete the oldest batches, as far as they are written."""
         with self._state.lock:
             batches = list(takewhile(lambda batch: not batch.blocks_left, self._flying))
         kept: list[list[Placed]] = [[] for _ in batches]
@@ -362,7 +363,7 @@ class Writer:
             for blocks in written:
                 self._offered.add([entry for _, entry in blocks])
             return written
-        # The newest batch first, each head first: the order in which rows say who was used last.
+        # The newest batch first, each head first: the order of last use in rows.
         entries = [entry for blocks in reversed(written) for _, entry in blocks]
         if not self._sync(entries):
             return nothing
@@ -372,7 +373,8 @@ class Writer:
         return written
 
     def _doubt(self, batches: Sequence[Batch], entries: Sequence[Entry]) -> None:
-        """Nobody knows whether their rows are on the disk, so their slots are not simply free."""
+        """Keep the slots of entries whose commit failed: their rows may be on the disk, so the
+        slots are free only when those are removed."""
         with self._state.lock:
             self._state.index.keep_leaving(entries)
             self._woken = True
@@ -380,7 +382,7 @@ class Writer:
             batch.unsure.update(entry.slot for entry in entries)
 
     def _sync(self, entries: Sequence[Entry]) -> bool:
-        """Sync the records; False where that fails, and nobody knows what is on the disk."""
+        """Sync the records. False where that fails; then their state on the disk is unknown."""
         try:
             if entries:
                 self._state.slot_file.sync()
@@ -391,8 +393,8 @@ class Writer:
         return True
 
     def _commit_offered(self) -> None:
-        """For a store that is not durable: bring to the disk what is offered already, or forget it
-        where that fails."""
+        """Sync and commit the offered blocks, or forget them where that fails. Only a store that is
+        not durable has any."""
         entries = self._offered.drain_entries()
         if not entries or (self._sync(entries) and self._rows.commit(entries)):
             return
@@ -402,7 +404,7 @@ class Writer:
             self._woken = True
 
     def _tidy(self) -> None:
-        """With nothing to write: remove what left and note who was used."""
+        """Remove the rows of blocks that left and write last uses, while no write waits."""
         self._rows.remove_leaving()
         if self._durable or not self._offered:
             self._rows.commit([])
@@ -410,8 +412,8 @@ class Writer:
             self._commit_offered()
 
     def _keep_promises(self) -> None:
-        """Bring to the disk what was forgotten, for those who wait for it. A block that is being
-        written at that time gets a row first, which goes when its batch is settled."""
+        """Make forgetting durable, for the callers of `wait_forgotten`. A block that is being
+        written now gets a row first, which is removed when its batch is settled."""
         with self._state.lock:
             cleared_up_to, promises = self._cleared_up_to, list(self._promises)
         if cleared_up_to > self._noted:
@@ -433,9 +435,9 @@ class Writer:
                 self._end_promises(due, is_kept=is_kept)
 
     def _forget_rows_and_records(self) -> bool:
-        """Remove blocks forgotten by name; False where the disk failed. What was cleared needs
-        neither. Without a record even an index made anew from the records cannot bring a block
-        back."""
+        """Remove rows and records of blocks forgotten by name; False where the disk failed. Cleared
+        blocks need neither. Without its record a block cannot come back, even with an index made
+        anew from the records."""
         index = self._state.index
         with self._state.lock:
             has_rows = index.has_leaving_after(self._noted)
@@ -455,20 +457,20 @@ class Writer:
         return True
 
     def _end_promises(self, promises: Sequence[_Promise], *, is_kept: bool) -> None:
-        """Under the lock."""
+        """Set the outcome of waits and wake their callers. Called under the lock."""
         for promise in list(promises):
             self._promises.remove(promise)
             promise.is_kept = is_kept
             promise.ended.set()
 
     def _complete_batch(self, batch: Batch, kept: Sequence[Placed]) -> None:
-        """Offer what is kept and end the calls that waited for the batch."""
+        """Offer the kept blocks and end the calls that waited for the batch."""
         stats = self._state.stats
         with self._state.lock:
             self._flying.popleft()
             try:
                 self._publish(batch, kept)
-            except Exception:  # whatever it is, the calls that wait must end
+            except Exception:  # the calls that wait must end after any error
                 log.exception("blocks that were written cannot be offered")
                 kept = []
             ids = {id(write) for write, _ in kept}
@@ -484,7 +486,7 @@ class Writer:
         index, stats = self._state.index, self._state.stats
         index.publish([entry for _, entry in kept])
         for write, entry in batch.placed:
-            # Forgotten while it was being written: where it is not kept its record may be there.
+            # Forgotten while it was being written: a block that is not kept may have left a record.
             if write.dropped and not index.remove_entry(entry, by_name=True):
                 index.note_dropped(entry)
             self._woken |= write.dropped
@@ -497,7 +499,7 @@ class Writer:
             stats.stored_bytes_saved += sum(saved(entry.encoded_bytes) for _, entry in kept)
 
     def _abandon_queue(self) -> None:
-        """The time to close is over: end the calls whose blocks were not written."""
+        """End the calls whose blocks were not written; the time to close is over."""
         with self._state.lock:
             writes = self.queue.pop_writes(len(self.queue.waiting))
         self._abandon(writes)
@@ -512,8 +514,8 @@ class Writer:
 
 @dataclass(slots=True, eq=False)
 class _Promise:
-    """A wait for what was forgotten to stay forgotten."""
+    """A call of `wait_forgotten`."""
 
     ended: threading.Event = field(default_factory=threading.Event)
-    batches: list[Batch] | None = None  # that were under way; what was dropped may be among them
+    batches: list[Batch] | None = None  # under way at the call; they may hold dropped blocks
     is_kept: bool = False

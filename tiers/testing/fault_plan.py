@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a drill: which calls of a store are to fail, how, and how often.
+"""The plan of a drill: the calls of a store that fail, how, and how often.
 
 Its text form is rules with a comma between them, each CALL:KIND=VALUE:
 
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from ..errors import TierConfigError
 
 CALLS = ("lookup", "load", "store", "drop")
-BATCHES = ("load", "store")  # the calls whose answer comes later, and so can be late
-# kind -> the calls it can befall.
+BATCHES = ("load", "store")  # calls with a future, which can be late
+# kind -> the calls that it applies to.
 KINDS = {
     "error": CALLS,
     "every": CALLS,
@@ -48,9 +48,9 @@ _DELAYS = [
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One kind of fault of one kind of call. `value` is a probability; for `every` a number of
-    calls; for `delay` seconds, the least of them where there is an `upper`, else all or, where
-    `exponential`, the mean."""
+    """A kind of fault of a kind of call. `value` is a probability; for `every` a number of calls;
+    for `delay` seconds: the least where there is an `upper`, the mean where `exponential`, else
+    exact."""
 
     call: str
     kind: str
@@ -66,7 +66,7 @@ class FaultPlan:
     rules: tuple[Rule, ...] = ()
 
     def find_rule(self, call: str, kind: str) -> Rule | None:
-        """The rule for these, if there is one."""
+        """The rule of this kind for this call, if there is one."""
         for rule in self.rules:
             if rule.call == call and rule.kind == kind:
                 return rule
@@ -74,7 +74,7 @@ class FaultPlan:
 
 
 def parse_faults(text: str) -> FaultPlan:
-    """The plan of a text, without rules for an empty one. Raises TierConfigError."""
+    """Parse a plan; an empty text gives no rules. Raises TierConfigError."""
     rules: list[Rule] = []
     for part in text.split(",") if text.strip() else ():
         rule = parse_rule(part.strip())
@@ -87,7 +87,7 @@ def parse_faults(text: str) -> FaultPlan:
 
 
 def parse_rule(text: str) -> Rule:
-    """One rule. Raises TierConfigError."""
+    """Parse a rule, CALL:KIND=VALUE. Raises TierConfigError."""
     call, colon, rest = text.partition(":")
     kind, equals, value = rest.partition("=")
     if not (colon and equals):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store that fails on purpose: any store, wrapped, with seeded faults, for tests and drills.
 
-What a drill is to show is that a broken tier costs misses and nothing else, so the wrapper stays
-within the promise of `StoreTier`: a HIT still means the exact bytes, and buffers are touched only
-until the future ends. `fault_plan.py` has the kinds of faults. Damage to what lies on a disk is
-not its matter.
+A drill shows that a broken tier costs misses and nothing else. So the wrapper keeps the contract of
+`StoreTier`: a HIT still means the exact bytes, and buffers are touched only until the future ends.
+`fault_plan.py` has the kinds of faults. Damage to bytes on a disk is not among them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .fault_plan import BATCHES, CALLS, MAX_DELAY_SECONDS, FaultPlan, parse_faul
 MAX_SEED = 2**63 - 1
 _SEED = "seed="
 
-REORDER_SECONDS = 0.1  # a completion that nothing passes stands back no longer than this
+REORDER_SECONDS = 0.1  # the longest time that a completion is held back
 
 _T = TypeVar("_T")
 
@@ -38,14 +37,14 @@ class InjectedFault(TierError):
 
 
 class _Batch(Generic[_T]):
-    """One load or store with its faults, from the call to the end of its future."""
+    """A load or store with its faults, from the call to the end of its future."""
 
     def __init__(self, call: str, count: int, chosen: list[int], nothing: _T) -> None:
         self.call = call
         self.chosen = chosen  # positions that are passed on; the others are answered `nothing`
         self.fails = False
         self.stands_back = False
-        self.part: Future[list[_T]] | None = None  # the inner call, once it has begun
+        self.part: Future[list[_T]] | None = None  # the inner call, after it has begun
         self.future: Future[list[_T]] = Future()
         self.future.set_running_or_notify_cancel()
         self._answers = [nothing] * count
@@ -141,7 +140,7 @@ class FaultyStore(ForwardingStore):
         self._alarm.close()
         self.inner.close(timeout_seconds)
         with self._lock:
-            # Where the inner call goes on, its buffers are not the caller's yet.
+            # Where the inner call goes on, the buffers are still in use.
             ended = [b for b in self._open if b.part is None or b.part.done()]
             self._open.difference_update(ended)
         for batch in ended:
@@ -182,7 +181,8 @@ class FaultyStore(ForwardingStore):
         return batch.future
 
     def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        """Refuse at once what the store would refuse when a delay is over. Raises InvalidBlock."""
+        """Raise InvalidBlock at once for wrong buffers, which the store would refuse after a
+        delay."""
         size = self.layout.page_bytes
         if len(keys) != len(buffers) or any(buffer.nbytes < size for buffer in buffers):
             raise InvalidBlock(
@@ -221,7 +221,7 @@ class FaultyStore(ForwardingStore):
             batch.resolve_future()
 
     def _claim_batch(self, batch: _Batch[Any]) -> bool:
-        """True for the one who is to end the batch's future."""
+        """Remove an open batch. True for the first caller, which ends the batch's future."""
         with self._lock:
             known = batch in self._open
             self._open.discard(batch)
@@ -242,10 +242,10 @@ class FaultyStore(ForwardingStore):
                 action = heapq.heappop(self._due)[2]
             action()
 
-    # What follows is called under the lock, since it draws from the one generator and counts.
+    # The methods below are called under the lock, since they use the random generator and count.
 
     def _fails(self, call: str) -> bool:
-        """Whether this call, one more of its kind, is to fail."""
+        """Count a call. Return whether it is to fail."""
         self._calls[call] += 1
         every = self.plan.find_rule(call, "every")
         if every is not None and self._calls[call] % int(every.value) == 0:
@@ -293,10 +293,10 @@ class FaultyStore(ForwardingStore):
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """Which faults befall which tiers of a running engine: the plan of each that is to fail.
+    """The faults of a running engine: the plan of each tier that fails.
 
-    In its text form a rule of `fault_plan.py` may begin with the tier that it is for, and one item
-    may be the seed of the choice of faults:
+    In its text form a rule of `fault_plan.py` may begin with the name of its tier, and one item may
+    be the seed of the choice of faults:
 
         load:error=0.1                       every tier below the slab
         ssd:load:delay=0.2,net:store:hang=1  one each
@@ -307,13 +307,13 @@ class Drill:
     seed: int = 0
 
     def wrap(self, store: StoreTier) -> StoreTier:
-        """The store with its faults, if it has any."""
+        """Wrap the store in its faults; a store without any is returned as it is."""
         plan = self.plans.get(store.name)
         return store if plan is None else FaultyStore(store, plan, seed=self.seed)
 
 
 def parse_drill(text: str, tiers: Sequence[str]) -> Drill:
-    """The drill of a text for the tiers below the slab of these names. Raises TierConfigError."""
+    """Parse a drill for the tiers of these names below the slab. Raises TierConfigError."""
     rules: dict[str, list[str]] = {}
     seed: int | None = None
     for item in [part.strip() for part in text.split(",")]:

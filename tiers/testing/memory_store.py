@@ -2,8 +2,7 @@
 """A store in a dict: the simplest tier that keeps the whole promise of `StoreTier`.
 
 It is the test double of every tier below the slab, and so part of the product: `fault` makes it
-slow, busy or broken at the calls a test chooses. It has no threads but the timers that a delay
-needs.
+slow, busy or broken at the calls that a test chooses. Its only threads are the timers of delays.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ class MemoryStore(StoreTier):
                 )
 
     def _complete(self, delay: float, work: Callable[[], _T]) -> Future[_T]:
-        """A future of `work`'s result: complete already, or after `delay` seconds."""
+        """Return a future of `work`'s result: complete now, or after `delay` seconds."""
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()
         if not delay:
@@ -155,7 +154,7 @@ class MemoryStore(StoreTier):
         return future
 
     def _finish(self, future: Future[_T], work: Callable[[], _T]) -> None:
-        """The end of a delay. Works under the lock, so `close` cannot abandon a call half done."""
+        """Run delayed work, under the lock, so that `close` cannot abandon a call half done."""
         with self._lock:
             if self._delayed.pop(future, None) is None:
                 return

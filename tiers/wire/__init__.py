@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both ends of the cache service speak: messages, frames, limits and status codes."""
+"""The protocol of the cache service, for both ends: messages, frames, limits and status codes."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks through a connection: payload and what follows it, hashed while the bytes are warm. Where
-the compiled library runs, one call of it receives and hashes all blocks that are on their way, and
-another one sends as many.
+"""Send and receive blocks, each a payload with a trailer, hashed while the bytes are in the cache.
+Where the compiled library runs, one call of it receives and hashes all blocks of a batch, and
+another one sends them.
 
-Both ends use it.
+The client and the server use it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def receive_blocks(
     deadline: float,
     arrived: list[tuple[bytes, Any]],
 ) -> None:
-    """Fill `payloads`, all of one length. Of each that came whole, also where others then do not,
-    `arrived` is given what came behind it, and a hasher that was given the payload: one of those
-    with a key or, without any, what has its plain digest. Raises ConnectionLost."""
+    """Fill `payloads`, all of one length. Append to `arrived` the trailer and the hasher of each
+    payload that came whole, also if a later one fails. The hasher is that of `keyed_hashers`, or
+    one with the plain digest if they are None. Raises ConnectionLost."""
     if not payloads:
         return
     if keyed_hashers is None and connection.can_digest and payloads[0].nbytes >= LEAST_BYTES:
@@ -56,7 +56,7 @@ def _receive_block(
     for start in range(0, payload.nbytes, PART_BYTES):
         part = payload[start : start + PART_BYTES]
         left -= part.nbytes
-        # The trailer comes with the last part: one call to the kernel less.
+        # The trailer is read with the last part, which saves one call to the kernel.
         connection.receive_all([part] if left else [part, memoryview(trailer)], deadline)
         hasher.update(part)
     return bytes(trailer)

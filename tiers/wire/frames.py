@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of the data connection, where blocks move without gRPC.
+"""The messages of the data connection, where blocks move without gRPC.
 
-A connection is opened with a ticket from `OpenData`, over TCP (with TLS where the service has it)
-or over a Unix socket, where the server hands out the tenant's memory and only slot numbers move.
+A client opens a connection with a ticket from `OpenData`, over TCP (with TLS if the service has it)
+or over a Unix socket, where the server shares the tenant's memory and only slot numbers move.
 
     client  greeting                          server  welcome (on a Unix socket: and the memory)
     client  request: keys                     server  one reply or more
@@ -18,11 +18,12 @@ or over a Unix socket, where the server hands out the tenant's memory and only s
                                               number of WANTED; zeros give the slot back
 
 A proof is the tag that the storing engine made, then the digest of the payload (`tiers/tag.py`).
-The server compares digests and keeps tags as they are; whoever loads a block compares its tag.
+The server compares digests and keeps tags as they are; a client that loads a block compares its
+tag.
 
 All integers little-endian. PIN, UNPIN, RESERVE and COMMIT are for Unix sockets only. A client may
-send a request before the reply to the last; replies come in the order of requests. Whatever does
-not fit these words ends the connection.
+send a request before the reply to the last; replies come in the order of requests. Any other
+message ends the connection.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ..block import KEY_BYTES, cut_keys
 from ..tag import PROOF_BYTES
 
 MAGIC = b"STRKVDAT"
-VERSION = 2  # 1 knew no tags of the storing engine
+VERSION = 2  # version 1 had no tags of the storing engine
 TICKET_BYTES = 32
 BOOT_ID_BYTES = 16
 SLOT_BYTES = 4
@@ -56,11 +57,11 @@ _PART_SHARE = 8
 
 
 class WireError(Exception):
-    """The other side sent something that is no word of this protocol."""
+    """The other side sent a message that the protocol does not allow."""
 
 
 class Verb(IntEnum):
-    """What a request asks for."""
+    """The operation of a request."""
 
     LOAD = 1
     STORE = 2
@@ -71,7 +72,7 @@ class Verb(IntEnum):
 
 
 class State(IntEnum):
-    """What is said of one block; the numbers are those of `BlockState` in cache_service.proto."""
+    """The state of one block in a reply, numbered as `BlockState` in cache_service.proto."""
 
     MISS = 0
     HIT = 1
@@ -83,12 +84,12 @@ class State(IntEnum):
 
 
 class Status(IntEnum):
-    """How a request or a greeting ended. Anything but OK comes without states."""
+    """The outcome of a request or a greeting. Only OK comes with states."""
 
     OK = 0
     BAD_TICKET = 1  # unknown, used or expired; the connection ends
     BAD_VERSION = 2  # of this protocol; the connection ends
-    BAD_REQUEST = 3  # no word of this protocol; the connection ends
+    BAD_REQUEST = 3  # not a message of this protocol; the connection ends
     BUSY = 4  # too much at once; ask again later
     DRAINING = 5  # the server is going down; the connection ends
     NO_LEASE = 6  # it has ended, or never was
@@ -96,7 +97,7 @@ class Status(IntEnum):
 
 
 class Welcome(NamedTuple):
-    """The first words of the server. `num_slots` is zero where no memory is handed out."""
+    """The server's first message. `num_slots` is zero if the server shares no memory."""
 
     status: Status
     boot_id: bytes
@@ -129,7 +130,7 @@ def encode_greeting(ticket: bytes) -> bytes:
 
 
 def decode_greeting(raw: bytes) -> tuple[int, bytes]:
-    """The version and the ticket. Raises WireError for anything else than a greeting."""
+    """Return the version and the ticket. Raises WireError if `raw` is not a greeting."""
     magic, version, _, _, ticket = GREETING.unpack(raw)
     if magic != MAGIC:
         raise WireError("expected a greeting of the data connection")
@@ -142,7 +143,7 @@ def encode_welcome(welcome: Welcome) -> bytes:
 
 
 def decode_welcome(raw: bytes) -> Welcome:
-    """Raises WireError for anything that this version cannot go on with, a status too."""
+    """Raises WireError for a message, a version or a status that this version does not know."""
     magic, version, status, _, boot_id, page_bytes, slot_bytes, num_slots = WELCOME.unpack(raw)
     if magic != MAGIC:
         raise WireError("expected the welcome of a data connection")
@@ -171,7 +172,7 @@ def encode_reply(reply: ReplyFrame) -> bytes:
 
 
 def decode_reply(raw: bytes) -> ReplyFrame:
-    """Raises WireError for anything that no server of this version says."""
+    """Raises WireError for a reply that no server of this version sends."""
     verb, status, zero, blocks, number, argument = REPLY.unpack(raw)
     if zero or blocks > MAX_BLOCKS or verb not in Verb.__members__.values():
         raise WireError(f"no reply of the data connection: verb {verb}, {blocks} blocks")
@@ -192,9 +193,9 @@ def unpack_keys(packed: bytes, most: int = MAX_KEYS) -> list[bytes]:
 
 
 def part_blocks(page_bytes: int, num_slots: int, most_bytes: int = _PART_BYTES) -> int:
-    """How many blocks of a batch are held at a time: enough to hide a round trip or a seek behind a
-    transfer, and a small share of the tenant store's memory, so that blocks from the disk find
-    slots."""
+    """The number of blocks of a batch to hold at a time: enough to hide a round trip or a seek
+    behind a transfer, and a small share of the tenant store's memory, so that slots stay free for
+    blocks from the disk."""
     return max(1, min(most_bytes // page_bytes, num_slots // _PART_SHARE))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cache server allows at most: of everything that a client can make it do or keep.
+"""The cache server's limits on all work and memory that a client can cause.
 
 The limits of single messages (keys, blocks, the longest lease) belong to the protocol and are in
 `frames.py`.
@@ -21,24 +21,24 @@ class Limits:
 
     # gRPC
     max_message_bytes: int = 4 * MIB
-    max_connections: int = 1024  # strangers too, until they have shown who they are
-    max_strangers: int = 256  # of those
+    max_connections: int = 1024  # strangers (connections without valid credentials yet) included
+    max_strangers: int = 256
     max_strangers_per_address: int = 64
-    stranger_seconds: float = 10.0  # until a call with good credentials must have come
+    stranger_seconds: float = 10.0  # to send a call with valid credentials
     max_calls: int = 512  # at once, over all connections, watchers too
     max_streams_per_connection: int = 128
     max_bytes_in_flight: int = 256 * MIB  # blocks of gRPC streams, on their way in and out
-    stall_seconds: float = 5.0  # until a stream ends whose client takes or sends no piece
+    stall_seconds: float = 5.0  # a stream ends after so long without a piece in or out
     max_watchers: int = 64
-    max_queued_keys: int = 65536  # of one watcher, told but not yet taken
+    max_queued_keys: int = 65536  # of one watcher, queued but not yet sent
     max_watched_keys: int = (
-        131072  # of a tenant store: told as stored, looked up again now and then
+        131072  # of a tenant store: reported as stored, looked up again at intervals
     )
     max_leases: int = 1024  # of one tenant, by gRPC
     max_tickets: int = 256  # of one tenant, not yet used
     ticket_seconds: float = 10.0
     call_seconds: float = 30.0  # of one call, whatever deadline its client gave it
-    keepalive_seconds: float = 30.0  # silence after which a client is asked for a sign of life
+    keepalive_seconds: float = 30.0  # silence after which the server pings a client
     keepalive_timeout_seconds: float = 10.0
     min_ping_seconds: float = 5.0  # clients that ping more often are cut off
     # The data connection and the Unix socket

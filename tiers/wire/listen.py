@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the server may listen: refuses what would let anybody in, and says which port is in use."""
+"""Checks of the address a server listens on: exposure without credentials, and ports in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_HOST = frozenset(b"@/?#\\")  # of other parts of a URL
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine can reach `host`."""
+    """Whether only this machine can reach `host`."""
     if host.lower() == _OWN:
         return True
     try:
@@ -26,7 +26,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_in(header: bytes) -> str:
-    """The name in the header Host, without port and in small letters; empty where it is none."""
+    """The name in the header Host, in lower case and without the port; empty if it is invalid."""
     if not _NO_HOST.isdisjoint(header):
         return ""
     try:
@@ -36,8 +36,8 @@ def host_in(header: bytes) -> str:
 
 
 def is_no_foreign_name(host: str) -> bool:
-    """Whether no page can have made this name lead here (DNS rebinding): it is an address, or of
-    localhost."""
+    """Whether the name is an address or below localhost, so that no page can have made it resolve
+    to this server (DNS rebinding)."""
     if host == _OWN or host.endswith(f".{_OWN}"):
         return True
     try:
@@ -76,12 +76,12 @@ def check_metrics_exposure(host: str, *, exposed: bool) -> None:
 
 
 def host_port(host: str, port: int) -> str:
-    """Host and port in one string, as grpc and people write them."""
+    """`host:port`, with an IPv6 address in brackets, as grpc takes it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_free(host: str, port: int, flag: str) -> None:
-    """Raises TierConfigError where nobody could listen there now."""
+    """Raises TierConfigError if no server can listen on this host and port now."""
     if not 0 <= port <= LARGEST_PORT:
         raise TierConfigError(f"{flag} takes a port from 0 to {LARGEST_PORT}, not {port}")
     try:
@@ -100,7 +100,7 @@ def check_free(host: str, port: int, flag: str) -> None:
 
 
 def explain_bind(error: OSError, host: str, port: int, flag: str) -> str:
-    """In one sentence why nobody can listen there, and what to do."""
+    """Explain in one sentence why the port cannot be opened, and what to do."""
     if error.errno == errno.EADDRINUSE:
         return f"port {port} of {host} is in use; end what uses it or take another with {flag}"
     if error.errno == errno.EACCES:

@@ -4,9 +4,9 @@
     $XDG_RUNTIME_DIR/stratakv/cache-server-PORT.token       /run/user/UID where that is not set
     $XDG_CACHE_HOME/stratakv/cache-server-PORT.token        ~/.cache where that is not set
 
-The server writes the first that it can write, with mode 0600, anew at each start, again where the
-file went, as all of $XDG_RUNTIME_DIR does at a logout, and takes it away at its end; a client reads
-the first that is there. One that a killed server has left opens nothing.
+At each start the server writes a new token, with mode 0600, to the first of these paths that it can
+write. It writes the file again if it is gone (a logout empties $XDG_RUNTIME_DIR), and removes it at
+its end. A client reads the first file that exists. The token of a killed server is not valid.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MOST_BYTES = 4096
 
 
 def leave_token(port: int, token: str) -> Path:
-    """Write the token of the server at `port`, in place of any other; its path. Raises
-    TierConfigError where no folder takes it."""
+    """Write the token of the server at `port`, in place of any other, and return its path. Raises
+    TierConfigError if it cannot be written to any folder."""
     why = []
     for folder in _folders():
         path = folder / _name(port)
@@ -44,25 +44,25 @@ def leave_token(port: int, token: str) -> Path:
     raise TierConfigError(
         f"no file takes the token for this user's clients ({'; '.join(why)}); set XDG_RUNTIME_DIR "
         "or XDG_CACHE_HOME to a folder of this user's, name a token with --token-file, or let "
-        "anybody on this machine in with --insecure"
+        "every user of this machine in with --insecure"
     )
 
 
 def take_away_token(path: Path, token: str) -> None:
-    """At the end of the server that wrote it; what another has written there stays."""
+    """Remove the file if it still holds this server's token; another server's token stays."""
     with suppress(OSError, TierConfigError):
         if _read(path) == token:
             path.unlink()
 
 
 def token_places(port: int) -> list[Path]:
-    """Where a token for `port` may lie, in the order in which they are read."""
+    """The paths of a token for `port`, in the order in which a client reads them."""
     return [folder / _name(port) for folder in _folders()]
 
 
 def find_token(port: int) -> str | None:
-    """What a server of this user has left for `port`; None where none has. Raises TierConfigError
-    for a file that others can read or write."""
+    """The token that a server of this user wrote for `port`, or None. Raises TierConfigError for a
+    file that other users can read or write."""
     for folder in _folders():
         try:
             return _read(folder / _name(port))
@@ -85,7 +85,7 @@ def _name(port: int) -> str:
 
 def _make_private(folder: Path) -> None:
     """May raise OSError."""
-    # The runtime directory is made by the system or not at all.
+    # Only the system makes the runtime directory.
     folder.mkdir(mode=0o700, exist_ok=True, parents=not folder.is_relative_to("/run"))
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -93,7 +93,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _write(path: Path, token: str) -> None:
-    """May raise OSError, and then leaves nothing."""
+    """Write the file, or raise OSError and leave no file."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         made = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -107,7 +107,7 @@ def _write(path: Path, token: str) -> None:
 
 
 def _read(path: Path) -> str:
-    """Raises OSError where there is none, TierConfigError for one that others can use."""
+    """Raises OSError if there is no file, TierConfigError if other users can read or write it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
@@ -117,7 +117,7 @@ def _read(path: Path) -> str:
     is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
     if not is_own or status.st_mode & 0o077:
         raise TierConfigError(
-            f"the token in {path} may be somebody else's, for others can read or write the file; "
+            f"the token in {path} is not safe, for others can read or write the file; "
             "remove it and restart the cache server"
         )
     return content.decode("ascii", "replace").strip()

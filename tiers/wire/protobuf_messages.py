@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts and block headers, between the protocol's messages and what the tiers use.
+"""Conversion of layouts and block headers between protocol messages and the types of the tiers.
 
-Both sides of the service use it. A message that cannot be right is a WireError; one that is right
-and says something else than expected is for the caller to judge.
+The client and the server use it. A message that cannot be valid raises WireError; a valid one with
+unexpected contents is returned for the caller to judge.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LARGEST_UINT16 = 65535
 
 
 def layout_message(layout: BlockLayout) -> LayoutMessage:
-    """A layout as it is sent."""
+    """The message of a layout."""
     return LayoutMessage(
         layout_version=LAYOUT_VERSION,
         num_layers=layout.num_layers,
@@ -32,8 +32,8 @@ def layout_message(layout: BlockLayout) -> LayoutMessage:
 
 
 def read_layout(message: LayoutMessage) -> BlockLayout:
-    """The layout that was sent. Raises WireError for what is none; another version of the rule by
-    which blocks lie is none that this side knows."""
+    """The layout in a message. Raises WireError for an invalid layout, or a layout version that
+    this side does not know."""
     if message.layout_version != LAYOUT_VERSION:
         raise WireError(
             f"the layout has version {message.layout_version} and this side knows version "
@@ -54,7 +54,7 @@ def read_layout(message: LayoutMessage) -> BlockLayout:
 def header_message(
     key: bytes, layout_id: bytes, payload_bytes: int, tag: bytes, payload_digest: bytes
 ) -> HeaderMessage:
-    """The header of a block that is sent."""
+    """The header message of a block."""
     digest, group, shard_rank, shard_count = unpack_key(key)
     return HeaderMessage(
         key=KeyMessage(digest=digest, group=group, shard_rank=shard_rank, shard_count=shard_count),
@@ -68,7 +68,7 @@ def header_message(
 def read_header(
     message: HeaderMessage, layout_id: bytes, payload_bytes: int
 ) -> tuple[bytes, bytes, bytes]:
-    """Key, tag and digest of a block in the layout that is expected. Raises WireError."""
+    """Key, tag and digest of a block. Raises WireError unless it has the expected layout."""
     key = message.key
     if len(key.digest) != DIGEST_BYTES or not key.shard_rank < key.shard_count <= _LARGEST_UINT16:
         raise WireError("the header's key is none: see BlockKey in block.proto")

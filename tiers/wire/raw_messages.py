@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BlockPiece on the wire with its payload moved once: joined to its fields on the way out, a view
-of the message on the way in.
+"""BlockPiece on the wire with one copy of its payload: an encoder that joins it to the other fields
+and a decoder that returns it as a view of the message.
 
     piece = fields 1 to 4, as the generated code writes them | tag of field 5 | length | payload
 
-The result is valid protobuf, and pieces of other writers are read in whatever order their fields
-come: what this reader does not take apart at a glance is left to the generated code, which copies.
+The result is valid protobuf. The decoder reads the fields of other writers in any order; a message
+that it does not split quickly goes to the generated code, which copies.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .frames import State, WireError
 
 _PAYLOAD_TAG = 5 << 3 | 2
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_GLANCE_FIELDS = 16  # a piece has five; more of them, repeated, are not worth our own time
+_GLANCE_FIELDS = 16  # a piece has five; one with more goes to the generated code
 _GLANCE_VARINT_BYTES = 10
 _LARGEST_STATE = max(State)
 
 
 @dataclass(slots=True)
 class Piece:
-    """A part of one block, or word of a block that is missing; the fields of BlockPiece."""
+    """A part of one block, or the notice that a block is missing; the fields of BlockPiece."""
 
     index: int = 0
     state: State = State.MISS
@@ -38,7 +38,7 @@ class Piece:
 
 
 def encode_piece(piece: Piece) -> bytes:
-    """The message. Copies the payload once."""
+    """Return the message. Copies the payload once."""
     state = cast("BlockState", int(piece.state))  # the generated type is for checkers only
     message = BlockPiece(index=piece.index, state=state, header=piece.header, offset=piece.offset)
     head: bytes = message.SerializeToString()
@@ -50,8 +50,8 @@ def encode_piece(piece: Piece) -> bytes:
 
 
 def decode_piece(raw: bytes) -> Piece:
-    """The piece; its payload is a view of `raw` wherever that is possible. Raises WireError for
-    bytes that are no BlockPiece or name a state that nobody knows."""
+    """Return the piece; its payload is a view of `raw` if possible. Raises WireError for bytes
+    that are no BlockPiece, or for an unknown state."""
     parts = _take_apart(raw)
     try:
         if parts is None:
@@ -69,8 +69,8 @@ def decode_piece(raw: bytes) -> Piece:
 
 
 def _take_apart(raw: bytes) -> tuple[bytes, bytes | memoryview] | None:
-    """All fields but the payload, one after the other, and the payload. None where that takes
-    more than a glance, or where something is wrong: the generated code has the last word."""
+    """All other fields, joined, and the payload. None for a message that is malformed or has more
+    fields or longer numbers than a piece needs: the generated code decides."""
     view = memoryview(raw)
     others: list[memoryview] = []
     payload: bytes | memoryview = b""
@@ -93,7 +93,7 @@ def _take_apart(raw: bytes) -> tuple[bytes, bytes | memoryview] | None:
 
 
 def _content(raw: bytes, place: int, wire_type: int) -> tuple[int, int] | None:
-    """Where the content of a field begins and ends; None for groups, and for what is cut off."""
+    """The start and end of a field's content; None for a group or a truncated field."""
     if wire_type == _FIXED64:
         return place, place + 8
     if wire_type == _FIXED32:

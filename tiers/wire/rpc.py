@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of the cache service, as its descriptor lists them: for servers and for clients.
+"""The calls of the cache service, from its descriptor, for servers and clients.
 
 A servicer has one coroutine for each call, named as in Python (`OpenData` is `open_data`). It takes
 a request (or an iterator of them) and grpc's context, and returns the response, or writes several
 with `context.write`. A stub has the same names. BlockPiece goes through
 `raw_messages.py` on both sides, everything else through the generated code.
 
-To the server every request is a stream, also one of a single message: grpc would wait for that
-before anybody could ask who calls and for how long, so that strangers could hold calls for ever.
+The server takes every request as a stream, also one of a single message. grpc would otherwise wait
+for that message before the server can check credentials and deadlines, and a client without
+credentials could hold calls for ever.
 
-Knows nothing of what the calls do, of credentials or of errors but one: a request that is no such
-message is raised as WireError where the servicer would have got it.
+This module handles one error: a request that cannot be decoded raises WireError where the servicer
+would have received it. Credentials and the work of the calls are elsewhere.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _PIECE: str = cache_service_pb2.BlockPiece.DESCRIPTOR.full_name
 # Entered around every call; takes the call's path and grpc's context.
 Around = Callable[[str, Any], AbstractAsyncContextManager[None]]
 
-# A proxy of the environment is meant for the web: it would see the token of every call without
-# TLS, and take servers of this very machine away. The second option keeps out
-# GRPC_ADDRESS_HTTP_PROXY, of which the first does not speak.
+# Proxies of the environment are not used: one would see the token of every call without TLS, and
+# could not reach servers of this machine. The second option turns off GRPC_ADDRESS_HTTP_PROXY,
+# which the first does not cover.
 _NO_PROXY = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.address_http_proxy_enabled_addresses", ""),
@@ -49,10 +50,10 @@ _NO_PROXY = (
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One call."""
+    """The description of one call."""
 
-    name: str  # as the proto file has it
-    attribute: str  # as Python has it
+    name: str  # in the proto file
+    attribute: str  # in Python
     path: str
     request_class: type[Message]
     response_class: type[Message]
@@ -61,7 +62,7 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """What grpc calls it, such as `unary_stream`."""
+        """Its streaming kind in grpc's words, such as `unary_stream`."""
         names = {True: "stream", False: "unary"}
         return f"{names[self.client_streaming]}_{names[self.server_streaming]}"
 
@@ -85,8 +86,9 @@ METHODS = tuple(_method(descriptor) for descriptor in _SERVICE.methods)
 def make_channel(
     target: str, tls: Any = None, options: Sequence[tuple[str, int | str]] = ()
 ) -> Any:
-    """A channel straight to `host:port`; every client of ours has one from here. It connects when
-    it is used. `tls` are grpc's channel credentials, read once: other files take another one."""
+    """A channel to `host:port` that uses no proxy; all clients use this function. It connects on
+    its first call. `tls` are grpc's channel credentials, read once: new files need a new channel.
+    """
     given = [*_NO_PROXY, *options]
     if tls is None:
         return grpc.insecure_channel(target, given)
@@ -112,8 +114,8 @@ class Stub:
 
 
 def generic_handler(servicer: object, request_seconds: float) -> Any:
-    """What `grpc.aio.Server.add_generic_rpc_handlers` takes. A request of a single message has so
-    many seconds to come."""
+    """The handler for `grpc.aio.Server.add_generic_rpc_handlers`. A request of a single message
+    must arrive within `request_seconds`."""
     handlers = {}
     for method in METHODS:
         behaviour = _checking(method, getattr(servicer, method.attribute), request_seconds)
@@ -127,14 +129,15 @@ def generic_handler(servicer: object, request_seconds: float) -> Any:
 
 
 def stream_handler(behaviour: Any, server_streaming: bool, **codec: Any) -> Any:
-    """A handler that begins when a call does, whether or not a message has come."""
+    """A handler that starts with its call, before any message has arrived."""
     if server_streaming:
         return grpc.stream_stream_rpc_method_handler(behaviour, **codec)
     return grpc.stream_unary_rpc_method_handler(behaviour, **codec)
 
 
 async def only(requests: AsyncIterator[Any], seconds: float) -> Any:
-    """The one message of a request. Raises TimeoutError where it does not come in time."""
+    """Wait for the only message of a request. Raises TimeoutError after `seconds`, WireError if
+    the request ends without one."""
     async with asyncio.timeout(seconds):
         async for request in requests:
             return request
@@ -153,7 +156,7 @@ def wrapped(handler: Any, path: str, around: Around) -> Any:
         async with around(path, context):
             if not inspect.isasyncgenfunction(inner):
                 return await inner(request, context)
-            # Another library's generator. Written here, so that our deadline ends the writing too.
+            # A generator of another library: written here, so that our deadline covers writes.
             async with aclosing(inner(request, context)) as responses:
                 async for response in responses:
                     await context.write(response)
@@ -168,7 +171,7 @@ def wrapped(handler: Any, path: str, around: Around) -> Any:
 
 
 def _checking(method: Method, behaviour: Any, request_seconds: float) -> Any:
-    """`behaviour`, for requests that went through `_lenient`."""
+    """A wrapper of `behaviour` that raises the errors which `_lenient` returned."""
 
     async def of_one(requests: Any, context: Any) -> Any:
         return await behaviour(_good(await only(requests, request_seconds)), context)
@@ -205,7 +208,8 @@ def _deserializer(message_class: type[Message]) -> Callable[[bytes], Any]:
 
 
 def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """grpc calls a failing deserializer an internal error; it is the caller's."""
+    """Return a deserializer that returns errors as WireError: grpc would report a raised error as
+    internal, although the caller caused it."""
 
     def read(raw: bytes) -> Any:
         try:

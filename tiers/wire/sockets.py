@@ -2,8 +2,7 @@
 """A connected socket with deadlines: whole lengths in, whole buffers out, no copies.
 
 Plain sockets wait in the kernel for whole lengths (`MSG_WAITALL`) and send many buffers at once;
-TLS moves records of 16 KiB. A peer that sends or takes nothing in time ends the call, one that
-trickles as well.
+TLS moves records of 16 KiB. A call ends at its deadline, whether the peer is silent or slow.
 """
 
 from __future__ import annotations
@@ -25,30 +24,30 @@ from ..native.native_library import (
 )
 
 _TIMEVAL = struct.Struct("ll")
-_LEAST_SECONDS = 0.001  # a timeout of zero would mean not to wait at all
+_LEAST_SECONDS = 0.001  # a timeout of zero would not wait
 _MOST_BUFFERS = 256  # of one sendmsg; the kernel takes 1,024
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
 class ConnectionLost(Exception):
-    """The peer is gone, or too slow: the connection is of no more use."""
+    """The peer is gone or too slow; the connection cannot be used any more."""
 
 
 class Connection:
-    """Takes the socket over. Each call raises ConnectionLost where it fails or its `deadline`
-    (monotonic seconds) passes. Used by one thread; `abort` may be called by any."""
+    """A connected socket, which it owns. Each call raises ConnectionLost if it fails or its
+    `deadline` (monotonic seconds) passes. One thread uses it; any thread may call `abort`."""
 
     def __init__(self, sock: socket.socket | ssl.SSLSocket) -> None:
         self._sock = sock
         self._is_tls = isinstance(sock, ssl.SSLSocket)
-        self._plain: socket.socket = sock  # SSLSocket has no sendmsg, which is a type error
+        self._plain: socket.socket = sock  # typed without SSLSocket, which has no sendmsg
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
         if not self._is_tls:
-            sock.settimeout(None)  # the kernel's own timeouts are used, which MSG_WAITALL needs
+            sock.settimeout(None)  # MSG_WAITALL needs the kernel's own timeouts
 
     def receive(self, size: int, deadline: float) -> bytes:
         buffer = bytearray(size)
@@ -59,8 +58,8 @@ class Connection:
         self.receive_all([view], deadline)
 
     def receive_all(self, views: list[memoryview], deadline: float) -> None:
-        """Fill these, one after the other. Uses the list up."""
-        _drop(views, 0)  # nothing is waited for where nothing is to come
+        """Fill the views in order. Empties the list."""
+        _drop(views, 0)  # an empty view needs no wait
         while views:
             self._set_timeout(deadline, socket.SO_RCVTIMEO)
             try:
@@ -78,7 +77,7 @@ class Connection:
 
     @property
     def can_digest(self) -> bool:
-        """Whether what the library does with payloads works here: the next four calls."""
+        """Whether the next four calls work here; the compiled library does them, without TLS."""
         return not self._is_tls and has_digests()
 
     def receive_and_digest(
@@ -88,20 +87,19 @@ class Connection:
         deadline: float,
         arrived: list[tuple[bytes, bytes]],
     ) -> None:
-        """Fill payloads, all of one length of LEAST_BYTES or more, in one call. Of each that came
-        whole, also where others then do not, `arrived` is given what came behind it and its
-        digest."""
+        """Fill payloads, all of one length of LEAST_BYTES or more, in one call. Append to `arrived`
+        the trailer and the digest of each payload that came whole, also if a later one fails."""
         came = receive_and_digest(self._sock.fileno(), payloads, trailer_bytes, deadline)
         arrived += zip(came.trailers, came.digests, strict=True)
         if came.lost is not None:
-            # No variable names what is raised: it would keep this frame, and views of buffers.
+            # No variable holds the error: it would keep this frame and views of buffers alive.
             raise _lost(came.lost, "sent")
 
     def receive_named(
         self, payloads: Sequence[memoryview], names: bytes, trailer_bytes: int, deadline: float
     ) -> tuple[list[bytes], list[bytes], list[bytes]]:
-        """Does what `receive_and_digest` does, for payloads with names: the digests, the tags that
-        follow from them, and what came behind the payloads."""
+        """Fill payloads as `receive_and_digest` does. Returns their digests, the tags of `names`
+        with these digests, and the trailers."""
         came = receive_and_digest(self._sock.fileno(), payloads, trailer_bytes, deadline, names)
         if came.lost is not None:
             raise _lost(came.lost, "sent")
@@ -110,8 +108,8 @@ class Connection:
     def send_payloads(
         self, head: bytes, payloads: Sequence[memoryview], trailers: bytes, deadline: float
     ) -> None:
-        """Send `head`, and payloads of one length with as much of `trailers` behind each. Not of
-        memory that is read-only."""
+        """Send `head`, then payloads of one length, each with an equal part of `trailers` after it.
+        The memory must be writable."""
         try:
             send_payloads(self._sock.fileno(), head, payloads, trailers, deadline)
         except OSError as error:
@@ -124,16 +122,16 @@ class Connection:
         digests: Sequence[bytes | None],
         deadline: float,
     ) -> list[int]:
-        """Send payloads of one length of LEAST_BYTES or more, each with tag and digest behind it,
-        see `library.send_proven`; the positions of those that are not what `digests` says. Not of
-        memory that is read-only."""
+        """Send payloads of one length of LEAST_BYTES or more, each with tag and digest after it
+        (see `native_library.send_proven`). Returns the positions of payloads that differ from
+        `digests`. The memory must be writable."""
         try:
             return send_proven(self._sock.fileno(), payloads, names, digests, deadline)
         except OSError as error:
             raise _lost(error, "took") from None
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
-        """Send all of these, one after the other."""
+        """Send the buffers in order."""
         if self._is_tls:
             self._send_tls(buffers, deadline)
             return
@@ -150,8 +148,8 @@ class Connection:
                 _drop(views, sent)
 
     def wait_readable(self, deadline: float, also: int | None = None) -> bool:
-        """Whether something has come (or the peer has gone) by then, or before the descriptor
-        `also` became readable."""
+        """Wait until data came, the peer left, `also` is readable or the deadline passed; whether
+        data came or the peer left."""
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return True
         poll = select.poll()
@@ -165,8 +163,8 @@ class Connection:
             raise ConnectionLost("the connection was closed") from error
 
     def receive_fd(self, size: int, deadline: float) -> tuple[bytes, int | None]:
-        """Exactly `size` bytes, and the file descriptor that came beside them, if one did. Unix
-        sockets only. The descriptor is the caller's to close."""
+        """Receive exactly `size` bytes, and the file descriptor sent with them or None. Unix
+        sockets only. The caller closes the descriptor."""
         self._set_timeout(deadline, socket.SO_RCVTIMEO)
         try:
             raw, fds, _, _ = socket.recv_fds(self._sock, size, 1, socket.MSG_WAITALL)
@@ -190,7 +188,7 @@ class Connection:
             raise _lost(error, "took") from error
 
     def abort(self) -> None:
-        """End whatever call is under way, and every later one. From any thread."""
+        """End the current call, and every later one, with ConnectionLost. For any thread."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -223,13 +221,13 @@ class Connection:
 
 
 def connect(host: str, port: int, deadline: float) -> socket.socket:
-    """A socket connected to any address of `host`, all of them tried until the deadline at the
-    most; it has what is left as its timeout. Raises OSError."""
+    """Connect to the first address of `host` that accepts before the deadline. The time that is
+    left is the socket's timeout. Raises OSError."""
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for number, (family, kind, protocol, _, address) in enumerate(infos, 1):
         sock = socket.socket(family, kind, protocol)
         try:
-            # One that drops what comes leaves some time to those after it.
+            # Each address gets a share of the time: one that drops packets leaves time to the next.
             left = max(_LEAST_SECONDS, deadline - time.monotonic())
             sock.settimeout(left / (len(infos) - number + 1))
             sock.connect(address)
@@ -244,7 +242,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def _drop(views: list[memoryview], size: int) -> None:
-    """Leave what comes after the first `size` bytes, and no empty view at the front."""
+    """Remove the first `size` bytes, and empty views at the front."""
     while views and size >= views[0].nbytes:
         size -= views.pop(0).nbytes
     if size:
@@ -253,7 +251,7 @@ def _drop(views: list[memoryview], size: int) -> None:
 
 def _is_early(error: OSError, deadline: float) -> bool:
     """Whether a call timed out before the deadline: the kernel counts timeouts in ticks of up to
-    10 ms, and the first may be over at once."""
+    10 ms, and the first tick may end at once."""
     return isinstance(error, BlockingIOError) and time.monotonic() < deadline
 
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table between what goes wrong in the service, the status a call ends with, and what a client
-does about it.
+"""The table of service errors: the status that a call ends with, and the client's reaction to it.
 
     server  error ──► Ending: code, reason, message ──► the wire (the reason as trailing metadata)
     client  the wire ──► Verdict: reason (of a miss), and whether asking again makes sense
 
-Whatever an engine meets is a miss; `reason` is what it is counted under.
+An engine treats every error as a miss, and counts it by `reason`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .frames import WireError
 
 REASON_KEY = "stratakv-reason"  # of the trailing metadata
 WRONG_LAYOUT = "layout"
-# Reasons that no waiting mends: who is answered so before a start had better not start.
+# Reasons that do not go away by waiting: an engine that gets one before its start should not start.
 REFUSALS = (WRONG_LAYOUT, "unauthenticated", "version", "invalid")
 _MESSAGE_CHARACTERS = 500
 
@@ -29,7 +28,7 @@ Code = grpc.StatusCode
 
 
 class ServiceError(TierError):
-    """Base of what the server itself refuses a call for."""
+    """Base of the reasons for which the server itself refuses a call."""
 
 
 class Unauthenticated(ServiceError):
@@ -37,11 +36,11 @@ class Unauthenticated(ServiceError):
 
 
 class WrongLayout(ServiceError):
-    """The tenant's blocks lie in another way than the caller's."""
+    """The tenant's blocks have another layout than the caller's."""
 
 
 class NotAttached(ServiceError):
-    """The tenant has no memory yet, for nobody has said how its blocks lie."""
+    """The tenant has no memory yet: no client has given the layout of its blocks."""
 
 
 class NotReady(ServiceError):
@@ -57,7 +56,7 @@ class TooMuch(ServiceError):
 
 
 class NoMemory(ServiceError):
-    """The host has not the memory that the tenant was given."""
+    """The host lacks the memory that the tenant's settings ask for."""
 
 
 class NoDisk(ServiceError):
@@ -65,7 +64,7 @@ class NoDisk(ServiceError):
 
 
 class ReadOnly(ServiceError):
-    """Blocks can be loaded here, and neither stored nor deleted."""
+    """This server only loads blocks; it neither stores nor deletes them."""
 
 
 class TooLate(ServiceError):
@@ -73,17 +72,17 @@ class TooLate(ServiceError):
 
 
 class Retry(Enum):
-    """What a client may do after a call that failed."""
+    """The client's next step after a failed call."""
 
     LATER = "later"  # back off, then the same again
     ATTACH = "attach"  # attach first, then the same again
     TICKET = "ticket"  # take a new ticket or lease, then the same again
-    RARELY = "rarely"  # somebody has to mend a setting; look again now and then
+    RARELY = "rarely"  # an operator has to change a setting; try again at long intervals
     NEVER = "never"  # the same call will fail again
 
 
 class Ending(NamedTuple):
-    """How a call ends that failed."""
+    """The end of a failed call."""
 
     code: Any  # a grpc.StatusCode
     reason: str
@@ -91,7 +90,7 @@ class Ending(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """How a client judges a failed call."""
+    """A client's judgement of a failed call."""
 
     reason: str
     retry: Retry
@@ -142,7 +141,7 @@ TABLE = (
     _Row(Exception, Code.INTERNAL, "internal", Retry.LATER, "see the server's log"),
 )  # fmt: skip
 
-# For a status without a reason of ours: from grpc itself, or from what stands in between.
+# For a status without a reason of ours: from grpc itself, or from a proxy.
 _BY_CODE = {
     Code.OK: Verdict("none", Retry.NEVER),
     Code.CANCELLED: Verdict("cancelled", Retry.LATER),
@@ -167,7 +166,7 @@ _BY_REASON = {row.reason: Verdict(row.reason, row.retry) for row in reversed(TAB
 
 
 def ending_of(error: BaseException) -> Ending:
-    """How a call ends in which this was raised. What nobody foresaw is not told to the client."""
+    """The end of a call that raised `error`. Texts of unexpected errors are not sent."""
     row = next(row for row in TABLE if isinstance(error, row.error))
     says_nothing = row.error in (Exception, OSError, MemoryError)
     what = f"the server failed ({row.reason})" if says_nothing else str(error)
@@ -176,7 +175,7 @@ def ending_of(error: BaseException) -> Ending:
 
 
 def verdict_of(error: Any) -> Verdict:
-    """What a client makes of a grpc.RpcError."""
+    """A client's judgement of a grpc.RpcError."""
     for key, value in error.trailing_metadata() or ():
         if key == REASON_KEY and value in _BY_REASON:
             return _BY_REASON[value]

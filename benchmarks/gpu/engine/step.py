@@ -23,7 +23,7 @@ import torch
 
 from ....engine.config.engine_options import engine_config
 from ....engine.core.executor import load_runner
-from ....engine.core.resolve_placement import dtype_for, placement_of
+from ....engine.core.setup.resolve_placement import dtype_for, placement_of
 from ....engine.models.spec.spec_parser import load_model_spec
 from ....engine.request.sampling_params import SamplingParams
 from ....engine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of vLLM's blocks, as the tiers know them: the hash at the end of a position, and the
-column of the block.
+"""The names of vLLM's blocks in the tiers: the hash at the end of a position, and the column of the
+block.
 
-vLLM names a block by the hash at its own end. Where every block is a position by itself and has one
-hash, that is the same name. Where groups have blocks of unlike sizes, or vLLM hashes in smaller
-steps than blocks, a block gets its name here when the position that it lies in is whole: vLLM names
-blocks in steps of positions, and what it names beyond them waits for the rest.
+vLLM names a block by the hash at its own end. If every block is a position by itself and has one
+hash, that is the same name. If groups have blocks of unlike sizes, or vLLM hashes in smaller steps
+than blocks, a block gets its name here when its whole position is computed: vLLM names blocks in
+steps of positions, and blocks that it names beyond them wait for the rest.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class BlockNames:
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         self._hashes_per_position = 1
-        # Empty where vLLM's names are ours.
+        # Names made here, by block id; empty if vLLM's names are ours.
         self._made: dict[int, _Names] = {}
         self._is_made_here = len(columns.all) > columns.num_groups
 
     def bind_hash_tokens(self, hash_tokens: int) -> None:
-        """vLLM makes a hash of so many tokens. Raises ConfigError where no hash ends with a
-        position."""
+        """Set the number of tokens for which vLLM makes a hash. Raises ConfigError if no hash ends
+        with a position."""
         tokens = self._columns.position_tokens
         if tokens % hash_tokens:
             raise ConfigError(
@@ -61,7 +61,7 @@ class BlockNames:
         return hashes if step == 1 else hashes[step - 1 :: step]
 
     def name_of(self, block: Any) -> bytes | None:
-        """The name of one of vLLM's blocks; None where it has none."""
+        """The name of one of vLLM's blocks; None if it has none."""
         host_name: bytes | None = block.block_hash
         if not self._is_made_here or host_name is None:
             return host_name
@@ -71,8 +71,9 @@ class BlockNames:
     def name_blocks(
         self, request: Any, blocks: Sequence[Any], num_named: int, num_full: int, group: int
     ) -> tuple[int, list[NamedBlock]]:
-        """vLLM has named `blocks[num_named:num_full]` of a group. The first position that these or
-        blocks before them make whole, and its blocks and all behind it that have names now."""
+        """Name `blocks[num_named:num_full]` of a group, which vLLM has named. Return the first
+        position that these or blocks before them make whole, and its blocks and all behind it that
+        have names now."""
         step = self._columns.blocks_per_position(group)
         start = num_named // step * step
         end = num_full // step * step

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataConnector: what vLLM makes once in its scheduler and once in its worker, and calls in every
-step. It hands each call to the role that is meant; docs/vllm.md says how to switch it on.
+"""StrataConnector: vLLM makes one in its scheduler and one in its worker, and calls both in every
+step. Each call goes to the role that it is meant for; docs/vllm.md says how to switch it on.
 
     scheduler   get_num_new_matched_tokens → update_state_after_alloc → build_connector_meta
     worker      handle_preemptions → (forward pass) → get_transfer_results → report
     scheduler   update_connector_output
 
-Every load is asynchronous: a request waits for it in vLLM's scheduler and holds up nobody else. Of
-one that brought its first blocks only, vLLM computes the rest; of one that brought nothing,
-everything. Block ids say which, and vLLM can tell them apart where there is one cache group; with
-several a load brings everything or has failed. Each rank has a worker, and each says of every load
-how its own part of it ended: vLLM goes on when all have.
+Every load is asynchronous: its request waits in vLLM's scheduler and holds up no other. If a load
+brought only its first blocks, vLLM computes the rest; if it brought none, everything. Block ids say
+which, and vLLM can tell them apart only with one cache group; with several a load brings everything
+or has failed. Each rank has a worker, which reports the end of its own part of every load; vLLM
+goes on when all have.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ GPU_LAYOUT = "BLHNC"
 
 @dataclass(slots=True)
 class StrataMetadata(KVConnectorMetadata):
-    """To the worker."""
+    """The scheduler's decisions for a step, sent to the worker."""
 
     plan: StepPlan
 
 
 @dataclass(slots=True)
 class StrataWorkerMetadata(KVConnectorWorkerMetadata):
-    """From the worker."""
+    """The worker's report of a step, sent to the scheduler."""
 
     report: StepReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Of two ranks."""
+        """Merge the report of another rank."""
         if isinstance(other, StrataWorkerMetadata):
             self.report.merge(other.report)
         return self
 
 
 class StrataConnector(KVConnectorBase_V1, SupportsHMA):
-    """Our tiers beside vLLM's KV cache. Raises ConfigError or TierConfigError for what cannot work;
-    nothing that happens later raises anything."""
+    """Our tiers beside vLLM's KV cache. Raises ConfigError or TierConfigError for settings that
+    cannot work; no later call raises."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
@@ -80,7 +80,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         self._process_id = os.getpid()
         if role is KVConnectorRole.SCHEDULER:
             # vLLM reads this when the connector has been made. A request whose blocks were lost is
-            # computed: what a cache has lost is no reason to fail anybody.
+            # computed: a lost cache block is no reason to fail a request.
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
             self._scheduler = open_scheduler_role(vllm_config, kv_cache_config)
             atexit.register(self.shutdown)
@@ -91,8 +91,9 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     # Both
 
     def shutdown(self) -> None:
-        """Write down what is to survive, and release everything. Idempotent, and nothing in a
-        process that was forked, which has the registration and none of the threads."""
+        """Write down the blocks that are to survive, and release everything. Idempotent, and
+        without effect in a process that was forked, which has the registration and none of the
+        threads."""
         atexit.unregister(self.shutdown)
         if self._process_id != os.getpid():
             return
@@ -102,7 +103,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.shutdown()
 
     def get_kv_connector_stats(self) -> StrataStats | None:
-        """What has happened in the tiers, where it is time to tell."""
+        """Return the tiers' statistics if they are due, else None."""
         if self._scheduler is None or not self._stats.is_due:
             return None
         try:
@@ -117,12 +118,12 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """No: vLLM's memory would go away below copies. vLLM asks since 0.33."""
+        """False: vLLM's memory would go away below copies. vLLM asks since 0.33."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """The CPU build has one layout only."""
+        """Return None on the CPU build, which has one layout only."""
         return None if versions.is_cpu_build() else GPU_LAYOUT
 
     @classmethod
@@ -147,7 +148,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """vLLM's block pool; `bind_kv_cache_manager` of the base class calls this."""
+        """Take vLLM's block pool; `bind_kv_cache_manager` of the base class calls this."""
         self._role_in_scheduler.bind_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
@@ -156,23 +157,24 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """What the tiers have behind these tokens."""
+        """The tokens that the tiers have behind these."""
         return self._role_in_scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has all its blocks; it waits where tokens are to be loaded."""
+        """Begin the load of a request that has all its blocks now; it waits if tokens are to be
+        loaded."""
         if num_external_tokens:
             block_ids = blocks.get_block_ids()
             self._role_in_scheduler.allocated(request, block_ids, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """All of them, whose new blocks vLLM need not clear before. It asks since 0.32."""
+        """All groups: vLLM need not clear their new blocks before. It asks since 0.32."""
         return tuple(range(self._role_in_scheduler.num_groups))
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        """The tiers that the tokens come from, in vLLM's words."""
+        """The tokens by the tier that they come from, in vLLM's terms."""
         num_near, tiers = self._role_in_scheduler.hits_of(request.request_id)
         return versions.hit_sources(num_near, num_external_tokens, tiers)
 
@@ -192,8 +194,8 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended. Its blocks may be freed: they can be copied as long as nothing has
-        overwritten them, and what is about to is seen."""
+        """Drop a request that has ended. Its blocks may be freed: they can be copied until they are
+        overwritten, and the pool watch sees that before."""
         return False, self._role_in_scheduler.end_request(request)
 
     def take_events(self) -> Iterable[Any]:
@@ -214,39 +216,39 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """vLLM's tensors. Raises ConfigError where they lie in an unknown way."""
+        """Take vLLM's tensors. Raises ConfigError if they lie in an unknown way."""
         self._role_in_worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """The beginning of every step, before anything is overwritten."""
+        """Begin a step, before anything is overwritten."""
         if isinstance(kv_connector_metadata, StrataMetadata):
             self._role_in_worker.begin_step(kv_connector_metadata.plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads have begun already, and no forward pass waits for one."""
+        """Return at once: loads have begun already, and no forward pass waits for one."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """As above."""
+        """Return at once, as above."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are stored when they are complete, over all layers."""
+        """Return at once: blocks are stored when they are complete, over all layers."""
 
     def wait_for_save(self) -> None:
-        """As above."""
+        """Return at once, as above."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The loads that have ended. No request is kept for its blocks to be stored."""
+        """The loads that have ended. vLLM keeps no request for its blocks to be stored."""
         results = self._role_in_worker.results()
         return KVConnectorTransferResults(
             finished_recving=results.finished, failed_recving=results.failed
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks, of these loads, that nothing came for."""
+        """The blocks of these loads that no bytes came for."""
         return self._role_in_worker.invalid_blocks()
 
     def build_connector_worker_meta(self) -> StrataWorkerMetadata:
-        """What our scheduler side is told of the step."""
+        """Return the worker's report of the step for our scheduler side."""
         return StrataWorkerMetadata(self._role_in_worker.report())

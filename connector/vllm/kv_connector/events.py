@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache events of the slab, in vLLM's form: which blocks it has got, and which it has lost.
+"""KV cache events of the slab, in vLLM's form: the blocks that it has got, and those it has lost.
 
 vLLM publishes them beside those of its own cache. A block is announced with its tokens and its
-parent, so that a router can tell the prefix that it ends; of one whose request was not seen, the
-name alone is known. What only a disk or a cache server has is not announced.
+parent, so that a router can tell the prefix that it ends; if its request was not seen, with its
+name alone. Blocks that only a disk or a cache server has are not announced.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from .groups import Columns
 
-# How often the slab is looked through for what it has lost.
+# Seconds between two searches for blocks that the slab has lost.
 LOOK_SECONDS = 1.0
 HASH_END = -4  # behind the hash, a name has the column
 
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a router wants to know of a block."""
+    """A block's content, as routers use it."""
 
     parent: bytes | None
     tokens: list[int]
@@ -44,8 +44,8 @@ class TierEvents:
         self._look_at = 0.0
 
     def named(self, request: Any, hashes: Sequence[bytes], first: int, end: int) -> None:
-        """The blocks of a request, which has a hash for each position, have got names from one
-        position to another."""
+        """Note the content of a request's blocks from one position to another, which have got
+        names. The request has a hash for each position."""
         size, lora = self._block_tokens, request.lora_request
         for index in range(first, min(end, len(hashes))):
             self._contents[hashes[index]] = _Content(
@@ -59,7 +59,7 @@ class TierEvents:
             self._contents.popitem(last=False)
 
     def add_stored(self, host_keys: Sequence[bytes], keys: Sequence[bytes]) -> None:
-        """The slab has got these blocks, by vLLM's keys and ours."""
+        """Announce blocks that the slab has got, by vLLM's keys and ours."""
         from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 

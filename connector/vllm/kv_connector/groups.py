@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's cache groups as a connector sees them: how their blocks make up the positions of a
-request, and which of them the next token still needs.
+request, and which blocks the next token still needs.
 
 A position has as many tokens as whole blocks of every group have. A group with smaller blocks has
 several in a position, and their places in it are columns, as cache groups are to the tiers:
@@ -10,10 +10,10 @@ several in a position, and their places in it are columns, as cache groups are t
     windows, half as many     x x     x x     x x     x x     two columns
     states                0       0       0       x
 
-vLLM has no use for blocks of a windowed group that nothing attends to any more: their places in a
-request's table hold its null block, 0. A block of a state group holds the state behind its last
-token, so a hit needs the last one and no other. A load brings what a hit needs and nothing else, so
-a kind of group whose rule is not known is refused.
+vLLM drops blocks of a windowed group that no later token attends to: their places in a request's
+table hold its null block, 0. A block of a state group holds the state behind its last token, so a
+hit needs the last one and no other. A load brings exactly the blocks that a hit needs, so a kind of
+group whose rule is not known is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Column(NamedTuple):
     first_seen: FirstSeen | None
 
     def blocks_of(self, table: Sequence[int], first: int, num_positions: int) -> list[int]:
-        """The group's blocks at these positions, of its table of a request."""
+        """The group's blocks at these positions, from its table of a request."""
         start, step = first * self.blocks_per_position + self.place, self.blocks_per_position
         return list(table[start : start + num_positions * step : step])
 
@@ -73,7 +73,7 @@ class Columns:
         return self.position_tokens // self.block_tokens[group]
 
     def number_of(self, group: int, index: int) -> int:
-        """The column of the block at that index of a group's table."""
+        """The column of the block at `index` of a group's table."""
         return self._first_of[group] + index % self.blocks_per_position(group)
 
     def parts(self, num_ranks: int) -> Parts:
@@ -83,7 +83,7 @@ class Columns:
             [_seen_in_column(column) for column in self.all],
             ranks=range(num_ranks),
             num_ranks=num_ranks,
-            # vLLM can tell which blocks of a load did not come only where there is one group.
+            # vLLM can tell which blocks of a load did not come only if there is one group.
             whole_only=self.num_groups > 1,
         )
 
@@ -107,7 +107,7 @@ def state_names(kv_cache_config: Any) -> tuple[tuple[Any, ...], ...]:
 
 
 def spec_of_layer(spec: Any, layer: str) -> Any:
-    """The spec of one layer: where layers of a group differ in size, vLLM has one for each."""
+    """The spec of one layer: if layers of a group differ in size, vLLM has one for each."""
     inner: Mapping[str, Any] = getattr(spec, "kv_cache_specs", {})
     return inner.get(layer, spec)
 

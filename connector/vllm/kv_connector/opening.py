@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the tiers of one StrataConnector from vLLM's configuration: what its blocks are, what they
-are called, and whether this engine can be served at all.
+"""Opens the tiers of one StrataConnector from vLLM's configuration: checks the engine, and derives
+the layout and the identity of its blocks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .scheduler_role import SchedulerRole
 
 log = logging.getLogger(__name__)
 
-# Keeps blocks of this form apart from the chunks of the other one, whose bytes are vLLM's affair.
+# Keeps blocks of this form apart from chunks of the other one, whose bytes vLLM lays out.
 FORM = "pages"
 
 
 def settings_in(vllm_config: Any) -> VllmSettings:
-    """Ours, out of vLLM's configuration. Raises ConfigError."""
+    """Our settings in vLLM's configuration. Raises ConfigError."""
     given = vllm_config.kv_transfer_config.kv_connector_extra_config.get(SECTION, {})
     if not isinstance(given, dict):
         raise ConfigError(f"{SECTION} takes an object of settings, not {format_value(given)}")
@@ -38,7 +38,7 @@ def settings_in(vllm_config: Any) -> VllmSettings:
 
 
 def check_engine(vllm_config: Any) -> None:
-    """Raises ConfigError for an engine that this connector cannot serve."""
+    """Raise ConfigError for an engine that this connector cannot serve."""
     versions.host_version()
     parallel = vllm_config.parallel_config
     if parallel.world_size != parallel.tensor_parallel_size:
@@ -51,8 +51,8 @@ def check_engine(vllm_config: Any) -> None:
 
 
 def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole:
-    """The side in vLLM's scheduler, with its tiers. Raises ConfigError or TierConfigError for what
-    cannot work; nothing stays open then."""
+    """Open the side in vLLM's scheduler, with its tiers. Raises ConfigError or TierConfigError for
+    settings that cannot work; nothing stays open then."""
     settings = settings_in(vllm_config)
     plan = plan_pages(kv_cache_config)
     columns = Columns(kv_cache_config)
@@ -97,7 +97,7 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
         stores_all=settings.has_ssd and settings.write_through,
         prefill=prefill,
         shutdown_seconds=settings.shutdown_seconds,
-        # vLLM keeps freed blocks from running steps only where it knows that they may be loaded to.
+        # vLLM keeps freed blocks from running steps only if it knows that loads may write to them.
         loads=vllm_config.kv_transfer_config.is_kv_consumer,
         events=events,
     )
@@ -110,8 +110,7 @@ def identity_of(
     columns: Columns,
     settings: VllmSettings,
 ) -> ChunkIdentity:
-    """What decides the bytes of this engine's blocks. Raises ConfigError for a layout that is not
-    known."""
+    """The identity of this engine's blocks. Raises ConfigError for a layout that is not known."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     parallel = vllm_config.parallel_config
     layout = kv_cache_config.kv_cache_layout or cache.kv_cache_layout

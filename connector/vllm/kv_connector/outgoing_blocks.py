@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of vLLM's pool go out in a step: those that it evicts, and others before they are.
+"""The blocks of vLLM's pool to store in a step: those that it evicts, and others before they are.
 
-Others are those near their eviction in vLLM's free queue, or, where everything is wanted early, all
-that are computed, in the step after the one that computed them.
+The others are near their eviction in vLLM's free queue, or, if everything is wanted early, all that
+are computed, in the step after the one that computed them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from .block_names import NamedBlock
 from .pool_watch import PoolWatch
 
-# How far ahead of the evictions blocks are copied that lie in vLLM's free queue.
+# The part of vLLM's free queue whose blocks are copied ahead, from the next eviction on.
 NEAR_BLOCKS = 256
 
 
@@ -29,7 +29,7 @@ class OutgoingBlocks:
 
     @property
     def num_coming(self) -> int:
-        """Blocks that later steps are to choose, though nothing is evicted."""
+        """Blocks for later steps to choose, though none is evicted."""
         return len(self._coming)
 
     def choose(
@@ -38,8 +38,8 @@ class OutgoingBlocks:
         """The blocks that the step of vLLM's scheduler `output` overwrites, and at most
         `most_ahead` others that are to be stored beside it."""
         namings, evicted = watch.take_named(), watch.take_evicted()
-        # vLLM names blocks when a step is scheduled that is to compute them. Of a request that was
-        # put off in the same breath nothing is computed.
+        # vLLM names blocks when it schedules a step that is to compute them. A request that the
+        # same step preempts computes none.
         preempted = (output.preempted_req_ids or set()) - output.num_scheduled_tokens.keys()
         if preempted:
             for each in namings:
@@ -69,7 +69,7 @@ class OutgoingBlocks:
         return evicted, cold
 
     def remove_unnamed(self, blocks: Sequence[NamedBlock]) -> None:
-        """These have lost their names without being evicted."""
+        """Forget blocks that have lost their names without being evicted."""
         gone = set(blocks)
         self._coming = deque(block for block in self._coming if block not in gone)
         self._void -= gone
@@ -77,7 +77,7 @@ class OutgoingBlocks:
             self._near.pop(block.block_id, None)
 
     def clear(self) -> None:
-        """Everything that was stored has been forgotten."""
+        """Forget the choices, after all that was stored has been dropped."""
         self._coming.clear()
         self._near.clear()
 

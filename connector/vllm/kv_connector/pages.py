@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bytes of a block lie in vLLM's KV cache, from what vLLM says and never from a shape.
+"""The places of a block's bytes in vLLM's KV cache, from what vLLM says and never from a shape.
 
 vLLM allocates one buffer and says of each set of equal layers where the page of layer `l` of block
 `b` begins: `offset + l * layer_stride + b * block_stride`. A block here is the pages of all layers,
@@ -10,8 +10,8 @@ in vLLM's order, one after the other:
                          cache is a pool as our own, and a GPU copies a block at once
 
 Cache groups overlay each other: a block belongs to one group at a time, and the layers of another
-use the same bytes of it. So a block is what the largest group has of it, whichever it belongs to;
-what a smaller one leaves of it is copied too, and means nothing.
+use the same bytes of it. So the block's bytes are those of the largest group, whichever it belongs
+to; the bytes that a smaller one leaves unused are copied too, and mean nothing.
 
 The tensors that vLLM registers have to begin where it says; else the engine does not start.
 """
@@ -42,24 +42,25 @@ class PagePart:
 
     @property
     def block_bytes(self) -> int:
-        """Of all its layers."""
+        """Bytes of all its layers."""
         return len(self.layers) * self.page_bytes
 
     @property
     def end(self) -> int:
-        """Behind the last byte of block 0."""
+        """The first byte behind block 0."""
         return self.offset + (len(self.layers) - 1) * self.layer_stride + self.page_bytes
 
     def places(self) -> list[tuple[int, int, int]]:
-        """Of each layer: where block 0 begins, a page's bytes, and how far the next block is."""
+        """The layers' places, one each: where block 0 begins, a page's bytes, and the step to the
+        next block."""
         starts = [self.offset + i * self.layer_stride for i in range(len(self.layers))]
         return [(start, self.page_bytes, self.block_stride) for start in starts]
 
 
 @dataclass(frozen=True, slots=True)
 class PagePlan:
-    """How blocks lie in a buffer. `groups` has the parts of each cache group, `parts` are those of
-    a block."""
+    """The layout of blocks in a buffer. `groups` has the parts of each cache group, `parts` those
+    of a block."""
 
     num_blocks: int
     parts: tuple[PagePart, ...]
@@ -67,12 +68,12 @@ class PagePlan:
 
     @property
     def block_bytes(self) -> int:
-        """What a block has, without what vLLM leaves free between pages."""
+        """Bytes of a block, without the gaps that vLLM leaves between pages."""
         return sum(part.block_bytes for part in self.parts)
 
     @property
     def is_dense(self) -> bool:
-        """Whether the buffer is nothing but whole blocks, one after the other."""
+        """Whether the buffer consists only of whole blocks, one after the other."""
         if len(self.parts) != 1:
             return False
         [part] = self.parts
@@ -84,8 +85,7 @@ class PagePlan:
 
 
 def plan_pages(kv_cache_config: Any) -> PagePlan:
-    """The plan for vLLM's KV cache. Raises ConfigError where pages lie in a way that is not
-    known."""
+    """The plan for vLLM's KV cache. Raises ConfigError if pages lie in a way that is not known."""
     group_of = {
         layer: number
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -144,8 +144,8 @@ def _overlaid(groups: Sequence[tuple[PagePart, ...]]) -> tuple[PagePart, ...]:
 
 
 def buffer_of(plan: PagePlan, kv_caches: Mapping[str, Any]) -> torch.Tensor:
-    """The bytes `[size]` of the buffer that vLLM's tensors are views of. Raises ConfigError where
-    they do not lie as vLLM has said."""
+    """The bytes `[size]` of the buffer that vLLM's tensors are views of. Raises ConfigError if they
+    do not lie as vLLM has said."""
     import torch
 
     first = _tensors_of(kv_caches[plan.groups[0][0].layers[0]])[0]
@@ -174,7 +174,7 @@ def _tensors_of(registered: Any) -> Sequence[torch.Tensor]:
 
 def parts_of(plan: PagePlan, buffer: torch.Tensor) -> Sequence[np.ndarray[Any, Any]]:
     """The parts of all blocks as bytes in memory: `[blocks, layers, bytes]`, or `[blocks, bytes]`
-    where a block's are neighbours. They share vLLM's memory."""
+    if a block's are neighbours. They share vLLM's memory."""
     import numpy as np
 
     memory = buffer.numpy()
@@ -191,7 +191,7 @@ def parts_of(plan: PagePlan, buffer: torch.Tensor) -> Sequence[np.ndarray[Any, A
 
 
 def pool_of(plan: PagePlan, buffer: torch.Tensor) -> torch.Tensor:
-    """The same as a contiguous pool `[blocks, bytes]`. Raises ConfigError where it is none."""
+    """The buffer as a contiguous pool `[blocks, bytes]`. Raises ConfigError if it is none."""
     if not plan.is_dense:
         raise ConfigError(
             "on a GPU StrataConnector copies whole blocks, and in vLLM's KV cache layout the "

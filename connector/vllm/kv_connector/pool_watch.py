@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens in vLLM's block pool: which blocks get a name, lose it, and are soon to lose it.
+"""Events of vLLM's block pool: the blocks that get a name, lose it, or are soon to lose it.
 
 vLLM tells a connector of none of this. It does hand over the pool (`bind_kv_cache_manager`), so
-that four of its public methods can be listened to, on that one object:
+that four of its public methods can be wrapped, on that one object:
 
-    cache_full_blocks     blocks have got names: what this step computes, or what was just loaded
-    get_new_blocks        blocks are taken from the free queue; those with names are evicted
-    evict_blocks          blocks lose their names because they may be wrong
-    reset_prefix_cache    all do
+    cache_full_blocks    blocks have got names: what this step computes, or what was just loaded
+    get_new_blocks       blocks are taken from the free queue; those with names are evicted
+    evict_blocks         blocks lose their names because they may be wrong
+    reset_prefix_cache   all blocks lose their names
 
 An evicted block keeps its bytes until the step that was being scheduled runs, so it can still be
-copied. The original method always runs, and runs as it would have without us.
+copied. The original method always runs, with the same result as without the watch.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Naming(NamedTuple):
 
 
 class PoolWatch:
-    """Listens to one pool, whose blocks have these `names`. `named` is called with the request, the
+    """Watches one pool, whose blocks have these `names`. `named` is called with the request, the
     first position whose blocks got names, and the tokens up to the last; `dropped` with blocks that
-    lost them without being evicted. Neither may raise. Everything happens on the thread of vLLM's
+    lost them without being evicted. Neither may raise. All calls come on the thread of vLLM's
     scheduler."""
 
     def __init__(
@@ -67,13 +67,13 @@ class PoolWatch:
         pool.reset_prefix_cache = self._reset_prefix_cache
 
     def close(self) -> None:
-        """Leave the pool as it was. Idempotent."""
+        """Restore the pool's own methods. Idempotent."""
         for name in self._originals:
             vars(self._pool).pop(name, None)
         self._originals = {}
 
     def take_evicted(self) -> list[NamedBlock]:
-        """The blocks that have been evicted since the last call, in that order."""
+        """The blocks evicted since the last call, in that order."""
         evicted, self._evicted = self._evicted, []
         return evicted
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of vLLM's requests and steps: the names of blocks, what a router asks, and what
-computing takes."""
+"""The connector's view of vLLM's requests and steps: the names of blocks, a router's parameters,
+and the time of computing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from ...costs.rates import PrefillRate
 from ..identity import ChunkKeys
 from .block_names import BlockNames
 
-# vLLM's key of a block of its first cache group, behind the hash; digests are those of all groups.
+# vLLM's key of a block of its first cache group, behind the hash; our digests of all groups come
+# from it.
 _FIRST_GROUP = bytes(4)
 MAX_STEPS = 16  # in flight, whose times are measured
 
 
 class HostRequest:
-    """One of vLLM's requests as a RequestView: it names blocks as the tiers do."""
+    """A RequestView of one of vLLM's requests: it names blocks as the tiers do."""
 
     tail_hash = None
 
@@ -48,14 +49,14 @@ class HostRequest:
 
 
 def asks_for(request: Any, name: str) -> bool:
-    """A switch in what a router sends along with a request."""
+    """Whether the router set a switch in the parameters of a request."""
     given = getattr(request, "kv_transfer_params", None)
     return isinstance(given, dict) and given.get(name) is True
 
 
 def params_for_decode(request: Any) -> dict[str, Any]:
-    """What a request's answer carries to the engine that goes on with it, as routers between vLLM
-    nodes pass it on. There is nothing to connect to: its blocks are found by their names."""
+    """The parameters that a request's answer carries, through a router, to the engine that goes on
+    with it. They name no address: that engine finds the blocks by their names."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -70,7 +71,7 @@ def params_for_decode(request: Any) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Step:
-    """One that has been scheduled."""
+    """A step that has been scheduled."""
 
     began: float
     num_tokens: int
@@ -78,8 +79,8 @@ class _Step:
 
 
 class StepTimes:
-    """Tells `rate` of steps that compute prompts. Steps may overlap: one is taken to begin where
-    the one before it has ended."""
+    """Records steps that compute prompts in `rate`. Steps may overlap: one counts as beginning
+    where the one before it has ended."""
 
     def __init__(self, rate: PrefillRate) -> None:
         self._rate = rate
@@ -87,7 +88,7 @@ class StepTimes:
         self._last_end = 0.0
 
     def scheduled(self, output: Any, number: int) -> None:
-        """vLLM has scheduled a step; most of its tokens have to be of prompts."""
+        """Note a step that vLLM has scheduled, if most of its tokens are of prompts."""
         counts = output.num_scheduled_tokens
         total = output.total_num_scheduled_tokens
         if 2 * len(counts) >= total:
@@ -103,7 +104,7 @@ class StepTimes:
             del self._steps[next(iter(self._steps))]
 
     def ended(self, number: int) -> None:
-        """The worker has run this step."""
+        """Record the time of a step that the worker has run."""
         now = time.monotonic()
         step = self._steps.pop(number, None)
         if step is not None:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side of StrataConnector in vLLM's scheduler: our own scheduler side, told of vLLM's requests
-and blocks.
+"""The side of StrataConnector in vLLM's scheduler: our own scheduler side, called with vLLM's
+requests and blocks.
 
-    on_new_request       the prompt is looked up, and what only a disk has is read
-    matched              what can be loaded; asked again while that is being found out
-    allocated            the request waits for its load from here on
-    build_step_plan      evicted and newly computed blocks go out; loads go in once they are read
-    apply_step_report    what the worker has done
+    on_new_request     the prompt is looked up, and blocks that only a disk has are read
+    matched            what can be loaded; vLLM asks again until that is known
+    allocated          the request waits for its load from here on
+    build_step_plan    evicted and newly computed blocks go out; loads go in once they are read
+    apply_step_report  results of the worker
 
-A block goes out when vLLM evicts it, before the step that overwrites it; with tiers that are to
-have everything early (cache servers, or a disk with write_through), in the step after the one that
-computed it. Generated tokens are no different from a prompt's.
+A block goes out when vLLM evicts it, before the step that overwrites it; with tiers that take all
+blocks early (cache servers, or a disk with write_through), in the step after the one that computed
+it. Generated tokens are treated as a prompt's.
 
-vLLM ends where a connector raises. So nothing does: after a mistake of ours all requests that wait
+vLLM ends if a connector raises, so no call raises: after an error of ours all requests that wait
 are given up, which vLLM computes, and from then on everything is a miss. vLLM has one thread here;
 a second one of ours moves the tiers on while vLLM is idle, and a lock keeps the two apart.
 """
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Whatever is due by the clock has its alarm in the tiers; should one be missed, it costs this.
+# Work that is due by the clock has its alarm in the tiers; a missed alarm costs this.
 LOOK_SECONDS = 0.25
 CLOSE_SECONDS = 2.0
 STOPPED = "StrataKV's tiers for vLLM stop; everything is computed from now on"
@@ -63,7 +63,7 @@ NOTHING: tuple[int | None, bool] = (0, False)
 class _Load:
     """A request's load, until vLLM has been told of its end."""
 
-    block_ids: list[list[int]]  # of each column, those behind what vLLM has itself
+    block_ids: list[list[int]]  # of each column, those behind the blocks that vLLM has itself
     num_near_blocks: int = 0  # positions that were in the slab when it began
     # The key of each block that is to come, by its id and the rank.
     keys: dict[tuple[int, int], bytes] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class _LoadJob(NamedTuple):
 
 class SchedulerRole:
     """Takes `built` over. `stores_all`: blocks go out as soon as they are computed; without `loads`
-    nothing comes in."""
+    no block comes in."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class SchedulerRole:
         )
         self._watch: PoolWatch | None = None
         self._requests: dict[str, HostRequest] = {}
-        self._offers: dict[str, int] = {}  # by request: the first block of what was offered
+        self._offers: dict[str, int] = {}  # by request: the first block of the offer
         self._loads: dict[str, _Load] = {}
         self._given_up: list[str] = []
         self._stores: dict[int, list[bytes]] = {}  # jobs under way, with vLLM's keys of the blocks
@@ -133,11 +133,11 @@ class SchedulerRole:
         self._thread = threading.Thread(target=self._run, name="stratakv-vllm-tiers", daemon=True)
         self._thread.start()
 
-    # What vLLM's scheduler calls
+    # Calls of vLLM's scheduler
 
     def bind_pool(self, pool: Any) -> None:
-        """vLLM's block pool exists from now on. Raises ConfigError where it names blocks in a way
-        that is not known; nothing has run yet."""
+        """Take vLLM's block pool. Raises ConfigError if it names blocks in a way that is not known;
+        no step has run yet."""
         self._names.bind_hash_tokens(pool.hash_block_size)
         if self._watch is None:
             self._watch = PoolWatch(pool, self._names, self._note_named, self._drop_names)
@@ -146,13 +146,13 @@ class SchedulerRole:
         self._safely(self._on_new_request, None, request)
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded behind those, and that vLLM is not to wait for them; None
-        where that is not known yet."""
+        """The number of tokens that can be loaded behind those, and True if vLLM goes on meanwhile;
+        None if the number is not known yet."""
         return self._safely(self._matched, NOTHING, request, num_computed_tokens)
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """All blocks of a request, in each group; `num_tokens` are to be loaded, and the request
-        waits for them unless there are none."""
+        """Begin a load of `num_tokens` to the blocks of a request, given for each group; the
+        request waits for it, unless there are no tokens."""
         if not num_tokens:
             return
         first = self._offers.pop(request.request_id, 0)
@@ -163,18 +163,18 @@ class SchedulerRole:
                 for column in self._columns.all
             ]
         )
-        self._loads[request.request_id] = load  # whatever happens, its end will be told
+        self._loads[request.request_id] = load  # vLLM is told of its end in any case
         self._safely(self._begin_load, None, request, load, first, num_tokens)
 
     def hits_of(self, request_id: str) -> tuple[int, list[str]]:
-        """How many tokens of a load that has just begun come from the slab, and the tiers that the
-        others may come from."""
+        """The number of tokens of a load that has just begun that come from the slab, and the tiers
+        that the others may come from."""
         load = self._loads.get(request_id)
         num_near = 0 if load is None else load.num_near_blocks * self._block_tokens
         return num_near, self._side.tiers[1:]
 
     def build_step_plan(self, output: Any) -> StepPlan:
-        """What the worker has to do in the step that has been scheduled."""
+        """The worker's jobs in the step that has been scheduled."""
         self._number += 1
         plan = StepPlan(self._number, self._place, NOTHING_TO_MOVE)
         self._safely(self._build, None, output, plan)
@@ -183,7 +183,7 @@ class SchedulerRole:
             for told in plan.loads:
                 self._loads[told.request_id].is_told = False
             plan.moves, plan.loads = NOTHING_TO_MOVE, []
-            # Of the others the worker will say how they end.
+            # The worker reports the end of the others.
             self._given_up = [name for name, load in self._loads.items() if not load.is_told]
         for request_id in self._given_up:
             self._loads.pop(request_id, None)
@@ -191,7 +191,7 @@ class SchedulerRole:
         return plan
 
     def apply_step_report(self, report: StepReport) -> None:
-        """What the worker has done."""
+        """Take in the worker's report of a step."""
         if self.is_broken:
             for job_id in (*report.output.finished_loads, *report.output.failed_loads):
                 job = self._load_jobs.pop(job_id, None)
@@ -204,12 +204,12 @@ class SchedulerRole:
         self._safely(self._apply_step_report, None, report)
 
     def end_request(self, request: Any) -> dict[str, Any] | None:
-        """A request has ended, in any way; what its answer carries to another engine. Its blocks
-        need not be kept: until they are overwritten they can be copied."""
+        """End a request, in any way, and return the parameters that its answer carries to another
+        engine. Its blocks need not be kept: they can be copied until they are overwritten."""
         return self._safely(self._finished, None, request)
 
     def has_pending_work(self) -> bool:
-        """Whether steps are needed though there are no requests."""
+        """Whether vLLM must step without any requests."""
         if self.is_broken:
             return bool(self._loads)
         return bool(self._stores or self._outgoing.num_coming or self._given_up or self._hand_overs)
@@ -220,7 +220,7 @@ class SchedulerRole:
         return self._safely(self._events.drain_events, [], self._slab.keys)
 
     def reset(self) -> bool:
-        """Forget everything, in every tier; whether it is forgotten."""
+        """Drop all blocks in every tier. Return whether they are dropped."""
         return self._safely(self._reset, False)
 
     def stats(self) -> dict[str, Any]:
@@ -228,7 +228,7 @@ class SchedulerRole:
         return self._safely(self._read_stats, {})
 
     def shutdown(self) -> None:
-        """Write down what is to survive, and release everything. Idempotent."""
+        """Write down the blocks that are to survive, and release everything. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -237,7 +237,7 @@ class SchedulerRole:
         self._stop_watching()
         with self._lock:
             try:
-                # After a mistake nobody says how the copies ended.
+                # After an error no report says how the copies ended.
                 seconds = CLOSE_SECONDS if self.is_broken else self._shutdown_seconds
                 self._side.shutdown(seconds)
             except Exception:
@@ -248,7 +248,7 @@ class SchedulerRole:
         if watch is not None:
             watch.close()
 
-    # The same, where it may raise
+    # The bodies of these calls, which may raise
 
     def _on_new_request(self, request: Any) -> None:
         view = self._view(request)
@@ -267,7 +267,7 @@ class SchedulerRole:
         match = self._side.get_matched_tokens(self._view(request), num_computed_tokens)
         if match.kind is MatchKind.RETRY:
             return None, False
-        # Whole blocks only, of which vLLM names those that came.
+        # Only whole blocks are offered: vLLM names loaded blocks, not parts of them.
         num_tokens = match.tokens - match.tokens % self._block_tokens
         if not num_tokens:
             return NOTHING
@@ -288,8 +288,8 @@ class SchedulerRole:
             load.keys[load.block_ids[part.group][position], part.rank] = keys[place]
             is_far[position] |= answer is not Answer.HIT
         load.num_near_blocks = is_far.count(False)
-        # What vLLM's tables say is to be loaded has to be what will be: of every group the blocks
-        # that the next token attends to, and of no group any other.
+        # vLLM's tables must name exactly the blocks to load: of every group those that the next
+        # token attends to, and of no group any other.
         real = [block_id for ids in load.block_ids for block_id in ids if block_id != NULL_BLOCK]
         num_ranks = len(self._parts.shards)
         is_known = all(block_id != NULL_BLOCK for block_id, _rank in load.keys)
@@ -327,7 +327,7 @@ class SchedulerRole:
             self._hand_overs = []
 
     def _as_told(self, moves: ConnectorMetadata) -> list[RequestLoad]:
-        """The requests whose blocks are copied now, which the worker has to tell vLLM about."""
+        """The requests whose blocks are copied now; the worker reports their loads to vLLM."""
         owners = {
             block_id: request_id
             for request_id, load in self._loads.items()
@@ -410,7 +410,7 @@ class SchedulerRole:
         down = self._side.estimates.tiers_down() if self._side.estimates is not None else []
         return {**stats, "down": down, "damaged_blocks": self.damaged_blocks}
 
-    # Of the pool, on vLLM's thread and outside the lock
+    # Calls of the pool watch, on vLLM's thread and outside the lock
 
     def _note_named(self, request: Any, first: int, num_tokens: int) -> None:
         if self._events is not None:
@@ -441,7 +441,7 @@ class SchedulerRole:
         return view
 
     def _safely(self, call: Callable[..., T], otherwise: T, *args: Any) -> T:
-        """The call under the lock; what is returned instead where it raises, or has before."""
+        """Call under the lock. Return `otherwise` if the call raises, or an earlier one did."""
         if self.is_broken or self._closed:
             return otherwise
         with self._lock:

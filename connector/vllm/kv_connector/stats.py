@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM is told of the tiers: in its log, and on its /metrics.
+"""Statistics of the tiers for vLLM: in its log, and on its /metrics.
 
-Counters travel as what they grew since the last time, which vLLM may sum; gauges as they are. The
-names are those of the other form (`../metrics.py`), and three more.
+Counters travel as their growth since the last report, which vLLM may sum; gauges as they are. The
+names are those of the other form (`../tier_metrics.py`), and three more.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ Values = dict[str, dict[str, float]]  # name -> label -> value
 
 
 class StrataStats(KVConnectorStats):
-    """`data` has two parts, of counters and of gauges."""
+    """`data` has two parts, counters and gauges."""
 
     def reset(self) -> None:
-        """Begin an interval."""
         self.data: dict[str, Any] = {COUNTED: {}, GAUGED: {}}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -42,7 +41,7 @@ class StrataStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One line of vLLM's log: what grew, and how full the tiers are."""
+        """Return one line of vLLM's log: the growth of counters, and how full the tiers are."""
         line: dict[str, int | float] = {}
         for part in (COUNTED, GAUGED):
             for name, values in self.data.get(part, {}).items():
@@ -63,11 +62,10 @@ class StatsSource:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for the next one."""
         return time.monotonic() >= self._next
 
     def make(self, stats: Mapping[str, Any]) -> StrataStats | None:
-        """None where there are no counters."""
+        """Make StrataStats; None if there are no counters."""
         self._next = time.monotonic() + TELL_SECONDS
         if not stats:
             return None
@@ -104,7 +102,7 @@ class StatsSource:
 
 
 class StrataPromMetrics(KVConnectorPromMetrics):
-    """On vLLM's /metrics, under `stratakv:`."""
+    """Metrics on vLLM's /metrics, under `stratakv:`."""
 
     def __init__(
         self,
@@ -130,7 +128,7 @@ class StrataPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record what one engine told."""
+        """Record the data that one engine reported."""
         engine = self._engines[engine_idx]
         for name, values in transfer_stats_data.get(GAUGED, {}).items():
             for label, value in values.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two sides tell each other in a step of vLLM's, through vLLM: plain values, so that it
-does not matter whether the worker is another process.
+"""Messages between the two sides in a step of vLLM's, sent through vLLM: plain values, so that the
+worker may be another process.
 
-The slab is shared: the scheduler side says where its file descriptor is found, and the worker side
+The slab is shared: the scheduler side says where to find its file descriptor, and the worker side
 maps it when the first step comes.
 """
 
@@ -18,7 +18,7 @@ from ...messages import ConnectorMetadata, ConnectorWorkerOutput
 
 @dataclass(frozen=True, slots=True)
 class SlabPlace:
-    """A slab's memory, and the process that has made it."""
+    """A slab's memory, and the process that made it."""
 
     layout: BlockLayout
     num_slots: int
@@ -26,8 +26,8 @@ class SlabPlace:
     descriptor: int
 
     def map_slab(self) -> MappedSlab:
-        """Its memory here. Raises OSError where that process, or the right to look into it, is
-        gone."""
+        """Map the slab in this process. Raises OSError if its own process, or the right to look
+        into that, is gone."""
         if self.process_id == os.getpid():
             return MappedSlab(self.layout, self.num_slots, self.descriptor)
         path = f"/proc/{self.process_id}/fd/{self.descriptor}"
@@ -39,7 +39,7 @@ class SlabPlace:
 
 
 class MappedSlab:
-    """The memory of a slab, mapped once more."""
+    """The memory of a slab, mapped a second time."""
 
     def __init__(self, layout: BlockLayout, num_slots: int, descriptor: int) -> None:
         self.layout = layout
@@ -53,12 +53,13 @@ class MappedSlab:
 
 @dataclass(slots=True)
 class PartLoad:
-    """One of the copy jobs that bring a request's blocks: those of one cache group on one rank."""
+    """A copy job among those that bring a request's blocks: the part of one cache group on one
+    rank."""
 
     job_id: int
     rank: int
     slots: list[int]  # of the job
-    digests: list[bytes | None]  # of what lies in them; None: not known, and so not trusted
+    digests: list[bytes | None]  # of the bytes in them; None: not known, and so not trusted
 
 
 @dataclass(slots=True)
@@ -67,35 +68,35 @@ class RequestLoad:
 
     request_id: str
     parts: list[PartLoad] = field(default_factory=list)
-    # Blocks, behind those that come, that nothing will be copied to. Only where there is one group.
+    # Blocks behind those that come, to which nothing will be copied. Only with one group.
     missing: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step's decisions, from the scheduler side to the worker side."""
+    """The decisions for one step, from the scheduler side to the worker side."""
 
     number: int
     place: SlabPlace
     moves: ConnectorMetadata
     loads: list[RequestLoad] = field(default_factory=list)
-    # Requests that wait, have no job, and get nothing.
+    # Requests that wait, have no job, and get no blocks.
     given_up: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class StepReport:
-    """What the worker side has done, back to the scheduler side."""
+    """The worker side's report of a step, to the scheduler side."""
 
     number: int  # of the step that has just run
     output: ConnectorWorkerOutput
-    # Blocks of loads whose bytes in the slab were not those that had been stored: positions in the
-    # job, by its id.
+    # Blocks of loads whose bytes in the slab were not the stored ones: positions in the job, by its
+    # id.
     damaged: dict[int, list[int]] = field(default_factory=dict)
     error: str | None = None  # why this worker moves nothing at all
 
     def merge(self, other: StepReport) -> None:
-        """Take in what another rank has done in this step. A job is one rank's."""
+        """Merge the report of another rank for this step. A job is one rank's."""
         ours, theirs = self.output, other.output
         ours.finished_stores += theirs.finished_stores
         ours.failed_stores += theirs.failed_stores

@@ -2,16 +2,16 @@
 """The side of StrataConnector in vLLM's worker: our own worker side over vLLM's KV cache.
 
     register       vLLM's tensors exist
-    begin_step     before anything of the step runs: blocks that it overwrites are copied out,
-                   loads and other stores begin and go on beside it
-    results        which requests' loads have ended, each once, and well or not
+    begin_step     before the step runs: blocks that it overwrites are copied out, loads and other
+                   stores begin and go on beside it
+    results        the requests whose loads have ended, each once, and well or not
 
-vLLM writes to blocks on one stream, so whatever is queued here waits for what was queued there
-before. While a load is copied its bytes in the slab are hashed by a thread of ours and compared
-with what they were when they came; a load that brings other bytes has failed.
+vLLM writes to blocks on one stream, so copies queued here wait for the work queued there before.
+While a load is copied, a thread of ours hashes its bytes in the slab and compares them with the
+stored digests; a load that brings other bytes has failed.
 
-vLLM's worker ends where a connector raises. So nothing does: what could not begin has failed, and
-where the slab cannot be reached at all everything has.
+vLLM's worker ends if a connector raises, so no call raises: copies that could not begin have
+failed, and so have all if the slab cannot be reached.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STOPPED = "vLLM's worker moves nothing any more; everything is computed from now
 
 @dataclass(slots=True)
 class Results:
-    """What vLLM is told after a step."""
+    """The results for vLLM after a step."""
 
     finished: set[str] = field(default_factory=set)  # requests; the failed ones among them
     failed: set[str] = field(default_factory=set)
@@ -92,7 +92,7 @@ class WorkerRole:
         self._error: str | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """vLLM's tensors by layer. Raises ConfigError where they do not lie as was said."""
+        """Take vLLM's tensors by layer. Raises ConfigError if they do not lie as the plan says."""
         self._buffer = buffer_of(self._plan, kv_caches)
         if self._buffer.device.type != "cpu":
             pool_of(self._plan, self._buffer)
@@ -122,7 +122,7 @@ class WorkerRole:
             self._abandon(error)
 
     def results(self) -> Results:
-        """What has ended since the last call."""
+        """The loads that have ended since the last call."""
         results = Results(failed=self._given_up)
         self._given_up = set()
         if self._worker is not None:
@@ -141,7 +141,7 @@ class WorkerRole:
             each = self._loads.pop(job_id, None)
             if each is not None:
                 self._end_job(each, has_failed=True)
-        # A request is told of when nothing is copied to its blocks any more.
+        # A load is reported when no copy writes to its request's blocks any more.
         for request_id, waiting in [*self._waiting.items()]:
             if waiting.jobs:
                 continue
@@ -156,19 +156,19 @@ class WorkerRole:
         return results
 
     def invalid_blocks(self) -> set[int]:
-        """Blocks of the loads of the last `results` that nothing came for."""
+        """Blocks of the loads of the last `results` that no bytes came for."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 
     def report(self) -> StepReport:
-        """The same for our scheduler side; call it after `results`."""
+        """Return the step's report for our scheduler side; call it after `results`."""
         self._output.num_ended = self._num_ended
         report = StepReport(self._number, self._output, self._damaged, self._error)
         self._output, self._damaged = ConnectorWorkerOutput(), {}
         return report
 
     def shutdown(self) -> None:
-        """Let copies end, and let go of vLLM's memory. Idempotent."""
+        """Let copies end, and release vLLM's memory. Idempotent."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.shutdown(CLOSE_SECONDS)
@@ -197,7 +197,7 @@ class WorkerRole:
                 device.register_pool(pool_of(self._plan, self._buffer))
             self._slots = slab_pages(slab)
             self._checker = ThreadPoolExecutor(1, thread_name_prefix="stratakv-vllm-check")
-            # vLLM steps while anything is under way, so nobody has to be woken.
+            # vLLM steps while anything is under way, so no wake-up is needed.
             self._worker = OffloadWorker(device, lambda _num_ended: None)
         except Exception as error:
             log.exception("vLLM's worker cannot reach StrataKV's slab; everything is computed")
@@ -206,7 +206,7 @@ class WorkerRole:
                 device.close(0.0)
 
     def _abandon(self, error: Exception) -> None:
-        """After a mistake of ours: wait for the copies, and have every load fail."""
+        """Handle an error of ours: wait for the copies, and fail every load."""
         self._error = f"a worker has failed: {error}"
         worker, self._worker = self._worker, None
         if worker is not None:
@@ -225,7 +225,7 @@ class WorkerRole:
         )
 
     def _verify_loaded_part(self, part: PartLoad) -> Future[list[int]]:
-        """The positions in the job whose bytes are not those that were stored. Its slots are pinned
+        """Find the positions in the job whose bytes are not the stored ones. Its slots are pinned
         until it has been reported."""
         if self._checker is None or self._slots is None:
             done: Future[list[int]] = Future()
@@ -250,7 +250,7 @@ class WorkerRole:
         waiting.has_failed |= has_failed
 
     def _merge(self, output: ConnectorWorkerOutput) -> None:
-        """Take in what the worker side says; loads that were copied are reported when compared."""
+        """Take in the worker side's output; loads that were copied are reported when compared."""
         ours = self._output
         ours.finished_stores += output.finished_stores
         ours.failed_stores += output.failed_stores

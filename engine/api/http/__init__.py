@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server: uvicorn, TLS, keys and what is in flight."""
+"""The HTTP server: uvicorn, TLS, API keys, and limits on connections and websockets."""

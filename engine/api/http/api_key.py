@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..api_errors import ApiError, error_response
 
-HEALTH_PATH = "/health"  # what probes ask, who hold no key
-NODE_PATH = "/node"  # what routers ask, who hold no key either
+HEALTH_PATH = "/health"  # for probes, which hold no key
+NODE_PATH = "/node"  # for routers, which hold no key either
 ASKING = ("http", "websocket")  # scopes of clients; the others are the server's own
 
 
@@ -25,7 +25,7 @@ class ApiKeyMiddleware:
         self._digest = hashlib.sha256(api_key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may pass."""
+        """Pass on requests with the key, and those that need none; answer 401 to the others."""
         is_open = scope["type"] not in ASKING or scope["path"] in self._open_paths
         if is_open or self._allowed(scope):
             await self._app(scope, receive, send)
@@ -40,6 +40,6 @@ class ApiKeyMiddleware:
             if name == b"authorization":
                 given = value
         scheme, _, key = given.partition(b" ")
-        # Digests have one length, so not even the length of the key shows in the time taken.
+        # Digests have one length, so the time reveals nothing about the key, not even its length.
         same = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
         return same and scheme.lower() == b"bearer"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of the header Host: who may be meant by a request.
+"""The check of the header Host: the names under which a server answers requests.
 
-A page of any site can have its own name lead to this machine after it was loaded (DNS rebinding),
-and is then of one origin with a server here, for a browser. Its requests carry that name. So a
-server that listens on loopback and asks for no key answers requests to addresses, to localhost and
-to names that it was told; an address is what no page can pass off.
+A page of any site can make its own name resolve to this machine after it was loaded (DNS
+rebinding). A browser then takes the page and a server here for one origin. Its requests carry that
+name. So a server that listens on loopback and needs no key answers requests to addresses, to
+localhost and to configured names only: a page cannot give its requests an address as the name.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _SHOWN_CHARACTERS = 64
 def hosts_to_check(
     given: Sequence[str], listens_on: str, *, asks_for_key: bool
 ) -> frozenset[str] | None:
-    """The names that requests may be for; None where any may. `given` is what a setting says."""
+    """The names that requests may have in Host; None for any. `given` is the setting."""
     if ANY in given or (not given and (asks_for_key or not is_loopback(listens_on))):
         return None
     return frozenset((*given, listens_on.lower()))
 
 
 def check_host(scope: Scope, allowed: frozenset[str] | None) -> None:
-    """Raises ApiError for a request to a host that is not meant."""
+    """Raise ApiError for a request to a host that is not allowed."""
     if allowed is None:
         return
     header = next((value for name, value in scope["headers"] if name == b"host"), None)
@@ -57,7 +57,7 @@ class HostMiddleware:
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may pass."""
+        """Pass on requests to allowed hosts; answer the others with an error."""
         if scope["type"] in ASKING:
             try:
                 check_host(scope, self._allowed)

@@ -16,20 +16,20 @@ from .stalled_reader import StalledReader
 
 logger = logging.getLogger(__name__)
 
-# The only path at which a request may become a websocket. Elsewhere `Upgrade` is ignored.
+# The only path at which a request may become a websocket; other paths ignore `Upgrade`.
 PARTS_PATH = "/v1/completions/parts"
 
 # Limit on the request line and all headers together, also before they are complete.
 MAX_HEADER_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
-# Within it a client must take something of what waits for it. The kernel tells of a reader in large
-# steps, so a shorter time would cut slow ones off.
+# A client must read some waiting bytes within this time. The kernel reports reading in large steps,
+# so a shorter time would end slow connections.
 STALL_SECONDS = 300.0
 _INVALID = ApiError("this is no valid HTTP request; send HTTP/1.1", code="invalid_http")
 
 
 class _BoundedHeads(h11.Connection):
-    """h11 counts what has not become a whole head yet, and not one that comes at once."""
+    """A connection of h11 that bounds every head; h11 bounds only those that come in parts."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         if self.their_state is not h11.IDLE:
@@ -46,11 +46,11 @@ class _BoundedHeads(h11.Connection):
 
 
 class HttpProtocol(H11Protocol):
-    """One HTTP connection, made by uvicorn, with limits on the time that it may stand still.
+    """An HTTP connection, made by uvicorn, with limits on the time without progress.
 
-    Otherwise a client that sends nothing or half a head would hold the connection for ever, and one
-    that reads nothing would hold its answer in memory as well. Bytes that are not HTTP are answered
-    with an error object.
+    Without them a client that sends no head, or half of one, would hold the connection for ever,
+    and one that does not read would hold its answer in memory as well. Bytes that are not HTTP get
+    an error object as their answer.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -62,63 +62,62 @@ class HttpProtocol(H11Protocol):
     _lingering: LingeringTransport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The first head is awaited from here on."""
+        """Set up the connection, and start the timer of its first head."""
         self._lingering = LingeringTransport(transport, self._is_body_unread)
         super().connection_made(cast(asyncio.Transport, self._lingering))
         self._reader = StalledReader(self.loop, transport)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        """The time runs until the head is whole; the body has a limit of its own."""
+        """Take bytes. The head's timer runs until the head is whole; the body has its own limit."""
         if self._lingering.lingers:
             return
         super().data_received(data)
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited any more."""
         self._stop_watching()
         self._reader.stop_watching()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """More waits to be read than the transport likes, so the reader is watched from here on."""
+        """Watch the reader from here on: more bytes wait than the transport's limit."""
         super().pause_writing()
         self._reader.start_watching(STALL_SECONDS)
 
     def resume_writing(self) -> None:
-        """Nearly everything was read. A connection that closes waits for the rest as well."""
+        """Stop watching the reader, which took most bytes, unless the connection is closing."""
         if not self.transport.is_closing():
             self._reader.stop_watching()
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """The server ends. With TLS a connection closes when the client says so too, which one that
-        is idle does not; it has been told, so nothing more is waited for."""
+        """End the connection with the server. With TLS a close needs the client's reply, which an
+        idle client does not send, so the transport is aborted once all bytes are sent."""
         super().shutdown()
         if self.scheme != "https" or not self.transport.is_closing():
             return
         try:
             is_told = not self.transport.get_write_buffer_size()
-        except AttributeError:  # asyncio's, of a connection that is lost and not yet told so here
+        except AttributeError:  # asyncio's, of a lost connection before `connection_lost`
             return
         if is_told:
             self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
-        """The connection closes, once the last of what was written has been read."""
+        """Close the connection, and watch the reader until it has taken the last bytes."""
         super().timeout_keep_alive_handler()
         self._reader.start_watching(STALL_SECONDS)
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        """Hand the connection over, with what came right behind the head."""
+        """Hand over the connection, with the bytes that came after the head."""
         super().handle_websocket_upgrade(event)
         early, _ = self.conn.trailing_data
         if early and not self.transport.is_closing():
             cast(asyncio.Protocol, self.transport.get_protocol()).data_received(early)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer in the form of every other error."""
+        """Answer with an error object in the form of all other errors."""
         body = encode_error(_INVALID)
         headers = [
             (b"content-type", b"application/json"),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP server: uvicorn, with the limits and time-outs of this project.
 
-It is run on sockets that are already bound: a port that is in use is reported before a model has
-been loaded.
+It runs on sockets that are bound before the model is loaded, so that a port in use is reported
+early.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ....tiers.settings.values import MIB
 from .http_protocol import MAX_HEADER_BYTES, STALL_SECONDS, HttpProtocol
 from .websocket_protocol import PING_SECONDS, WebSocketProtocol
 
-KEEP_ALIVE_SECONDS = 75  # above what load balancers usually wait, so that they close first
+KEEP_ALIVE_SECONDS = 75  # longer than load balancers usually wait, so that they close first
 BACKLOG = 2048
 
 
 class HttpServer(uvicorn.Server):
-    """`serve(sockets)` runs it; setting `should_exit` ends it in an orderly way."""
+    """The server. `serve(sockets)` runs it; setting `should_exit` ends it in order."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve on bound sockets until a signal or `should_exit`."""
         for sock in sockets or ():
             if sock.family in (socket.AF_INET, socket.AF_INET6):
-                # Accepted sockets inherit it. asyncio sets it itself only for sockets that were
-                # made with the protocol named; without it tokens wait 40 ms for a delayed ACK.
+                # Accepted sockets inherit it. asyncio sets it only for sockets that were made with
+                # an explicit protocol; without it tokens wait 40 ms for a delayed ACK.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await super().serve(sockets)
 
@@ -43,11 +43,11 @@ def make_server(
     tls: ssl.SSLContext | None = None,
     max_message_bytes: int = 16 * MIB,
 ) -> HttpServer:
-    """A server that does not run yet. `log_level` is one of uvicorn's names, such as `info`, at
-    which it logs no start and no end: its caller does. Requests that run when the end is asked for
-    have `shutdown_seconds` to finish. With `tls`, made by `make_tls_context`, it speaks https
-    alone. A message of a websocket has up to `max_message_bytes`, none of them compressed: a few
-    bytes could stand for all of that."""
+    """A server that does not run yet. `log_level` is one of uvicorn's names; at `info` the server
+    does not log its start and end, which its caller logs. At shutdown, running requests have
+    `shutdown_seconds` to finish. With `tls`, from `make_tls_context`, it speaks only https.
+    Websocket messages have up to `max_message_bytes` and may not be compressed, since a few bytes
+    could expand to that size."""
     config = uvicorn.Config(
         app,
         http=HttpProtocol,

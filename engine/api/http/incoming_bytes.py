@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""IncomingBytes: the bytes of a websocket's messages that wait in the server, as they come.
+"""IncomingBytes: the count of bytes of a websocket's messages that wait in the server.
 
     a message that is not whole     its fragments, and the bytes of the next one
     messages that are whole         until the application takes them
 
-An application finds it in its scope, and may bound it: ASGI itself tells of whole messages alone.
+An application finds it in its scope, and may bound it: ASGI itself reports only whole messages.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ INCOMING = "stratakv.incoming"  # among the extensions of a websocket's scope
 
 @dataclass(slots=True, eq=False)
 class IncomingBytes:
-    """Counts the bytes of one websocket. `may_hold` is told of every change, and says whether that
-    many may be held from now on."""
+    """The count of one websocket's bytes. `may_hold` gets the number after every change, and
+    returns whether the server may hold that many."""
 
     clock: Callable[[], float]
     may_hold: Callable[[int], bool] = lambda num_bytes: True
-    began_at: float | None = None  # when a message that is not whole did; None: there is none
+    began_at: float | None = None  # the start of the message that is not whole; None: there is none
     _in_frames: int = 0
     _waiting: int = 0
 
     def add_frame(self, num_bytes: int) -> None:
-        """Count a frame that has come whole, and belongs to the message that is on its way."""
+        """Count a whole frame of the message that is not whole yet."""
         self._in_frames += num_bytes
 
     def end_message(self, *, is_kept: bool) -> None:
-        """The message is whole, and waits for the application if it `is_kept`."""
+        """Count the message as whole. It waits for the application if it `is_kept`."""
         if is_kept:
             self._waiting += self._in_frames
         self._in_frames, self.began_at = 0, None
 
     def take_messages(self) -> None:
-        """Count no more what was whole: the application has taken all messages that are."""
+        """Count whole messages no more: the application has taken them all."""
         self._waiting = 0
-        self.may_hold(self._in_frames)  # which are fewer, so they fit
+        self.may_hold(self._in_frames)  # fewer than before, so the result does not matter
 
     def measure(self, num_unread: int) -> bool:
-        """Whether all that waits may be held, of which so many bytes are of a frame that is not
+        """Whether the server may hold all waiting bytes, with `num_unread` of a frame that is not
         whole."""
         num_begun = self._in_frames + num_unread
         if not num_begun:
@@ -52,6 +52,6 @@ class IncomingBytes:
         return self.may_hold(num_begun + self._waiting)
 
     def drop_all(self) -> None:
-        """The connection is at its end, and nothing is held for it."""
+        """Set the count to zero at the end of the connection."""
         self._in_frames = self._waiting = 0
         self.may_hold(0)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingeringTransport: a connection that is closed before its request was read whole.
+"""LingeringTransport: the close of a connection before its request was read whole.
 
-A socket that is closed with bytes unread is reset, and a reset can overtake the answer: its sender,
-who is still writing, would hear of a broken pipe and never of the refusal. So the end of the answer
-is sent first, and what still comes is dropped until the sender closes or LINGER_SECONDS are over.
+The kernel resets a socket that is closed with unread bytes, and the reset can overtake the answer:
+the client, which is still writing, would see a broken pipe and not the refusal. So the transport
+sends the end of the answer first, and drops incoming bytes until the client closes or
+LINGER_SECONDS have passed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ LINGER_SECONDS = 2.0
 
 
 class LingeringTransport:
-    """A transport of asyncio, but for `close`. `is_unread` says whether more of a request may
-    come; once it `lingers`, its protocol drops what comes."""
+    """A transport of asyncio with another `close`. `is_unread` returns whether more of a request
+    may come; while it `lingers`, its protocol drops incoming bytes."""
 
     def __init__(self, transport: asyncio.Transport, is_unread: Callable[[], bool]) -> None:
         self._transport = transport
@@ -28,12 +29,12 @@ class LingeringTransport:
         return getattr(self._transport, name)
 
     def is_closing(self) -> bool:
-        """Whether nothing more is sent."""
+        """Whether the transport lingers or closes, so that no more bytes are sent."""
         return self.lingers or self._transport.is_closing()
 
     def close(self) -> None:
-        """End the answer, and close at once or when the rest of the request was dropped. A second
-        call closes at once."""
+        """End the answer. Close at once if the request was read, else after dropping its rest. A
+        second call closes at once."""
         transport = self._transport
         if self.lingers or transport.is_closing() or not self._is_unread():
             transport.close()

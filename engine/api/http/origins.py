@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of the header Origin: which pages may open a websocket.
+"""The check of the header Origin: the pages that may open a websocket.
 
-A browser opens one to any host, without asking that host first as it does for a request across
-origins, and lets the page read what comes. So the server itself refuses the pages that CORS would
-keep out. Other programs than browsers send no Origin.
+A browser opens a websocket to any host and lets the page read it, without asking the host first as
+for other requests across origins. So the server itself refuses the pages that CORS would keep out.
+Programs other than browsers send no Origin.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHOWN_CHARACTERS = 64
 
 
 def check_origin(scope: Scope, allowed: CrossOrigin | None) -> None:
-    """Raises ApiError for a page of another origin that is not allowed."""
+    """Raise ApiError for a page of another origin that is not allowed."""
     given = [value for name, value in scope["headers"] if name == b"origin"]
     if not given:
         return
@@ -38,8 +38,7 @@ def check_origin(scope: Scope, allowed: CrossOrigin | None) -> None:
 
 
 def _is_own(origin: str, scope: Scope) -> bool:
-    """Whether the page came from this host and port. A proxy in front may have added TLS, so the
-    scheme does not count."""
+    """Whether the page came from this host and port; a proxy may have changed the scheme."""
     hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
     try:
         page = urlsplit(origin)

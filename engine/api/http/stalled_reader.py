@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StalledReader: the timer that cuts off a client which takes nothing of what waits for it."""
+"""StalledReader: the timer that ends the connection of a client that stops reading."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class StalledReader:
-    """Watches one transport while it holds bytes. The application adds none meanwhile, so any
+    """The watch on one transport while it holds bytes. The application adds none meanwhile, so
     reading makes the buffer smaller."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
@@ -27,7 +27,7 @@ class StalledReader:
             return 0
 
     def start_watching(self, seconds: float) -> None:
-        """Abort the transport when nothing is taken for so long. A second call changes nothing."""
+        """Abort the transport if the client reads nothing for `seconds`. Idempotent."""
         if self._timer is None:
             self._timer = self._loop.call_later(seconds, self._check, self.num_waiting, seconds)
 

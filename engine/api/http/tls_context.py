@@ -11,13 +11,13 @@ from ...config.server_options import ServerConfig
 
 
 class _Encrypted(Exception):
-    """The key wants a password."""
+    """The key needs a password."""
 
 
 def make_tls_context(server: ServerConfig) -> ssl.SSLContext | None:
-    """The TLS context of the server's sockets, or None for plain HTTP. TLS 1.2 is the least.
-    Made before the model is loaded, so that a bad file is known at once. Raises ConfigError, with
-    the flag and the file, for files that cannot be used."""
+    """The TLS context of the server's sockets, or None for plain HTTP; at least TLS 1.2. It is made
+    before the model is loaded, so that a bad file is reported early. Raises ConfigError, with the
+    flag and the file, for files that cannot be used."""
     certificate, key = server.ssl_certfile, server.ssl_keyfile
     if certificate is None:
         return None
@@ -30,7 +30,7 @@ def make_tls_context(server: ServerConfig) -> ssl.SSLContext | None:
         context.load_cert_chain(certificate, key, password=_refuse_password)
     except _Encrypted:
         raise ConfigError(
-            f"{flag} {place} holds a key that is encrypted, and a server has nobody to ask for the "
+            f"{flag} {place} holds a key that is encrypted, and a server cannot ask for the "
             "password; give it without (`openssl pkey -in FILE -out NEW`), readable by this user "
             "only"
         ) from None
@@ -49,7 +49,7 @@ def make_tls_context(server: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _read_certificates(flag: str, path: Path, context: ssl.SSLContext) -> None:
-    """Have `context` trust the certificates in a file, and see by it that there are any."""
+    """Make `context` trust the certificates in a file. Raises ConfigError if it holds none."""
     _check_readable(flag, path)
     try:
         context.load_verify_locations(path)
@@ -58,7 +58,7 @@ def _read_certificates(flag: str, path: Path, context: ssl.SSLContext) -> None:
 
 
 def _check_readable(flag: str, path: Path) -> None:
-    # A pipe would be waited for.
+    # Opening a pipe would wait for its other end.
     if path.exists() and not path.is_file():
         raise ConfigError(f"{flag} {path} is no ordinary file; give one in PEM form")
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WebSocketProtocol: one websocket, with limits on what is held for it in either direction."""
+"""WebSocketProtocol: one websocket, with limits on the bytes held for it in either direction."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .http_protocol import STALL_SECONDS
 from .incoming_bytes import INCOMING, IncomingBytes
 from .stalled_reader import StalledReader
 
-# Bytes parsed in one go. The smallest message has 6 bytes, so no more than 682 messages wait for
-# the application, and other connections have their turn behind each piece.
+# Bytes parsed at a time. The smallest message has 6 bytes, so at most 682 messages wait for the
+# application, and other connections have their turn after each piece.
 PIECE_BYTES = 4096
-# Fragments of one message. An empty one adds nothing to the length that `ws_max_size` bounds.
+# Fragments of one message. Empty ones need this limit, since `ws_max_size` bounds only bytes.
 MAX_FRAGMENTS = 16384
-TOO_MANY = "too_many_requests"  # why a client is asked to try later
+TOO_MANY = "too_many_requests"  # the reason that a client gets with TRY_AGAIN_LATER
 PING_SECONDS = 20.0
 _NO_HANDSHAKE = ApiError(
     "the websocket's handshake cannot be read; send at most 128 headers, of 8192 bytes each",
@@ -34,9 +34,9 @@ _NO_HANDSHAKE = ApiError(
 class WebSocketProtocol(WebSocketsSansIOProtocol):
     """A websocket, made by HttpProtocol from a request that asks for it.
 
-    Bytes are parsed piece by piece, and none while a message waits for the application or the
-    client leaves answers unread. A flood of frames or pings so costs its sender time, and the
-    server one read of the socket.
+    Bytes are parsed piece by piece. Parsing stops while a message waits for the application or the
+    client leaves answers unread, so that a flood of frames or pings costs the server only one read
+    of the socket.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -46,15 +46,15 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._next_parse: asyncio.Handle | None = None
         self._is_blocked = False  # the client does not read
         self._is_lost = False
-        self._has_closed = False  # the application has said so
+        self._has_closed = False  # the application has closed the websocket
 
     def connection_made(self, transport: BaseTransport) -> None:
-        """The connection is here from its HTTP protocol, with the request as the first bytes."""
+        """Take over the connection from its HTTP protocol; the request is the first bytes."""
         super().connection_made(transport)
         self._reader = StalledReader(self.loop, cast(asyncio.Transport, transport))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The timers end, and unparsed bytes are dropped."""
+        """End the timers, and drop unparsed bytes."""
         self._is_lost = True
         self._reader.stop_watching()
         self._unparsed.clear()
@@ -64,7 +64,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """The whole request comes first, in one piece."""
+        """Take bytes. The first call has the whole request."""
         if self.handshake_initiated:
             self._unparsed += data
             self._parse()
@@ -74,7 +74,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self._refuse_handshake()
 
     async def receive(self) -> ASGIReceiveEvent:
-        """The next message. More is parsed once all of them are taken."""
+        """Wait for the next message. Parsing goes on once all messages are taken."""
         message = await super().receive()
         if self.queue.empty():
             self._incoming.take_messages()
@@ -82,9 +82,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         return message
 
     async def send(self, message: Any) -> None:
-        """Send a message, when the client has room for it. A closing one has the rest of what the
-        client sent parsed and dropped, up to its own closing frame. Raises ClientDisconnected once
-        the connection was closed for a fault of the client's."""
+        """Send a message once the client has room for it. After a closing message the client's
+        remaining bytes are parsed and dropped, up to its own closing frame. Raises
+        ClientDisconnected if the connection was closed for a fault of the client."""
         if self.close_sent and not self._has_closed:
             raise ClientDisconnected
         if message["type"] == "websocket.close":
@@ -93,18 +93,17 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if self._has_closed:
             self._parse_soon()
         elif message["type"] == "websocket.http.response.body" and self.close_sent:
-            self.handshake_complete = True  # by a refusal, which uvicorn logs as a fault otherwise
+            self.handshake_complete = True  # by a refusal; uvicorn would log it as a fault
 
     def pause_writing(self) -> None:
-        """More waits to be read than the transport likes. Pings would add pongs, so none is
-        parsed."""
+        """Watch the reader, and stop parsing, as pings would add pongs to the bytes that wait."""
         super().pause_writing()
         self._is_blocked = True
         self._set_reading()
         self._reader.start_watching(STALL_SECONDS)
 
     def resume_writing(self) -> None:
-        """Nearly everything was read. A connection that closes waits for the rest as well."""
+        """Parse again: the client took most bytes. A closing connection stays watched."""
         super().resume_writing()
         self._is_blocked = False
         if not self.transport.is_closing():
@@ -112,39 +111,38 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._parse_soon()
 
     def shutdown(self) -> None:
-        """The server ends. An application that still runs has its time, as HTTP requests have."""
+        """End the connection with the server, but leave a running application its time, as for HTTP
+        requests."""
         if self.close_sent or not self.handshake_initiated:
             super().shutdown()
 
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
-        """The application has ended; the last of what it sent must be read in time."""
+        """Watch the reader after the application's end: it must take the last bytes in time."""
         super().on_task_complete(task)
         if not self._is_lost and self._reader.num_waiting:
             self._reader.start_watching(STALL_SECONDS)
 
     def keepalive_timeout(self) -> None:
-        """No pong came. Such a client takes no last words either."""
+        """Abort the connection of a client that sent no pong: it would not read a close either."""
         super().keepalive_timeout()
         self.transport.abort()
 
     def handle_connect(self, event: Request) -> None:
-        """The handshake has come: the application may bound what waits for it."""
+        """Take the handshake, and put IncomingBytes into the application's scope."""
         super().handle_connect(event)
         if not self.close_sent:
             cast(dict[str, Any], self.scope["extensions"])[INCOMING] = self._incoming
 
     def handle_text(self, event: Frame) -> None:
-        """Begin a message of text, whose first frame counts among what waits here."""
         self._incoming.add_frame(len(event.data))
         super().handle_text(event)
 
     def handle_bytes(self, event: Frame) -> None:
-        """Begin a binary message, whose first frame counts among what waits here."""
         self._incoming.add_frame(len(event.data))
         super().handle_bytes(event)
 
     def handle_cont(self, event: Frame) -> None:
-        """A further fragment."""
+        """Count a further fragment; fail a message of more than MAX_FRAGMENTS."""
         if self.close_sent:
             return
         self._incoming.add_frame(len(event.data))
@@ -156,7 +154,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().handle_cont(event)
 
     def send_receive_event_to_app(self) -> None:
-        """A message is whole. One that is no UTF-8 is refused without a word in the log."""
+        """Queue a whole message. A text that is no UTF-8 is refused without a log line."""
         self._incoming.end_message(is_kept=not self.close_sent)
         if self.curr_msg_data_type == "text" and not self.close_sent:
             self.frames = [b"".join(self.frames)]
@@ -177,7 +175,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self._next_parse = self.loop.call_soon(self._parse)
 
     def _parse(self) -> None:
-        """Parse one piece, and let reading go on behind the last one."""
+        """Parse one piece; resume reading after the last one."""
         if self._next_parse is not None:
             self._next_parse.cancel()
             self._next_parse = None
@@ -198,7 +196,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             return
         self.frames = []
         self._incoming.drop_all()
-        if self.close_sent:  # it has had its last words
+        if self.close_sent:  # the close was already sent
             self.transport.abort()
         else:
             self._fail(CloseCode.TRY_AGAIN_LATER, TOO_MANY)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the core and its tiers count, translated from their `stats` into metric families.
+"""The metrics of the core and its tiers, translated from their `stats` into metric families.
 
-Only what `stats` holds is shown, by the tables of `metric_tables.py`. The figures are asked for at
-each scrape; a scrape is answered also when the core is busy or dead, with the last figures, their
-age, and whether the core is alive.
+`metric_tables.py` maps the figures of `stats` to metrics. Each scrape asks the core for figures; if
+the core is busy or dead, the scrape shows the last ones, their age, and whether the core is alive.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _FAMILIES: dict[Kind, type[_Family]] = {
 
 
 class CoreCollector(Collector):
-    """Keeps the last figures and shows them. `labels` go on every metric."""
+    """The collector, which keeps the last figures. `labels` go on every metric."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._names = list(labels)
@@ -56,7 +55,7 @@ class CoreCollector(Collector):
         self._is_alive = client.is_alive
 
     def describe(self) -> list[Metric]:
-        """Nothing: what is shown depends on what the core has."""
+        """Return no families in advance: they depend on the core's parts."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -97,7 +96,7 @@ class CoreCollector(Collector):
         yield self._info(tables.CACHE_CONFIG, figures["cache_config"])
         if figures["offload_config"] is not None:
             yield self._info(tables.OFFLOAD_CONFIG, figures["offload_config"])
-        # Without a price nothing was credited, and 0 would say that nothing was saved.
+        # Without a price no saving is computed, and 0 would look like no saving.
         if figures["seconds_per_token"] is not None:
             yield self._one(tables.PRICE, figures["seconds_per_token"])
             saved = figures["saved_seconds"]
@@ -117,7 +116,7 @@ class CoreCollector(Collector):
         yield self._by_label(tables.BLOCKS_DROPPED, "cause", figures["blocks_dropped"])
         yield self._by_label(tables.DECLINED, "tier", figures["declined_tokens"])
         for key, shown in tables.ESTIMATES:
-            # A tier that never pays, or was not measured, has no number of tokens.
+            # A tier that never pays, or was not measured, has None here.
             known = {tier: n for tier, n in figures["estimates"][key].items() if n is not None}
             yield self._by_label(shown, "tier", known)
         if (rate := figures["estimates"]["prefill_tokens_per_second"]) is not None:
@@ -146,7 +145,7 @@ class CoreCollector(Collector):
             yield self._one(shown, blocks / slab["capacity_blocks"])
 
     def _tiering(self, connector: CoreStats) -> Iterator[Metric]:
-        """Metrics labelled with a tier's place; the first tier is the one above all stores."""
+        """Metrics labelled with a tier's position; the first tier is above all stores."""
         tiers = connector["tiers"]
         places = {name: f"{i}:{name}" if i else "0:primary" for i, name in enumerate(tiers)}
         for key, shown in tables.LOOKUPS:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the front measures of requests, under the names that users' dashboards already read.
+"""The front's metrics of requests, under the names that users' dashboards already read.
 
-One `Watch` follows one request; it does one observation for each output of the engine, whatever the
-number of tokens in it. What the core counts is in core_metrics.py. Durations are in seconds on the
+A `Watch` follows one request; it makes one observation for each output of the engine, with any
+number of tokens. core_metrics.py has the metrics of the core. Durations are in seconds on the
 monotonic clock.
 """
 
@@ -30,13 +30,13 @@ _TOKENS = (
     1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0,
     20_000.0, 50_000.0, 100_000.0, 200_000.0,
 )  # fmt: skip
-# Phases of a request that the core times and gives with the last output.
+# Phases of a request that the core times; the last output has the times.
 TIMED_PHASES = ("queue", "prefill", "decode")
 COMPUTED = "local_compute"  # the source of prompt tokens that no tier had
 
 
 class Metrics:
-    """The figures of one served model, in a registry of their own."""
+    """The metrics of one served model, in a registry of their own."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
@@ -99,19 +99,19 @@ class Metrics:
         )  # fmt: skip
 
     def show_tiers(self, tiers: Iterable[str]) -> None:
-        """Have every tier in the figures from the first scrape on, be it with 0."""
+        """Show every tier from the first scrape on, also with 0."""
         for tier in tiers:
             self.cached_by_source.labels(*self.label_values, tier)
             self.by_source.labels(*self.label_values, tier)
         self.by_source.labels(*self.label_values, COMPUTED)
 
     def exposition(self) -> bytes:
-        """Everything in Prometheus's text format."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)
-        # Looked up once: a look-up by label values costs as much as the observation.
+        # The child is kept: a look-up by label values costs as much as the observation.
         return histogram.labels(*self.label_values)
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -119,7 +119,7 @@ class Metrics:
 
 
 class Watch:
-    """The figures of one request."""
+    """The observations of one request."""
 
     __slots__ = (
         "_arrival", "_first", "_is_closed", "_last", "_metrics", "_num_prompt_tokens",
@@ -130,12 +130,12 @@ class Watch:
         self._metrics = metrics
         self._arrival = arrival_seconds
         self._num_prompt_tokens = num_prompt_tokens
-        self._first = self._last = 0.0  # when outputs with tokens came; 0: none has
+        self._first = self._last = 0.0  # times of outputs with tokens; 0: none yet
         self._num_tokens = 0
         self._is_closed = False
 
     def record_output(self, output: TextOutput) -> None:
-        """One output of the engine."""
+        """Observe one output of the engine."""
         metrics = self._metrics
         if output.token_ids:
             now = time.monotonic()
@@ -159,7 +159,7 @@ class Watch:
             self._record_finish(output.finish_reason, output.timings or {})
 
     def close(self) -> None:
-        """The end of a request in any case; one that was not finished counts as aborted."""
+        """End the watch in any case; a request that was not finished counts as aborted."""
         if not self._is_closed:
             self._record_finish("abort", {})
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which metric shows which figure of the core's `stats`: names, kinds and texts, as tables.
+"""The tables of metrics for the figures of the core's `stats`: names, kinds and texts.
 
-Names that begin with `vllm:` are those that users' dashboards and autoscalers read already. What
-each of them means in full stands in `docs/metrics.md`.
+Users' dashboards and autoscalers already read the names that begin with `vllm:`. `docs/metrics.md`
+explains each metric in full.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Kind(Enum):
 
 
 class Shown(NamedTuple):
-    """How one figure is shown."""
+    """The metric of one figure."""
 
     name: str
     kind: Kind
@@ -45,7 +45,7 @@ def _histogram(name: str, text: str) -> Shown:
     return Shown(name, Kind.HISTOGRAM, text)
 
 
-# Rows of a table: the key of the figure, and how it is shown.
+# Rows of a table: the key of the figure, and its metric.
 Table = tuple[tuple[str, Shown], ...]
 
 UP = _gauge("stratakv:engine_up", "1 while the engine core is alive.")
@@ -57,7 +57,7 @@ SESSIONS: Table = (
     ("num_timed_out", _counter("stratakv:sessions_timed_out", "Prompts whose next part was late.")),
 )
 
-# Scheduler metrics. A counter appears there with its first count; until then it is shown as 0.
+# Scheduler metrics. `stats` lacks a counter until its first count; until then it is shown as 0.
 SCHEDULER: Table = (
     ("num_running", _gauge("vllm:num_requests_running", "Requests being computed.")),
     ("num_waiting", _gauge("vllm:num_requests_waiting", "Requests that wait or load.")),
@@ -107,7 +107,7 @@ WAITING_BY_REASON = _gauge("vllm:num_requests_waiting_by_reason", "Waiting reque
 RECOMPUTES = _counter("stratakv:recomputes", "Times a request computed tokens again.")
 RECOMPUTED_TOKENS = _counter("stratakv:recomputed_tokens", "Tokens computed again.")
 
-# Metrics of draft tokens, where there are any.
+# Metrics of draft tokens, if the engine uses them.
 SPECULATION: Table = (
     (
         "num_drafts",
@@ -157,7 +157,7 @@ SAVED = _counter("stratakv:prefill_seconds_saved", "Time of computing what was f
 CACHE_CONFIG = _gauge("vllm:cache_config_info", "Settings of the KV pool, as labels.")
 OFFLOAD_CONFIG = _gauge("vllm:kv_offload_config_info", "Settings of the tiers, as labels.")
 
-# Connector metrics, where there is a connector.
+# Connector metrics, if there is a connector.
 CONNECTOR: Table = (
     ("stores", _counter("stratakv:stores", "Copy jobs from the KV pool to the tiers.")),
     ("stored_blocks", _counter("stratakv:stored_blocks", "Blocks copied out of the KV pool.")),
@@ -191,7 +191,7 @@ CONNECTOR: Table = (
         _counter("vllm:kv_offload_allocation_failure", "Stores the cpu tier lacked room for."),
     ),
 )
-# The estimates, by tier, on which the choice between loading and computing rests.
+# The estimates, by tier, that decide between loading and computing.
 ESTIMATES: Table = (
     ("break_even_tokens", _gauge("stratakv:break_even_tokens", "Prompts longer are loaded.")),
     (
@@ -219,13 +219,13 @@ EXTERNAL_HITS = _counter(
     "vllm:external_prefix_cache_hits", "Prompt tokens that came from these tiers."
 )
 
-# Prompts that were computed for other engines to go on with.
+# Prompts that were computed for other engines, which continue them.
 HANDOVER: Table = (
     ("num_held", _gauge("stratakv:answers_held", "Answers that wait for their blocks.")),
     ("handed_over", _counter("stratakv:handed_over", "Requests whose prompts were handed over.")),
     (
         "incomplete",
-        _counter("stratakv:handed_over_incomplete", "Of these, with blocks nobody can load."),
+        _counter("stratakv:handed_over_incomplete", "Of these, with blocks no engine can load."),
     ),
     ("seconds", _counter("stratakv:answers_held_seconds", "For which answers were held.")),
 )
@@ -281,7 +281,7 @@ CPU_USAGE = _gauge("vllm:kv_offload_cpu_cache_usage_perc", "Part held by transfe
 CPU_READ_USAGE = _gauge("vllm:kv_offload_cpu_cache_read_usage_perc", "Part being read.")
 CPU_WRITE_USAGE = _gauge("vllm:kv_offload_cpu_cache_write_usage_perc", "Part being filled.")
 
-# Connector metrics; the label `tier` is place and name, as `0:primary` and `1:ssd`.
+# Connector metrics; the label `tier` is position and name, such as `0:primary` and `1:ssd`.
 LOOKUPS: Table = (
     ("lookup_queries", _counter(f"{_TIERING}chunk_queries", "Chunks looked up in a tier.")),
     ("lookup_hits", _counter(f"{_TIERING}chunk_hits", "Chunks that were there.")),

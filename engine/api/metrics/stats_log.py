@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One log line with figures every few seconds while there is work, for whoever watches the log.
+"""The log line with figures, every few seconds while there is work.
 
     running 12, waiting 3, prompts 3,410 tok/s (62 % cached), computed 1,800 tok/s, pool 43 %
 
@@ -24,7 +24,7 @@ Stats = Mapping[str, Any]  # as the core answers the call `stats`
 
 
 class StatsLog:
-    """Run as a task beside the server, in the client's event loop."""
+    """The task that writes the log line, in the client's event loop."""
 
     def __init__(self, client: EngineClient, period_seconds: float = PERIOD_SECONDS) -> None:
         self._client = client
@@ -33,7 +33,7 @@ class StatsLog:
         self._last_seconds = 0.0
 
     async def run(self) -> None:
-        """Log until cancelled or until the core is gone."""
+        """Log every period until cancelled or until the core is gone."""
         while self._client.is_alive:
             await self._look()
             await asyncio.sleep(self._period)
@@ -53,10 +53,10 @@ class StatsLog:
 
 
 def describe(before: Stats, after: Stats, seconds: float) -> str:
-    """What happened between two stats, in one line; empty where nothing did."""
+    """The work between two stats, in one line; empty if there was none."""
     scheduler = after["scheduler"]
     gained = _gained(before["scheduler"], scheduler)
-    waiting = scheduler["num_waiting"]  # those whose blocks are being loaded among them
+    waiting = scheduler["num_waiting"]  # includes requests whose blocks are being loaded
     if not (gained("steps") or scheduler["num_running"] or waiting):
         return ""
     prompts = gained("prompt_tokens")
@@ -77,12 +77,12 @@ def describe(before: Stats, after: Stats, seconds: float) -> str:
 
 
 def _gained(before: Mapping[str, float], after: Mapping[str, float]) -> Callable[[str], float]:
-    # A counter is there once it has counted something.
+    # `stats` lacks a counter until its first count.
     return lambda name: after.get(name, 0) - before.get(name, 0)
 
 
 def _tiers(connector: Stats | None) -> Iterator[str]:
-    """How full each tier is."""
+    """The used share of each tier with a capacity, as text."""
     if connector is None:
         return
     for name, figures in connector["tiers"].items():

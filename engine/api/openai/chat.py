@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/chat/completions: a conversation in, the assistant's next message out.
 
-The model's chat template makes one prompt of the conversation, and of the tools it may call.
+The model's chat template makes one prompt of the conversation and the tools the model may call.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .response.tools import ToolUse, tools_of
 
 @dataclass(slots=True)
 class ChatAnswer(Answer):
-    """Whole messages, or the pieces of some."""
+    """The answer of a chat: whole messages, or the chunks of a stream."""
 
     request: ChatRequest
     tools: ToolUse
@@ -104,7 +104,7 @@ class ChatAnswer(Answer):
         return message
 
     def _delta(self, part: Part) -> Delta:
-        """Without content where the part has a thought or calls alone."""
+        """A part as a delta, without content if it has only a thought or calls."""
         is_empty = part.reasoning is UNSET and not part.tool_calls
         content = part.text if part.text or is_empty else UNSET
         delta = Delta("assistant" if part.is_first else UNSET, content)
@@ -138,14 +138,14 @@ class ChatAnswer(Answer):
 
 
 async def create_chat_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """The route. `follows`: the request will come, and nothing but that is to be known."""
+    """Answer the route. `follows`: the request will come later; only have the core follow it."""
     arrival_seconds = time.monotonic()
     request = await read_chat(front, http)
     tools = tools_of(front, request)
     text = await render(front, request.messages, request, tools.shown)
     (prompt,) = await front.resolve_prompts(
         text,
-        # The template has written the special tokens itself.
+        # The template writes the special tokens itself.
         add_special_tokens=bool(request.add_special_tokens),
         truncate_to=request.truncate_prompt_tokens,
         max_tokens=request.most_tokens,
@@ -173,7 +173,7 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
 
 
 def _answered_tool(request: ChatRequest) -> str:
-    """The tool whose answer is the last message; "" where that is none."""
+    """The tool whose answer is the last message; "" if that is no tool's answer."""
     last = request.messages[-1] if request.messages else None
     if last is None or last.role != "tool":
         return ""
@@ -185,7 +185,7 @@ def _answered_tool(request: ChatRequest) -> str:
 
 
 def thoughts_of(marks: ReasoningMarks | None, request: ChatRequest, prompt: str) -> Thoughts | None:
-    """What splits the thoughts of one answer to this prompt off; None: they stay in the text."""
+    """The splitter of thoughts from an answer to this prompt; None: they stay in the text."""
     if marks is None or request.separate_reasoning is False:
         return None
     goes_on = bool(request.continue_final_message)

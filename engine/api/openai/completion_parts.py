@@ -2,11 +2,11 @@
 """POST /v1/completions/parts: a prompt that arrives in parts, one line of JSON each.
 
     {"model": "m", "max_tokens": 64, "prompt": "What is said in"}     as of /v1/completions
-    {"prompt": " the following text?\\n"}                             and as many more as there are
+    {"prompt": " the following text?\\n"}                             any number of further parts
 
-The engine computes each part while the next one is on its way. The end of the body is the end of
-the prompt, or a line with `"is_last": true`, behind which nothing is read. The answer is that of
-/v1/completions. The same parts as messages of a websocket: parts_socket.py.
+The engine computes each part while the next one arrives. The prompt ends with the body, or with a
+line that has `"is_last": true`, after which no line is read. The answer is that of /v1/completions.
+parts_socket.py takes the same parts as messages of a websocket.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .response.kv_transfer_params import FIELD as KV_PARAMS
 from .response.kv_transfer_params import read_params
 from .response.streaming import before
 
-# Fields that go with whole prompts alone, with the values under which nothing is asked of them. A
-# `prompt_embeds` or `truncate_prompt_tokens` of any value asks for something.
+# Fields that need whole prompts, with the values that have no effect. Every value of
+# `prompt_embeds` and `truncate_prompt_tokens` has one.
 _WHOLE_ONLY: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "prompt_logprobs": (),
@@ -52,13 +52,13 @@ _WHOLE_ONLY: dict[str, tuple[object, ...]] = {
 
 
 class FirstPart(CompletionRequest, kw_only=True, forbid_unknown_fields=True):
-    """The first part, with everything that is asked of the answer."""
+    """The first part, with all fields about the answer."""
 
     is_last: bool = False  # the prompt is whole
 
 
 class FurtherPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A part behind the first."""
+    """A part after the first."""
 
     prompt: str | list[int] | UnsetType = UNSET
     is_last: bool = False
@@ -70,7 +70,7 @@ _part_decoder = msgspec.json.Decoder(FurtherPart)
 
 @dataclass(slots=True)
 class PartReader:
-    """Turns the parts of one prompt into the engine's request, and at last into its choice."""
+    """The reader of one prompt's parts, which makes the engine's request and its choice."""
 
     front: Front
     http: HTTPConnection
@@ -81,8 +81,8 @@ class PartReader:
     opened: str = ""  # the id of the engine's request, once it has tokens
 
     async def add_part(self, part: str | list[int], place: int) -> None:
-        """Part number `place`. Raises ApiError for one that cannot be, and PromptEnded where
-        the engine has ended the request."""
+        """Add part number `place`. Raises ApiError for an invalid part, and PromptEnded if the
+        engine has ended the request."""
         if not part:
             return
         front, parts = self.front, self.parts
@@ -99,7 +99,7 @@ class PartReader:
         except ValueError as error:
             raise front.refused_text(error, _name_of(place)) from None
         packed = pack_token_ids(tokens) if tokens else b""
-        if self.opened:  # a part without tokens that are sure is one all the same
+        if self.opened:  # sent also without final tokens, since each part restarts the time-out
             await front.client.extend_prompt(ExtendPrompt(self.opened, packed))
         if self.opened or not tokens:
             return
@@ -110,7 +110,7 @@ class PartReader:
         self.opened = message.request_id
 
     async def end_prompt(self) -> list[Generation]:
-        """The prompt is whole. Raises as `add_part`."""
+        """End the prompt; return its choice. Raises as `add_part`."""
         parts = self.parts
         try:
             num_kept, tokens = await self.front.off_loop(parts.end_prompt, parts.num_characters)
@@ -141,13 +141,13 @@ class PartReader:
         )
 
     async def drop_prompt(self) -> None:
-        """Abort the engine's request, whose answer is not wanted any more."""
+        """Abort the engine's request, if it was opened."""
         if self.opened:
             await self.front.client.drop_prompt(self.opened)
 
 
 async def create_completion_of_parts(front: Front, http: Request) -> ASGIApp:
-    """Answer POST /v1/completions/parts, whose body is read as it comes."""
+    """Answer POST /v1/completions/parts, reading the body as it arrives."""
     check_kind(http, JSON_LINES)
     answer = await read_parts(front, http, _read_lines(front, http))
     return await answer.respond(http)
@@ -156,9 +156,9 @@ async def create_completion_of_parts(front: Front, http: Request) -> ASGIApp:
 async def read_parts(
     front: Front, http: HTTPConnection, messages: AsyncIterator[bytes]
 ) -> CompletionAnswer:
-    """Compute the parts as `messages` brings them, up to the end or to the one that says
-    `is_last`; the answer to them, which has not begun. Raises ApiError for a part that cannot be,
-    and what `messages` raises; then nothing is left of the prompt."""
+    """Compute the parts as `messages` yields them, up to the end or to one with `is_last`. Returns
+    the answer, which has not begun. Raises ApiError for an invalid part, and the errors of
+    `messages`; then the engine's request is dropped."""
     first = await anext(messages, b"")
     request = decode_body(first, _first_decoder)
     check_completion(front, request)
@@ -184,10 +184,10 @@ async def read_parts(
             part = decode_body(message, _part_decoder)
             await reader.add_part(_text_of(part), place)
             is_last = part.is_last
-            await asyncio.sleep(0)  # of many parts that came at once each is a turn of its own
+            await asyncio.sleep(0)  # other tasks have their turn between parts that came together
         reader.arrival_seconds = time.monotonic()
         generations = await reader.end_prompt()
-    except PromptEnded:  # what the engine says of it is the answer
+    except PromptEnded:  # the engine's output is the answer
         generations = reader.generations(pack_token_ids(parts.told))
     except PromptUnknown as error:
         raise ApiError(str(error), status=408, code="body_timeout") from None
@@ -207,16 +207,16 @@ def part_overdue(seconds: float) -> ApiError:
 
 
 def part_too_large(front: Front, what: str) -> ApiError:
-    """The error for a part that is longer than a body may be."""
+    """The error for a part that is longer than the limit of a body."""
     message = f"{what} is over the limit of {front.settings.max_body_bytes} bytes; send less"
     return ApiError(message, status=413, code="body_too_large")
 
 
 async def _read_lines(front: Front, http: Request) -> AsyncIterator[bytes]:
-    """The lines of the body that are not empty. Raises ApiError for one that is too long or does
-    not come in time, or once the server ends, and ClientGone."""
+    """The non-empty lines of the body. Raises ApiError for a line that is too long or late, or when
+    the server ends, and ClientGone."""
     settings, ended = front.settings, front.in_flight.ended
-    pieces: list[bytes] = []  # of a line whose end has not come
+    pieces: list[bytes] = []  # of a line without its end yet
     num_bytes = 0
     stream, clock = http.stream(), asyncio.get_running_loop().time
     seconds = settings.body_timeout_seconds  # for the first part

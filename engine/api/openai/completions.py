@@ -44,8 +44,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(slots=True)
 class CompletionAnswer(Answer):
-    """The form is the same whole and in pieces. `echoes` has the text of each prompt, or is
-    empty."""
+    """The answer of a completion, in one form whole and in a stream. `echoes` has the text of each
+    prompt, or is empty."""
 
     request: CompletionRequest
     echoes: list[str]
@@ -62,7 +62,7 @@ class CompletionAnswer(Answer):
         )
 
     def select(self, wholes: Mapping[int, TextOutput]) -> list[Generation]:
-        """The answers to each prompt whose tokens have the highest log-probabilities on average."""
+        """The `num_choices` answers to each prompt with the highest mean log-probability."""
         num_generated, num_choices = self.request.num_generated, self.request.num_choices
         if num_generated == num_choices:
             return self.generations
@@ -119,7 +119,7 @@ class CompletionAnswer(Answer):
 
 
 async def create_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """The route. `follows`: the request will come, and nothing but that is to be known."""
+    """Answer the route. `follows`: the request will come later; only have the core follow it."""
     arrival_seconds = time.monotonic()
     request = await read_completion(front, http)
     embeds: list[bytes] = []
@@ -157,7 +157,7 @@ async def create_completion(front: Front, http: Request, *, follows: bool = Fals
 async def _resolve_embeds(
     front: Front, request: CompletionRequest
 ) -> tuple[list[bytes], list[bytes]]:
-    """The files that a request brings, and prompts of as many tokens, which stand for them."""
+    """The embedding files of a request, and a placeholder prompt of as many tokens for each."""
     wanted = request.prompt_embeds
     given = [wanted] if isinstance(wanted, str) else wanted
     if not given:
@@ -192,16 +192,15 @@ async def _resolve_embeds(
 def tasks_of(
     front: Front, request: CompletionRequest, prompts: Sequence[bytes], embeds: Sequence[bytes]
 ) -> list[Task]:
-    """A task for each prompt, or for each of `embeds`. Raises ApiError for parameters that cannot
-    be."""
+    """A task for each prompt, or for each of `embeds`. Raises ApiError for invalid parameters."""
     asked, max_tokens = request.max_tokens is not None, request.max_tokens
     if max_tokens is None:
         max_tokens = default_max_tokens(front, DEFAULT_COMPLETION_TOKENS)
     elif max_tokens == 0:
-        max_tokens = 1  # the engine makes no less, and it is dropped
+        max_tokens = 1  # the engine makes at least one token, which is dropped
     logprobs = request.logprobs
     if logprobs is None and request.num_generated > request.num_choices:
-        logprobs = 0  # by which the best are found
+        logprobs = 0  # needed to select the best answers
     params = sampling_params(
         front,
         request,
@@ -233,7 +232,7 @@ def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
 
 
 def _echoes(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) -> list[str]:
-    """The texts of the prompts: as they came, where they came as texts and were not cut."""
+    """The texts of the prompts: the client's text if it sent one that is not cut, else decoded."""
     tokenizer = front.need_tokenizer("echo", "leave out `echo`")
     assert request.prompt is not None
     return [

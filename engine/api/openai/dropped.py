@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields inside messages, tools and `stream_options` that this server does not read.
 
-Clients put there what other servers take or gave them. They change no answer here, so they are left
-aside, counted, and told to the log once for each name.
+Clients send fields there that other servers take or gave them. They change no answer here, so they
+are ignored, counted, and logged once for each name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .request.protocol import (
 
 logger = logging.getLogger(__name__)
 
-# Clients make up names, so only so many are remembered and told.
+# Clients choose the names, so the number of remembered and logged ones is limited.
 MAX_NAMES = 64
 _MAX_NAME_CHARACTERS = 64
 
@@ -33,7 +33,7 @@ _Raw = dict[str, msgspec.Raw]
 
 
 class _Nested(msgspec.Struct):
-    """What of a request may hold other fields, not looked at any further."""
+    """The parts of a request that may hold other fields, decoded one level deep."""
 
     messages: list[_Raw] | None = None
     tools: list[_Raw] | None = None
@@ -57,14 +57,14 @@ _one = msgspec.json.Decoder(_Raw)
 
 
 class DroppedFields:
-    """Counts them, for one server."""
+    """The count and the log of dropped fields, for one server."""
 
     def __init__(self, count: Callable[[int], None]) -> None:
         self._count = count
         self._told: set[str] = set()
 
     def report_unknown(self, body: bytes) -> None:
-        """Look for them in a request, which has been decoded without an error."""
+        """Count and log the dropped fields of a request that was decoded without an error."""
         number = 0
         for name in unknown_fields(body):
             number += 1
@@ -80,7 +80,8 @@ class DroppedFields:
 
 
 def unknown_fields(body: bytes) -> Iterator[str]:
-    """Each by its place without numbers, such as `messages.content.cache_control`."""
+    """The fields that are not read, each as its path without numbers, such as
+    `messages.content.cache_control`."""
     nested = _nested.decode(body)
     yield from _others("stream_options", nested.stream_options or {}, _OF_OPTIONS)
     for message in nested.messages or ():
@@ -110,7 +111,7 @@ def _in_function(place: str, given: _Raw, known: frozenset[str]) -> Iterator[str
 
 
 def _list_in(raw: msgspec.Raw | None) -> Sequence[_Raw]:
-    """The objects in a list; none where something else stands there."""
+    """The objects in a list; empty if `raw` is no list."""
     if raw is None or bytes(memoryview(raw)[:1]) != b"[":
         return ()
     return _several.decode(raw) or ()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/embeddings: prompts in, a vector for each out.
 
-Every prompt is checked before the first one starts. The vectors are pooled hidden states of the
-model that is served, as `--pooling` says, and of length 1 unless a request wants them as they are.
+Every prompt is checked before the first one starts. The vectors are hidden states of the served
+model, pooled as `--pooling` says, and normalized to length 1 unless the request declines it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Embedding(msgspec.Struct):
-    """One vector: numbers, or base64 of little-endian float32."""
+    """A vector: numbers, or base64 of little-endian float32."""
 
     object: Literal["embedding"]
     index: int
@@ -118,7 +118,7 @@ async def _collect_all(
 
 
 def _in_form(request: EmbeddingRequest, data: bytes | None) -> list[float] | str:
-    """Raises ValueError for a vector that cannot be given."""
+    """The vector in the request's form. Raises ValueError if it is missing or invalid."""
     normalize = request.normalize is not False
     vector: Vector = finish_vector(data, normalize=normalize, dimensions=request.dimensions)
     numbers = vector.astype("<f4")

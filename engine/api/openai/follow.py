@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /follow/v1/completions and /follow/v1/chat/completions: a request that will come, behind a
-prompt that another node is computing now.
+"""POST /follow/v1/completions and /follow/v1/chat/completions: the notice of a request that will
+come, whose prompt another node is computing now.
 
-The body is that of the request. Nothing is computed and nothing is answered but whether the tiers
-follow: they read the prompt's blocks as the other node stores them.
+The body is that of the request. The tiers follow the prompt: they read its blocks as the other node
+stores them. The engine computes nothing, and the answer is the number of followed prompts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Followed(msgspec.Struct):
 
 
 async def follow(front: Front, generations: Iterable[Generation]) -> ASGIApp:
-    """Have the core follow each prompt once. Raises ApiError where it refuses one."""
+    """Make the core follow each prompt once. Raises ApiError if it refuses one."""
     count = 0
     for generation in generations:
         if generation.child:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a message says: the text and the thought in its content, its parts and its refusal."""
+"""The text and the thought of a message, from its content, parts, refusal and reasoning fields."""
 
 from __future__ import annotations
 
 from ..api_errors import ApiError
 from .request.protocol import ChatMessage, ContentPart
 
-# Kinds of parts that hold text, each with the field that holds it. The first is that of chats, the
-# next two are the names of the same in OpenAI's newer API.
+# Types of parts that hold text, each with its field. The first is that of chats; the next two are
+# its names in OpenAI's newer API.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _THOUGHTS = {"thinking": "thinking", "reasoning": "text"}
 _FIELDS = {**_TEXTS, **_THOUGHTS}
@@ -15,7 +15,7 @@ _MAX_QUOTED_CHARACTERS = 64
 
 
 def text_of(message: ChatMessage) -> str:
-    """What it says, the parts joined line by line. A model's refusal is what it said instead."""
+    """The text of a message, its parts joined by line breaks, with a model's refusal at the end."""
     content = message.content
     texts = [content] if isinstance(content, str) else _texts_in(content, _TEXTS)
     if isinstance(message.refusal, str):
@@ -24,14 +24,14 @@ def text_of(message: ChatMessage) -> str:
 
 
 def thought_of(message: ChatMessage) -> str:
-    """The thought of an earlier answer, empty where there is none."""
+    """The thought of an earlier answer; empty if it has none."""
     content = message.content
     parts = [] if isinstance(content, str) else _texts_in(content, _THOUGHTS)
     return message.reasoning_content or message.reasoning or "\n".join(parts)
 
 
 def check_parts(message: ChatMessage, place: str) -> None:
-    """Raises ApiError for the first part that holds no text."""
+    """Raise ApiError for the first part that holds no text."""
     if not isinstance(message.content, list):
         return
     for index, part in enumerate(message.content):

@@ -6,7 +6,7 @@
 
 The answer is one message with the JSON of /v1/completions, or with `stream` one for each chunk, and
 a close with code 1000. An error is one message with the error object, and a close with its code. A
-connection takes one prompt: closing it is how a client gives its answer up.
+connection takes one prompt; a client that closes it aborts the answer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PartsSocket:
             return
         with self._front.in_flight:
             try:
-                await receive()  # that it connects
+                await receive()  # the event of the connection
                 await send_message(send, {"type": "websocket.accept"})
                 await self._answer(scope, receive, send)
             except ClientGone:
@@ -70,8 +70,8 @@ class PartsSocket:
 
 
 async def _read_messages(front: Front, receive: Receive) -> AsyncIterator[bytes]:
-    """The messages. Raises ApiError for one that is no text, is too long or does not come in time,
-    or once the server ends, and ClientGone."""
+    """The messages. Raises ApiError for one that is no text, is too long or late, or when the
+    server ends, and ClientGone."""
     clock, ended = asyncio.get_running_loop().time, front.in_flight.ended
     seconds = front.settings.body_timeout_seconds  # for the first part
     while True:

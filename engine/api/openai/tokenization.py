@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /tokenize and /detokenize: what the model's tokenizer makes of a text, and of token ids.
+"""POST /tokenize and /detokenize: the token ids of a text, and the text of token ids.
 
-Nothing is generated, so a text may be longer than the context.
+A text may be longer than the context, since no tokens are generated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "cha
 
 
 async def tokenize(front: Front, http: Request) -> ASGIApp:
-    """The route of texts and conversations."""
+    """Answer /tokenize, for a text or a conversation."""
     request, body = await read_request(http, front.settings, _tokenize_decoder)
     front.check_model(request.model)
     if request.messages is not None:
@@ -46,7 +46,7 @@ async def tokenize(front: Front, http: Request) -> ASGIApp:
 
 
 async def detokenize(front: Front, http: Request) -> ASGIApp:
-    """The route of token ids."""
+    """Answer /detokenize."""
     request, _ = await read_request(http, front.settings, _detokenize_decoder)
     front.check_model(request.model)
     tokenizer = front.need_tokenizer("tokens", "nothing can be detokenized")
@@ -61,7 +61,7 @@ async def detokenize(front: Front, http: Request) -> ASGIApp:
 
 
 async def _text(front: Front, request: TokenizeRequest) -> tuple[str, bool]:
-    """The text, and whether special tokens are still to be put around it."""
+    """The text, and whether the tokenizer must still add special tokens."""
     if (request.prompt is None) == (request.messages is None):
         which = "neither" if request.prompt is None else "both"
         message = f"/tokenize takes `prompt` or `messages`, and {which} came; send one of them"

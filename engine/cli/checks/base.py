@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check says: a finding is one line, and a problem is what will not work."""
+"""The results of checks: a finding is one line, and a problem is a finding that will not work."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from ....tiers.settings.format import one_line
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
-    WARNING = "warning"  # works, and not as one would think
+    WARNING = "warning"  # works, but in an unexpected way
     PROBLEM = "problem"  # will not work
 
 
 class Finding(NamedTuple):
-    """`what` was looked at, what is the case, and what to do about it; nothing where it is well."""
+    """The result of a check: its subject `what`, the state, and the remedy, empty if all
+    is well."""
 
     level: Level
     what: str
@@ -44,12 +45,12 @@ def problem(what: str, fact: str, cure: str) -> Finding:
 
 
 Case = TypeVar("Case")
-# Looks at what is there and changes nothing.
+# A check reads the state of the machine and changes nothing.
 Check = Callable[[Case], Iterable[Finding]]
 
 
 def run_checks(checks: Sequence[Check[Case]], case: Case) -> list[Finding]:
-    """What all of them find, in their order. What the system does not let one look at is a
+    """Return the findings of all checks, in their order. An OSError of a check becomes a
     warning."""
     found: list[Finding] = []
     for check in checks:

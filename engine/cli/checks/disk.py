@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an SSD tier is to lie: the file system, its room, direct I/O, and what is there already.
+"""Checks of the place of an SSD tier: the file system, its room, direct I/O, and existing files.
 
-Makes no folder, and writes nothing but one page of a file without a name, which is gone with its
+They make no folder, and write only one page of a file without a name, which ends with its
 descriptor.
 """
 
@@ -34,7 +34,7 @@ _REMOTE = re.compile(
 def check_disks(
     ssd: SsdSettings, check: Callable[[SsdSettings], Iterator[Finding]]
 ) -> Iterator[Finding]:
-    """`check` for each disk with its share, and whether they are disks of their own."""
+    """Run `check` for each disk with its share, and check that they are different disks."""
     share = ssd.capacity_bytes // max(1, len(ssd.paths))
     devices: dict[int, Path] = {}
     for path in ssd.paths:
@@ -49,7 +49,8 @@ def check_disks(
 
 
 def check_ssd(ssd: SsdSettings, namespace: bytes, host: str) -> Iterator[Finding]:
-    """Whether the tier can lie at its path. `namespace`: how those of chunks of `host` begin."""
+    """Check that the tier can lie at its path. `namespace` is the prefix of the namespaces of
+    chunks of `host`."""
     there = yield from _check_path(ssd)
     if there is None or ssd.path is None:
         return
@@ -59,7 +60,7 @@ def check_ssd(ssd: SsdSettings, namespace: bytes, host: str) -> Iterator[Finding
 
 
 def check_folder(ssd: SsdSettings) -> Iterator[Finding]:
-    """Whether a tier of ours can lie at its path, whatever is in it."""
+    """Check that a tier of StrataKV can lie at its path; its content does not matter."""
     there = yield from _check_path(ssd)
     if there is None or ssd.path is None:
         return
@@ -73,7 +74,7 @@ def check_folder(ssd: SsdSettings) -> Iterator[Finding]:
 
 
 def _check_path(ssd: SsdSettings) -> Generator[Finding, None, Path | None]:
-    """The folder that is there already; None where nothing can be made in it."""
+    """Check the path, and return the existing folder; None if no tier can be made in it."""
     assert ssd.path is not None
     path = ssd.path.absolute()
     there = next(each for each in (path, *path.parents) if os.path.lexists(each))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This machine, before an engine or a cache server of ours is started on it: processor and kernel,
-memory and limits, disk, ports, certificates, GPU. What is to be mended comes with the command that
-mends it.
+"""Checks of this machine before the start of an engine or a cache server: processor and kernel,
+memory and limits, disk, ports, certificates, GPU. A problem comes with the command that removes it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .base import Check, Finding, ok, problem, warning
 from .disk import check_disks, check_folder
 from .machine import check_clock, check_huge_pages, check_memory
 
-MACHINES = ("x86_64", "aarch64")  # what the code is built and tested for
+MACHINES = ("x86_64", "aarch64")  # the processors that the code is built and tested for
 POPULATE, COLLAPSE = (5, 14), (6, 1)  # kernels with MADV_POPULATE_WRITE and MADV_COLLAPSE
 FEWEST_FILES = 4096  # descriptors: connections, data connections and files of the tiers
 SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -34,7 +33,7 @@ GPU_FILE = Path("/dev/nvidiactl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCase:
-    """What is to run here. `device` empty: whatever there is."""
+    """The programs that will run here. An empty `device`: a GPU if there is one, else the CPU."""
 
     cpu_bytes: int
     huge_pages: bool = False
@@ -51,14 +50,14 @@ class HostCase:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether a GPU was asked for, or one is there and nobody said otherwise."""
+        """Whether the `device` is a GPU, or is not given on a machine that has one."""
         if self.device:
             return self.device != "cpu"
         return self.gpu_file.exists()
 
 
 def check_kernel(case: HostCase) -> Iterator[Finding]:
-    """Processor and kernel."""
+    """Check processor and kernel."""
     if case.machine in MACHINES:
         yield ok("processor", case.machine)
     else:
@@ -84,7 +83,7 @@ def check_kernel(case: HostCase) -> Iterator[Finding]:
 
 
 def check_tier_memory(case: HostCase) -> Iterator[Finding]:
-    """Memory for the cpu tier, and its pages."""
+    """Check the memory for the cpu tier, and its huge pages."""
     yield from check_memory(case.cpu_bytes, 0)
     if case.huge_pages:
         for each in check_huge_pages(case.cpu_bytes, case.meminfo):
@@ -106,7 +105,7 @@ def check_tier_memory(case: HostCase) -> Iterator[Finding]:
 
 
 def check_limits(case: HostCase) -> Iterator[Finding]:
-    """What a process may have."""
+    """Check the limits of a process."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     enough = locked == resource.RLIM_INFINITY or locked >= case.cpu_bytes
     shown = "unlimited" if locked == resource.RLIM_INFINITY else rough_size(locked)
@@ -135,13 +134,13 @@ def check_limits(case: HostCase) -> Iterator[Finding]:
 
 
 def check_disk(case: HostCase) -> Iterator[Finding]:
-    """Where the SSD tier is to lie."""
+    """Check the place of the SSD tier, if there will be one."""
     if case.ssd is not None:
         yield from check_disks(case.ssd, check_folder)
 
 
 def check_ports(case: HostCase) -> Iterator[Finding]:
-    """Whether each can be listened on."""
+    """Check that each port can be bound."""
     for port in case.ports:
         try:
             check_free(case.host, port, "--port")
@@ -152,7 +151,7 @@ def check_ports(case: HostCase) -> Iterator[Finding]:
 
 
 def check_certificates(case: HostCase) -> Iterator[Finding]:
-    """Whether they are a pair, last, and are kept from others."""
+    """Check that certificate and key match, do not expire soon, and are unreadable for others."""
     if case.tls is None:
         return
     try:
@@ -184,13 +183,13 @@ def check_certificates(case: HostCase) -> Iterator[Finding]:
 
 
 def check_host_clock(case: HostCase) -> Iterator[Finding]:
-    """By which certificates are judged; nobody else here looks at it."""
+    """Check the clock if TLS is used, since it decides whether certificates are valid."""
     if case.tls is not None:
         yield from check_clock()
 
 
 def check_gpu(case: HostCase) -> Iterator[Finding]:
-    """Whether an engine could compute on it."""
+    """Check that an engine can compute on the GPU, if it will use one."""
     if not case.uses_gpu:
         yield ok("gpu", "none was asked for")
         return

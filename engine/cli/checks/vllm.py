@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM is to be given, and everything that is looked at before it is started with it."""
+"""Checks of vLLM's transfer configuration, and of all that its start with StrataKV needs."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ ALIASES = ("NHD", "HND")  # of layouts, which vLLM resolves
 CPU_LAYOUT, CPU_BLOCK_TOKENS = "LBHNC", 32
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-# What StrataConnector knows of the kinds that configurations of models name, and what of these was
-# tried with StrataSpec.
+# The kinds of layers in models' configurations that StrataConnector supports, and those of them
+# that were tested with StrataSpec.
 CONNECTOR_KINDS = (
     "full_attention", "attention", "sliding_attention", "chunked_attention", "linear_attention",
     "mamba",
@@ -50,8 +50,8 @@ SPEC_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmCase:
-    """What would be started. `transfer` is the object for `--kv-transfer-config`; `facts` a text
-    where the Python cannot be asked."""
+    """The start of vLLM to check. `transfer` is the object for `--kv-transfer-config`; `facts` is a
+    text if the probe could not run."""
 
     transfer: Mapping[str, Any]
     python: str
@@ -70,24 +70,24 @@ class VllmCase:
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """What stands under `kv_connector_extra_config`."""
+        """The object under `kv_connector_extra_config`; empty if there is none."""
         extra = self.transfer.get("kv_connector_extra_config")
         return extra if isinstance(extra, Mapping) else {}
 
     @property
     def is_connector(self) -> bool:
-        """Whether our connector is named, which has no region of vLLM's and no spec."""
+        """Whether the configuration names StrataConnector, which needs no region and no spec."""
         named = self.transfer.get("kv_connector"), self.transfer.get("kv_connector_module_path")
         return named == (CONNECTOR, MODULE)
 
     @property
     def is_whole(self) -> bool:
-        """Whether our spec is named, and not our tier among vLLM's own."""
+        """Whether it names StrataSpec, and not the tier of StrataKV among vLLM's own."""
         return (self.extra.get("spec_name"), self.extra.get("spec_module_path")) == (SPEC, MODULE)
 
     @property
     def given(self) -> Mapping[str, Any] | None:
-        """Our settings; None where our tiers are not named."""
+        """StrataKV's settings in it; None if it does not name StrataKV's tiers."""
         if self.is_connector or self.is_whole:
             given = self.extra.get(SECTION, {})
             return given if isinstance(given, Mapping) else None
@@ -99,7 +99,7 @@ class VllmCase:
 
     @property
     def settings(self) -> VllmSettings | None:
-        """Those that hold; None where they are refused, which `check_settings` tells."""
+        """The valid settings; None if they are refused, which `check_settings` reports."""
         try:
             return None if self.given is None else HOST.read(self.given)
         except ConfigError:
@@ -112,7 +112,7 @@ class VllmCase:
 
 
 def read_transfer(text: str) -> Mapping[str, Any]:
-    """What is given to `--kv-transfer-config`: JSON, or the name of a file of it. Raises
+    """Read the value of `--kv-transfer-config`: JSON, or the name of a file with it. Raises
     ConfigError."""
     source = "--config"
     if not text.lstrip().startswith("{"):
@@ -136,7 +136,7 @@ def read_transfer(text: str) -> Mapping[str, Any]:
 
 
 def check_python(case: VllmCase) -> Iterator[Finding]:
-    """The interpreter, vLLM in it, and us."""
+    """Check the interpreter, and vLLM and StrataKV in it."""
     yield from python_checks.check_interpreter(case.python, case.facts, is_slow=case.is_slow)
     if not isinstance(case.facts, str):
         yield from python_checks.check_vllm_version(case.facts.vllm, case.python)
@@ -144,13 +144,13 @@ def check_python(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_block_hash(case: VllmCase) -> Iterator[Finding]:
-    """Whether blocks have the same name in every process."""
+    """Check that every process gives a block the same name."""
     if case.vllm.platform:
         yield from python_checks.check_hash_roots(case.vllm, case.hash_algorithm, case.environment)
 
 
 def check_connector(case: VllmCase) -> Iterator[Finding]:
-    """What stands around our settings in what vLLM is given."""
+    """Check the fields of the transfer configuration around StrataKV's settings."""
     what, transfer = "config", case.transfer
     cure = "give what stratakv config vllm prints"
     if transfer.get("kv_connector") != OFFLOADING and not case.is_connector:
@@ -192,7 +192,7 @@ def check_connector(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_settings(case: VllmCase) -> Iterator[Finding]:
-    """Ours."""
+    """Check StrataKV's own settings."""
     if case.given is None:
         yield problem(
             "settings", "our tiers are named nowhere in it", "give what stratakv config vllm prints"
@@ -216,7 +216,7 @@ def check_settings(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_region(case: VllmCase) -> Iterator[Finding]:
-    """Room for vLLM's region, and what engines that are gone have left of theirs."""
+    """Check the room for vLLM's region, and the regions that dead engines have left."""
     if case.is_connector:
         yield ok("region", f"{CONNECTOR} has none of vLLM's")
     elif case.region_bytes is None:
@@ -245,7 +245,7 @@ def check_region(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_sizes(case: VllmCase) -> Iterator[Finding]:
-    """Memory for slab and region."""
+    """Check the memory for slab and region."""
     settings = case.settings
     if settings is not None:
         slab = settings.cpu.capacity_bytes
@@ -255,14 +255,14 @@ def check_sizes(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_disk(case: VllmCase) -> Iterator[Finding]:
-    """Where the SSD tier is to lie."""
+    """Check the place of the SSD tier, if there will be one."""
     settings = case.settings
     if settings is not None and settings.ssd.path is not None:
         yield from check_disks(settings.ssd, lambda disk: check_ssd(disk, NAMESPACE, "vLLM"))
 
 
 def check_remote(case: VllmCase) -> Iterator[Finding]:
-    """Cache servers, and the clock where one has a certificate."""
+    """Check the cache servers, and the clock if one uses a certificate."""
     settings = case.settings
     if settings is not None and settings.cache_servers:
         yield from check_servers(settings)
@@ -271,7 +271,7 @@ def check_remote(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_allocator(case: VllmCase) -> Iterator[Finding]:
-    """Whether PyTorch may move memory that a connector was told of."""
+    """Check that PyTorch does not move memory that a connector uses."""
     named = [
         name
         for name in ALLOCATOR_VARIABLES
@@ -292,7 +292,7 @@ def check_allocator(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_kv_cache(case: VllmCase) -> Iterator[Finding]:
-    """What is known before the start of how the KV cache will lie."""
+    """Check the layout of the KV cache, as far as it is known before the start."""
     dtype = case.kv_cache_dtype
     if dtype == "auto":
         yield ok("kv cache", f"dtype is the model's; of these: {', '.join(DTYPES)}")
@@ -320,7 +320,7 @@ def check_kv_cache(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_model(case: VllmCase) -> Iterator[Finding]:
-    """What the model is called here, and whether it has several cache groups."""
+    """Check the name of the model, and whether it has several cache groups."""
     if case.model is None:
         return
     folder = Path(case.model)
@@ -350,7 +350,7 @@ def check_model(case: VllmCase) -> Iterator[Finding]:
 
 
 def _check_kinds(case: VllmCase, kinds: Sequence[str]) -> Iterator[Finding]:
-    """What the layers of a model attend to, of which vLLM makes cache groups."""
+    """Check the kinds of a model's layers, from which vLLM makes cache groups."""
     named = ", ".join(kinds)
     if case.is_connector:
         unknown = [kind for kind in kinds if kind not in CONNECTOR_KINDS]

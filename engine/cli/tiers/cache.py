@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv cache ls|du|rm`: the SSD tiers on this machine, what they take, and their removal.
+"""`stratakv cache ls|du|rm`: the SSD tiers on this machine, their sizes, and their removal.
 
-Looks into the default cache folder and into those that are given. Reads no block, opens no store.
+It looks into the default cache folder and the given ones. It reads no block and opens no store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNKNOWN = "unknown (no readable identity file)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The word; the rest belongs to it."""
+    """Add the word; the rest belongs to it."""
     parser.add_argument("word", metavar="ls|du|rm", nargs="?", help="see the documentation")
     parser.add_argument(
         "rest", metavar="...", nargs=argparse.REMAINDER,
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the word says."""
+    """Run the subcommand of the word."""
     if args.word not in _WORDS:
         near = did_you_mean(args.word or "", _WORDS)
         given = "" if args.word is None else f", not {args.word!r}{near}"
@@ -65,7 +65,7 @@ def add_rm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unused",
         action="store_true",
-        help="those there that nobody has open",
+        help="those there that no process has open",
     )
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
@@ -128,7 +128,7 @@ def _rm(words: list[str]) -> int:
     for entry in chosen:
         try:
             print(f"removed {one_line(str(entry.path))}, {_size(remove(entry.path))}")
-        except TierConfigError as error:  # somebody has just opened it
+        except TierConfigError as error:  # a process has just opened it
             raise ConfigError(str(error)) from error
     return 0
 
@@ -161,8 +161,8 @@ def _store_at(path: Path) -> StoreEntry:
 
 
 def _default_folders(*, is_needed: bool) -> tuple[Path, ...]:
-    """Where tiers lie by default; nothing for a user who has no home directory. Raises ConfigError
-    where that is all there is."""
+    """Return the default folders of tiers, none for a user without a home directory. Raises
+    ConfigError for such a user if the folder `is_needed`."""
     try:
         return (default_ssd_path().parent,)
     except ConfigError:
@@ -172,11 +172,11 @@ def _default_folders(*, is_needed: bool) -> tuple[Path, ...]:
 
 
 def _agrees(chosen: Sequence[StoreEntry]) -> bool:
-    """Ask the person at the terminal. Raises ConfigError where there is none."""
+    """Ask the user at the terminal. Raises ConfigError if there is no terminal."""
     total = _size(sum(entry.allocated_bytes for entry in chosen))
     what = f"{len(chosen)} SSD tiers, {total}" if len(chosen) > 1 else f"{chosen[0].path}, {total}"
     if not sys.stdin.isatty():
-        raise ConfigError(f"removing {what} takes --yes where nobody can be asked")
+        raise ConfigError(f"removing {what} takes --yes without a terminal to ask at")
     try:
         return input(f"remove {one_line(what)}? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
@@ -193,7 +193,7 @@ def _moment(entry: StoreEntry) -> str:
 
 
 def _size(count: int) -> str:
-    """A rounded size in the form that flags take: `5.2 GiB`."""
+    """Return a rounded size in the form that flags take: `5.2 GiB`."""
     for unit, factor in _UNITS:
         if count >= factor:
             return f"{count / factor:.1f} {unit}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands that ask a cache server have in common: address, credentials, calls, and one line
-that says what is wrong.
+"""The common part of commands that call a cache server: address, credentials, calls, and errors of
+one line.
 
-Runs with the base installation and imports neither torch nor the engine's parts.
+It runs with the base installation and imports neither torch nor the engine's parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _FILES = {
 
 
 class NoAnswer(Exception):
-    """The server cannot be asked, or refused; the text is for people. `is_down`: it may come."""
+    """The server cannot be reached, or refused the call; the text is for the user. `is_down`: it
+    may come up later."""
 
     def __init__(self, text: str, *, is_down: bool = False) -> None:
         super().__init__(text)
@@ -41,7 +42,7 @@ class NoAnswer(Exception):
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
-    """ADDRESS, credentials and --json."""
+    """Add ADDRESS, credentials and --json."""
     parser.add_argument("address", metavar="ADDRESS", help="such as grpc://host:9400, or grpcs://")
     for name, text in _FILES.items():
         parser.add_argument(
@@ -55,7 +56,7 @@ def add_client_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def client_of(args: argparse.Namespace) -> CacheClient:
-    """A client for the arguments that `add_client_arguments` adds. Raises ConfigError."""
+    """Make a client from the arguments of `add_client_arguments`. Raises ConfigError."""
     try:
         return CacheClient(_address(args), _credentials(args))
     except TierConfigError as error:
@@ -63,8 +64,8 @@ def client_of(args: argparse.Namespace) -> CacheClient:
 
 
 class CacheClient:
-    """Calls of one server; a context manager. `flag` is how the flags of credentials begin. Raises
-    ConfigError for credentials that cannot be, and NoAnswer from every call."""
+    """A client of one server; a context manager. `flag` is the prefix of the flags of credentials.
+    Raises ConfigError for invalid credentials, and NoAnswer from every call."""
 
     def __init__(
         self, address: ServerAddress, credentials: Credentials, *, flag: str = "--"
@@ -97,7 +98,7 @@ class CacheClient:
         return self._call_rpc(getattr(self._stub, name), request)
 
     def health(self) -> str:
-        """Such as SERVING."""
+        """Ask for the server's status, such as SERVING. Raises NoAnswer."""
         from grpc_health.v1 import health_pb2
 
         response = self._call_rpc(self._health, health_pb2.HealthCheckRequest())
@@ -142,7 +143,7 @@ def _credentials(args: argparse.Namespace) -> Credentials:
 
 
 def _open(address: ServerAddress, credentials: Credentials) -> tuple[Any, Any, Any]:
-    """A channel, the calls of the service, and that of grpc.health.v1."""
+    """Open a channel, and return it with the calls of the service and of grpc.health.v1."""
     from grpc_health.v1 import health_pb2
 
     from ....tiers.remote.server_link import open_channel
@@ -158,7 +159,7 @@ def _open(address: ServerAddress, credentials: Credentials) -> tuple[Any, Any, A
 
 
 def _check_reachable(address: ServerAddress, credentials: Credentials, flag: str) -> None:
-    """Connect once without grpc, which does not say well why it cannot. Raises NoAnswer."""
+    """Connect once without grpc, whose errors do not say clearly why it cannot. Raises NoAnswer."""
     context = credentials.context() if address.tls else _trusting()
     context.set_alpn_protocols(["h2"])
     name = credentials.server_name or address.host
@@ -171,8 +172,8 @@ def _check_reachable(address: ServerAddress, credentials: Credentials, flag: str
     with sock:
         try:
             with context.wrap_socket(sock, server_hostname=name) as secured:
-                # With TLS 1.3 a client's certificate is judged after the handshake. A server that
-                # lets us in speaks first.
+                # With TLS 1.3 a server checks the client's certificate after the handshake. A
+                # server that accepts it sends data first.
                 if address.tls and not _speaks(secured):
                     raise NoAnswer(_unwelcome(address, credentials, flag))
         except ssl.SSLCertVerificationError as error:
@@ -192,7 +193,7 @@ def _check_reachable(address: ServerAddress, credentials: Credentials, flag: str
 
 
 def _speaks(sock: ssl.SSLSocket) -> bool:
-    """Whether a first byte comes; False for an end or an alert, True where it is merely slow."""
+    """Whether a first byte comes. False for an end or an alert, True if the server is only slow."""
     try:
         return bool(sock.recv(1))
     except TimeoutError:
@@ -213,8 +214,8 @@ def _unwelcome(address: ServerAddress, credentials: Credentials, flag: str) -> s
 
 
 def _trusting() -> ssl.SSLContext:
-    """A context that trusts any certificate, only to find out whether a server speaks TLS: nothing
-    is sent."""
+    """Return a context that trusts any certificate. It serves only to find out whether a server
+    speaks TLS, and no data is sent with it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -35,7 +35,7 @@ _TENANTS_FLAG = "--tenants"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The directory and what to do."""
+    """Add the directory and the flags of repairs."""
     parser.add_argument("path", metavar="PATH", help="the directory of the SSD tier")
     parser.add_argument(
         "--fix", action="store_true",
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, show, and say by the exit code whether anything was wrong."""
+    """Check, print the result, and return the exit code."""
     path = readers.path("PATH", args.path)
     if args.tenants is not None:
         if args.mac_key_file is not None:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_tenants(path: Path, file: Path, args: argparse.Namespace) -> int:
-    """Show what is left of tenants who are gone, and remove it when asked to."""
+    """Print the data of tenants that are gone, and remove it on request."""
     from ....tiers.cache_server.access.tenants import read_tenants
 
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv describe ADDRESS`: what a cache server is and allows, and what the tenant has there.
+"""`stratakv describe ADDRESS`: the facts and limits of a cache server, and the tenant's data there.
 
-Changes nothing at the server. Exit codes: 0 it answered, 1 it did not.
+It changes nothing at the server. Exit codes: 0 it answered, 1 it did not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask and show."""
+    """Ask the server, print the answer, and return the exit code."""
     try:
         with client_of(args) as client:
             found = _ask(client)
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask(client: CacheClient) -> dict[str, Any]:
-    """All that is shown. Raises NoAnswer."""
+    """Return all values that are printed. Raises NoAnswer."""
     from ....proto.v1 import cache_service_pb2 as messages
 
     described = client.call_method("describe", messages.DescribeRequest())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv ping ADDRESS`: whether a cache server answers, how fast, and how blocks would move.
+"""`stratakv ping ADDRESS`: tests whether a cache server answers, how fast, and the path of blocks.
 
-Round trips of three calls and, where the tenant has a layout, of a load of one block that is not
-there, on the connection that an engine here would use. Changes nothing at the server. Exit codes: 0
-it serves, 1 it does not.
+It times round trips of three calls and, if the tenant has a layout, of a load of one missing block,
+on the connection that an engine here would use. It changes nothing at the server. Exit codes: 0 it
+serves, 1 it does not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MOST_SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Whom to ask, and how often."""
+    """Add the server's address, and the number and interval of calls."""
     add_client_arguments(parser)
     parser.add_argument("--count", metavar="N", default=5, help="round trips of each kind (5)")
     parser.add_argument(
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask, show, and say by the exit code whether it serves."""
+    """Ask the server, print the times, and return the exit code."""
     count = readers.integer_within(1, 1000)("--count", args.count)
     interval = readers.number("--interval", args.interval)
     if not 0 <= interval <= _MOST_SECONDS:
@@ -107,7 +107,7 @@ def _ask(client: CacheClient, count: int, interval: float) -> dict[str, Any]:
 def _ask_for_block(
     client: CacheClient, layout_message: Any, count: int, interval: float
 ) -> tuple[str, dict[str, float]]:
-    """How blocks move, and round trips of a load that finds nothing. Raises NoAnswer."""
+    """Return the path of blocks, and round trips of a load that finds no block. Raises NoAnswer."""
     from ....tiers.block import DIGEST_BYTES, pack_key
     from ....tiers.errors import TierError
     from ....tiers.remote.remote_settings import RemoteSettings
@@ -143,7 +143,7 @@ def _ask_for_block(
 
 
 def _trips(ask: Callable[[], object], count: int, interval: float) -> dict[str, float]:
-    """Milliseconds of so many questions."""
+    """Return the milliseconds of `count` calls of `ask`."""
     times = []
     for number in range(count):
         if number:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An executor whose model runner lives in a process of its own.
 
-The worker is started as a core is: settings over standard input, whose end tells it that nobody is
-left. A worker that ends, answers out of order or answers too late is given up with the reason.
-"""
+The worker is started as a core is: settings over standard input, whose end tells it that no
+launcher is left. A worker that ends, answers out of order or answers too late is given up with the
+reason."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _END_SECONDS = 10.0  # beyond the time for copies
 
 
 class StepFailed(RuntimeError):
-    """What went wrong with a step in the worker's process, in its words."""
+    """A step failed in the worker's process; the message is the worker's."""
 
 
 class ProcessExecutor(Executor):
@@ -140,7 +140,7 @@ class ProcessExecutor(Executor):
                 raise self._died(self._exit_words()) from error
             raise
         self._up = first
-        # Both ends have met: nobody needs the file, which would stay where this process is killed.
+        # Both ends are connected: the socket's file has no more use, and a kill would leave it.
         shutil.rmtree(self._directory, ignore_errors=True)
 
     @property
@@ -214,7 +214,7 @@ class ProcessExecutor(Executor):
     def _save_outcome(self, message: FromWorker) -> None:
         """Keep what a step came to. Steps are answered in their order, or not at all."""
         if not isinstance(message, Done | Failed):
-            raise self._died(f"it said {type(message).__name__}, which nobody had asked for")
+            raise self._died(f"it said {type(message).__name__}, which was not asked for")
         due = self._due.popleft() if self._due else None
         if due is None or due != message.step_id:
             raise self._died(f"it answered step {message.step_id} where step {due} was due")
@@ -299,8 +299,8 @@ class ProcessExecutor(Executor):
 
 
 def _pass_on(fd: int, note_ended: Callable[[int], None] | None) -> None:
-    """Tell the connector how many of its copies have ended; all of them, once the worker is gone:
-    nobody will ever end the others."""
+    """Tell the connector how many of its copies have ended; all of them once the worker has ended,
+    since no others will."""
     with os.fdopen(fd, "rb", buffering=0) as pipe:
         while len(number := pipe.read(_NUMBER.size)) == _NUMBER.size:
             if note_ended is not None:

@@ -26,8 +26,8 @@ from ...worker.begun_step import BegunStep
 from ...worker.model_runner import ModelRunner
 from ...worker.runtime.device_runtime import is_device_lost
 from ..executor import call_runner, load_runner
-from ..model_check import find_draft
-from ..resolve_placement import dtype_for, placement_of
+from ..setup.model_check import find_draft
+from ..setup.resolve_placement import dtype_for, placement_of
 from ..start import read_start
 from .worker_messages import (
     Begin,
@@ -186,7 +186,7 @@ def _words(error: Exception) -> str:
 
 
 def _leave_with_launcher() -> None:
-    """The end of standard input is that of the launcher, who has nobody else to tell it."""
+    """Stop at the end of standard input: the launcher has ended."""
     # Not by the file object, whose lock the interpreter wants when it ends.
     while os.read(sys.stdin.fileno(), 4096):
         pass
@@ -200,8 +200,8 @@ def _die_with_launcher() -> None:
 
 def main() -> int:
     """Run the worker that standard input describes."""
-    # The executor's process hears of signals, and ends this one in its own time; and a terminal may
-    # be set to stop whoever writes to it behind another.
+    # The executor's process handles signals, and ends this one in its own time; and a terminal may
+    # be set to stop background processes that write to it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     try:

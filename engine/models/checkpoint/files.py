@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files a model directory holds, looked up so that nothing surprises whoever opens them.
+"""Checks of the files in a model directory, before a reader opens them.
 
-A pipe would be waited for without end, a link to a file that is gone (as a half-cleared download
-cache leaves them) would pass for a file that the model does without, and what may not be looked at
-would be a traceback. All three are ConfigErrors here.
+A reader would wait for ever at a pipe, take a link to a deleted file (from a half-cleared download
+cache) for an optional file that the model lacks, and fail with a traceback at a file that it may
+not look up. All three are ConfigErrors here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_directory(path: Path) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether the model has this file; raises ConfigError for what is there and no file."""
+    """Whether the model has this file. Raises ConfigError if the path exists and is no file."""
     mode = _mode(path)
     if mode is None:
         if path.is_symlink():
@@ -44,7 +44,7 @@ def is_there(path: Path) -> bool:
 
 
 def _mode(path: Path) -> int | None:
-    """None where there is nothing."""
+    """Return the file mode behind links; None: the path does not exist."""
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fingerprint of a model: it names what decides the model's K and V, byte by byte.
+"""The fingerprint of a model, a name for all bytes that decide its K and V.
 
     fingerprint = SHA-256( canonical CBOR { spec, config, weights } )
 
 `spec` has the fields of the specification, `config` the digest of config.json, and `weights` name
 and digest of each safetensors file, in the order in which they are opened. Each digest is of the
-whole file (tiers/identity). So two checkpoints have one fingerprint only where all their bytes are
-equal; a copy elsewhere has the same one. Knows nothing of tensors.
+whole file (tiers/identity). So two checkpoints have the same fingerprint only if all their bytes
+are equal; a copy elsewhere has the same one. This module does not read tensors.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .shards import find_shards
 CONFIG = "config.json"
 MAX_HEADER_BYTES = 100 * 1000 * 1000  # the limit of the format
 
-# They say where generation starts and ends and how weights lie, not what K and V are. Those of
-# config.json count with its digest all the same.
+# Fields without an effect on K and V: the ends of generation, and the form of the weights. Those
+# of config.json still count with its digest.
 _NOT_NUMBERS = ("eos_token_ids", "bos_token_id", "stored_dtype", "is_text_part")
 _U64 = struct.Struct("<Q")
 
@@ -54,8 +54,8 @@ class ModelFiles:
         cache: DigestCache | None = None,
         progress: Progress | None = None,
     ) -> ModelFiles:
-        """Hash what is not remembered in `cache`, this user's where none is given. Random weights
-        are named by `random_for`, which says all that decides them, and no file of weights is
+        """Hash the files whose digests `cache` does not have; its default is the user's cache.
+        `random_for` names random weights, with all that decides them; then no file of weights is
         read. Raises ConfigError for a directory that cannot be read."""
         spec = spec or load_model_spec(path)
         paths = [path / CONFIG]
@@ -71,18 +71,20 @@ class ModelFiles:
         return cls(digest.hexdigest(), (config, *weights))
 
     def check_unchanged(self) -> None:
-        """Raise ConfigError where a file has changed since it was hashed."""
+        """Raise ConfigError if a file has changed since it was hashed."""
         for file in self.files:
             file.check_unchanged()
 
 
 def fingerprint(path: Path, spec: ModelSpec | None = None, *, random_for: str | None = None) -> str:
-    """The fingerprint of the model in a directory, 64 hexadecimal digits; see `ModelFiles.read`."""
+    """Return the fingerprint of the model in a directory, 64 hexadecimal digits. Raises as
+    `ModelFiles.read`."""
     return ModelFiles.read(path, spec, random_for=random_for).fingerprint
 
 
 def _fields(spec: ModelSpec) -> dict[str, Any]:
-    """Without those that are None: a field that is added later renames no model without it."""
+    """Return the fields of a spec that are not None, so that a field added later renames no model
+    without it."""
     fields = dataclasses.asdict(spec)
     return {
         name: value
@@ -92,8 +94,8 @@ def _fields(spec: ModelSpec) -> dict[str, Any]:
 
 
 def check_headers(path: Path) -> tuple[Path, ...]:
-    """The files of weights under `path`. Raises ConfigError where one is not there, or says itself
-    that it is cut off."""
+    """Return the files of weights under `path`. Raises ConfigError if one is missing, or if a
+    header shows that its file is cut off."""
     files = find_shards(path).files
     for file in files:
         _check_header(file)
@@ -101,7 +103,7 @@ def check_headers(path: Path) -> tuple[Path, ...]:
 
 
 def _check_header(path: Path) -> None:
-    """Raise ConfigError for a file whose header says that it is cut off, before it is hashed."""
+    """Raise ConfigError for a file whose header shows that it is cut off, before it is hashed."""
     is_there(path)
     try:
         size = path.stat().st_size

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories that hold something else than a model in the form that is read here, by name.
+"""Explanations for directories that do not hold a model in the supported form.
 
-Each sentence says what the directory is and what to give instead.
+Each sentence says what the directory is, and what to give instead.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from pathlib import Path
 
 from ....tiers.settings.format import format_name, format_value
 
-_MOST_NAMES = 2000  # looked at in a directory
+_MOST_NAMES = 2000  # entries of a directory that are read
 _MOST_BYTES = 64 * 1024
 CHECKPOINT = "checkpoint-"
 
 
 def explain_no_config(path: Path) -> str:
-    """Why a directory without config.json is no model."""
+    """Return why a directory without config.json is no model, and what to give instead."""
     names = sorted(_names(path))
     found = next(_kinds(path, names), None)
     return found or f"{path / 'config.json'} is missing; the model must be a Hugging Face directory"
 
 
 def explain_no_weights(path: Path) -> str:
-    """What a directory with config.json and without safetensors has instead; empty where it has
-    nothing that is known."""
+    """Return which weights a directory with config.json has in place of safetensors; empty if none
+    are recognised."""
     names = sorted(_names(path))
     if "adapter_config.json" in names:
         return _adapter(path)
@@ -43,7 +43,7 @@ def explain_no_weights(path: Path) -> str:
 
 
 def explain_file(path: Path) -> str:
-    """Why a file is no model directory."""
+    """Return why a file is no model directory, and what to give instead."""
     if path.suffix == ".gguf":
         return (
             f"{path} is a GGUF file, which is not read; give the directory of the model it was "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's authors recommend for sampling, read from its generation_config.json.
+"""The sampling parameters that a model's authors recommend, from its generation_config.json.
 
-Only keys with a number that requests may give too. That the file says `do_sample: false` turns no
-server greedy: exporters write it for every model. Imports no torch, and knows nothing of requests:
-whoever answers them decides when a recommendation counts.
+Only keys with a number count that requests may have too. `do_sample: false` in the file does not
+make a server greedy, since exporters write it for every model. This module imports no torch. The
+front decides when a recommendation applies to a request.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ _READERS: Mapping[str, Callable[[JsonFields, str], float | int]] = {
 
 
 def load_default_sampling(path: Path) -> dict[str, float | int]:
-    """The recommendations in the model directory `path`, by Hugging Face's names; empty without a
-    file. Raises ConfigError naming the file and the key for a value no request may have."""
+    """Read the recommendations in the model directory `path`, by Hugging Face's names; empty
+    without a file. Raises ConfigError, which names the file and the key, for a value that no
+    request may have."""
     if not is_there(path / GENERATION_CONFIG):
         return {}
     fields = read_json(path / GENERATION_CONFIG)

@@ -3,8 +3,8 @@
 
 `huggingface_hub` does the work, so its cache is shared with other programs and its variables hold:
 HF_HOME and HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only files that the engine reads
-are taken, by a list of names: never code, never pickled weights. Weights come
-last, so a directory that holds them holds the rest too, and what was interrupted is gone on with.
+are downloaded, by a list of names: never code, never pickled weights. Weights come last, so a
+directory that has them is complete, and an interrupted download is continued.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .shards import INDEX_FILE, SINGLE_FILE, find_shards, read_weight_map
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
-# Besides config.json, which is taken first, and weights, which are taken last.
+# Downloaded between config.json, which comes first, and the weights, which come last.
 _SMALL_FILES = (
     GENERATION_CONFIG, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
@@ -34,15 +34,16 @@ _ANSWER_SECONDS = 10.0
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether this has the form of an id, `org/model`; it may be a path as well."""
+    """Whether a text has the form of an id, `org/model`; it may still be a path."""
     return _ID.fullmatch(text) is not None
 
 
 def fetch_model(repo_id: str, revision: str = "", *, needs_weights: bool = True) -> Path:
-    """The directory of a model, whole: from the cache without asking anybody, or else downloaded,
-    with a progress bar on standard error. Without weights there is only its configuration.
+    """Return the complete directory of a model: from the cache without any request to the Hub, or
+    downloaded, with a progress bar on standard error. Without `needs_weights` it may have only the
+    configuration.
 
-    Raises ConfigError where the model cannot be had, with what to do.
+    Raises ConfigError with a remedy if the model cannot be downloaded.
     """
     revision = revision or _MAIN
     if not _REVISION.fullmatch(revision) or ".." in revision:
@@ -55,18 +56,18 @@ def fetch_model(repo_id: str, revision: str = "", *, needs_weights: bool = True)
     try:
         return _download(repo_id, revision, needs_weights=needs_weights)
     except _Unreachable as error:
-        # All but the tokenizer, as programs leave it that need none.
+        # All but the tokenizer: programs that need none leave such directories.
         if cached is not None and _has_weights(cached):
             return cached
         raise ConfigError(str(error)) from error
 
 
 class _Unreachable(Exception):
-    """The Hub did not answer; the cache may do."""
+    """The Hub did not answer; the cache may have the model."""
 
 
 def _cached(repo_id: str, revision: str) -> Path | None:
-    """The folder in which the cache keeps this revision, whole or not."""
+    """Return the folder in which the cache keeps this revision, complete or not."""
     from huggingface_hub import try_to_load_from_cache
 
     with _explained(repo_id, revision):
@@ -97,7 +98,7 @@ def _download(repo_id: str, revision: str, *, needs_weights: bool) -> Path:
         with _explained(repo_id, revision):
             return Path(hf_hub_download(repo_id, name, revision=at))
 
-    # By the name that was asked for, so that the cache knows it when there is no network.
+    # By the caller's name of the revision, so that the cache finds it without a network.
     folder = take(CONFIG, revision).parent
     commit = folder.name
     small = _SMALL_FILES if needs_weights else (GENERATION_CONFIG,)
@@ -178,7 +179,7 @@ def _explained(repo_id: str, revision: str) -> Iterator[None]:
         why = "is not asked, since HF_HUB_OFFLINE is set"
         why = why if constants.HF_HUB_OFFLINE else f"cannot be reached ({_reason(error)})"
         raise _Unreachable(_offline(repo_id, at, why)) from error
-    except Exception as error:  # of the HTTP library, which is not always the same one
+    except Exception as error:  # from the HTTP library, which depends on the version
         why = f"could not be read from to the end ({_reason(error)})"
         raise _Unreachable(_offline(repo_id, at, why)) from error
 

@@ -22,7 +22,8 @@ _MISSING = object()
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> JsonFields:
-    """The object in `path`; raises ConfigError where it is missing, too large or no JSON object."""
+    """Read the object in `path`. Raises ConfigError if it is missing, too large or no
+    JSON object."""
     if not is_there(path):
         raise ConfigError(f"{path} is missing; the model must be a Hugging Face directory")
     try:
@@ -48,8 +49,8 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> JsonFields:
 
 
 class JsonFields:
-    """One JSON object with the place it came from. A null counts as absent, as Hugging Face
-    writes both."""
+    """A JSON object, and the name of its source. A null counts as absent, since Hugging Face writes
+    both."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values = values
@@ -85,7 +86,7 @@ class JsonFields:
         return float(value)  # type: ignore[arg-type]
 
     def number_from(self, name: str, low: float, high: float) -> float:
-        """A number between the bounds, both of which it may be."""
+        """A number from `low` to `high`, both included."""
         value = self._get(name, _MISSING)
         if not _is_number(value) or not low <= value <= high:  # type: ignore[operator]
             raise self.fault(name, f"a number from {low:g} to {high:g}", value)
@@ -138,7 +139,8 @@ class JsonFields:
         return kinds
 
     def fault(self, name: str, expected: str, got: object) -> ConfigError:
-        """The sentence for a key with an unusable value."""
+        """Make the error for a key with an unusable value, with the source and the
+        expected form."""
         return ConfigError(f"{self.where}: {name} must be {expected}, not {format_value(got)}")
 
     def _get(self, name: str, default: object) -> object:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight files of a Hugging Face directory: which there are, and which tensor each must hold.
+"""The weight files of a Hugging Face directory, and the tensors that each must hold.
 
 `checkpoint.py` opens the files, `fingerprint.py` reads their bytes.
 """
@@ -21,20 +21,20 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 * 1024**2
 
 
-# Older exports carry the rotary frequencies, or name them, which the configuration determines.
+# Rotary frequencies, which older exports hold or name; the configuration determines them.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """`files` by name; `weight_map` (tensor → file) only where there are several."""
+    """The weight files, by name; `weight_map` (tensor → file) only if there are several."""
 
     files: tuple[Path, ...]
     weight_map: dict[str, Path] | None
 
 
 def find_shards(path: Path) -> Shards:
-    """The safetensors files under `path`; raises ConfigError naming the one that is missing."""
+    """Find the safetensors files under `path`. Raises ConfigError, which names a missing one."""
     if is_there(path / SINGLE_FILE):
         return Shards((path / SINGLE_FILE,), None)
     if not is_there(path / INDEX_FILE):
@@ -59,8 +59,8 @@ def find_shards(path: Path) -> Shards:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Tensor → name of its file, as the index under `path` has it; raises ConfigError for an index
-    without files, and for a name that leads elsewhere."""
+    """Read the index under `path`: tensor → name of its file. Raises ConfigError for an index
+    without files, and for a name outside the directory."""
     index = read_json(path / INDEX_FILE, MAX_INDEX_BYTES)
     names = index.inner("weight_map").values
     if not names:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """StateWeights: the weights of the mixer of a layer that carries a state.
 
-What tells the recurrences apart is in the weights: a vector that a kind has none of is None. All
-matrices into a layer are one, whose rows lie in the order in which the mixer splits them. Vectors
-of a recurrence are in float32 at least, as the recurrence is.
+The weights show the kind of recurrence: a vector that a kind does not have is None. All matrices
+into a layer are joined into one, with rows in the order in which the mixer splits them. Vectors of
+a recurrence are in float32 at least, like the recurrence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .tensor_shapes import (
 
 @dataclass(slots=True)
 class StateWeights:
-    """Matrices are `[out, in]`; a bias may be None."""
+    """The weights of a state mixer. Matrices are `[out, in]`; a bias may be None."""
 
     in_proj: Tensor  # [in_size, hidden]
     in_bias: Tensor | None
@@ -50,8 +50,8 @@ class StateWeights:
     output_factor: float = 1.0
 
     def multiply(self, factors: Multipliers, spec: StateSpec) -> None:
-        """Put a family's factors into the weights of Mamba-2. A convolution is computed in float32
-        at least, so its weights may be as wide; and so is the norm."""
+        """Multiply the weights of Mamba-2 by a family's factors. The convolution and the norm are
+        computed in float32 at least, so their weights may become as wide."""
         gate, x, b, c, self.time_factor = factors.state_inputs
         self.gate_factor = gate
         shared = spec.num_groups * spec.state_size
@@ -73,8 +73,8 @@ def read_state_weights(
     spec: StateSpec,
     family: StateFamily,
 ) -> StateWeights:
-    """Make the weights of one layer of tensors that `read` reads by their names in the layer, and
-    `read_wide` in float32 at least."""
+    """Make the weights of one layer from its tensors. `read` reads them by their names in the
+    layer, `read_wide` does so in float32 at least."""
     weights = StateWeights(
         in_proj=_read_in(read, spec, family),
         in_bias=read(STATE_IN_BIAS) if spec.has_bias else None,
@@ -92,8 +92,8 @@ def read_state_weights(
 
 
 def _read_in(read: Callable[[str], Tensor], spec: StateSpec, family: StateFamily) -> Tensor:
-    """The matrix into a layer: of a gated delta rule, queries, keys, values, gate, beta, and time
-    steps."""
+    """Read the matrix into a layer. Its rows for a gated delta rule are queries, keys, values,
+    gate, beta, and time steps."""
     if family.projections is Projections.ONE:
         return read(STATE_IN)
     parts = [read(name) for name in STATE_IN_PARTS[family.projections]]
@@ -103,8 +103,8 @@ def _read_in(read: Callable[[str], Tensor], spec: StateSpec, family: StateFamily
 
 
 def _ungroup(matrix: Tensor, scalars: Tensor, spec: StateSpec) -> list[Tensor]:
-    """The parts, each of all heads, of matrices in which all parts of a head of keys lie
-    together."""
+    """Split matrices in which all parts of a head of keys are contiguous into their parts, each
+    with all heads."""
     heads = spec.num_heads // spec.num_groups
     values = heads * spec.head_dim
     by_group = matrix.view(spec.num_groups, -1, matrix.shape[1])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that lie in the files of a safetensors model, each checked by name, shape and type.
+"""The tensors in the files of a safetensors model, each checked by name, shape and type.
 
-Reads headers only, and needs no torch; `checkpoint.py` reads the numbers. Knows nothing of models:
-the caller says which names and shapes it expects.
+It reads headers only, and needs no torch; `checkpoint.py` reads the numbers. The caller says which
+names and shapes it expects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ....tiers.settings.values import ConfigError
 from .shards import DERIVED, INDEX_FILE, find_shards
 
 FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
-# A head that training for rewards leaves behind; no text depends on it.
+# A head that reward training leaves in checkpoints; text generation does not use it.
 _VALUE_HEAD = "v_head."
 _QUANTISED = (".qweight", ".qzeros")
 
@@ -36,13 +36,13 @@ class StoredTensors:
         framework: str = "numpy",
         device: str = "cpu",
     ) -> None:
-        """Open every shard under `path`; raises ConfigError naming the file that is missing,
-        damaged, or lacks a tensor that the index says it holds. `name_of`, where it is given: what
-        a stored tensor is called here; None for one to be left alone."""
+        """Open every shard under `path`. `name_of` maps the stored name of a tensor to its name
+        here, None for a tensor to ignore. Raises ConfigError, which names the file, if a file is
+        missing, damaged, or lacks a tensor of the index."""
         self.path = path
         self._opened_as = {"framework": framework, "device": device}
-        self._where: dict[str, Any] = {}  # by name here: its file
-        self._stored: dict[str, str] = {}  # its name there
+        self._where: dict[str, Any] = {}  # name here → its file
+        self._stored: dict[str, str] = {}  # name here → stored name
         self._name_of = name_of
         self._stack = ExitStack()
         with ExitStack() as stack:
@@ -62,7 +62,7 @@ class StoredTensors:
 
     @property
     def tensor_names(self) -> list[str]:
-        """Every tensor there is, but for those that are ignored."""
+        """The names here of all tensors, without the ignored ones."""
         return [
             name
             for name in self._where
@@ -70,7 +70,7 @@ class StoredTensors:
         ]
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor; None: it is not there."""
+        """Return the shape of a tensor; None: it does not exist."""
         if name not in self._where:
             return None
         return tuple(self._where[name].get_slice(self._stored[name]).get_shape())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that a checkpoint must hold, by name and shape, as its specification says. Needs no
+"""The tensors that a checkpoint must hold by its specification, with names and shapes. Needs no
 torch, so that a plan and a refusal need none."""
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ FUSION = "fc.weight"
 FUSION_BIAS = "fc.bias"
 
 
-# Of a checkpoint with more than text, in each of the two spellings: how names of the text part
-# begin, and what they begin with here; and the other parts, which are left alone.
+# For checkpoints with more than text, in each of two spellings: the prefix of the text part's names
+# and the prefix here; the other parts are ignored.
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-# What other families call the parts of a layer with experts, and what they are called here.
+# The names of parts of a layer with experts in other families, and the names here.
 _EXPERT_PARTS = (
     ("block_sparse_moe.gate.", "mlp.gate."),
     ("block_sparse_moe.router.layer.", "mlp.gate."),
@@ -79,7 +79,7 @@ _OTHER_PARTS = tuple(
 
 
 def family_name(spec: ModelSpec, stored: str) -> str | None:
-    """The name here of a tensor of a model's family; None: it is left alone."""
+    """Return the name here of a tensor of a model's family; None: it is ignored."""
     family = spec.family
     if family.left_alone and stored.startswith(family.left_alone):
         return None
@@ -89,20 +89,20 @@ def family_name(spec: ModelSpec, stored: str) -> str | None:
     name = plain_name(name)
     if family.experts is None:
         return name
-    # A model of a family with experts that has none has the shared one all the same.
+    # A model without experts, of a family with experts, names its MLP like the shared expert.
     name = expert_name(name)
     return name if spec.experts is not None else name.replace(".mlp.shared_expert.", ".mlp.")
 
 
 def plain_name(stored: str) -> str:
-    """What a tensor of a checkpoint of text is called here. One that was saved without its head has
-    names without a prefix."""
+    """Return the name here of a tensor of a text checkpoint. A checkpoint that was saved without
+    its head has names without a prefix."""
     bare = stored.startswith(("embed_tokens.", "layers.")) or stored == "norm.weight"
     return f"model.{stored}" if bare else stored
 
 
 def expert_name(stored: str) -> str:
-    """The name here of a tensor of a model with experts, which families call differently."""
+    """Return the name here of a tensor of a model with experts; families use different names."""
     name = plain_name(stored)
     for theirs, ours in _EXPERT_PARTS:
         if theirs in name:
@@ -116,7 +116,8 @@ def expert_name(stored: str) -> str:
 
 
 def text_part_name(stored: str) -> str | None:
-    """What a tensor of a checkpoint with more than text is called here; None: it is not text."""
+    """Return the name here of a tensor of a checkpoint with more than text; None: it is
+    not text."""
     if stored.startswith(_OTHER_PARTS):
         return None
     for prefix, ours in _TEXT_PREFIXES.items():
@@ -126,8 +127,8 @@ def text_part_name(stored: str) -> str | None:
 
 
 def eagle_name(stored: str) -> str | None:
-    """The name here of a tensor of an EAGLE head; None for an embedding and an output matrix, in
-    whose place the model's are taken."""
+    """Return the name here of a tensor of an EAGLE head; None for an embedding and an output
+    matrix, which are replaced by the model's."""
     name = plain_name(stored)
     if name in (EMBEDDING, HEAD):
         return None
@@ -135,7 +136,7 @@ def eagle_name(stored: str) -> str | None:
 
 
 def name_of(spec: ModelSpec) -> Callable[[str], str | None]:
-    """What names a stored tensor as it is called here."""
+    """Return the function from the stored name of a tensor to its name here."""
     if spec.is_eagle:
         return eagle_name
     if not spec.is_text_part:
@@ -149,9 +150,9 @@ def name_of(spec: ModelSpec) -> Callable[[str], str | None]:
 
 
 def expected_tensors(spec: ModelSpec, stored: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint with its shape. A head that is the embedding is among them
-    only where it is among the names of `stored` ones. The experts of a layer are one tensor unless
-    `stored` ones are apart."""
+    """Return the shape of every tensor of the checkpoint. A head that is tied to the embedding is
+    among them only if `stored` names it. The experts of a layer are one tensor unless `stored` has
+    a tensor for each."""
     if spec.is_eagle:
         return _eagle_tensors(spec, stored)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
@@ -177,13 +178,13 @@ def _all_layers(spec: ModelSpec, stored: Collection[str]) -> dict[str, tuple[int
 
 
 def has_experts_apart(layer: int, stored: Collection[str]) -> bool:
-    """Whether each expert of a layer has tensors of its own among the `stored` ones; experts as one
-    are expected where nothing is stored."""
+    """Whether each expert of a layer has tensors of its own among the `stored` ones. If `stored` is
+    empty, joined experts are expected."""
     return bool(stored) and in_layer(layer, EXPERTS_GATE_UP) not in stored
 
 
 def _eagle_tensors(spec: ModelSpec, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """The tensors of an EAGLE head: no embedding, and neither a norm nor a matrix behind its
+    """Return the tensors of an EAGLE head, which has no embedding, and no norm or matrix behind its
     layers."""
     shapes: dict[str, tuple[int, ...]] = {FUSION: (spec.hidden_size, 2 * spec.hidden_size)}
     if FUSION_BIAS in stored:
@@ -194,7 +195,8 @@ def _eagle_tensors(spec: ModelSpec, stored: Collection[str]) -> dict[str, tuple[
 def layer_tensors(
     spec: ModelSpec, layer: int, *, is_apart: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors of one layer, by their names in it; with `is_apart` each expert has its own."""
+    """Return the tensors of a layer by their names in it; with `is_apart` each expert has
+    its own."""
     hidden, mlp = spec.hidden_size, spec.intermediate_size
     joins = spec.family.joins_gate
     shapes: dict[str, tuple[int, ...]] = {
@@ -238,7 +240,7 @@ def _attention_norms(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Names without their ending."""
+    """Return the attention matrices, by names without their ending."""
     hidden = spec.hidden_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     matrices: dict[str, tuple[int, ...]] = {ATTENTION_OUT: (hidden, queries)}
@@ -298,7 +300,7 @@ def _expert_tensors(
 def _shared_tensors(
     size: int, hidden: int, *, joins: bool, is_gated: bool
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors of an expert that every token has; a size of 0: there is none."""
+    """Return the tensors of an expert that every token uses; a size of 0: there is none."""
     if not size:
         return {}
     shapes: dict[str, tuple[int, ...]] = {SHARED.format("down"): (hidden, size)}
@@ -321,8 +323,8 @@ class NormNames(NamedTuple):
 
 
 def norm_names(spec: ModelSpec, layer: int) -> NormNames:
-    """A layer's norms by name: one that is called post_attention_layernorm is the MLP's in most
-    families, and lies behind the attention in those with a norm there. The first layer of an EAGLE
+    """Return a layer's norms by name. post_attention_layernorm is the MLP's norm in most families,
+    and the norm behind the attention in families that have one there. The first layer of an EAGLE
     head has none before its attention. A layer with one part has one norm."""
     if spec.family.norms is Norms.SINGLE:
         name = "norm.weight"

@@ -2,9 +2,8 @@
 """The weights of a decoder: their names in Hugging Face's form, and the matrices made of them.
 
 Query, key and value become one matrix, so that a step rotates queries and keys together and makes
-one call for three. Gate and up become one where that is asked for, which is one launch less on a
-GPU. On the CPU they stay apart: one matrix was measured to gain nothing there, and apart they need
-no copy.
+one call for three. Gate and up become one on request, which saves a launch on a GPU. On the CPU
+they stay separate: by measurement one matrix is not faster there, and separate ones need no copy.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ from .tensor_shapes import (
 logger = logging.getLogger(__name__)
 
 SEED = 20261
-SPREAD = 0.02  # what models are initialised with
+SPREAD = 0.02  # standard deviation with which models are initialised
 _OF_STATES = (STATE_CONV, STATE_DECAY, STATE_NORM, STATE_SKIP, STATE_TIME_BIAS)
 
 
@@ -79,7 +78,7 @@ class RandomTensors:
         self._generator = torch.Generator(device).manual_seed(SEED)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Make the tensor: one number for a norm, zeros for a bias, normal numbers for a matrix."""
+        """Make a tensor: a constant for a norm, zeros for a bias, normal numbers for a matrix."""
         shape = self._shapes[name]
         if name.endswith(_OF_STATES):
             return self._read_of_state(name, shape).to(dtype)
@@ -90,8 +89,8 @@ class RandomTensors:
         return made.normal_(0.0, SPREAD, generator=self._generator)
 
     def _read_of_state(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The numbers that layers with a state are trained from: heads that forget at different
-        rates, short time steps, and a convolution whose window is about evenly wide."""
+        """Make numbers like those that training of layers with a state begins with: heads with
+        different decay rates, short time steps, and a convolution with about even weights."""
         made = torch.empty(shape, dtype=torch.float32, device=self.device)
         if name.endswith((STATE_NORM, STATE_SKIP)):
             return made.fill_(1.0)
@@ -108,7 +107,7 @@ class RandomTensors:
 
 
 class Source(Protocol):
-    """A source of tensors: a checkpoint, or chance."""
+    """A source of tensors: a checkpoint, or random numbers."""
 
     device: torch.device
 
@@ -119,8 +118,7 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class DenseWeights:
-    """The MLP that every token has. Matrices are `[out, in]`; a gate or a bias is None where there
-    is none."""
+    """The MLP that every token uses. Matrices are `[out, in]`; a missing gate or bias is None."""
 
     gate: Tensor | None
     up: Tensor
@@ -128,7 +126,7 @@ class DenseWeights:
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    # Gate and up as one, of which these two are views; None where they are apart.
+    # Gate and up as one, of which these two are views; None: they are separate.
     gate_up: Tensor | None = None
     gate_up_bias: Tensor | None = None
 
@@ -145,20 +143,20 @@ class DenseWeights:
 
 @dataclass(slots=True)
 class ExpertWeights:
-    """A mixture of experts: of each its three matrices, as in `DenseWeights`."""
+    """A mixture of experts, each with three matrices, as in `DenseWeights`."""
 
     router: Tensor  # [experts, hidden]
     gates: Sequence[Tensor]
     ups: Sequence[Tensor]
     downs: Sequence[Tensor]
-    shared: DenseWeights | None = None  # an expert that every token has, times a gate of its own
+    shared: DenseWeights | None = None  # an expert that every token uses, times its own gate
     shared_gate: Tensor | None = None  # [1, hidden]
-    # All experts as one, of which the others are views; None where they are apart.
+    # All experts as one, of which the others are views; None: they are separate.
     gate_ups: Tensor | None = None  # [experts, 2 * size, hidden]
     all_downs: Tensor | None = None  # [experts, hidden, size]
 
     def join_gate(self) -> None:
-        """Make the matrices of all experts two."""
+        """Join the matrices of all experts into two."""
         if self.gate_ups is None:
             self.gate_ups = torch.stack(
                 [torch.cat(pair) for pair in zip(self.gates, self.ups, strict=True)]
@@ -178,8 +176,8 @@ class AttentionWeights:
 
     qkv: Tensor  # [(heads + 2 kv heads) * head_dim, hidden]: queries, keys, values
     qkv_bias: Tensor | None
-    # [heads + kv heads, head_dim]: of queries, then of keys; each head's is computed by itself, or
-    # over all heads of either (`HeadNorms`).
+    # [heads + kv heads, head_dim]: of queries, then of keys; the norm is computed for each head, or
+    # over all heads of queries and over all of keys (`HeadNorms`).
     head_norms: Tensor | None
     # [heads * head_dim, hidden]: of the gate that an attention's output is multiplied by.
     gate: Tensor | None = None
@@ -188,8 +186,8 @@ class AttentionWeights:
 
 @dataclass(slots=True)
 class ParallelWeights:
-    """Attention and a state side by side; the columns of the matrix out of them lie in this
-    order."""
+    """Attention and a state side by side. The columns of the matrix out of them are in
+    this order."""
 
     attention: AttentionWeights
     state: StateWeights
@@ -198,8 +196,8 @@ class ParallelWeights:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """The weights of a layer. Matrices are `[out, in]`; a bias or norm may be None, and so may the
-    mixer, with the matrix out of it, or the MLP."""
+    """The weights of a layer. Matrices are `[out, in]`. A bias or norm may be None, and so may the
+    MLP, or the mixer with the matrix out of it."""
 
     attention_norm: Tensor | None
     mixer: AttentionWeights | StateWeights | ParallelWeights | None
@@ -213,7 +211,7 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """A whole model; `head` is `embedding` itself where they are tied."""
+    """The weights of a whole model; `head` is `embedding` itself if they are tied."""
 
     embedding: Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
@@ -241,7 +239,7 @@ def load_weights(
     """Map, check and cast the weights under `path`, on `device`; with `joins_gate`, gate and up of
     a layer are one matrix.
 
-    Raises ConfigError naming the tensor or file that is missing, unknown or of the wrong shape.
+    Raises ConfigError, which names the tensor or file that is missing, unknown or misshapen.
     """
     with Checkpoint(path, device, name_of(spec)) as checkpoint:
         expected = expected_tensors(spec, checkpoint.tensor_names)
@@ -250,7 +248,7 @@ def load_weights(
         head = checkpoint.read(HEAD, dtype) if HEAD in expected else embedding
         if spec.tied_embeddings and head is not embedding:
             if not torch.equal(head, embedding):
-                # As transformers and vLLM have it.
+                # The same as in transformers and vLLM.
                 logger.warning(
                     "%s: %s differs from %s and is not used, since config.json says that they are "
                     "one (tie_word_embeddings)",
@@ -271,8 +269,8 @@ def load_eagle_weights(
     joins_gate: bool = False,
     is_random: bool = False,
 ) -> EagleWeights:
-    """The weights of the EAGLE head under `path`, or random ones; raises ConfigError as
-    `load_weights` does."""
+    """Load the weights of the EAGLE head under `path`, or make random ones. Raises ConfigError,
+    like `load_weights`."""
     if is_random:
         tensors = RandomTensors(expected_tensors(spec), device)
         return _load_eagle(tensors, spec, dtype, joins_gate, has_bias=False)
@@ -289,7 +287,7 @@ def random_weights(
     *,
     joins_gate: bool = False,
 ) -> DecoderWeights:
-    """A model of this shape that has learnt nothing, as `load_weights` makes one."""
+    """Make random weights of this shape, in the form of `load_weights`."""
     norm = 0.0 if spec.family.centred_norms else 1.0
     tensors = RandomTensors(expected_tensors(spec), device, norm)
     embedding = tensors.read(EMBEDDING, dtype)
@@ -319,14 +317,14 @@ def _load_layers(
     for index in range(spec.num_layers):
         layer = _load_layer(source, spec, dtype, index)
         if joins_gate and layer.mlp is not None:
-            layer.mlp.join_gate()  # before the next one is read, so that few lie in memory twice
+            layer.mlp.join_gate()  # before the next one is read, so that few are in memory twice
         layers.append(layer)
     return layers
 
 
 def _read_norm(source: Source, spec: ModelSpec, dtype: torch.dtype, name: str) -> Tensor:
-    """The weights of a norm: wide ones in float32 at least, and those that are stored less one, for
-    near one a half type is too coarse."""
+    """Read the weights of a norm. Wide norms, and weights that are stored minus one, are in float32
+    at least, since 16-bit types are too coarse near one."""
     wide = torch.promote_types(dtype, torch.float32)
     if spec.family.wide_norms:
         return source.read(name, wide)
@@ -350,7 +348,7 @@ def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int)
 
 
 class _LayerReader:
-    """Reads the tensors of one layer, and makes of them what a layer computes with."""
+    """A reader of the tensors of one layer, which makes the layer's weights from them."""
 
     def __init__(self, source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int) -> None:
         self._source, self._spec, self._dtype, self._layer = source, spec, dtype, layer
@@ -361,7 +359,7 @@ class _LayerReader:
         return self._source.read(in_layer(self._layer, name), self._dtype)
 
     def read_wide(self, name: str) -> Tensor:
-        """The tensor in float32 at least, as a recurrence needs it."""
+        """Read a tensor in float32 at least, as a recurrence needs it."""
         wide = torch.promote_types(self._dtype, torch.float32)
         return self._source.read(in_layer(self._layer, name), wide)
 
@@ -394,7 +392,7 @@ class _LayerReader:
         return ParallelWeights(attention, state, self.factors.attended)
 
     def out(self) -> Tensor | None:
-        """The matrix behind the mixer, or those behind both of them side by side."""
+        """Read the matrix behind the mixer, or the joined matrices behind two mixers."""
         matrices = [self.read(f"{name}.weight") for name in self._outs()]
         return torch.cat(matrices, 1) if len(matrices) > 1 else next(iter(matrices), None)
 
@@ -407,7 +405,7 @@ class _LayerReader:
         return total
 
     def _outs(self) -> dict[str, float]:
-        """The matrices behind a layer's mixers, with the factors of their biases."""
+        """Return the names of the matrices behind a layer's mixers, and the factors of biases."""
         outs: dict[str, float] = {}
         if self._spec.has_attention(self._layer):
             outs[ATTENTION_OUT] = self.factors.attention_out_bias
@@ -433,14 +431,14 @@ class _LayerReader:
         )
 
     def gated_queries(self, kind: str) -> tuple[Tensor, Tensor]:
-        """Queries and their gate, which are stored as one, head by head; copies of either."""
+        """Read queries and their gate, which are stored as one, head by head; returns copies."""
         whole = self.read(f"self_attn.q_proj.{kind}")
         heads = whole.view(self._spec.num_heads, 2, self._spec.head_dim, *whole.shape[1:])
         return heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
 
     def qkv(self, kind: str) -> Tensor:
-        """Queries, keys and values as one, with the elements of heads that turn in pairs of the
-        first half and the second."""
+        """Read queries, keys and values as one. The rotated elements of a head are in pairs of its
+        first half and its second."""
         spec = self._spec
         if spec.family.joins_projections:
             whole = self.read(QKV)

@@ -5,10 +5,10 @@
     forward   these, given as `Embeds`, through the layers ──► hidden states
     logits    the model's own, of these
 
-The hidden state that it reads is the model's last one behind the last norm, which `logits` takes:
-vLLM gives its heads the same. Its own layers have no norm behind them, the first none in front
-of its attention. Embedding and output matrix are the model's, and lie in memory once; those of
-a checkpoint are copies that training left as they were, and are not read.
+The hidden state that it reads is the model's last one behind the last norm, the input of `logits`;
+heads in vLLM read the same. Its own layers have no norm behind them, and the first has none before
+its attention. Embedding and output matrix are the model's, and are in memory once; those in a
+checkpoint are copies that training did not change, and are not read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .eagle_spec import check_fusion
 
 
 class EagleHead(Decoder):
-    """A head in memory, beside its model. Takes over `weights`, as a decoder does."""
+    """A head in memory, beside its model. It takes over `weights`, like a decoder."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class EagleHead(Decoder):
         *,
         is_random: bool = False,
     ) -> Self:
-        """Read the weights of a head straight to `device`, or take random ones; raises ConfigError
-        where they do not fit its specification."""
+        """Read the weights of a head straight to `device`, or make random ones. Raises ConfigError
+        if they do not fit its specification."""
         if not is_random:
             check_fusion(source.path)
         weights = load_eagle_weights(
@@ -80,6 +80,6 @@ class EagleHead(Decoder):
         return cls(source.spec, weights, model, max_model_len, dtype, elementwise)
 
     def fuse(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """`[tokens, hidden]` that the layers begin with: of each token, and of the hidden state
+        """Compute the layers' input `[tokens, hidden]` from each token, and from the hidden state
         `[tokens, hidden]` of the token before it."""
         return self._fusion(torch.cat((self.embed(token_ids), hidden), -1))

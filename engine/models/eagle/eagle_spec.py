@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config.json of an EAGLE head, as SafeAILab and vLLM publish them for Llama.
+"""The config.json of an EAGLE head, in the forms of SafeAILab and vLLM for Llama.
 
 A head is one or a few layers of a Llama, over the hidden states of the model that it drafts for:
 
@@ -27,17 +27,17 @@ from ..model_spec import ModelSpec
 from ..spec.spec_parser import CONFIG, parse_model_spec
 
 _LLAMA = "LlamaForCausalLM"
-# A head that was published by its authors has the name of a Llama.
+# Heads that their authors published have the name of a Llama.
 _ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle", "EAGLEModel")
 _MODEL_TYPE = "eagle"
-# What only the config.json of an EAGLE-3 head says.
+# Keys that only the config.json of an EAGLE-3 head has.
 _OF_EAGLE3 = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
 _OTHER_HEADS = "--speculative-method ngram or a draft model needs no head"
 
 
 def is_eagle_head(path: Path) -> bool:
-    """Whether the config.json under `path` is that of an EAGLE head of any generation. One that
-    cannot be read is none; who loads it says why."""
+    """Whether the config.json under `path` is that of an EAGLE head of any generation. False for
+    one that cannot be read: loading it raises the error."""
     try:
         config = read_json(path / CONFIG)
     except ConfigError:
@@ -70,8 +70,8 @@ def load_eagle_spec(path: Path) -> ModelSpec:
 
 
 def check_head(model: ModelSource, head: ModelSource) -> None:
-    """Raise ConfigError where the head's shape is not that of hidden states and tokens of the
-    model."""
+    """Raise ConfigError if the head does not have the hidden size and the vocabulary of
+    the model."""
     for name, what in (("hidden_size", "numbers of a hidden state"), ("vocab_size", "tokens")):
         own, other = (int(getattr(each.spec, name)) for each in (model, head))
         if own != other:
@@ -82,8 +82,8 @@ def check_head(model: ModelSource, head: ModelSource) -> None:
 
 
 def check_fusion(path: Path) -> None:
-    """Raise ConfigError where the weights under `path` lack the matrix that makes them an EAGLE
-    head, or where it is that of EAGLE-3."""
+    """Raise ConfigError if the weights under `path` lack the matrix of an EAGLE head, or have that
+    of EAGLE-3."""
     with StoredTensors(path, eagle_name) as stored:
         shape = stored.shape_of(FUSION)
     if shape is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..checkpoint.json_fields import JsonFields
 
 MAX_EXPERTS = 4096
-# Both stand for the number of experts: transformers writes one or the other for the same family.
+# Both are the number of experts: transformers writes one or the other for the same family.
 COUNT_KEYS = ("num_experts", "num_local_experts")
 EXPERT_KEYS = (*COUNT_KEYS, "n_routed_experts")
 
@@ -23,7 +23,7 @@ class ExpertSpec:
     size: int  # rows of an expert's gate
     normalises: bool  # whether the weights of the chosen are divided by their sum
     layers: tuple[int, ...]  # the others have an MLP of `intermediate_size`
-    shared_size: int = 0  # rows of the gate of an expert that every token has; 0: there is none
+    shared_size: int = 0  # rows of the gate of an expert that every token uses; 0: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class ExpertFamily:
     default_shared_size: int = 0  # 0: the family has no shared expert
     shared_size_key: str = "shared_expert_intermediate_size"
     gates_shared: bool = True  # whether it is multiplied by a gate of its own
-    may_lack: bool = False  # whether no experts at all is a model of the family
+    may_lack: bool = False  # whether a model of the family may have no experts
     mixes_dense: bool = False  # whether mlp_only_layers and decoder_sparse_step are heeded
 
 
 def parse_experts(config: JsonFields, family: ExpertFamily, num_layers: int) -> ExpertSpec | None:
-    """The experts, or None where no layer has any; raises ConfigError naming the key."""
+    """Read the experts; None: no layer has any. Raises ConfigError, which names the key."""
     count_key = next((key for key in COUNT_KEYS if config.has(key)), COUNT_KEYS[0])
     least = 0 if family.may_lack else 1
     count = config.integer(count_key, family.default_count, minimum=least, maximum=MAX_EXPERTS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerParts: which part each layer has, in families whose layers are a mixer or an MLP alone."""
+"""LayerParts: the part of each layer, in families whose layers are a mixer or an MLP alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..checkpoint.json_fields import JsonFields
 from .state_layers import TYPE_KEYS
 
-# In older files one letter for each layer, in the place of a list.
+# In older files: one letter for each layer, in place of a list.
 PATTERN = "hybrid_override_pattern"
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _STATES = ("mamba", "linear_attention")
@@ -31,7 +31,8 @@ class LayerParts(NamedTuple):
 
 
 def parse_layer_parts(config: JsonFields) -> LayerParts:
-    """The part of each layer, by a list or a pattern; raises ConfigError naming the key."""
+    """Read the part of each layer from a list or a pattern. Raises ConfigError, which names the
+    key."""
     key = next((key for key in (*TYPE_KEYS, PATTERN) if config.has(key)), TYPE_KEYS[1])
     given = config.values.get(key)
     kinds = _kinds(config, key)

@@ -5,11 +5,11 @@
     state       out * out_proj(mixer of the rows times in, with a factor for each of its five parts)
     MLP         down * down_proj(silu(gate * gate_proj(row)) * up_proj(row))
 
-They are applied where they round no matrix, and seldom take a pass over the rows. A factor in front
-of a matrix goes behind it, and the bias in between is divided by it. The factors of keys
-go to the scores, and that of the gate to the norm before the MLP, whose weights are wide then, and
-from there through `up_proj` to the output. The MLP's own factor is then `residual`, by which hidden
-states are kept divided (`ModelSpec.embedding_scale`); what the mixers add is divided by it, too.
+They are applied where they round no matrix, and seldom take a pass over the rows. A factor before a
+matrix moves behind it, and a bias between is divided by it. The factors of keys move to the scores.
+That of the gate moves to the norm before the MLP, whose weights are wide then, and from there
+through `up_proj` to the output. The MLP's own factor is then `residual`, by which hidden states are
+kept divided (`ModelSpec.embedding_scale`); the mixers' additions are divided by it too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEAST, MOST = 1e-6, 1e6
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Factors as config.json has them, and as they are applied."""
+    """The factors in config.json, and as properties the factors that are applied."""
 
     embedding: float = 1.0
     logits: float = 1.0
@@ -39,12 +39,12 @@ class Multipliers:
 
     @property
     def scores(self) -> float:
-        """The factor of attention's scores, of which both sides come out of rows."""
+        """Factor of attention's scores; both sides of a score come from multiplied rows."""
         return self.key * self.attention_in**2
 
     @property
     def residual(self) -> float:
-        """The factor of what an MLP adds, whose input has been multiplied by `gate`."""
+        """Factor of an MLP's addition; its input has been multiplied by `gate`."""
         return self.down / self.gate
 
     @property
@@ -69,7 +69,7 @@ class Multipliers:
 
 
 def parse_multipliers(config: JsonFields) -> Multipliers:
-    """All factors, 1 where config.json is silent; raises ConfigError naming the key."""
+    """Read all factors, 1 for absent keys. Raises ConfigError, which names the key."""
 
     def one(name: str) -> float:
         return config.number_from(name, LEAST, MOST) if config.has(name) else 1.0

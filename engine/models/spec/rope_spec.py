@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's configuration says about rotary positions, in both of Hugging Face's spellings.
+"""The rotary positions in a model's configuration, in both of Hugging Face's spellings.
 
 The newer one is `rope_parameters` with `rope_theta` inside, the older `rope_scaling` beside a
 `rope_theta` of its own. `rope.py` computes the tables.
@@ -15,9 +15,9 @@ from ..checkpoint.json_fields import MAX_COUNT, JsonFields
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _OLD_KINDS = {"su": "longrope"}
 DEFAULT_THETA = 10000.0
-# Models are stretched by 2 to 128. Far beyond, rounding eats the positions.
+# Known factors are 2 to 128. Far larger ones lose the positions by rounding.
 MAX_FACTOR = 1e6
-# Kinds of layers as Hugging Face calls them: those that see all, and those with a window.
+# Hugging Face's names of kinds of layers: those that see all tokens, and those with a window.
 FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 # Positions of several kinds of layers, of images, and queries that grow with their position.
 PARTIAL, GROWTH = "partial_rotary_factor", "llama_4_scaling_beta"
@@ -27,7 +27,7 @@ _UNSUPPORTED = (*LAYER_KINDS, SECTIONS, GROWTH)
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """One kind of rotary positions with the fields that kind has; the others keep defaults."""
+    """Rotary positions of some kind. Fields that the kind does not have keep their defaults."""
 
     kind: str = "default"
     theta: float = DEFAULT_THETA
@@ -58,10 +58,10 @@ def parse_rope(
     heeded: Collection[str] = (),
     default_turning: float = 1.0,
 ) -> RopeSpec:
-    """Read the rotary part of a config.json; raises ConfigError naming the key. `heeded` are keys
-    that others read, `turning_size` and `parse_query_growth`, or that change nothing here.
+    """Read the rotary part of a config.json. `heeded` are keys that `turning_size` and
+    `parse_query_growth` read, or that have no effect here. Raises ConfigError, which names the key.
 
-    Where both spellings are given, a non-empty `rope_scaling` wins, as it does in transformers.
+    If both spellings are given, a non-empty `rope_scaling` wins, as in transformers.
     """
     fields = _rope_fields(config)
     theta = config.number("rope_theta", default_theta)
@@ -71,7 +71,7 @@ def parse_rope(
 
 
 def turning_size(config: JsonFields, head_dim: int, default: float = 1.0) -> int:
-    """The elements of a head that turn, which come first; the others stay as they are."""
+    """Read the number of elements of a head that rotate, which are its first ones."""
     fields = _rope_fields(config)
     source = fields if fields.has(PARTIAL) else config
     share = source.number(PARTIAL, default, at_most=1.0)
@@ -82,7 +82,7 @@ def turning_size(config: JsonFields, head_dim: int, default: float = 1.0) -> int
 
 
 def parse_query_growth(config: JsonFields, rope: RopeSpec) -> float | None:
-    """The growth of queries with their position, `ModelSpec.query_growth`; None: there is none."""
+    """Read the growth of queries by position, `ModelSpec.query_growth`; None: there is none."""
     fields = _rope_fields(config)
     if not fields.has(GROWTH):
         return None
@@ -100,12 +100,12 @@ def _rope_fields(config: JsonFields) -> JsonFields:
 def parse_two_ropes(
     config: JsonFields, head_dim: int, max_positions: int, thetas: tuple[float, float]
 ) -> tuple[RopeSpec, RopeSpec]:
-    """The rotary positions of layers that see all, and of layers with a window; `thetas` are theirs
-    where config.json is silent. Raises ConfigError naming the key.
+    """Read the rotary positions of layers that see all tokens, and of layers with a window;
+    `thetas` are their defaults. Raises ConfigError, which names the key.
 
     The newer spelling has an object for each kind of layer in `rope_parameters`; in the older one
     `rope_theta` and `rope_scaling` are those of layers that see all, and `rope_local_base_freq` is
-    the theta of the others. A `rope_scaling` beside the newer one is laid over it.
+    the theta of the others. A `rope_scaling` beside the newer spelling overrides its fields.
     """
     new = config.inner("rope_parameters")
     for name in new.values:
@@ -134,7 +134,7 @@ def _parse_fields(
     max_positions: int,
     heeded: Collection[str] = (),
 ) -> RopeSpec:
-    """Those of `fields`; `config` is all of config.json, and `theta` the one that it gives."""
+    """Read the rotary positions in `fields`; `config` is all of config.json, `theta` its theta."""
     kind = fields.text("rope_type", fields.text("type", "default"))
     kind = _OLD_KINDS.get(kind, kind)
     if kind not in ROPE_KINDS:
@@ -196,7 +196,7 @@ def _yarn(fields: JsonFields, theta: float, original: int, factor: float) -> Rop
         factor,
         original,
         attention_factor=fields.optional_number("attention_factor"),
-        # A zero stands for the default too; transformers reads both as "not given".
+        # A zero means the default too; transformers reads both as "not given".
         beta_fast=_number_or_zero(fields, "beta_fast") or 32.0,
         beta_slow=_number_or_zero(fields, "beta_slow") or 1.0,
         mscale=_number_or_zero(fields, "mscale"),
@@ -224,12 +224,11 @@ def _refuse_partial(config: JsonFields, fields: JsonFields, kind: str) -> None:
 
 
 def stable_length(rope: RopeSpec, max_positions: int) -> int:
-    """Positions up to which a token's rotation does not depend on the tokens after it.
+    """Return the positions up to which a token's rotation does not depend on the tokens after it.
 
-    Beyond, `dynamic` and `longrope` rotate a token by the length its sequence has when it is
-    computed. Its K would depend on how the prompt was cut into chunks, and could not be shared.
-    `yarn` stretches the original length by its factor, whether or not `max_position_embeddings` was
-    raised to that.
+    Beyond, `dynamic` and `longrope` rotate a token by the length of its sequence at the time of the
+    step. Its K would depend on the chunks of the prompt, and could not be shared. `yarn` stretches
+    the original length by its factor, even if `max_position_embeddings` was not raised to that.
     """
     if rope.kind == STILL.kind:
         return MAX_COUNT

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of a Hugging Face directory's config.json, which makes a ModelSpec of it.
+"""The parser of a Hugging Face directory's config.json, which makes a ModelSpec.
 
-What this project cannot compute the way the model was trained is refused here, by the name of the
+It refuses models that this project cannot compute the way they were trained, with the name of the
 key.
 """
 
@@ -32,9 +32,9 @@ from .rope_spec import (
 )
 from .state_layers import parse_states
 
-# Keys of a config.json that can change a model's numbers in ways nothing here computes, each with
-# the values under which it changes nothing; an absent or null key is always neutral. A model with
-# another value is refused by the name of the key, rather than answered wrongly.
+# Keys of a config.json that can change a model's numbers in ways that are not supported, each with
+# its values without an effect; an absent or null key never has one. A model with another value is
+# refused by the name of the key, since its answers would be wrong.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     # Weights that are not plain matrices. Code beside them (`auto_map`) is never run: a known
     # architecture is computed as transformers computes it without that code.
@@ -78,7 +78,7 @@ DEFAULT_ADJUSTED_SIZE, MAX_MULTIPLIER = 12288, 1000.0
 # The number types of checkpoints that models can be computed in.
 STORED_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
-# Of a config.json with a text part: what is said of the whole model, and cannot be ignored.
+# Keys beside the text part of a config.json that concern the whole model and cannot be ignored.
 _OF_THE_WHOLE = ("quantization_config", "compression_config")
 _IN_BOTH = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype")
 _TIED = "tie_word_embeddings"
@@ -88,9 +88,9 @@ _SPELT = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 
 
 def load_model_spec(path: Path) -> ModelSpec:
-    """Read config.json and, where there is one, generation_config.json of a model directory.
+    """Read config.json and, if there is one, generation_config.json of a model directory.
 
-    Raises ConfigError, naming the file and the key, for anything missing or not supported.
+    Raises ConfigError, which names the file and the key, for missing and unsupported values.
     """
     check_directory(path)
     if not is_there(path / CONFIG):
@@ -99,8 +99,8 @@ def load_model_spec(path: Path) -> ModelSpec:
 
 
 def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
-    """The specification of the model under `path`, whose config.json says `whole`. Raises
-    ConfigError as `load_model_spec` does."""
+    """Make the specification of the model under `path` from its config.json, `whole`. Raises
+    ConfigError, like `load_model_spec`."""
     config = _text_part(whole)
     architecture = _architecture(config)
     family = FAMILIES[architecture]
@@ -176,8 +176,8 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
 
 
 def refuse_unsupported(config: JsonFields, family: Family) -> None:
-    """Raise ConfigError for the first key with a value that is not neutral, but for those that the
-    family heeds."""
+    """Raise ConfigError for the first key with an unsupported value, except for keys that the
+    family's code reads."""
     heeded = _heeded_keys(family)
     known = _NEUTRAL | {
         family.activation_key: family.activation.value,
@@ -195,7 +195,7 @@ def refuse_unsupported(config: JsonFields, family: Family) -> None:
 
 
 def _heeded_keys(family: Family) -> set[str]:
-    """The keys among `_NEUTRAL` that the family's code reads."""
+    """Return the keys among `_NEUTRAL` that the family's code reads."""
     heeded = set()
     if family.query_scalar is not None:
         heeded.add("query_pre_attn_scalar")
@@ -222,7 +222,7 @@ def _heeded_keys(family: Family) -> set[str]:
 
 
 def _text_part(whole: JsonFields) -> JsonFields:
-    """The fields of the text part where the model has others, else all as they are. Raises
+    """Return the fields of the text part if the model has other parts, else all fields. Raises
     ConfigError."""
     kind, names = whole.values.get("model_type"), whole.values.get("architectures")
     for name, part in TEXT_PARTS.items():
@@ -239,7 +239,7 @@ def _text_part(whole: JsonFields) -> JsonFields:
         raise whole.fault("text_config", "an object, as this model has parts beside text", None)
     inner = whole.inner("text_config")
     values = {name: value for name, value in inner.values.items() if name != _TIED}
-    # The whole knows better where an answer ends, and decides which matrices are one.
+    # The outer fields override the end tokens, and decide whether the head is tied.
     values |= {field: whole.values[field] for field in (*_IN_BOTH, _TIED) if whole.has(field)}
     kind = inner.values.get("model_type")
     of_kind = [name for name in part.architectures if FAMILIES[name].model_type == kind]
@@ -249,7 +249,7 @@ def _text_part(whole: JsonFields) -> JsonFields:
 
 
 def _architecture(config: JsonFields) -> str:
-    """The row of FAMILIES: by name or, where that is not given, by model type."""
+    """Return the row of FAMILIES by name or, without a name, by model type."""
     kind = config.values.get("model_type")
     known = "this version serves " + ", ".join((*ARCHITECTURES, *TEXT_PARTS))
     names = config.values.get("architectures") or [
@@ -275,7 +275,7 @@ def _stored_dtype(config: JsonFields) -> str | None:
 
 def _num_kv_heads(config: JsonFields, family: Family, num_heads: int) -> int:
     name = "num_key_value_heads"
-    # A null is not the same as silence here: it means as many as there are heads.
+    # A null differs from an absent key here: it means as many as there are heads.
     default = None if name in config.values else family.default_kv_heads
     count = config.integer(name, default or num_heads)
     if num_heads % count:
@@ -284,15 +284,15 @@ def _num_kv_heads(config: JsonFields, family: Family, num_heads: int) -> int:
 
 
 def _integer(config: JsonFields, name: str, default: int | None) -> int:
-    """A count; None: config.json must say."""
+    """Read a count; a `default` of None: config.json must have it."""
     return config.integer(name) if default is None else config.integer(name, default)
 
 
 def _ropes(
     config: JsonFields, family: Family, head_dim: int, max_positions: int
 ) -> tuple[RopeSpec, RopeSpec | None]:
-    """The rotary positions of layers that see all, and those of layers with a window where the
-    family has two."""
+    """Read the rotary positions of layers that see all tokens and, if the family has two kinds,
+    those of layers with a window."""
     if family.never_turns:
         return RopeSpec(), None
     if family.default_thetas is not None:
@@ -315,7 +315,7 @@ def _query_scalar(config: JsonFields, family: Family) -> float | None:
 
 
 def _softcaps(config: JsonFields, family: Family) -> tuple[float | None, float | None]:
-    """The caps of logits and of attention's scores."""
+    """Read the caps of logits and of attention's scores."""
     if not family.softcaps_logits:
         return None, None
     names, given = ("final_logit_softcapping", "attn_logit_softcapping"), family.default_softcaps
@@ -349,8 +349,8 @@ def _scales(
 
 
 def _still_layers(config: JsonFields, family: Family, num_layers: int) -> tuple[int, ...] | None:
-    """The layers without rotary positions: those with a 0 in no_rope_layers, as config.json has
-    it, or each n-th."""
+    """Return the layers without rotary positions: those with a 0 in config.json's no_rope_layers,
+    or each n-th."""
     if family.never_turns:
         return tuple(range(num_layers))
     if family.is_still:
@@ -376,7 +376,7 @@ def _still_layers(config: JsonFields, family: Family, num_layers: int) -> tuple[
 def _intermediate_size(
     config: JsonFields, family: Family, experts: ExpertSpec | None, num_layers: int
 ) -> int:
-    """The rows of the gate of a layer's MLP."""
+    """Read the rows of the gate of a layer's MLP."""
     if not family.adjusts_mlp:
         default = family.default_mlp_size or _unused_size(experts, num_layers)
         return _integer(config, family.mlp_size_key, default)
@@ -401,7 +401,7 @@ def _is_tied(config: JsonFields, family: Family) -> bool:
 
 
 def _unused_size(experts: ExpertSpec | None, num_layers: int) -> int | None:
-    """The default of intermediate_size: of no meaning where every layer has experts."""
+    """Return the default of intermediate_size. It is unused if every layer has experts."""
     return experts.size if experts is not None and len(experts.layers) == num_layers else None
 
 
@@ -425,7 +425,7 @@ def _head_dim(config: JsonFields, family: Family, hidden_size: int, num_heads: i
 def _special_ids(
     path: Path, config: JsonFields, vocab_size: int
 ) -> tuple[tuple[int, ...], int | None]:
-    """End and begin ids: generation_config.json knows them better than config.json."""
+    """Read the end and begin ids. Those of generation_config.json override config.json's."""
     sources = [config]
     if is_there(path / GENERATION_CONFIG):
         sources.insert(0, read_json(path / GENERATION_CONFIG))
@@ -441,7 +441,7 @@ def _special_ids(
 
 
 def _eos_ids(source: JsonFields, vocab_size: int) -> tuple[int, ...]:
-    """The end tokens that the model can choose. One beyond the vocabulary, or -1, ends no text."""
+    """Read the end tokens that the model can choose, without ids beyond the vocabulary and -1."""
     value = source.values["eos_token_id"]
     given = value if isinstance(value, list) else [value]
     ids = [each for each in given if type(each) is int]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StateFamily: which layers of a family carry a state, and the parser that makes a StateSpec."""
+"""StateFamily: the layers of a family that carry a state, and the parser that makes a StateSpec."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class StateFamily:
     silent."""
 
     kind: StateKind
-    state_names: tuple[str, ...]  # what layer_types calls a layer with a state
-    attention_names: tuple[str, ...] = (FULL,)  # and one with attention
-    # Where config.json lists the layers with attention if it has no layer_types.
+    state_names: tuple[str, ...]  # names of a layer with a state in layer_types
+    attention_names: tuple[str, ...] = (FULL,)  # names of a layer with attention there
+    # The key that lists the layers with attention if config.json has no layer_types.
     attention_layers_key: str | None = None
-    # Where it has neither: each n-th layer has attention, this being n unless config.json's
-    # full_attention_interval says another; None: all layers have.
+    # Without both keys each n-th layer has attention. This is n unless config.json has another in
+    # full_attention_interval; None: all layers have attention.
     default_interval: int | None = None
-    # Whether a config.json that says nothing of layers means a state in each, not in none.
+    # Whether all layers have a state, and not none, if config.json has no key of layers.
     is_default: bool = False
     is_beside_attention: bool = False  # whether all layers have a state, and attention as well
     keys: MambaKeys = MambaKeys.PREFIXED
@@ -64,8 +64,8 @@ def parse_states(
     num_layers: int,
     listed: tuple[int, ...] | None = None,
 ) -> StateSpec | None:
-    """The state of a model, or None where no layer carries one; `listed` are the layers with one
-    where they are known. Raises ConfigError naming the key."""
+    """Read the state of a model; None: no layer carries one. `listed` are the layers with a state
+    if they are known. Raises ConfigError, which names the key."""
     layers = _state_layers(config, family, num_layers) if listed is None else listed
     if len(layers) == num_layers and not family.is_beside_attention:
         names = " or ".join(family.attention_names)
@@ -92,7 +92,7 @@ def _state_layers(config: JsonFields, family: StateFamily, num_layers: int) -> t
 
 
 def _layers_by_number(config: JsonFields, family: StateFamily, num_layers: int) -> tuple[int, ...]:
-    """The layers with a state, by a config.json without layer_types."""
+    """Return the layers with a state for a config.json without layer_types."""
     key = family.attention_layers_key
     given = None if key is None else config.values.get(key)
     if key is None or given is None:
@@ -202,7 +202,7 @@ def _output_norm(config: JsonFields, family: StateFamily) -> OutputNorm:
 def _parse_bare_mamba2(
     config: JsonFields, family: StateFamily, layers: tuple[int, ...]
 ) -> StateSpec:
-    """Some keys have an older name, which wins."""
+    """Read the sizes of Mamba-2 by bare names. Some keys have an older name, which wins."""
 
     def spelt(older: str, name: str) -> str:
         return older if config.has(older) else name
@@ -232,7 +232,7 @@ def _parse_bare_mamba2(
 
 
 def _time_steps(config: JsonFields, key: str = "time_step_limit") -> tuple[float, float] | None:
-    """The bounds of time steps; None: those that every time step is within."""
+    """Read the bounds of time steps; None: they limit no time step."""
     if not config.has(key):
         return None
     given = config.values[key]
@@ -246,7 +246,7 @@ def _time_steps(config: JsonFields, key: str = "time_step_limit") -> tuple[float
 
 
 def _unpacked(value: object) -> object:
-    """A number that JSON has none for comes as an object in newer files."""
+    """Return infinity for the object that newer files have in its place, since JSON has none."""
     if isinstance(value, dict) and value == {"__float__": "Infinity"}:
         return inf
     return value

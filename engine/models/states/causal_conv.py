@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CausalConv: a convolution of each channel by itself, over the rows of a sequence.
 
-It is a sum over the columns of its window, in one order however a sequence is cut, so that its
-numbers are the same to the last bit.
+It is a sum over the columns of its window, always in the same order, so that its numbers are the
+same to the last bit for all divisions of a sequence into steps.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class CausalConv:
         self._bias = None if bias is None else bias.to(wide)
 
     def __call__(self, x: Tensor, plan: StatePlan, states: Tensor) -> Tensor:
-        """`[rows, channels]` of `x` `[rows, channels]`, in float32 at least; rows of no sequence
-        are zeros. The new states are written to `states` `[slots, channels, width - 1]`."""
+        """Return `[rows, channels]` for `x` `[rows, channels]`, in float32 at least; rows of no
+        sequence are zeros. Writes the new states to `states` `[slots, channels, width - 1]`."""
         if len(plan.long) == 1 and plan.long[0].rows == slice(0, len(x)):
             return self._sequence(x, plan.long[0], states)
         out = x.new_zeros(x.shape, dtype=self._columns.dtype)
@@ -50,7 +50,7 @@ class CausalConv:
         return self._sum([window[:, :, column] for column in range(self._width)])
 
     def _sequence(self, x: Tensor, sequence: LongSequence, states: Tensor) -> Tensor:
-        """The rows of one sequence, `[rows, channels]`."""
+        """Compute the rows of one sequence, `[rows, channels]`."""
         kept = self._width - 1
         if sequence.source is None:
             before = x.new_zeros((kept, x.shape[1]))
@@ -65,7 +65,7 @@ class CausalConv:
         return self._sum([padded[column : column + len(x)] for column in range(self._width)])
 
     def _sum(self, columns: list[Tensor]) -> Tensor:
-        """The window's columns, each times its weights, and added up."""
+        """Add the window's columns, each times its weights, and the bias."""
         out = columns[0] * self._columns[0]
         for column, weight in zip(columns[1:], self._columns[1:], strict=True):
             out.addcmul_(column, weight)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GatedDelta: a layer whose state is a matrix for each head, corrected by each token.
 
-The matrix S of a head maps keys to values. A token lets it decay, reads what it holds for the
-token's key, and writes the difference to the token's value:
+The matrix S of a head maps keys to values. A token makes it decay, reads its value for the token's
+key, and writes the difference to the token's value:
 
     S = exp(decay) * S
     S = S + key (beta * (value - key S))        out = query S
@@ -28,7 +28,7 @@ from .recurrence import run_recurrence, split_chunks
 from .state_spec import StateSpec
 
 CHUNK_ROWS = 64
-# What squares of a query or a key are added to, before their root is divided by.
+# Added to the sum of squares of a query or a key, before the division by its root.
 _NORM_EPS = 1e-6
 
 
@@ -67,8 +67,8 @@ class GatedDelta:
 
 
 def split_heads(mixed: Tensor, state: StateSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys `[rows, groups, state_size]`, normed, and values `[rows, heads, head_dim]`
-    of `mixed` `[rows, channels]`, which is overwritten."""
+    """Split `mixed` `[rows, channels]`, which is overwritten, into normed queries and keys `[rows,
+    groups, state_size]` and values `[rows, heads, head_dim]`."""
     keys = state.num_groups * state.state_size
     q, k, v = mixed.split_with_sizes((keys, keys, state.inner_size), -1)
     heads = (len(mixed), state.num_groups, state.state_size)
@@ -95,7 +95,7 @@ class DeltaRule:
     def scan_rows(self, state: Tensor, rows: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
         count, (heads, size) = len(rows[0]), rows[2].shape[1:]
         length = min(CHUNK_ROWS, count)
-        # Rows that a last chunk lacks are zeros: they neither decay nor correct anything.
+        # Missing rows of the last chunk are zeros: they cause no decay and no correction.
         q, k, v = (split_chunks(each, length) for each in rows[:3])
         decay, beta = (split_chunks(each[..., None], length)[..., 0] for each in rows[3:])
         repeats = heads // len(k)

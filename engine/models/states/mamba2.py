@@ -4,8 +4,8 @@
     S = exp(decay) * S + x B        out = S C + D * x
 
 x is a head's part of the token times its time step, and B and C are the same for the heads of a
-group. `take_row` does so. `scan_rows` does it for chunks of rows: what the rows of a chunk add to
-each other is one product of a triangular matrix, and the state is read once a chunk.
+group. `take_row` does so. `scan_rows` does it for chunks of rows: the effect of a chunk's rows on
+each other is one product with a triangular matrix, and the state is read once a chunk.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Mamba2:
         return self._norm_groups(out * gate, self._norm).to(normed.dtype)
 
     def _norm_groups(self, out: Tensor, weight: Tensor) -> Tensor:
-        """The norm of `[rows, inner]`, of each group by itself."""
+        """Apply the norm to `[rows, inner]`, to each group of a row by itself."""
         groups = out.view(len(out), self._state.num_groups, -1)
         return F.rms_norm(groups, groups.shape[-1:], None, self._eps).flatten(1) * weight
 
@@ -98,7 +98,7 @@ class OuterProducts:
     def scan_rows(self, state: Tensor, rows: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
         count, heads, size = rows[0].shape
         length = min(CHUNK_ROWS, count)
-        # Rows that a last chunk lacks are zeros: they neither decay nor add anything.
+        # Missing rows of the last chunk are zeros: they cause no decay and add zero.
         x, b, c = (split_chunks(each, length) for each in (rows[0], *rows[2:]))
         decay = split_chunks(rows[1][..., None], length)[..., 0].cumsum(-1)
         num_groups, repeats = len(b), heads // len(b)

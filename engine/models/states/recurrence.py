@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrence: the rule by which the recurrent part of a state moves on, and how a step runs it."""
+"""Recurrence: the rule by which a token changes the recurrent part of a state, and its use in a
+step."""
 
 from __future__ import annotations
 
@@ -11,20 +12,20 @@ from torch import Tensor
 
 from .state_plan import StatePlan
 
-# Rows that are scanned at once: they bound the memory of matrices between the rows of chunks.
+# Rows that are scanned at once; a bound of the memory for matrices between the rows of chunks.
 MOST_ROWS = 1024
 
 
 class Recurrence(Protocol):
-    """A rule. Rows are what it reads of each token, all in the type of the state."""
+    """A rule. Its rows are the inputs of each token, all in the type of the state."""
 
     def take_row(self, state: Tensor, rows: Sequence[Tensor], /) -> Tensor:
-        """Move each of `state` `[batch, *shape]` on by one row, in place; the rows' outputs
+        """Move each of `state` `[batch, *shape]` on by one row, in place. Return the outputs
         `[batch, heads, head_dim]`."""
 
     def scan_rows(self, state: Tensor, rows: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
-        """The outputs `[rows, heads, head_dim]` of the rows of one sequence, and the state behind
-        them; `state` `[*shape]`, which they begin with, is left as it is, and `rows` may be
+        """Return the outputs `[rows, heads, head_dim]` of the rows of one sequence, and the state
+        behind them. `state` `[*shape]`, with which they begin, stays unchanged; `rows` may be
         overwritten."""
 
 
@@ -35,8 +36,8 @@ def run_recurrence(
     states: Tensor,
     shape: tuple[int, int],
 ) -> Tensor:
-    """The outputs `[rows, *shape]` of all rows of a step; rows of no sequence are zeros. States are
-    read from `states` `[slots, *state]` and written there as the plan says."""
+    """Compute the outputs `[rows, *shape]` of all rows of a step; rows of no sequence are zeros.
+    Reads and writes states in `states` `[slots, *state]` by the plan."""
     out = states.new_zeros((plan.num_rows, *shape))
     for batch in plan.batches:
         state = states.index_select(0, batch.sources)
@@ -63,9 +64,10 @@ def run_recurrence(
 
 
 def split_chunks(rows: Tensor, length: int) -> Tensor:
-    """`[heads, chunks, length, size]` of `[rows, heads, size]`, with zeros behind the last row."""
+    """Turn `[rows, heads, size]` into `[heads, chunks, length, size]`, with zeros behind the last
+    row."""
     if missing := -len(rows) % length:
         rows = F.pad(rows, (0, 0, 0, 0, 0, missing))
     chunks = rows.reshape(-1, length, *rows.shape[1:])
-    # Products would copy each chunk's rows of a head time and again, as long as they lie apart.
+    # Contiguous, since otherwise each product would copy a chunk's rows of a head again.
     return chunks.permute(2, 0, 1, 3).contiguous()

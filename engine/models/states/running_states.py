@@ -22,8 +22,8 @@ class LayerState(NamedTuple):
 
 
 class RunningStates:
-    """`raw` is uint8 `[slots, slot_bytes]`, zeros at first. A slot holds the state behind some
-    token of one request; which one is the caller's affair, as is which slots are in use."""
+    """Slots of states; `raw` is uint8 `[slots, slot_bytes]`, zeros at first. A slot holds the state
+    behind some token of one request. The caller knows which token, and which slots are in use."""
 
     __slots__ = ("layers", "raw", "spec")
 
@@ -36,11 +36,11 @@ class RunningStates:
         *,
         slot_bytes: int | None = None,
     ) -> None:
-        """`slot_bytes`: with bytes behind the states that fill a slot up."""
+        """`slot_bytes` is the size of a slot, with padding behind its states; None: no padding."""
         name = dtype_name(dtype)
         self.spec = spec
         shape = (num_slots, slot_bytes or spec.slot_bytes(name))
-        if device.type == "cpu":  # memory of slots that no request has had yet is not taken
+        if device.type == "cpu":  # numpy's zeros take no memory for unused slots
             self.raw = torch.from_numpy(np.zeros(shape, np.uint8))
         else:
             self.raw = torch.zeros(shape, dtype=torch.uint8, device=device)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StatePlan: which rows of a step move which request's state on, and where it is kept.
+"""StatePlan: the rows of a step that change each request's state, and the slots of the states.
 
     sequences of few rows with a save behind each  ──► batches: row 0 of all, then row 1 of all, …
     all others                                     ──► pieces, which end where a save lies
 
-A decode is the first of these with one row: all of a step are one batch. Drafts that are verified
-are such, too, because any prefix of them may be accepted. The plan is made once a step and is the
-same for every layer.
+A decode is of the first kind, with one row: all decodes of a step are one batch. Drafts that are
+verified are of that kind too, since any prefix of them may be accepted. The plan is made once a
+step and is the same for every layer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StateSequence(NamedTuple):
 
     Its state is read from the slot `source`; None: it begins with zeros. `saves` has (row, slot)
     with ascending rows in (start, end]: the state behind all rows before `row` is written to that
-    slot. `source` may be among those slots. No other sequence of the step reads or writes them.
+    slot. `source` may be among those slots. Other sequences of the step must not use them.
     """
 
     start: int
@@ -38,10 +38,10 @@ class StateSequence(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """Rows of several sequences, one of each, which are computed together."""
+    """A row of each of several sequences, computed together."""
 
     rows: Tensor | None  # int64 [batch]; None: all rows of the step, in its order
-    sources: Tensor  # int64 [batch]: slots; where a state begins with zeros, any
+    sources: Tensor  # int64 [batch]: slots to read; arbitrary for `fresh` ones
     slots: Tensor  # int64 [batch]: where the new states are written
     fresh: Tensor | None  # int64: places in the batch whose state begins with zeros
 
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
     start: int
     end: int
-    slot: int | None  # where the state behind them is written; None: nowhere
+    slot: int | None  # slot for the state behind them; None: it is not written
 
 
 class LongSequence(NamedTuple):
@@ -73,8 +73,7 @@ class StatePlan:
     def __init__(
         self, sequences: Sequence[StateSequence], num_rows: int, device: torch.device
     ) -> None:
-        """`num_rows` are those of the step. Raises ValueError where a sequence is not as it has to
-        be."""
+        """`num_rows` are those of the step. Raises ValueError for an invalid sequence."""
         self.sequences, self.num_rows = tuple(sequences), num_rows
         self.long: list[LongSequence] = []
         single: list[StateSequence] = []
@@ -92,7 +91,7 @@ class StatePlan:
 
 
 class StateStep(NamedTuple):
-    """The plan of a step and the states that it moves on."""
+    """The plan of a step, and the states that it changes."""
 
     plan: StatePlan
     running: RunningStates
@@ -113,7 +112,7 @@ def _check_sequence(sequence: StateSequence, num_rows: int) -> None:
 
 
 def _is_single(sequence: StateSequence) -> bool:
-    """Whether each row has a save behind it, and there are few."""
+    """Whether each row has a save behind it, and there are at most MOST_SINGLE_ROWS."""
     count = sequence.end - sequence.start
     return len(sequence.saves) == count <= MOST_SINGLE_ROWS
 
@@ -132,7 +131,7 @@ def _pieces_of(sequence: StateSequence) -> tuple[Piece, ...]:
 def _batch_of(
     sequences: list[StateSequence], number: int, num_rows: int, device: torch.device
 ) -> RowBatch:
-    """Row `number` of each of these."""
+    """Make a batch of row `number` of each of these sequences."""
     rows = [each.start + number for each in sequences]
     slots = [each.saves[number][1] for each in sequences]
     fresh: list[int] = []

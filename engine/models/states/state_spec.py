@@ -3,8 +3,8 @@
 
 A layer with a state has K and V beside it in some families only. Its state has up to two parts:
 the last columns that its convolution reads, in the type of the computation, and a recurrent part,
-in float32 or, where the computation is in float64, in that. Needs no torch, so that a plan and a
-refusal need none.
+in float32, or in float64 if the computation is. Needs no torch, so that a plan and a refusal need
+none.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from ....tiers.block import DTYPE_BYTES
 
-# Bytes that each part of a state begins at a multiple of.
+# Each part of a state begins at a multiple of so many bytes.
 ALIGNMENT = 64
 
 
 class StateKind(StrEnum):
-    """The rule by which a state moves on by a token."""
+    """The rule by which a token changes a state."""
 
     SHORT_CONV = "short convolution"
     GATED_DELTA = "gated delta rule"
@@ -29,7 +29,7 @@ class StateKind(StrEnum):
 
 
 class OutputNorm(StrEnum):
-    """The norm of what the recurrence of Mamba-2 gives."""
+    """The norm of the output of Mamba-2's recurrence."""
 
     BEHIND_GATE = "behind the gate"
     BEFORE_GATE = "before the gate"
@@ -37,10 +37,10 @@ class OutputNorm(StrEnum):
 
 
 class StatePart(NamedTuple):
-    """A part of one layer's state, as it lies in a slot."""
+    """A part of one layer's state in a slot."""
 
     layer: int
-    is_recurrent: bool  # else it is that of the convolution
+    is_recurrent: bool  # False: the part of the convolution
     offset: int  # bytes from the beginning of the slot
     num_bytes: int
     shape: tuple[int, ...]
@@ -69,12 +69,12 @@ class StateSpec:
 
     @property
     def inner_size(self) -> int:
-        """Numbers of a token before the matrix out of the layer."""
+        """Numbers of a token at the input of the matrix out of the layer."""
         return self.num_heads * self.head_dim or self.conv_channels
 
     @property
     def in_size(self) -> int:
-        """Numbers of a token behind the matrix into the layer."""
+        """Numbers of a token at the output of the matrix into the layer."""
         if self.kind is StateKind.SHORT_CONV:
             return 3 * self.conv_channels
         scalars = 2 if self.kind is StateKind.GATED_DELTA else 1
@@ -86,7 +86,7 @@ class StateSpec:
 
     @property
     def recurrent_shape(self) -> tuple[int, int, int] | None:
-        """The recurrent part of one layer; None: there is none."""
+        """Shape of the recurrent part of one layer; None: there is none."""
         if self.kind is StateKind.SHORT_CONV:
             return None
         if self.kind is StateKind.GATED_DELTA:
@@ -94,7 +94,7 @@ class StateSpec:
         return (self.num_heads, self.head_dim, self.state_size)
 
     def parts(self, dtype: str) -> tuple[StatePart, ...]:
-        """The parts of a slot in their order, where the computation is in `dtype`."""
+        """Return the parts of a slot in their order, for a computation in `dtype`."""
         wide = "float64" if dtype == "float64" else "float32"
         shapes: list[tuple[bool, tuple[int, ...], str]] = [(False, self.conv_shape, dtype)]
         if self.recurrent_shape is not None:
@@ -109,7 +109,7 @@ class StateSpec:
         return tuple(parts)
 
     def slot_bytes(self, dtype: str) -> int:
-        """Bytes of the state of all layers, where the computation is in `dtype`."""
+        """Return the bytes of the state of all layers, for a computation in `dtype`."""
         last = self.parts(dtype)[-1]
         return last.offset + _aligned(last.num_bytes)
 

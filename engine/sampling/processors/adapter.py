@@ -33,14 +33,15 @@ RequestLogitsProcessor = (
 
 @dataclass(frozen=True, slots=True)
 class BoundCallable:
-    """One request's callable with what it is called with."""
+    """The callable of one request, and its arguments."""
 
     call: Callable[..., Any]
-    output_token_ids: list[int]  # the request's own, which grows
-    prompt_token_ids: list[int] | None = None  # None: it takes the output alone
+    output_token_ids: list[int]  # the request's own growing list
+    prompt_token_ids: list[int] | None = None  # None: the callable takes the output alone
 
     def __call__(self, drafts: list[int], logits: Tensor) -> Tensor:
-        """What it makes of `logits` `[vocab]` behind these draft tokens. Raises what it raises."""
+        """Call it with `logits` `[vocab]` and these draft tokens behind the output. Raises what the
+        callable raises, and TypeError for a wrong result."""
         output = self.output_token_ids
         if drafts:
             output = [*output, *drafts]
@@ -53,17 +54,18 @@ class BoundCallable:
 
 
 class AdapterLogitsProcessor(StatefulProcessor[BoundCallable]):
-    """Subclass it, say which requests have a callable, and load the subclass as any processor.
+    """A processor with one callable for each request. Subclass it, say which requests have a
+    callable, and load the subclass like any processor.
 
-    A callable that raises fails its own request and no other. It may be called more than once for
-    one position, and with draft tokens behind the output that may be rejected: what it keeps of a
-    call it keeps at its own risk. It must not change the lists that it is given.
+    A callable that raises fails only its own request. It may be called more than once for one
+    position, and with draft tokens that are rejected later, so state that it keeps between calls
+    may be wrong. It must not change its lists.
     """
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """The callable for one request, called once as it takes a row of the batch; None for a
-        request that needs none. What it raises fails that request."""
+        """Return the callable of one request, None for a request that needs none. Called once, when
+        the request takes a row of the batch. An exception fails that request."""
 
     def apply(
         self,
@@ -75,14 +77,14 @@ class AdapterLogitsProcessor(StatefulProcessor[BoundCallable]):
         errors: dict[int, Exception] = {}
         for index, bound in self._states.of(rows):
             row = int(rows[index])
-            if row in errors:  # behind other draft tokens
+            if row in errors:  # another row of logits of the same request failed
                 continue
             before = logits[index]
             try:
                 after = bound(list(drafted(index, offsets, drafts)), before)
                 if after is not before:
                     logits[index] = after
-            except Exception as error:  # noqa: BLE001 - code of others fails its own request
+            except Exception as error:  # noqa: BLE001 - foreign code fails its own request only
                 errors[row] = error
         if errors:
             for row in errors:
@@ -103,7 +105,7 @@ class AdapterLogitsProcessor(StatefulProcessor[BoundCallable]):
                     "its callable takes the prompt's token ids, and a prompt of embeddings has none"
                 )
             return BoundCallable(call, output, added.prompt_token_ids.tolist())
-        except Exception as error:  # noqa: BLE001 - told by `apply`, which fails this request alone
+        except Exception as error:  # noqa: BLE001 - `apply` raises it, and fails this request alone
             return BoundCallable(_raising(error), output)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promise of a logits processor: it changes the logits of a whole batch at once.
+"""The contract of a logits processor, which changes the logits of a whole batch at once.
 
     made once for a sampler ──► update_state with every BatchUpdate ──► apply in every step
 
@@ -39,7 +39,7 @@ Drafts = Sequence[Sequence[int]]
 
 
 def drafted(index: int, offsets: IntArray | None, drafts: Drafts | None) -> Sequence[int]:
-    """The draft tokens before the row of logits `index`."""
+    """Return the draft tokens before the row of logits `index`."""
     if offsets is None or drafts is None:
         return ()
     return drafts[index][: offsets[index]]
@@ -55,10 +55,10 @@ class ProcessorContext:
 
 
 class RowsFailed(Exception):
-    """Raised by an `apply` that could not treat some rows and has treated all others: `errors` by
-    row of the batch, and `logits` as `apply` would have returned them. Only the requests in these
-    rows fail. Any other exception fails those for which `apply` raises when it is tried one by
-    one."""
+    """Some rows could not be treated, and `apply` has treated all others. `errors` are by row of
+    the batch; `logits` are the result that `apply` would have returned. Only the requests in these
+    rows fail. After any other exception `apply` is tried request by request, and those for which it
+    raises fail."""
 
     def __init__(self, errors: Mapping[int, Exception], logits: Tensor) -> None:
         super().__init__("; ".join(f"row {row}: {error}" for row, error in errors.items()))
@@ -66,22 +66,22 @@ class RowsFailed(Exception):
 
 
 class LogitsProcessor(ABC):
-    """One kind of change.
+    """A kind of change to logits.
 
-    A caller may rely on: rows it has not asked for stay as they are; a row whose request asked for
-    nothing comes back unchanged, bit for bit; what a row becomes depends on its own request alone,
-    not on its index nor on other rows; a row behind draft tokens becomes what it would if they were
-    the end of the output; nothing is kept of a removed row, nor of draft tokens; token ids of a
-    request that lie outside the vocabulary are ignored.
+    A caller may rely on: rows of the batch outside `rows` stay as they are; a row whose request
+    does not use the processor comes back unchanged, bit for bit; a row's result depends on its own
+    request alone, not on its index nor on other rows; a row behind draft tokens gets the result as
+    if they were the end of the output; the processor keeps no state of removed rows or draft
+    tokens; token ids of a request outside the vocabulary are ignored.
 
     A processor may rely on: one thread calls it; every BatchUpdate arrives before the next `apply`;
     an output list only grows while its request holds a row, and has every token sampled before;
     draft tokens are never in it; a request that returns after preemption is added again. It must
-    not change what it is given but `logits`, nor keep it after `apply`.
+    change none of its arguments but `logits`, and keep none of them after `apply`.
     """
 
-    # Whether `apply` takes draft tokens into account. A request that a processor without that
-    # applies to is never given any; other requests of the batch are.
+    # Whether `apply` takes draft tokens into account. If not, requests to which the processor
+    # applies get no draft tokens; other requests of the batch do.
     follows_drafts: ClassVar[bool] = True
 
     def __init__(self, context: ProcessorContext) -> None:
@@ -90,34 +90,33 @@ class LogitsProcessor(ABC):
     @classmethod  # noqa: B027 - most have nothing to refuse
     def validate_params(cls, params: SamplingParams) -> None:
         """Raise ValueError, in a sentence for the client, for parameters that this processor cannot
-        follow. Called once for every request where it arrives, which may be another process than
-        the one with the sampler."""
+        follow. The process in which a request arrives calls it once, which may be another process
+        than the sampler's."""
 
     @classmethod
     def applies_to(cls, params: SamplingParams) -> bool:
-        """Whether it may ever change the logits of a request with these parameters. `apply` is
-        given no other rows, and requests that it does not apply to survive whatever goes wrong in
-        it."""
+        """Whether it may ever change the logits of a request with these parameters. `apply` gets no
+        other rows, and a fault in it never fails other requests."""
         return True
 
     def concerns(self, rows: IntArray) -> IntArray:
-        """The indices, ascending, of those of `rows` that `apply` may change now."""
+        """Return the indices of those of `rows` that `apply` may change now, ascending."""
         return np.arange(len(rows))
 
     @property
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether the likeliest token always stays the likeliest; never changes. Such a processor
-        is applied to rows that draw at random only, after the temperature."""
+        """Whether the likeliest token always stays the likeliest; constant. Such a processor is
+        applied after the temperature, and only to rows that draw at random."""
 
     @property
     @abstractmethod
     def is_active(self) -> bool:
-        """Whether any row may need `apply` now; it is left out otherwise."""
+        """Whether any row may need `apply` now. If not, the processor is skipped."""
 
     @abstractmethod
     def update_state(self, update: BatchUpdate) -> None:
-        """Take in one step's changes: rows removed, then added, then moved."""
+        """Apply one step's changes: rows removed, then added, then moved."""
 
     @abstractmethod
     def apply(
@@ -128,23 +127,23 @@ class LogitsProcessor(ABC):
         drafts: Drafts | None = None,
     ) -> Tensor:
         """Change `logits` `[len(rows), vocab]`, float32 or float64, in place or not, and return
-        them, of the same shape and type. `rows` are the rows of the batch that they belong to, in
-        any order and not always all of them. A logit of -inf is a banned token and must stay so.
+        them with the same shape and type. `rows` are their rows of the batch, in any order and not
+        always all of them. A logit of -inf is a banned token and must stay so.
 
-        `offsets` `[len(rows)]` says how many draft tokens of its request lie before each row of
-        logits: they are `drafts[i][: offsets[i]]`, and `drafts[i]` may go on behind them. A row of
-        the batch may then stand in `rows` several times. None, both at once: there are none."""
+        `offsets` `[len(rows)]` counts the draft tokens of the request before each row of logits:
+        they are `drafts[i][: offsets[i]]`, and `drafts[i]` may have more behind them. A row of the
+        batch may then occur in `rows` several times. Both are None if there are no drafts."""
 
 
 State = TypeVar("State")
 
 
 class StatefulProcessor(LogitsProcessor, Generic[State]):
-    """A logits processor that keeps a state for each request that asks for something.
+    """A logits processor that keeps a state for each request that uses it.
 
-    It may change which token is the likeliest, and leaves rows without a state alone. A subclass
-    says what a request's state is and what it does to the logits: `self._states.of(rows)` are the
-    states among the rows of an `apply`.
+    It may change the likeliest token, and leaves rows without a state alone. A subclass defines the
+    state of a request, and its effect on the logits: `self._states.of(rows)` are the states among
+    the rows of an `apply`.
     """
 
     def __init__(self, context: ProcessorContext) -> None:
@@ -167,19 +166,18 @@ class StatefulProcessor(LogitsProcessor, Generic[State]):
 
     @abstractmethod
     def _state_of(self, added: AddedRow) -> State | None:
-        """The state to keep for a request; None for one that asks for nothing."""
+        """Return the state to keep for a request; None for a request that needs none."""
 
 
 class Entries(NamedTuple):
-    """A few logits of a few rows, reached with one operation: each pair is a position in
-    `[rows, vocab]`."""
+    """Positions in `[rows, vocab]`, one for each pair, for a single indexing operation."""
 
-    indices: Tensor  # of rows
+    indices: Tensor  # row indices
     token_ids: Tensor
 
 
 def entries_of(parts: Sequence[tuple[int, IntArray]], device: torch.device) -> Entries:
-    """The positions of `(index of a row, token ids there)`, on the device of the logits."""
+    """Return the positions of `parts`, pairs of a row's index and its token ids, on `device`."""
     sizes = [len(ids) for _, ids in parts]
     indices = np.repeat(np.array([index for index, _ in parts], np.int64), sizes)
     token_ids = np.concatenate([np.empty(0, np.int64), *(ids for _, ids in parts)])
@@ -187,7 +185,7 @@ def entries_of(parts: Sequence[tuple[int, IntArray]], device: torch.device) -> E
 
 
 def ban(logits: Tensor, parts: Sequence[tuple[int, IntArray]]) -> Tensor:
-    """Make these tokens impossible, in place."""
+    """Set the logits of these tokens to -inf, in place."""
     if parts:
         banned = logits.new_full((), -torch.inf)
         logits.index_put_(tuple(entries_of(parts, logits.device)), banned)
@@ -195,5 +193,5 @@ def ban(logits: Tensor, parts: Sequence[tuple[int, IntArray]]) -> Tensor:
 
 
 def known_ids(token_ids: Iterable[int], vocab_size: int) -> IntArray:
-    """The ids that are in the vocabulary, ascending, each once."""
+    """Return the ids that are in the vocabulary, ascending, each once."""
     return np.array(sorted({i for i in token_ids if 0 <= i < vocab_size}), np.int64)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Penalties for tokens that are there already: repetition, frequency and presence.
+"""The logits processors of the engine: minimum length, bad words, biases, penalties, min-p.
 
-Repetition counts the prompt and the output: a positive logit is divided by it, any other is
-multiplied. Frequency (each time) and presence (once) count the output alone and are subtracted
-afterwards. What a step costs grows with the new tokens and the distinct ones, not with the length
-of the text.
+The repetition penalty concerns tokens of the prompt and the output: it divides a positive logit and
+multiplies any other. The frequency penalty (for each occurrence) and the presence penalty (once)
+concern the output alone and are subtracted afterwards. The cost of a step grows with the new tokens
+and the distinct ones, not with the length of the text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from .base import (
 
 
 class Minimum(NamedTuple):
-    """`min_tokens`: ids that would end a request are banned until the output is `length` long."""
+    """The state of `min_tokens`: ids that end the request are banned until the output has `length`
+    tokens."""
 
     length: int
     banned: IntArray
@@ -42,7 +43,7 @@ class Minimum(NamedTuple):
 
 
 class MinTokens(StatefulProcessor[Minimum]):
-    """Bans stop ids, and the model's own end unless it is ignored."""
+    """Bans stop ids, and the model's own end ids unless the request ignores them."""
 
     def apply(
         self,
@@ -70,9 +71,10 @@ class MinTokens(StatefulProcessor[Minimum]):
 
 
 class MinP(LogitsProcessor):
-    """Bans tokens less likely than a share of the likeliest, after the temperature.
+    """Bans tokens whose probability is below the share `min_p` of the likeliest one's, after the
+    temperature.
 
-    Between logits the share is a difference, `-log(min_p)`, so no softmax is needed.
+    The share is the difference `-log(min_p)` between logits, so no softmax is needed.
     """
 
     def __init__(self, context: ProcessorContext) -> None:
@@ -127,7 +129,7 @@ class Biases(NamedTuple):
 
 
 class LogitBias(StatefulProcessor[Biases]):
-    """Adds. A token named twice gets both numbers."""
+    """Adds biases to logits. A token named twice gets both numbers."""
 
     def apply(
         self,
@@ -174,8 +176,8 @@ class BadSequences:
         self._output_token_ids = added.output_token_ids
 
     def banned_after(self, drafts: Sequence[int] = ()) -> list[IntArray]:
-        """The ids that would complete a sequence after the output and these draft tokens; one of
-        them may be named twice."""
+        """Return the ids that would complete a sequence after the output and these draft tokens. An
+        id may be in several of the arrays."""
         longest = self._lengths[-1]
         newest = self._output_token_ids[-longest:] if longest else []
         if longest and drafts:
@@ -192,7 +194,7 @@ class BadSequences:
 
 
 class BadWords(StatefulProcessor[BadSequences]):
-    """Bans what would complete a bad sequence."""
+    """Bans the tokens that would complete a bad sequence."""
 
     def apply(
         self,
@@ -232,7 +234,7 @@ class Strengths(NamedTuple):
 
 
 class SeenTokens:
-    """Distinct tokens of one request and how often its output has each; grows with the output."""
+    """The distinct tokens of one request, and how often its output has each."""
 
     def __init__(
         self,
@@ -257,22 +259,22 @@ class SeenTokens:
 
     @property
     def counts(self) -> IntArray:
-        """Counts in the output; 0 for tokens of the prompt only."""
+        """Occurrences in the output; 0 for tokens of the prompt only."""
         return self._counts[: self._size]
 
     def count_new(self) -> None:
-        """Take in what the output has gained since the last call."""
+        """Count the output tokens that are new since the last call."""
         output = self._output_token_ids
         for token in output[self._num_counted :]:
             if 0 <= token < self._vocab_size:
                 counted = self._find_or_add_token(
                     token
-                )  # first: it may move the counts to a larger array
+                )  # before the next line, since it may move the counts to a larger array
                 self._counts[counted] += 1
         self._num_counted = len(output)
 
     def after(self, drafts: Sequence[int]) -> tuple[IntArray, IntArray]:
-        """Ids and counts as if the output went on with these draft tokens, which are not kept."""
+        """Return ids and counts as if these draft tokens followed the output. Keeps none."""
         if not drafts:
             return self.token_ids, self.counts
         counts = self.counts.copy()
@@ -300,7 +302,7 @@ class SeenTokens:
 
 
 class Penalties(StatefulProcessor[SeenTokens]):
-    """All three, of all rows at once."""
+    """Applies all three penalties to all rows at once."""
 
     def apply(
         self,
@@ -350,7 +352,8 @@ class Penalties(StatefulProcessor[SeenTokens]):
 def _by_entry(
     strengths: Sequence[Strengths], counts_by_row: Sequence[IntArray]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """For each token of each row: the repetition penalty, and what the other two subtract."""
+    """Return for each token of each row the repetition penalty, and the amount that the other two
+    penalties subtract."""
     sizes = [len(counts) for counts in counts_by_row]
     repetition, frequency, presence = np.repeat(np.array(strengths, np.float64), sizes, axis=0).T
     counts = np.concatenate(counts_by_row)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A logits processor of another package, kept from disturbing requests that it does not apply to.
+"""A guard around a logits processor of another package: its faults fail only its own requests.
 
-It sees copies of the logits of the requests that it applies to, and of nobody else. When it raises,
-it is made anew and told of its requests one by one, then given their logits one by one, since its
-state and what a row becomes depend on one request alone: those for which it raises again fail by
-name, and all others get what they would have got. Faults that show on a device later than the call
-cannot be told apart; they fail the whole step.
+The processor gets copies of the logits of the requests to which it applies, and no others. When it
+raises, the guard makes it anew and passes it its requests one by one, then their logits one by one.
+This works since its state and a row's result depend on one request alone. Requests for which it
+raises again fail with its name; all others get their normal result. Faults of a device that appear
+after the call cannot be attributed, and fail the whole step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .base import Drafts, LogitsProcessor, ProcessorContext, RowsFailed
 
 logger = logging.getLogger(__name__)
 
-MAX_ERROR_CHARACTERS = 300  # of what a processor says, in what a client is told
+MAX_ERROR_CHARACTERS = 300  # of a processor's error text, in the message to the client
 
 
 class _LogitsRows(NamedTuple):
-    """Arguments of `apply` behind the logits."""
+    """The arguments of `apply` after the logits."""
 
     rows: IntArray
     offsets: IntArray | None
@@ -43,10 +43,10 @@ class _LogitsRows(NamedTuple):
 
 
 class GuardedProcessor(LogitsProcessor):
-    """One processor of another package. `note_failure(row, error)` hears of each request that it
-    fails; whoever hears it must see that the request ends.
+    """A processor of another package. It calls `note_failure(row, error)` for each request that
+    it fails; the receiver must end the request.
 
-    The constructor raises what the processor's own raises. Nothing else here does.
+    The constructor raises what the processor's constructor raises. No other method raises.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class GuardedProcessor(LogitsProcessor):
         self._note_failure = note_failure
         self._processor: LogitsProcessor | None = kind(context)
         self._is_argmax_invariant = bool(self._processor.is_argmax_invariant)
-        # The requests that it applies to, and has not failed.
+        # The requests to which it applies, and that it has not failed.
         self._added = RowStates(context.max_rows, self._added_if_applied)
 
     @property
@@ -80,7 +80,7 @@ class GuardedProcessor(LogitsProcessor):
             return False
 
     def concerns(self, rows: IntArray) -> IntArray:
-        """As far as it can be asked; all rows that it applies to where it raises."""
+        """Return the processor's answer, or all rows to which it applies if it raises."""
         indices = np.array([index for index, _ in self._added.of(rows)], np.int64)
         if self._processor is None or len(indices) == 0:
             return indices
@@ -92,13 +92,13 @@ class GuardedProcessor(LogitsProcessor):
         return chosen
 
     def refuses_drafts(self, rows: IntArray) -> IntArray:
-        """The indices of those of `rows` whose requests must be given no draft tokens."""
+        """Return the indices of those of `rows` whose requests must get no draft tokens."""
         return np.empty(0, np.int64) if self._kind.follows_drafts else self.concerns(rows)
 
     def update_state(self, update: BatchUpdate) -> None:
         self._added.update(update)
         if self._processor is None:
-            self._make_anew()  # perhaps it can be made now
+            self._make_anew()  # try once more
             return
         try:
             self._processor.update_state(update)
@@ -124,7 +124,8 @@ class GuardedProcessor(LogitsProcessor):
             return self._apply_one_by_one(logits, belongs, concerned)
 
     def _apply(self, logits: Tensor, belongs: _LogitsRows, indices: IntArray) -> Tensor:
-        """Change these rows of the logits. Raises with all of them as they were."""
+        """Change these rows of the logits. Raises what the processor raises, with the logits
+        unchanged."""
         assert self._processor is not None
         is_all = len(indices) == len(logits)
         places = None if is_all else to_device(indices, logits.device)
@@ -133,7 +134,7 @@ class GuardedProcessor(LogitsProcessor):
         try:
             result = self._processor.apply(part, *belongs.at(indices))
         except RowsFailed as failed:
-            mine = set(belongs.rows[indices].tolist())  # it may fail no others
+            mine = set(belongs.rows[indices].tolist())  # errors for other rows do not count
             errors = {row: error for row, error in failed.errors.items() if row in mine}
             result = failed.logits
         _check_result(result, part)
@@ -146,7 +147,7 @@ class GuardedProcessor(LogitsProcessor):
         self._make_anew()
         for row in dict.fromkeys(belongs.rows[indices].tolist()):
             mine = indices[belongs.rows[indices] == row]
-            # It may have failed just now, and the new processor may know better than the old one.
+            # The row may have failed just now, and the new processor may choose other rows.
             mine = mine[self.concerns(belongs.rows[mine])]
             if len(mine) == 0 or self._processor is None:
                 continue
@@ -158,7 +159,7 @@ class GuardedProcessor(LogitsProcessor):
         return logits
 
     def _make_anew(self) -> None:
-        """A new processor that knows of each request; fails those that it does not take."""
+        """Make a new processor with all requests, and fail the requests for which it raises."""
         taken: list[AddedRow] = []
         try:
             processor = self._kind(self.context)
@@ -172,7 +173,7 @@ class GuardedProcessor(LogitsProcessor):
                     processor.update_state(_update_of(taken))
                 else:
                     taken.append(now)
-        except Exception as error:  # noqa: BLE001 - it can be made no more, or takes nobody twice
+        except Exception as error:  # noqa: BLE001 - its constructor, or a repeated update, raises
             self._processor = None
             self._fail_all(error)
             return
@@ -181,7 +182,7 @@ class GuardedProcessor(LogitsProcessor):
     def _added_if_applied(self, added: AddedRow) -> AddedRow | None:
         try:
             return added if self._kind.applies_to(added.params) else None
-        except Exception:  # the front has asked the same, and got an answer
+        except Exception:  # unexpected: the same call has worked in the front
             logger.debug("%s.applies_to raised", self.name, exc_info=True)
             return added
 
@@ -208,7 +209,7 @@ class GuardedProcessor(LogitsProcessor):
 
 
 def _update_of(rows: Sequence[AddedRow]) -> BatchUpdate:
-    """These requests as if they had come at once."""
+    """Return an update that adds all these requests at once."""
     return BatchUpdate(max((one.row for one in rows), default=-1) + 1, (), tuple(rows), ())
 
 

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A budget for the tokens of a thought: once it is used up, the end mark is forced, token by token.
 
-A request asks for it with `thinking_token_budget`; without the token ids of both marks nothing
-happens. What a row needs follows from the tokens before it alone, the draft tokens included:
+A request sets it with `thinking_token_budget`; it has no effect without the token ids of both
+marks. The forced token of a row follows from the tokens before it alone, draft tokens included:
 
-    outside a thought                           nothing
-    fewer tokens in the thought than the budget nothing
-    else                                        the next token of the end mark
+    outside a thought                           none
+    fewer tokens in the thought than the budget none
+    otherwise                                   the next token of the end mark
 
-so there is nothing to take back where a draft token, or a forced one, is rejected. A thought has at
-most as many tokens as the budget and the end mark together, and the next one has a budget of its
-own.
+So a rejected draft token, or a rejected forced one, leaves no state to undo. A thought has at most
+as many tokens as the budget and the end mark together, and each thought has a budget of its own.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from ...request.request import TokenArray
 from ..copies import to_device
 from .base import Drafts, StatefulProcessor, drafted
 
-# No infinity, which would leave no distribution to draw from. Divided by the highest temperature
-# it still leaves every logit of at most 0 a probability that rounds to 0, also in float64.
+# Finite, since an infinite logit leaves no distribution to draw from. Even divided by the highest
+# temperature it gives every logit of at most 0 a probability that rounds to 0, also in float64.
 FORCED_LOGIT = 1e9
 
 
 class Thinking:
-    """The thoughts of one request, as far as its output goes."""
+    """The thoughts of one request in its prompt and its output so far."""
 
     __slots__ = ("_budget", "_end", "_num_seen", "_output_token_ids", "_tracker")
 
@@ -46,14 +45,14 @@ class Thinking:
         prompt_token_ids: TokenArray,
         output_token_ids: list[int],
     ) -> None:
-        """`output_token_ids` is the request's own list, which grows."""
+        """`output_token_ids` is the request's own growing list."""
         self._budget, self._end = budget, end
         self._tracker = ThoughtTracker.behind(prompt_token_ids, start, end)
         self._output_token_ids = output_token_ids
         self._num_seen = 0
 
     def forced_after(self, drafts: Sequence[int]) -> int | None:
-        """The only token that may follow the output and these draft tokens, None where any may."""
+        """Return the token that must follow the output and these draft tokens; None: any may."""
         output, tracker = self._output_token_ids, self._tracker
         if self._num_seen < len(output):
             tracker.extend(output[self._num_seen :])
@@ -66,15 +65,15 @@ class Thinking:
 
 
 class Forced(NamedTuple):
-    """A row of logits that has one token to choose."""
+    """A row of logits with a forced token."""
 
-    row: int  # of the logits
+    row: int  # index in the logits
     token_id: int
 
 
 class ThinkingBudget(StatefulProcessor[Thinking]):
-    """Forces end marks. It comes last of those before the choice, so that nothing weakens what it
-    forces. A token that is banned stays banned: then nothing is forced in its row."""
+    """Forces end marks. It comes last of the processors before the choice, so none of them weakens
+    a forced token. A banned token stays banned, and then no token is forced in its row."""
 
     def apply(
         self,
@@ -107,9 +106,9 @@ class ThinkingBudget(StatefulProcessor[Thinking]):
 
 
 def _force(logits: Tensor, forced: Sequence[Forced]) -> Tensor:
-    """Leave each of these rows its token, in place, where that is not banned: the others keep a
-    finite logit of at most 0. Row by row, since copies of many rows at once would take far longer
-    than the greedy choice."""
+    """Force the token of each of these rows, in place, unless it is banned. The other tokens keep a
+    finite logit of at most 0. Works row by row, since copies of many rows at once would take far
+    longer than the greedy choice."""
     rows, token_ids = to_device(np.array(forced, np.int64).T.copy(), logits.device)
     is_banned = logits[rows, token_ids] == -torch.inf
     highest = torch.where(is_banned, torch.inf, 0.0).to(logits.dtype)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of several tenants for the same threads: each tenant has its turn, whatever others have
-asked for before; the one that has used least has the first.
+"""Jobs of several tenants for the same threads. The tenant that has used least time is next,
+however many jobs the others have queued.
 
-How much may wait is for others to say: `Shares` tells them who has more than the rest.
+The queue has no limit of its own. Callers limit it with `Shares`, which finds the tenant with most.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _MOST_NAMES = 1024
 
 
 class FairQueue(Generic[Job]):
-    """Called by any thread."""
+    """Jobs by tenant. Any thread may call it."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()  # whose turn is next comes first
+        self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()  # in the order of turns
         self._condition = threading.Condition()
-        self._used: dict[str, float] = {}  # seconds, which are only compared
+        self._used: dict[str, float] = {}  # seconds by tenant, only compared with each other
         self._size = 0
         self._num_ends = 0
 
@@ -30,10 +30,10 @@ class FairQueue(Generic[Job]):
         return self._size
 
     def put(self, tenant: str, job: Job, *, is_first: bool = False) -> None:
-        """Behind the tenant's others, or before them."""
+        """Add a job behind the tenant's others, or before them with `is_first`."""
         with self._condition:
             if self._jobs and tenant not in self._jobs:
-                # Who asks for little is before the others; who was away has saved up no more.
+                # A tenant with few jobs is before the others; absence saves up one second at most.
                 least = min(self._used.get(other, 0.0) for other in self._jobs)
                 self._used[tenant] = max(self._used.get(tenant, 0.0), least - _MOST_SAVED_SECONDS)
             jobs = self._jobs.setdefault(tenant, deque())
@@ -42,14 +42,14 @@ class FairQueue(Generic[Job]):
             self._condition.notify()
 
     def get(self) -> Job | None:
-        """Wait for the next one; None: the thread that asks is to end."""
+        """Wait for the next job; None: the calling thread must end."""
         with self._condition:
             while not self._jobs and not self._num_ends:
                 self._condition.wait()
             if self._num_ends:
                 self._num_ends -= 1
                 return None
-            tenant = min(self._jobs, key=lambda name: self._used.get(name, 0.0))  # or the first
+            tenant = min(self._jobs, key=lambda name: self._used.get(name, 0.0))  # first of equals
             jobs = self._jobs[tenant]
             job = jobs.popleft()
             self._size -= 1
@@ -60,14 +60,14 @@ class FairQueue(Generic[Job]):
             return job
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """A job of this tenant has taken so long."""
+        """Add the seconds of a job to the time that its tenant has used."""
         with self._condition:
             self._used[tenant] = self._used.get(tenant, 0.0) + seconds
             if len(self._used) > _MOST_NAMES:
                 self._used = {name: each for name, each in self._used.items() if name in self._jobs}
 
     def discard(self, tenant: str, job: Job) -> None:
-        """Take out a job that is no longer wanted, if it is still there."""
+        """Take out a job, if it is still there."""
         with self._condition:
             jobs = self._jobs.get(tenant)
             if jobs is not None and job in jobs:
@@ -77,16 +77,16 @@ class FairQueue(Generic[Job]):
                     del self._jobs[tenant]
 
     def stop_threads(self, num_threads: int) -> None:
-        """So many of those that ask are told to end, before the jobs that are left."""
+        """End `num_threads` threads: so many calls of `get` return None, ahead of queued jobs."""
         with self._condition:
             self._num_ends += num_threads
             self._condition.notify_all()
 
 
 class Shares:
-    """How many of something each tenant has, and `most` together. While no other wants any, one may
-    have all of them; who comes then takes the place of the last of whoever has most. Called by one
-    thread."""
+    """Counts by tenant, with a limit of `most` for all together. One tenant may have all of them
+    while no other wants any; a tenant that comes then takes a place from the one with most. One
+    thread calls this."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -104,11 +104,11 @@ class Shares:
             del self._counts[tenant]
 
     def is_over(self, tenant: str) -> bool:
-        """Whether another one of this tenant is more than it may have."""
+        """Whether this tenant may have no more: all places are taken, and no tenant has more."""
         return self._are_full and self._counts[tenant] >= max(self._counts.values(), default=0)
 
     def who_gives_way(self) -> str | None:
-        """Whose last one another tenant's takes the place of; None: there is room."""
+        """The tenant that must give up its last one for another tenant's; None: there is room."""
         if not self._are_full or not self._counts:
             return None
         return max(self._counts, key=lambda tenant: self._counts[tenant])

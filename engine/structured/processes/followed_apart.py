@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars that the engine does not take over: what the process that compiled one says of it.
+"""Grammars that the engine does not take over. The process that compiled one makes its rows.
 
-A row costs a message there and back, so tokens go along with the next row that is wanted. Whoever
-asks waits, within a limit on the processor's time, beyond which the process is killed: its answers
-end with an error, and nobody else's.
+A row costs a message there and back, so accepted tokens go along with the next request for a row.
+The caller waits. Beyond a limit on processor time the process is killed, and only the answers of
+its grammar end with an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .limited_thread import Limit
 
 
 class GrammarApart(Grammar):
-    """Called by any thread. It is freed where no step waits, since its process ends with it."""
+    """A grammar that a process follows. Any thread may call it. It must be freed on a thread for
+    which no step waits, since that ends the process."""
 
     num_bytes = LARGE_BYTES
     is_apart = True
@@ -29,14 +30,14 @@ class GrammarApart(Grammar):
     def __init__(self, process: FollowingProcess, limit: Limit, tenant: str) -> None:
         self.process = process
         self.limit = limit
-        self.tenant = tenant  # whose it is
-        self.used = time.monotonic()  # last
+        self.tenant = tenant
+        self.used = time.monotonic()  # time of the last use
         self.num_matchers = 0
         self._numbers = itertools.count()
         self._counting = threading.Lock()
 
     @property
-    def is_gone(self) -> bool:  # type: ignore[override]  # which others know at once
+    def is_gone(self) -> bool:  # type: ignore[override]  # a property, since the process may end
         return self.process.is_gone
 
     def matcher(self) -> Matcher:
@@ -44,13 +45,13 @@ class GrammarApart(Grammar):
         return _MatcherApart(self, next(self._numbers))
 
     def note_matcher(self, change: int) -> None:
-        """One more, or less."""
+        """Count a matcher that begins (+1) or ends (-1)."""
         with self._counting:
             self.num_matchers += change
             self.used = time.monotonic()
 
     def is_idle(self, seconds: float) -> bool:
-        """Whether no matcher has used it for so long."""
+        """Whether it has no matcher, and had none for `seconds`."""
         return not (self.is_gone or self.num_matchers) and time.monotonic() - self.used > seconds
 
     def end_process(self) -> None:
@@ -61,14 +62,14 @@ class GrammarApart(Grammar):
 
 
 class _MatcherApart(Matcher):
-    """Called by one thread at a time."""
+    """A matcher whose position is in the process. One thread at a time may call it."""
 
     def __init__(self, grammar: GrammarApart, number: int) -> None:
         self._grammar = grammar
         self._number = number
-        self._pending: list[int] = []  # tokens that it has accepted and the process has not
-        self._rollback = 0  # and that the process is to take back before
-        self._row: np.ndarray | None = None  # of the present place
+        self._pending: list[int] = []  # accepted tokens that the process does not have yet
+        self._rollback = 0  # tokens that the process takes back before these
+        self._row: np.ndarray | None = None  # of the present position
         self._may_end: bool | None = None
 
     def __del__(self) -> None:
@@ -109,8 +110,9 @@ class _MatcherApart(Matcher):
         words[:] = self._row
 
     def _query_process(self, *, is_wanted: bool) -> RowAnswer:
-        """What the process says of the present place. Raises GrammarError."""
-        if not is_wanted and len(self._pending) > 1:  # the last one may be refused, no other
+        """Ask the process about the present position; `is_wanted`: with its row. Raises
+        GrammarError."""
+        if not is_wanted and len(self._pending) > 1:  # only the last token may be refused
             last = self._pending.pop()
             self._ask_with(self._pending, is_wanted=False)
             self._pending = [last]

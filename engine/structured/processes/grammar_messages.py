@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of grammars are told, and what they answer: MessagePack, over sockets that
-both ends have. To the first process it goes in packets, with descriptors; to the others in a
-stream, each message behind its length (u32, little-endian).
+"""Messages to the processes of grammars, and their answers: MessagePack over socket pairs. The
+first process gets packets, with descriptors. The others have a stream, in which each message
+follows its length (u32, little-endian).
 
     engine ── Start, Fork, Reap ──► the first process, which forks the others and never compiles
            ── Ask, Row, Leave   ──► one of those: it compiles, or follows what it has compiled
@@ -23,56 +23,56 @@ from ..base import Form
 _LENGTH = struct.Struct("<I")
 MOST_BYTES = 64 * 1024**2  # a compiled grammar, many times a client's text
 _MOST_PACKET_BYTES = 131072
-_MOST_TOGETHER = 65536  # of a message that goes out in one piece
-LOOK_SECONDS = 0.05  # each look takes the interpreter's lock from those who compute
-SEND_SECONDS = 30.0  # for whoever reads at once, where it is run at all
+_MOST_TOGETHER = 65536  # bytes of a message that is sent together with its length
+LOOK_SECONDS = 0.05  # each look takes the interpreter's lock from the threads that compute
+SEND_SECONDS = 30.0  # ample: the other end reads at once, as soon as it gets a processor
 
 Message = TypeVar("Message")
 
 
 class Start(msgspec.Struct):
-    """The first message: for which model, by which backend, within which limits."""
+    """The first message: the model, the backend and the limit on memory."""
 
     backend: str
     model_path: str
     vocab_size: int
     end_ids: list[int]
-    memory_bytes: int  # of one that compiles, beside what the first takes before
+    memory_bytes: int  # that a process may take to compile, beside what the first one has
 
 
 class Started(msgspec.Struct):
-    """The answer to it, once; or why not."""
+    """The answer to Start; `error` says why the backend cannot be opened."""
 
     error: str = ""
 
 
 class Fork(msgspec.Struct, tag=True):
-    """Have a process, whose end of a socket comes with it. The last has the processor only while
-    nobody else wants it."""
+    """Fork a process; its end of a socket pair comes along. With `is_last` it runs only while no
+    other thread wants the processor."""
 
     is_last: bool
 
 
 class Forked(msgspec.Struct):
-    """Its number; a descriptor of it comes along."""
+    """The answer to Fork: the process's id; its pidfd comes along."""
 
     pid: int
 
 
 class Reap(msgspec.Struct, tag=True):
-    """One has ended, or was killed just now: until it is asked for its number is not used again."""
+    """Wait for a process that has ended or was killed; its id is not used again before that."""
 
     pid: int
 
 
 class Reaped(msgspec.Struct):
-    """How it ended: an exit status, or a signal below zero."""
+    """The answer to Reap: an exit status, or a signal as a negative number."""
 
     status: int
 
 
 class Ask(msgspec.Struct, tag=True):
-    """One grammar. `is_second`: the backend that comes first has taken too long."""
+    """Compile a grammar. `is_second`: the backend of first choice took too long."""
 
     kind: Kind
     text: str
@@ -83,8 +83,8 @@ class Ask(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct):
-    """Its form and the row of an answer that begins, with the processor's seconds of that; or why
-    not."""
+    """The answer to Ask: the grammar's form, the row at the beginning of an answer and the
+    processor time of that row; or an error."""
 
     form: Form | None = None
     error: str = ""
@@ -93,8 +93,8 @@ class Answer(msgspec.Struct):
 
 
 class Row(msgspec.Struct, tag=True):
-    """For one matcher of the grammar that was compiled last, by number; a number that is new begins
-    one. It takes back tokens, goes on by others, and makes a row where that is wanted."""
+    """Move a matcher of the grammar that was compiled last: take back `rollback` tokens, accept
+    `tokens`, and make a row if `is_wanted`. A new number begins a new matcher."""
 
     matcher: int
     rollback: int
@@ -104,8 +104,8 @@ class Row(msgspec.Struct, tag=True):
 
 
 class RowAnswer(msgspec.Struct):
-    """How many of the tokens it allowed; behind one that it did not allow nothing has changed, and
-    no row is made."""
+    """The answer to Row. `num_accepted` counts the tokens before the first refused one; that one
+    and later ones change nothing, and then no row is made."""
 
     num_accepted: int = 0
     may_end: bool = False
@@ -114,13 +114,13 @@ class RowAnswer(msgspec.Struct):
 
 
 class Leave(msgspec.Struct, tag=True):
-    """This matcher is not used any more. Nothing is answered."""
+    """Drop a matcher. It has no answer."""
 
     matcher: int
 
 
 def send_packet(control: socket.socket, message: Any, descriptors: Sequence[int] = ()) -> None:
-    """Raises OSError."""
+    """Send a message in one packet. Raises OSError."""
     control.settimeout(SEND_SECONDS)
     socket.send_fds(control, [msgspec.msgpack.encode(message)], list(descriptors))
 
@@ -130,7 +130,7 @@ def receive_packet(
     kind: type[Message] | Any,
     look: Callable[[], None] | None = None,
 ) -> tuple[Message, list[int]]:
-    """The next message, as `receive`, and the descriptors that came with it."""
+    """Return the next message, like `receive`, and the descriptors that came with it."""
     control.settimeout(None if look is None else LOOK_SECONDS)
     while True:
         try:
@@ -148,7 +148,7 @@ def receive_packet(
 
 
 def send(connection: socket.socket, message: Any) -> None:
-    """Raises OSError."""
+    """Send a message behind its length. Raises OSError."""
     body = msgspec.msgpack.encode(message)
     head = _LENGTH.pack(len(body))
     connection.settimeout(SEND_SECONDS)
@@ -164,8 +164,8 @@ def receive(
     kind: type[Message] | Any,
     look: Callable[[], None] | None = None,
 ) -> Message:
-    """The next message. With `look` that is called now and then while none comes, and may raise;
-    without, it waits for ever. Raises EOFError where the other end is gone."""
+    """Return the next message. While it waits it calls `look` every LOOK_SECONDS, which may raise;
+    without `look` it waits for ever. Raises EOFError where the other end is gone."""
     connection.settimeout(None if look is None else LOOK_SECONDS)
     size = _LENGTH.unpack(_read(connection, _LENGTH.size, look))[0]
     if size > MOST_BYTES:

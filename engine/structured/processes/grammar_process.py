@@ -4,10 +4,9 @@
     the first one ── opens the backend and forks ──► one that compiles, one grammar after the other
                                                      └─► and follows the last, where the engine does
                                                          not take that over
-The first one sees nothing that a client has sent, so nothing holds it up, and another process is
-there within milliseconds of one that was killed. The engine measures and kills; limits on
-memory and on the processor's time, which the forked ones set themselves, hold also where nobody
-does.
+The first process reads no data of clients, so no grammar blocks it, and it replaces a killed
+process within milliseconds. The engine measures and kills. The forked processes also set limits on
+their own memory and processor time, which hold without the engine.
 """
 
 from __future__ import annotations
@@ -59,15 +58,16 @@ Told = TypeVar("Told", Answer, RowAnswer)
 # A tenth of a busy processor, where it is not the last.
 _NICENESS = 10
 _ASIDE_SECONDS = 0.001
-_MORE_SECONDS = 5  # after which it ends by itself
+_MORE_SECONDS = 5  # beyond the limit, after which the process ends by itself
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-# A package may look for these when it is imported, and does without.
+# Packages that xgrammar imports and does not need here.
 _STOOD_IN = ("torch", "transformers")
 
 
 def main() -> int:
-    """Until the other end is closed."""
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # of a terminal that stops who writes behind
+    """Run the first process, and in its children `_serve`, until the other end is closed. Return
+    the exit status."""
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal stops background writers with it
     os.nice(_NICENESS)
     control = socket.socket(fileno=int(sys.argv[1]))
     try:
@@ -78,7 +78,7 @@ def main() -> int:
             send_packet(control, Started(str(error)))
             return 1
         gc.collect()
-        gc.freeze()  # a child collects what is its own, and copies no pages for the rest
+        gc.freeze()  # children collect only their own objects, and copy no pages of the others
         send_packet(control, Started())
         child = _fork_children(control)
     except (EOFError, OSError):
@@ -89,14 +89,15 @@ def main() -> int:
     try:
         _serve(connection, backend, start, is_last=is_last)
     except (EOFError, OSError):
-        os._exit(0)  # not the parent's clean-up
+        os._exit(0)  # skip the clean-up, which is the parent's
     except BaseException:  # noqa: BLE001 - the last word of this process
         traceback.print_exc()
     os._exit(1)
 
 
 def _fork_children(control: socket.socket) -> tuple[socket.socket, bool] | None:
-    """In the first process, for ever: None where the other end is gone. In a child: its socket."""
+    """Fork and reap children in the first process until the other end is gone, which raises
+    EOFError. Return only in a child: its socket, and whether it `is_last`."""
     parent = os.getpid()
     while True:
         message: Fork | Reap
@@ -108,7 +109,7 @@ def _fork_children(control: socket.socket) -> tuple[socket.socket, bool] | None:
         if not pid:
             control.close()
             ctypes.CDLL(None).prctl(_END_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0)
-            if os.getppid() != parent:  # it ended before that
+            if os.getppid() != parent:  # the parent ended before prctl
                 os._exit(0)
             return socket.socket(fileno=descriptors[0]), message.is_last
         os.close(descriptors[0])
@@ -118,7 +119,7 @@ def _fork_children(control: socket.socket) -> tuple[socket.socket, bool] | None:
 
 
 def _serve(connection: socket.socket, backend: Backend, start: Start, *, is_last: bool) -> None:
-    """In a child: until the other end is closed."""
+    """Answer messages in a child until the other end is closed, which raises EOFError."""
     aside: Callable[[], AbstractContextManager[None]] = nullcontext
     if is_last:
         aside = _standing_aside
@@ -136,7 +137,7 @@ def _serve(connection: socket.socket, backend: Backend, start: Start, *, is_last
         answer: Answer | RowAnswer
         with aside():
             if isinstance(message, Ask):
-                follower = None  # what that holds is freed first
+                follower = None  # free its memory first
                 answer, grammar = _try_out(backend, message, start.vocab_size)
                 follower = None if grammar is None else _Follower(grammar, start.vocab_size)
             elif follower is None:
@@ -155,7 +156,7 @@ class _Follower:
         self._matchers: dict[int, Matcher] = {}
 
     def compute_row(self, asked: Row) -> RowAnswer:
-        """Raises GrammarError."""
+        """Make the answer to `asked`. Raises GrammarError."""
         matcher = self._matchers.get(asked.matcher)
         if matcher is None:
             matcher = self._matchers[asked.matcher] = self._grammar.matcher()
@@ -175,7 +176,7 @@ class _Follower:
 
 
 def _try_out(backend: Backend, ask: Ask, vocab_size: int) -> tuple[Answer, Grammar | None]:
-    """The grammar, where there is one."""
+    """Compile a grammar. Return the answer, and the grammar unless that failed."""
     made: list[Grammar] = []
 
     def run() -> Answer:
@@ -193,7 +194,7 @@ def _try_out(backend: Backend, ask: Ask, vocab_size: int) -> tuple[Answer, Gramm
 
 
 def _told(run: Callable[[], Told], kind: Callable[..., Told]) -> Told:
-    """What `run` returns; what it raises is told."""
+    """Return the result of `run`, or an answer of `kind` with the error that it raised."""
     try:
         return run()
     except (GrammarError, MemoryError, RecursionError) as error:
@@ -204,26 +205,26 @@ def _told(run: Callable[[], Told], kind: Callable[..., Told]) -> Told:
 
 @contextmanager
 def _standing_aside() -> Iterator[None]:
-    """Sleep for 0.06 ms after each that it runs for, behind which it is put on a processor that is
-    free. To be SCHED_IDLE is not enough: a process that has waited behind another one on its
-    processor is owed time, and gets it from one tick of the clock to the next: the other waits for
-    4 ms then, be another processor idle or not. This one sleeps before anything else instead, at a
-    signal that has come meanwhile.
+    """Sleep for 0.06 ms after each millisecond, so that the kernel then wakes this process on a
+    free processor. SCHED_IDLE alone is not enough: a process that has waited behind another one on
+    its processor is owed time, gets it from one tick of the clock to the next, and makes the other
+    wait for 4 ms, even if another processor is idle. This process sleeps at once instead, at a
+    signal that came meanwhile.
 
-    The handler is a function of the C library's, since none of Python's is called before a backend
-    returns. What it takes for microseconds is the signal's number.
+    The handler is the C library's `usleep`, since Python calls no handler before a backend returns.
+    Its argument, microseconds, is the number of the signal.
     """
     library = ctypes.CDLL(None)
     library.signal(int(signal.SIGALRM), library.usleep)
     signal.setitimer(signal.ITIMER_REAL, _ASIDE_SECONDS, _ASIDE_SECONDS)
     try:
         yield
-    finally:  # who waits for the next grammar is not to be woken
+    finally:  # no signals during the wait for the next grammar
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def _open(start: Start) -> Backend:
-    """With all that it imports, and without threads, of which a child would have none."""
+    """Open the backend with all its imports, and without threads, which a fork does not copy."""
     _stand_in()
     return open_backend(
         start.backend,
@@ -233,18 +234,18 @@ def _open(start: Start) -> Backend:
 
 
 def _stand_in() -> None:
-    """xgrammar names torch and transformers when it is imported, 8 of 9 processor seconds and 200
-    MiB, and uses neither for what is done here. So they are stood in for, unless they are there, or
-    xgrammar does not do with it."""
+    """Import xgrammar with stand-ins for torch and transformers. It imports both, which costs 8 of
+    9 processor seconds and 200 MiB, and needs neither here. The real ones are imported where torch
+    is loaded already, or where xgrammar fails with the stand-ins."""
     if importlib.util.find_spec("xgrammar") is None or "torch" in sys.modules:
         return
-    # What xgrammar calls the C library through would use a torch that it finds.
+    # tvm_ffi, through which xgrammar calls C, would use torch if it could import it.
     sys.modules["torch"] = None  # type: ignore[assignment]  # cannot be imported
     try:
         importlib.import_module("tvm_ffi")
         sys.modules.update({name: _StandIn(name) for name in _STOOD_IN})
         importlib.import_module("xgrammar")
-    except Exception:  # noqa: BLE001 - then as it is meant to be
+    except Exception:  # noqa: BLE001 - then it is imported with the real packages
         for name in [name for name in sys.modules if name.partition(".")[0] == "xgrammar"]:
             del sys.modules[name]
     finally:
@@ -253,7 +254,7 @@ def _stand_in() -> None:
 
 
 class _StandIn(ModuleType):
-    """Has every name."""
+    """A module with an empty class for each name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -266,7 +267,7 @@ class _StandIn(ModuleType):
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Of address space, beside what it has now."""
+    """Limit the address space to `more_bytes` beyond its present size, and dump no core."""
     _lower(resource.RLIMIT_CORE, 0)
     with suppress(OSError):  # only Linux says
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars are compiled in processes, which can be killed: no thread of the engine ever hangs with
-what a client has sent, whatever that looks like.
+"""Processes compile the grammars, since a process can be killed: no client's grammar ever blocks a
+thread of the engine.
 
     spec ──► try_out ──► a process compiles it ──► Tried: a form that is built here, within bounds,
                                │                          or the process, which follows it
                                └─ takes too long, too much memory, dies: killed, and another one is
                                   forked; the grammar is refused, or may have longer elsewhere
 
-The first process opens the backend and forks the others (`grammar_process.py`), so one that was
-killed is replaced within milliseconds. It starts with the first grammar. The others have what is
-left of the processors (SCHED_IDLE), so that steps and their masks find one at once.
-Where that is next to nothing, others with a niceness take their place for a while.
+The first process opens the backend and forks the others (`grammar_process.py`), so a killed process
+is replaced within milliseconds. It starts with the first grammar. The others run only on processors
+that are otherwise idle (SCHED_IDLE), so steps and their masks find one at once. If they get almost
+no time, processes with a niceness take their place for a while.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ logger = logging.getLogger(__name__)
 
 MEMORY_BYTES = 1024**3
 START_SECONDS = 300.0  # with a large vocabulary, at low priority beside other work
-# A process that gets less than this of a processor in so long gives way to one with a niceness, and
-# so do those of the next seconds.
+# A process that gets less than this share of a processor for so long is replaced by one with a
+# niceness, and so are the processes of the next _BUSY_SECONDS.
 STARVED_SECONDS = 0.5
 _STARVED_SHARE = 0.05
 _BUSY_SECONDS = 30.0
-_CONTROL_SECONDS = 60.0  # to fork
+_CONTROL_SECONDS = 60.0  # to fork, or to reap
 _END_SECONDS = 5.0
 _MOST_IDLE = 2
 _COMMAND = python_command("-m", "stratakv.engine.structured.processes.grammar_process")
-_CPU_CLOCK = 2  # of a process, with its number above the lowest three bits: Linux
-# Threads of libraries would not be there after a fork.
+_CPU_CLOCK = 2  # low three bits of a process's clock id on Linux; above them is its inverted id
+# No threads of libraries, since they do not exist after a fork.
 _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
-# What the engine takes over: what took no longer to compile, where that is done again, and is no
-# longer, where it is read. Of the rest the process that compiled it makes the masks.
+# The engine takes a grammar over if the work that `build` repeats took no longer than this, and its
+# form is no longer. For others the process that compiled them makes the masks.
 BUILD_SECONDS = 0.5
 MOST_FORM_BYTES = 8 * 1024**2
 
@@ -81,21 +81,22 @@ GONE = "the process that followed this grammar has ended; ask again"
 
 
 class TooSlow(GrammarError):
-    """It took more of the processor's time than it may, or of anybody's."""
+    """The grammar took more processor time than it may, or more time by the clock (TooLate)."""
 
 
 class Tried(NamedTuple):
-    """A grammar that compiles, with the row of an answer that begins and the seconds of that."""
+    """A grammar that compiles, the row at the beginning of an answer, and that row's processor
+    time."""
 
     form: Form
     first_words: bytes
     first_seconds: float
-    process: FollowingProcess | None  # which follows it; None: `Backend.build` takes it over
+    process: FollowingProcess | None  # it follows the grammar; None: `Backend.build` takes it over
 
 
 class GrammarProcesses:
-    """For one model and one backend, by name. As many as threads ask at once, and one for each
-    grammar that is followed apart."""
+    """The processes for one model and one backend, by name. There is one for each thread that calls
+    `try_out` at once, and one for each grammar that a process follows."""
 
     def __init__(
         self,
@@ -114,13 +115,13 @@ class GrammarProcesses:
         self._busy: list[_Process] = []
         self._is_closed = False
         self._busy_until = 0.0 if hasattr(os, "SCHED_IDLE") else float("inf")
-        self.trusts_threads = True  # else no grammar is taken over
+        self.trusts_threads = True  # False: no grammar is taken over any more
 
     def try_out(self, spec: GrammarSpec, limit: Limit, *, is_second: bool = False) -> Tried:
-        """Called by any thread, which waits. Raises GrammarError for a grammar that cannot be
-        compiled, TooSlow where it takes longer than the limit, and NotNow where the fault may be
-        another's."""
-        # One that may have to follow it is run whatever others do.
+        """Compile a grammar in a process. Any thread may call this, and waits. Raises GrammarError
+        for a grammar that cannot be compiled, TooSlow where it takes longer than the limit, and
+        NotNow where the cause may lie outside the grammar."""
+        # A process that may have to follow the grammar is never SCHED_IDLE.
         may_follow = self._start.backend == "xgrammar" and bool(why_untamed(spec))
         process = self._acquire_process(is_last=self._are_last and not may_follow)
         try:
@@ -149,12 +150,12 @@ class GrammarProcesses:
         return Tried(form, answer.first_words, answer.first_seconds, following)
 
     def start_first_process(self) -> None:
-        """Start the process that forks the others, unless it is there, and wait for that. Raises as
-        `try_out`."""
+        """Start the process that forks the others, unless it runs already, and wait until it is
+        ready. Raises NotNow, and GrammarError where it cannot open the backend."""
         self._open_first()
 
     def close(self) -> None:
-        """End the processes; who waits for one gets a GrammarError. Idempotent."""
+        """End the processes; a thread that waits for one gets a GrammarError. Idempotent."""
         with self._lock:
             self._is_closed = True
             processes = self._idle + self._busy
@@ -181,7 +182,7 @@ class GrammarProcesses:
 
     @property
     def _are_last(self) -> bool:
-        """The processes that are forked from now on."""
+        """Whether processes forked now are SCHED_IDLE; not for a while after one has starved."""
         return time.monotonic() >= self._busy_until
 
     def _is_taken_over(self, form: Form) -> bool:
@@ -193,16 +194,16 @@ class GrammarProcesses:
         )
 
     def _acquire_process(self, *, is_last: bool) -> _Process:
-        """One that does nothing, as busy from now on. Raises NotNow, and GrammarError where the
-        backend cannot be opened."""
+        """Take an idle process or fork one, and count it as busy. Raises NotNow, and GrammarError
+        where the backend cannot be opened."""
         while (process := self._take_idle()) is not None:
-            # Somebody ended it, which is no grammar's fault; or it would starve.
+            # Replace a process that was killed from outside, or a SCHED_IDLE one that would starve.
             if not (process.has_ended or (process.is_last and not is_last)):
                 return process
             self._end_process(process)
         try:
             process = self._fork(is_last=is_last)
-        except (EOFError, OSError):  # the first one was killed since
+        except (EOFError, OSError):  # the first process was killed; try with a new one
             try:
                 process = self._fork(is_last=is_last)
             except (EOFError, OSError) as error:
@@ -215,8 +216,8 @@ class GrammarProcesses:
         raise NotNow(_ENDS)
 
     def _fork(self, *, is_last: bool) -> _Process:
-        """A new one. Raises EOFError or OSError where the first process has ended, which is
-        replaced then, and as `_open_first`."""
+        """Fork a new process. Raises EOFError or OSError where the first process has ended, which
+        the next call replaces, and what `_open_first` raises."""
         first = self._open_first()
         try:
             return first.fork(is_last=is_last)
@@ -237,7 +238,7 @@ class GrammarProcesses:
             return process
 
     def _open_first(self) -> _FirstProcess:
-        """The process that forks others, started where there is none. Raises NotNow, and
+        """Return the process that forks the others; start it if there is none. Raises NotNow, and
         GrammarError where it cannot open the backend."""
         with self._starting:
             with self._lock:
@@ -261,7 +262,7 @@ class GrammarProcesses:
             return first
 
     def _drop_first(self, first: _FirstProcess) -> None:
-        """It is of no more use, and its children have ended with it."""
+        """Drop a first process that has failed; its children end with it."""
         with self._lock:
             if self._first is first:
                 self._first = None
@@ -276,7 +277,7 @@ class GrammarProcesses:
         self._end_process(process)
 
     def _end_process(self, process: _Process) -> int | None:
-        """End it; how it had ended, where it had and that is known."""
+        """End a process. Return its exit status, or a signal below zero; None: unknown."""
         status = process.kill_and_reap()
         with self._lock:
             if process in self._busy:
@@ -298,7 +299,7 @@ class GrammarProcesses:
 
 
 class FollowingProcess:
-    """A process that follows the grammar that it has compiled, for any thread."""
+    """A process that follows the grammar that it has compiled. Any thread may call it."""
 
     def __init__(self, processes: GrammarProcesses, process: _Process) -> None:
         self._processes = processes
@@ -308,8 +309,8 @@ class FollowingProcess:
         self.end_ids = processes.end_ids
 
     def fetch_row(self, asked: Row, limit: Limit) -> RowAnswer:
-        """Raises GrammarError; where it takes too long the process is killed, and the grammar is
-        followed no more."""
+        """Return the process's answer. Raises GrammarError. A process that takes too long is
+        killed, which ends its grammar."""
         with self._turn:
             if self.is_gone:
                 raise GrammarError(GONE)
@@ -323,8 +324,10 @@ class FollowingProcess:
                 raise GrammarError(GONE) from None
 
     def release_matcher(self, matcher: int) -> None:
-        """This matcher is not used any more. Does not wait."""
-        if self._turn.acquire(blocking=False):  # else it takes memory until the process ends
+        """Drop a matcher, without waiting."""
+        # While another thread has its turn nothing is sent: the matcher then keeps its memory until
+        # the process ends.
+        if self._turn.acquire(blocking=False):
             try:
                 if not self.is_gone:
                     self._process.send_leave(matcher)
@@ -334,17 +337,17 @@ class FollowingProcess:
                 self._turn.release()
 
     def discard_process(self) -> None:
-        """Idempotent."""
+        """End the process. Idempotent."""
         self.is_gone = True
         self._processes._end_process(self._process)
 
 
 class _Starved(Exception):
-    """It has no processor."""
+    """The process gets almost no processor time."""
 
 
 class _FirstProcess:
-    """The process that forks the others, asked by one thread at a time."""
+    """The process that forks the others. It serves one call at a time."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
@@ -354,10 +357,10 @@ class _FirstProcess:
                 [*_COMMAND, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # its words are for people
+                stdout=2,  # its output is diagnostics
                 env={**os.environ, **_ENVIRONMENT},
-                # Ctrl-C is for this process, which then ends the other. In one session with it, by
-                # which Linux groups what it schedules: SCHED_IDLE is the last of its group only.
+                # A group of its own: Ctrl-C reaches only this process, which then ends the other.
+                # The session is shared: SCHED_IDLE ranks last only within the session's group.
                 process_group=0,
             )
         except BaseException:
@@ -369,7 +372,8 @@ class _FirstProcess:
         self.pid = self._process.pid
 
     def wait_until_ready(self, start: Start) -> None:
-        """Wait until it can fork. Raises GrammarError, and EOFError or OSError where it cannot."""
+        """Wait until it can fork. Raises GrammarError where it cannot open the backend, EOFError or
+        OSError where it has ended or does not answer."""
         send_packet(self._control, start)
         deadline = time.monotonic() + START_SECONDS
         answer: Started = receive_packet(self._control, Started, _until(deadline))[0]
@@ -377,7 +381,7 @@ class _FirstProcess:
             raise GrammarError(answer.error)
 
     def fork(self, *, is_last: bool) -> _Process:
-        """Raises EOFError or OSError."""
+        """Fork a process. Raises EOFError or OSError."""
         ours, theirs = socket.socketpair()
         try:
             forked, descriptors = self._exchange_packets(Fork(is_last), Forked, [theirs.fileno()])
@@ -390,18 +394,18 @@ class _FirstProcess:
         return _Process(self, forked.pid, descriptors[0], ours, is_last=is_last)
 
     def reap(self, pid: int) -> int | None:
-        """How a child of it has ended, which may be used once."""
-        with suppress(EOFError, OSError):  # it has ended itself
+        """Return how a child has ended; None: unknown. Call it once for each child."""
+        with suppress(EOFError, OSError):  # the first process has ended itself
             reaped: Reaped = self._exchange_packets(Reap(pid), Reaped)[0]
             return reaped.status
         return None
 
     def kill_and_wait(self) -> None:
-        """At once, and wait for it. Idempotent."""
+        """Kill the process, and wait for its end. Idempotent."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
-        with suppress(OSError):  # wakes who reads
+        with suppress(OSError):  # wakes a thread that reads
             self._control.shutdown(socket.SHUT_RDWR)
         with self._asking:
             self._control.close()
@@ -415,12 +419,12 @@ class _FirstProcess:
 
 
 class _Process:
-    """One that was forked, of which one thread asks one thing at a time."""
+    """A forked process. One thread at a time may call it, with one question at a time."""
 
     def __init__(
         self, first: _FirstProcess, pid: int, descriptor: int, ours: socket.socket, *, is_last: bool
     ) -> None:
-        """`descriptor` is the process's."""
+        """`descriptor` is the process's pidfd, `ours` this end of its socket pair."""
         self.is_last = is_last
         self.pid = pid
         self._first = first
@@ -430,8 +434,8 @@ class _Process:
         self._has_ended = False
 
     def compile(self, spec: GrammarSpec, limit: Limit, *, is_second: bool) -> Answer:
-        """Raises GrammarError for what it answers, TooSlow, and EOFError or OSError where it is
-        gone."""
+        """Compile a grammar, and wait. Raises GrammarError for a refused one, TooSlow, _Starved,
+        and EOFError or OSError where the process is gone."""
         send(self._connection, Ask(*spec, is_second, limit.cpu_seconds))
         answer: Answer = receive(self._connection, Answer, self._make_watchdog(limit, "compile"))
         if answer.form is None:
@@ -439,7 +443,7 @@ class _Process:
         return answer
 
     def request_row(self, asked: Row, limit: Limit) -> RowAnswer:
-        """As `compile`."""
+        """Fetch a row, and wait. Raises as `compile`, but never _Starved."""
         send(self._connection, asked)
         answer: RowAnswer = receive(
             self._connection, RowAnswer, self._make_watchdog(limit, "follow")
@@ -449,7 +453,7 @@ class _Process:
         return answer
 
     def send_leave(self, matcher: int) -> None:
-        """Raises OSError."""
+        """Tell the process to drop a matcher. Raises OSError."""
         send(self._connection, Leave(matcher))
 
     @property
@@ -459,7 +463,7 @@ class _Process:
         return bool(poll.poll(0))
 
     def kill_and_reap(self) -> int | None:
-        """At once, and wait for it; how it had ended. Idempotent."""
+        """Kill the process, wait for its end, and return how it ended. Idempotent."""
         with self._ending:
             if self._has_ended:
                 return None
@@ -468,7 +472,7 @@ class _Process:
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
             status = self._first.reap(self.pid)
             os.close(self._descriptor)
-            with suppress(OSError):  # wakes who reads
+            with suppress(OSError):  # wakes a thread that reads
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
             return status
@@ -501,7 +505,7 @@ class _Process:
 
 
 class TooLate(TooSlow, NotNow):
-    """Too slow by the clock: the machine may be busy."""
+    """The grammar took too long by the clock; the machine may be busy."""
 
 
 def _until(deadline: float) -> Callable[[], None]:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread for work that is bounded, and that nothing could stop: whoever waits for it can see how
-long it has been at one piece, and leave it behind, should that not be so.
+"""A thread for work that should be bounded, but that could not be stopped if it were not. The
+thread that waits for it can read how long the present piece takes, and leave the thread behind.
 
-What counts is the processor's time, so that a busy machine fails nobody; the clock on the wall has
-a limit of its own, far beyond. A thread that was left behind ends with the piece it is at, and has
-the lowest priority until then.
+The limit counts processor time, so a busy machine fails no piece; a second limit, far larger,
+counts time by the clock. A thread that was left behind ends after its present piece, and has the
+lowest priority until then.
 
-A thread that gives way has what others leave of the processors (SCHED_IDLE): whoever wakes up takes
-its place at once, where a niceness alone would have them wait for the end of its slice. It does so
-for one job, so that nothing it starts in the next one inherits that. Where others leave next to
-nothing it is scheduled as they are from then on, for it may hold the interpreter's lock. Linux lets
-only those come back that have CAP_SYS_NICE, or a large RLIMIT_NICE: no thread of others gives way.
+A thread that gives way runs only while other threads leave a processor free (SCHED_IDLE). A thread
+that wakes up takes its place at once; with a niceness alone it would wait for the end of a slice.
+Giving way lasts for one job, so threads started in the next job do not inherit it. A thread that
+gets almost no processor time stops giving way for good, since it may hold the interpreter's lock.
+Linux lets a thread come back from SCHED_IDLE only with CAP_SYS_NICE or a large RLIMIT_NICE; without
+them no thread gives way.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 LAST_OF_ALL = 19  # niceness
 Job = Callable[["LimitedThread"], None]
-# A thread that gives way, and gets less than this of a processor in so long, be it in one job or in
-# several, does so no longer.
+# A thread that gives way, and gets less than this share of a processor for so long, in one job or
+# in several, stops giving way.
 STARVED_SECONDS = 2.0
 _STARVED_SHARE = 0.05
 _TRY_SECONDS = 30.0
@@ -39,34 +40,34 @@ _TRY_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """For one piece of work."""
+    """Limits of one piece of work."""
 
     cpu_seconds: float
-    seconds: float = 120.0  # for one that waits for something, as it never should
+    seconds: float = 120.0  # by the clock, for a piece that waits, which none should do
 
 
 class Jobs(Protocol):
-    """Where a thread gets its jobs from; None: it is to end."""
+    """The source of a thread's jobs; None ends the thread."""
 
     def get(self) -> Job | None: ...
 
 
 class LimitedThread:
-    """Does jobs from a queue, which it may share. A job calls `next_piece` between its pieces, each
-    of which has the whole limit."""
+    """A thread that does jobs from a queue, which threads may share. A job calls `next_piece`
+    between its pieces, each of which has the whole limit."""
 
     def __init__(self, name: str, jobs: Jobs) -> None:
         self._jobs = jobs
-        # While it gives way: of its clock and the wall's, when it began, less what it had and how
-        # long that took in the jobs before.
+        # While it gives way: its processor time and the clock at the beginning, each less the
+        # amount `_had` that the jobs before took.
         self._gave_way: tuple[float, float] | None = None
         self._had = 0.0, 0.0
         self._starved = threading.Event()  # for good
         self._lock = threading.Lock()
         self._is_left = False
-        self._began: tuple[float, float] | None = None  # of the clocks: its own, the wall's
+        self._began: tuple[float, float] | None = None  # of the piece: processor time, clock
         self._clock: int | None = None
-        self.job: Job | None = None  # at which it is
+        self.job: Job | None = None  # the present or last one
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -75,17 +76,17 @@ class LimitedThread:
         return self._thread.is_alive()
 
     def give_way(self) -> None:
-        """Called by the job, which from now on waits for nothing but a processor: it has one only
-        while nobody else wants it, until the job ends."""
+        """Run only while no other thread wants the processor, until the job ends. The job calls
+        this, and must wait only for a processor from then on."""
         if self._gave_way is None and not self._starved.is_set() and _may_come_back():
             self._gave_way = time.thread_time() - self._had[0], time.monotonic() - self._had[1]
             _schedule(threading.get_native_id(), "SCHED_IDLE")
-            if self._starved.is_set():  # found meanwhile
+            if self._starved.is_set():  # `is_over` has set it meanwhile
                 _schedule(threading.get_native_id(), "SCHED_OTHER")
 
     def next_piece(self, note: Callable[[], None] = lambda: None) -> bool:
-        """Called by the job: what follows is another piece. False where nobody waits any more, and
-        then `note` was not called, which says what the piece is."""
+        """Begin another piece of the job, which calls this. `note` records the piece. Return False,
+        without a call of `note`, if the thread was left behind: the job must end."""
         with self._lock:
             if self._is_left:
                 return False
@@ -94,8 +95,8 @@ class LimitedThread:
             return True
 
     def is_over(self, limit: Limit) -> bool:
-        """Whether its present piece has taken longer than it may. Without the lock, which a thread
-        that is not run may hold: whoever asks in every step must not wait for it."""
+        """Whether the present piece has taken longer than it may. Takes no lock: a thread that gets
+        no processor may hold it, and each step calls this."""
         began = self._began
         if began is None or self._clock is None or not self._thread.is_alive():
             return False
@@ -112,12 +113,12 @@ class LimitedThread:
         return cpu > limit.cpu_seconds or seconds > limit.seconds
 
     def abandon_if_over(self, limit: Limit) -> bool:
-        """Leave it behind where its present piece is over the limit; whether it was. What it does
-        from then on, it does for nobody."""
+        """Leave the thread behind if its present piece is over the limit, and return whether it
+        was. Its later results are ignored."""
         if not self.is_over(limit):
             return False
         with self._lock:
-            if not self.is_over(limit):  # it has come to another one meanwhile
+            if not self.is_over(limit):  # another piece has begun meanwhile
                 return False
             self._is_left = True
         _put_last(self._thread.native_id)
@@ -125,7 +126,7 @@ class LimitedThread:
         return True
 
     def join(self, seconds: float) -> None:
-        """Wait for its end, for which a None must be in the queue."""
+        """Wait up to `seconds` for the thread's end, for which a None must be in the queue."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -142,7 +143,7 @@ class LimitedThread:
                 self._began = None
 
     def _come_back(self) -> None:
-        """The job has ended."""
+        """Stop giving way at the end of a job, and add up the time it had."""
         if self._gave_way is None:
             return
         _schedule(threading.get_native_id(), "SCHED_OTHER")
@@ -154,8 +155,9 @@ class LimitedThread:
 
 
 def _put_last(thread_id: int | None) -> None:
-    """Linux has a niceness for each thread, which can always be raised. Only for one that nobody
-    waits for: on a busy machine it would hold the interpreter's lock, and not be run."""
+    """Give a thread the lowest priority. Linux has a niceness for each thread, which can always be
+    raised. Only for threads that were left behind: others could hold the interpreter's lock without
+    getting a processor."""
     if thread_id is not None and sys.platform.startswith("linux"):
         with suppress(OSError):  # it has ended meanwhile
             os.setpriority(os.PRIO_PROCESS, thread_id, LAST_OF_ALL)
@@ -166,7 +168,7 @@ def _is_next_to_nothing(cpu: float, seconds: float) -> bool:
 
 
 def _schedule(thread_id: int | None, policy: str) -> bool:
-    """By this policy of Linux's; whether the system lets it."""
+    """Schedule a thread by this policy of Linux, and return whether the system allows that."""
     if thread_id is not None and hasattr(os, policy):
         with suppress(OSError):  # it has ended meanwhile, or may not
             os.sched_setscheduler(thread_id, getattr(os, policy), os.sched_param(0))
@@ -176,8 +178,8 @@ def _schedule(thread_id: int | None, policy: str) -> bool:
 
 @cache
 def _may_come_back() -> bool:
-    """Whether a thread that is SCHED_IDLE may be SCHED_OTHER again, which one that ends then has
-    tried: capabilities alone do not tell."""
+    """Whether a SCHED_IDLE thread may be SCHED_OTHER again. A thread of its own tries it, since the
+    capabilities alone do not tell."""
     tried: list[bool] = []
 
     def attempt() -> None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promise of a parser of tool calls: a model's text in, content and calls out.
+"""The contract of a parser of tool calls: a model's text in, content and calls out.
 
     parser = Parser(names)        names: those of the tools that the request offers
-    parser.push(text) ──► Found   what of the text so far is certain, any number of times
+    parser.push(text) ──► Found   the certain part of the text so far, any number of times
     parser.finish()   ──► Found   the rest, once
 
-A caller may rely on: joined, the results are the same however the text is cut. Calls are numbered
-from 0 and come one after the other; the first piece of each has its name, and no later one has.
-Marks are neither content nor arguments.
+The joined results are the same for any division of the text into pieces. Calls are numbered from 0
+and come one after the other; only the first piece of each has its name. Marks are neither content
+nor arguments.
 
-An implementation must take any text without raising: what is no call is content, and arguments are
-given as the model wrote them, be they JSON or not. It is used by one thread.
+An implementation must accept any text without raising. Text that is not a call is content, and
+arguments come out as the model wrote them, JSON or not. One thread uses a parser.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHITESPACE = " \t\r\n"
 
 
 class CallPiece(NamedTuple):
-    """What is added to a call."""
+    """An addition to a call."""
 
     number: int  # of the call, from 0
     name: str = ""  # with the first piece
@@ -32,15 +32,15 @@ class CallPiece(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a piece of text adds: at most one piece for each call."""
+    """The additions of a piece of text: at most one piece for each call."""
 
     content: str
     calls: list[CallPiece]
 
 
 class ToolCallParser(ABC):
-    """Parses one answer. `MARKS` are texts of the form that a tokenizer may have as special tokens,
-    which are left out of other answers."""
+    """A parser of one answer. `MARKS` are the texts of its form that a tokenizer may have as
+    special tokens; answers without a parser leave special tokens out."""
 
     MARKS: ClassVar[tuple[str, ...]] = ()
 
@@ -49,21 +49,21 @@ class ToolCallParser(ABC):
 
     @abstractmethod
     def push(self, text: str) -> Found:
-        """Take text; what is certain now."""
+        """Add text, and return the findings that are certain now."""
 
     @abstractmethod
     def finish(self) -> Found:
-        """The text has ended; what was held back."""
+        """End the text, and return the findings that were held back."""
 
     @staticmethod
     def new_id() -> str:
-        """A call's id, in the form that the model's chat template takes back."""
+        """Return a new id for a call, in a form that the model's chat template accepts."""
         return f"call_{secrets.token_hex(12)}"
 
 
 class Output:
-    """The findings of a parser since the last `pop_found`. White space beside a call is no content,
-    but between two words."""
+    """The findings of a parser since the last `pop_found`. White space is content only between two
+    words, not beside a call."""
 
     __slots__ = ("_calls", "_content", "_count", "_follows_call", "_has_content", "_space")
 
@@ -75,9 +75,9 @@ class Output:
         self._follows_call = self._has_content = False
 
     def add_content(self, text: str) -> None:
-        """Text that is no part of a call."""
+        """Add text that is no part of a call."""
         kept = text.rstrip(WHITESPACE)
-        if not kept:  # a model may write nothing else for ever
+        if not kept:  # a model may write white space only, for ever
             self._space += text
             return
         begun = self._space + kept
@@ -93,14 +93,14 @@ class Output:
         self._count += 1
 
     def add_arguments(self, text: str) -> None:
-        """More of the arguments of the call that was begun last."""
+        """Add text to the arguments of the last call."""
         number = self._count - 1
         piece = self._calls.get(number, CallPiece(number))
         if text:
             self._calls[number] = piece._replace(arguments=piece.arguments + text)
 
     def pop_found(self, *, is_last: bool = False) -> Found:
-        """All of it, held white space too where it `is_last`."""
+        """Take out all findings, with held white space if it `is_last`."""
         if is_last:
             self._content.append("" if self._follows_call else self._space)
             self._space = ""
@@ -110,7 +110,7 @@ class Output:
 
 
 def merged(pieces: Iterable[CallPiece]) -> list[CallPiece]:
-    """One piece for each call, of all of its pieces."""
+    """Join all pieces of each call into a single one."""
     whole: dict[int, CallPiece] = {}
     for number, name, arguments in pieces:
         known = whole.get(number, CallPiece(number))
@@ -119,7 +119,7 @@ def merged(pieces: Iterable[CallPiece]) -> list[CallPiece]:
 
 
 def num_begun(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `mark`."""
+    """Return the length of the longest end of `text` that is a proper beginning of `mark`."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:length]):
             return length

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of the forms in which a call is a JSON object, with marks around it or without.
+"""Parsers of the forms in which a call is a JSON object, with or without marks around it.
 
     Hermes, Qwen   <tool_call>{"name": "f", "arguments": {…}}</tool_call>
     Llama 3, 4     <|python_tag|>{"name": "f", "parameters": {…}}; {…}     or without the mark
     Mistral        [TOOL_CALLS][{"name": "f", "arguments": {…}}, {…}]      or [TOOL_CALLS]f{…}
 
-Text between marks that is no call becomes content, without the marks.
+Text between marks that is not a call becomes content, without the marks.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .base import WHITESPACE, Found, Output, ToolCallParser, num_begun
 from .json_scan import CallObject, ValueEnd
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
-# Between a mark and the arguments: a name, and for some versions an id and a mark of its own.
+# Between a mark and the arguments: a name and, in some versions, an id and a further mark.
 _MISTRAL_HEAD = re.compile(
     r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(?:\[ARGS\]\s*)?\{"
 )
-_MOST_HEAD_CHARACTERS = 256  # of it, and of white space before a call without a mark
+_MOST_HEAD_CHARACTERS = 256  # of such a head, and of white space before a call without a mark
 
 
 class _StepParser(ToolCallParser):
-    """A parser that is in one state at a time. A state is a method that works on the text that is
-    left, `_rest`, and says whether it is worth while to look again."""
+    """A parser that is in one state at a time. A state is a method that works on the remaining
+    text, `_rest`, and returns whether the next state can go on at once."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
@@ -55,7 +55,7 @@ class _StepParser(ToolCallParser):
 
     @abstractmethod
     def _handle_mark(self, mark: str) -> None:
-        """A mark was found in the text, at which another state may follow."""
+        """Set the state that follows a mark in the text."""
 
     def _in_text(self) -> bool:
         found = [(at, mark) for mark in self.MARKS if (at := self._rest.find(mark)) >= 0]
@@ -91,11 +91,11 @@ class _StepParser(ToolCallParser):
         return True
 
     def _between(self, separators: str, then: Callable[[], bool]) -> bool:
-        """Behind an object: another one where a separator or `{` follows, else text."""
+        """Work behind an object: another one follows after a separator or at `{`, else text."""
         rest = self._rest.lstrip(WHITESPACE)
         has_separator = rest[:1] in tuple(separators)
         bare = rest[1:].lstrip(WHITESPACE) if has_separator else rest
-        # Of white space one character is kept, however much there is.
+        # One character of the white space is kept.
         before = self._rest[: len(self._rest) > len(rest)] + rest[:has_separator]
         if not bare and not self._has_ended:
             self._rest = before
@@ -110,7 +110,7 @@ class _StepParser(ToolCallParser):
 
 
 class HermesParser(_StepParser):
-    """Of Hermes 2 and 3, and of Qwen 2.5 and 3."""
+    """The parser of Hermes 2 and 3, and of Qwen 2.5 and 3."""
 
     MARKS: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
 
@@ -119,7 +119,7 @@ class HermesParser(_StepParser):
             self._expect_object(self._closing)
 
     def _closing(self) -> bool:
-        """Up to the end mark; some models write a brace too many before it."""
+        """Skip to the end mark; some models write a surplus brace before it."""
         end, rest = self.MARKS[1], self._rest.lstrip(WHITESPACE + "}]")
         is_begun = rest != end and end.startswith(rest)
         if is_begun and not self._has_ended:
@@ -131,8 +131,8 @@ class HermesParser(_StepParser):
 
 
 class Llama3Parser(_StepParser):
-    """Of Llama 3.1 to 4. Without a mark an answer is a call where it begins with an object that
-    names one of the tools and has parameters."""
+    """The parser of Llama 3.1 to 4. Without a mark an answer is a call if it begins with an object
+    that names one of the tools and has parameters."""
 
     MARKS: ClassVar[tuple[str, ...]] = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
 
@@ -160,14 +160,14 @@ class Llama3Parser(_StepParser):
 
 
 class MistralParser(_StepParser):
-    """Of Mistral's models, older and newer."""
+    """The parser of Mistral's models, older and newer."""
 
     MARKS: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     _value: ValueEnd
 
     @staticmethod
     def new_id() -> str:
-        """Nine letters and digits, which is what Mistral's templates insist on."""
+        """Return nine letters and digits, the only form that Mistral's templates accept."""
         return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
     def _handle_mark(self, mark: str) -> None:
@@ -175,13 +175,13 @@ class MistralParser(_StepParser):
             self._state = self._head
 
     def _head(self) -> bool:
-        """Behind the mark: a list, or a name and its arguments."""
+        """Work behind the mark, where a list or a name with arguments follows."""
         rest = self._rest.lstrip(WHITESPACE)
         if rest.startswith("["):
             self._rest = rest[1:]
             self._expect_object(self._next_object)
             return True
-        if rest.startswith("{"):  # a list of one without its brackets
+        if rest.startswith("{"):  # a single object without the brackets of a list
             self._expect_object(self._next_object)
             return True
         at = self._rest.find("{", 0, _MOST_HEAD_CHARACTERS)
@@ -213,8 +213,8 @@ class MistralParser(_StepParser):
 
 
 class ListParser(MistralParser):
-    """Of a JSON list and nothing else, which is what a grammar makes of required calls. One that is
-    cut before its arguments is left out."""
+    """The parser of an answer that is a JSON list of calls, as the grammar of required calls makes
+    it. A call that is cut off before its arguments is left out."""
 
     MARKS: ClassVar[tuple[str, ...]] = ()
 
@@ -230,7 +230,7 @@ class ListParser(MistralParser):
 
 
 class ArgumentsParser(ToolCallParser):
-    """Of an answer that is the arguments of the one tool it may call."""
+    """The parser of an answer that is the arguments of the only tool it may call."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)

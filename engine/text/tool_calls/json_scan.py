@@ -2,10 +2,10 @@
 """Reads one call written as a JSON object, `{"name": "f", "arguments": {…}}`, while it grows.
 
     {"name": "f", "arguments": {"a": 1}}
-                               ^ the call is begun: name and arguments are certain
-                               ^^^^^^^^ given out as it comes, unchanged
+                               ^ the call begins: name and arguments are certain
+                               ^^^^^^^^ comes out piece by piece, unchanged
 
-Only as much of JSON is checked as is needed to find where parts end.
+The JSON is checked only as far as that finds the end of each part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KNOWN_KEYS = ("name", "type", "id", *_ARGUMENTS)
 
 
 class ValueEnd:
-    """Finds where a JSON value ends that begins with the first character pushed."""
+    """The search for the end of a JSON value, which begins with the first character scanned."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "is_done")
 
@@ -32,7 +32,8 @@ class ValueEnd:
         self.is_done = False
 
     def scan_value(self, text: str, start: int) -> int:
-        """Where the part of `text` from `start` ends that belongs to the value."""
+        """Return the end of the value in `text`, which continues it from `start` on; the length of
+        `text` if it does not end there."""
         for at in range(start, len(text)):
             char = text[at]
             if self._in_string:
@@ -48,7 +49,7 @@ class ValueEnd:
             elif char in "{[":
                 self._depth += 1
             elif self._depth == 0 and (char in ",:}]" or char in WHITESPACE):
-                self.is_done = True  # of a number or a word, which ends before this
+                self.is_done = True  # a number or a word ends before this character
                 return at
             elif char in "}]":
                 self._depth -= 1
@@ -67,7 +68,7 @@ class _Next(enum.Enum):
     COMMA = enum.auto()
 
 
-# Which character leads from where to what.
+# The next state, by state and character.
 _STEPS = {
     (_Next.OBJECT, "{"): _Next.FIRST_KEY,
     (_Next.COLON, ":"): _Next.VALUE,
@@ -76,29 +77,29 @@ _STEPS = {
 
 
 class CallObject:
-    """Begins a call at `output` once its name and arguments are there, and adds these.
+    """A JSON object that may be a call. It begins a call at `output` once the name and the
+    arguments are certain, and adds the arguments.
 
-    With `only_known` nothing around the object says that it is a call, so it is none with a name
-    that is none of `names`, with other keys than a call's, and without arguments. Else a name is
-    enough, and the arguments are then `{}`.
+    `only_known`: no mark says that the object is a call, so it must have a name in `names`, only
+    the keys of a call, and arguments. Otherwise a name is enough, and missing arguments are `{}`.
     """
 
     def __init__(self, output: Output, names: Collection[str], *, only_known: bool = False) -> None:
         self._output = output
         self._names, self._only_known = names, only_known
         self._next = _Next.OBJECT
-        self._part: ValueEnd | None = None  # a key or value that has not ended
+        self._part: ValueEnd | None = None  # an unfinished key or value
         self._written = ""  # the text of that part
         self._key = ""
         self._name = ""
-        self._arguments: str | None = None  # that came before the name
+        self._arguments: str | None = None  # complete, where they are not streamed
         self._streams = False
         self.has_begun = False
-        self.is_over = False  # it ended, or it cannot go on
-        self.text = ""  # all of it, until the call has begun
+        self.is_over = False  # it has ended, or is no call
+        self.text = ""  # its whole text, until the call has begun
 
     def scan_text(self, text: str) -> int:
-        """Take text until the object is over; how many characters that were."""
+        """Add text until the object is over, and return the number of characters used."""
         at = 0
         while at < len(text) and not self.is_over:
             before = at
@@ -113,7 +114,7 @@ class CallObject:
         return at
 
     def close_truncated(self) -> None:
-        """The text ends within the object: arguments that were held back are given as they are."""
+        """End the text within the object: arguments that were held back come out unchanged."""
         if self._part is not None and self._key in _ARGUMENTS and not self._streams:
             self._arguments = self._written
         if not self.has_begun and self._name and self._arguments:
@@ -121,7 +122,8 @@ class CallObject:
         self.is_over = True
 
     def _scan_char(self, char: str) -> int:
-        """Go on by a character between the parts; 0 where it begins one."""
+        """Go on by a character between the parts, and return 1; 0 if it begins a part or ends the
+        search."""
         step = _STEPS.get((self._next, char))
         if step is not None:
             self._next = step
@@ -153,12 +155,12 @@ class CallObject:
         return end
 
     def _take_part(self) -> None:
-        """A key or a value has ended."""
+        """Use a key or a value that has ended."""
         if self._next is not _Next.VALUE:
             self._key = _text_of(self._written) or ""
             self._next = _Next.COLON
             if self._only_known and self._key not in _KNOWN_KEYS:
-                self.is_over = True  # at once: it may be a long answer
+                self.is_over = True  # now, since the object may be a long answer
             return
         self._next = _Next.COMMA
         if self._streams:
@@ -185,7 +187,7 @@ class CallObject:
 
 
 def _text_of(written: str) -> str | None:
-    """A JSON string's text; None for another value."""
+    """Return the text of a JSON string; None for another value."""
     try:
         value = json.loads(written)
     except (ValueError, RecursionError):
@@ -194,7 +196,7 @@ def _text_of(written: str) -> str | None:
 
 
 def _as_arguments(written: str) -> str:
-    """Arguments that are no object: those of some models are one in a string, or null for none."""
+    """Return complete arguments. Some models write an object in a string, or null for none."""
     text = _text_of(written)
     if text is not None:
         return text

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parser of calls as a Python list of them: `[f(city="Bonn", days=3), g()]`.
 
-Llama 3.2, Llama 4 and ToolACE write so. Values are read as literals, never run: one that is none
-becomes a string of what was written. Arguments come out one after the other, as JSON.
+Llama 3.2, Llama 4 and ToolACE write this form. Values are read as literals and never run; text that
+is not a literal becomes a string. Arguments come out one after the other, as JSON.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from .base import WHITESPACE, Found, Output, ToolCallParser, num_begun
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]")
 _KEYWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# As JSON writes them, which models mix in.
+# JSON's words, which models mix in.
 _WORDS = {"true": True, "false": False, "null": None}
 _START, _END = "<|python_start|>", "<|python_end|>"
 
 
 class PythonicParser(ToolCallParser):
-    """Calls are looked for at the start of an answer and behind a mark. The first must be one of
-    the tools, or the list is content."""
+    """The parser of lists of calls, at the start of an answer or behind a mark. The list is content
+    unless its first call is one of the tools."""
 
     MARKS: ClassVar[tuple[str, ...]] = (_START, _END)
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
         self._output = Output()
-        self._held = ""  # outside of a list: perhaps a mark; inside: since the last certain call
-        self._word = ""  # a name, a keyword or a value that has not ended
+        self._held = ""  # text that may be a mark, or in a list: text since the last certain call
+        self._word = ""  # an unfinished name, keyword or value
         self._word_ended = False
         self._keyword = ""
         self._value = _ValueScan()
@@ -52,12 +52,12 @@ class PythonicParser(ToolCallParser):
         return self._output.pop_found(is_last=True)
 
     def _consume_text(self, text: str) -> str:
-        """Take some text; what is left."""
+        """Use some of the text, and return the rest."""
         if self._state == self._in_text:
             return self._take_text(text)
         for at, char in enumerate(text):
             self._held += char
-            if not self._state(char):  # no call
+            if not self._state(char):  # not a call
                 again, self._held = self._held, ""
                 self._state = self._in_text
                 return again + text[at + 1 :]
@@ -83,7 +83,7 @@ class PythonicParser(ToolCallParser):
             self._state = self._before_list
         return rest[at + len(mark) :]
 
-    # The states of a list, each of which says whether a character may stand there.
+    # The states of a list. Each returns whether it allows the character.
 
     def _before_list(self, char: str) -> bool:
         if char == "[":
@@ -137,7 +137,7 @@ class PythonicParser(ToolCallParser):
         return True
 
     def _in_word(self, char: str, allowed: re.Pattern[str]) -> bool:
-        """A character of a name, with white space around the whole of it."""
+        """Add a character of a name, which may have white space around it."""
         if char in WHITESPACE:
             self._word_ended = bool(self._word)
             return True
@@ -149,7 +149,7 @@ class PythonicParser(ToolCallParser):
         self._state = state
 
     def _begin_call(self) -> None:
-        """From here on it is certain."""
+        """Begin the call, once it is certain."""
         if not self._begun:
             self._begun = True
             self._num_calls += 1
@@ -163,7 +163,7 @@ class PythonicParser(ToolCallParser):
 
 
 class _ValueScan:
-    """Finds where a Python literal ends among the arguments of a call."""
+    """The search for the end of a Python literal among the arguments of a call."""
 
     __slots__ = ("_depth", "_escaped", "_quote")
 
@@ -173,7 +173,7 @@ class _ValueScan:
         self._escaped = False
 
     def ends_with(self, char: str) -> bool:
-        """Take a character; whether it ends the value, of which it is no part."""
+        """Add a character, and return whether the value ends before it."""
         if self._quote:
             if self._escaped:
                 self._escaped = False
@@ -193,7 +193,7 @@ class _ValueScan:
 
 
 def _as_json(written: str) -> str:
-    """A literal as JSON; what is none as a string."""
+    """Return a literal as JSON, and any other text as a JSON string."""
     written = written.strip()
     # Models break lines within quotes, where Python wants `\n`.
     for source in (written, written.replace("\n", "\\n")):
@@ -206,7 +206,7 @@ def _as_json(written: str) -> str:
 
 
 def _plain(node: ast.expr) -> Any:
-    """The value of a literal. Raises ValueError for an expression that is none."""
+    """Return the value of a literal. Raises ValueError for any other expression."""
     if isinstance(node, ast.Constant) and not isinstance(node.value, bytes | complex):
         if node.value is not Ellipsis:
             return node.value

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parser reads a model's calls of tools: ours by name, those of other packages by entry
-point, or the one whose form the model's chat template shows.
+"""The choice of the parser of a model's tool calls: a built-in one by name, one of another package
+by entry point, or the one whose form the model's chat template shows.
 
     [project.entry-points."stratakv.tool_parsers"]
     myform = "mypackage.parser:MyParser"      # a subclass of base.ToolCallParser
@@ -26,7 +26,7 @@ ENTRY_POINTS = "stratakv.tool_parsers"
 FLAG = "--tool-call-parser"
 NONE = "none"  # in place of a name: calls are not looked for
 
-# By vLLM's names.
+# The built-in parsers, by vLLM's names.
 PARSERS: Mapping[str, type[ToolCallParser]] = {
     "hermes": HermesParser,
     "llama3_json": Llama3Parser,
@@ -36,8 +36,8 @@ PARSERS: Mapping[str, type[ToolCallParser]] = {
     "pythonic": PythonicParser,
 }
 
-# A parser, texts of which one stands in the templates of its models, and texts that stand in those
-# of other models only, whose form is another one. The first that fits is taken.
+# A parser, texts of which its models' templates have at least one, and texts that only occur in
+# templates of models with another form. The first parser that fits is used.
 _SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("hermes", ("<tool_call>",), ("<function=", "<arg_key>", "<|tool_call>")),
     ("mistral", ("[TOOL_CALLS]",), ()),
@@ -47,8 +47,8 @@ _SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 
 
 class ToolFormat(NamedTuple):
-    """How a model calls tools. `hidden_token_ids` are the special tokens that stay out of a text in
-    which calls and thoughts are to be found; None where it needs no others than usual."""
+    """The form of a model's tool calls. `hidden_token_ids` are the special tokens to leave out of a
+    text in which calls and thoughts are found; None: all, as usual."""
 
     parser: type[ToolCallParser]
     hidden_token_ids: frozenset[int] | None = None
@@ -57,7 +57,7 @@ class ToolFormat(NamedTuple):
 def make_tool_format(
     parser: type[ToolCallParser] | None, tokenizer: Tokenizer | None, marks: ReasoningMarks | None
 ) -> ToolFormat | None:
-    """The format that this parser reads."""
+    """Return the format that this parser reads; None without a parser or a tokenizer."""
     if parser is None or tokenizer is None:
         return None
     special = tokenizer.special_token_ids
@@ -70,9 +70,9 @@ def make_tool_format(
 
 
 def find_tool_parser(name: str, template: str | None) -> type[ToolCallParser] | None:
-    """The parser of this name or, where it is empty, the one that fits the source of the chat
-    template; None where none does, and for `none`. Raises ConfigError for a name that there is not,
-    and for a parser that cannot be loaded."""
+    """Return the parser of this name or, if it is empty, the one that fits the source of the chat
+    template; None if none fits, and for `none`. Raises ConfigError for an unknown name, and for a
+    parser that cannot be loaded."""
     if name == NONE:
         return None
     if not name:
@@ -104,7 +104,7 @@ def _load(name: str) -> type[ToolCallParser]:
         raise ConfigError(str(error)) from None
     try:
         found = point.load()
-    except (Exception, SystemExit) as error:  # code of others, at start: whatever it is
+    except (Exception, SystemExit) as error:  # foreign code may raise any exception
         raise ConfigError(
             f"{FLAG} {name} ({point.value}) cannot be loaded: {type(error).__name__}: {error}"
         ) from error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lays down the attention of one step, once for all layers, from the rows that are scheduled.
+"""Plans the attention of one step, once for all layers, from the scheduled rows.
 
-Work here is a few numpy calls for the whole batch, and Python by chunk and by bucket, never by
-token.
+The work is a few numpy calls for the whole batch, and Python for each chunk and bucket, but never
+for each token.
 
     count > 1, nothing computed     fresh chunk
     count > 1, something computed   context chunk
@@ -10,8 +10,8 @@ token.
                                     at least half the blocks of the longest, so that padding never
                                     doubles the work
 
-With a window, a request's context is what its next token sees of it: it begins in the first block
-that the window reaches into, and lengths are counted from there.
+With a window, a request's context is only the part that its next token sees. It begins in the first
+block that the window reaches, and lengths are counted from there.
 
     blocks of the table   | before, not read | b | b | b | b |
     tokens                                   |   | window  |n|    n: computed in this step
@@ -39,12 +39,12 @@ from ...models.attention import (
 )
 from ..block_table import BlockTable
 
-SMALL_BUCKET_BLOCKS = 8  # below it a bucket of its own costs more than the padding
+SMALL_BUCKET_BLOCKS = 8  # for fewer blocks a bucket of its own costs more than the padding
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """A context chunk that waits for its place in a group."""
+    """A context chunk that has no place in a group yet."""
 
     blocks: npt.NDArray[np.int32]
     start: int  # row of the step
@@ -62,7 +62,7 @@ class _Bucket:
 
 
 class AttentionPlanner:
-    """Makes the plans of layers with one window over one pool."""
+    """A planner for layers with one window over one pool."""
 
     def __init__(
         self,
@@ -71,15 +71,15 @@ class AttentionPlanner:
         max_model_len: int,
         window: int | None = None,
     ) -> None:
-        """`window` is how many positions a token sees, its own among them; None: all."""
+        """`window` is the number of positions that a token sees, its own included; None: all."""
         self._block_size = layout.block_size
         self._rows_per_block = 2 * layout.num_layers
         self._dtype = dtype
-        # One that is never full takes nothing away.
+        # A window that no context fills has no effect.
         self._window = window if window is not None and window < max_model_len else None
         self._masks = _CausalMasks(dtype, max_model_len, self._window)
         fits = GATHER_BYTES * layout.num_layers // layout.page_bytes
-        # One request is never cut, so the longest one must fit.
+        # A request is never split, so the longest one must fit.
         self.max_group_blocks = max(fits, -(-max_model_len // layout.block_size), 1)
 
     def plan_attention(
@@ -90,8 +90,8 @@ class AttentionPlanner:
         counts: IntArray,
         slots: IntArray,
     ) -> AttentionPlan:
-        """`rows` of the batch compute `counts` tokens each after `computed` ones; the step's tokens
-        lie in that order, and `slots` (one for each token) is where their K and V go."""
+        """Plan a step. `rows` of the batch compute `counts` tokens each after `computed` ones, and
+        the step's tokens are in that order. `slots` are the slots of their K and V, one a token."""
         ends = np.cumsum(counts)
         starts = ends - counts
         single = counts == 1
@@ -121,7 +121,7 @@ class AttentionPlanner:
         return _Chunk(blocks, start, computed - first * size, count)
 
     def _places(self, slots: IntArray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Block and offset of each slot; slots of -1 are left out."""
+        """Return the block and offset of each slot, without slots of -1."""
         written = None
         if len(slots) and slots.min() < 0:
             kept = np.flatnonzero(slots >= 0)
@@ -149,7 +149,7 @@ class AttentionPlanner:
             end = min(end, first + max(1, self.max_group_blocks // width))
             members = order[first:end]
             first = end
-            if len(members) == 1:  # alone there is nothing to pad, so no mask either
+            if len(members) == 1:  # a single request needs no padding and no mask
                 i = members[0]
                 at = 0 if firsts is None else int(firsts[i])
                 blocks = table.array[rows[i], at : at + width]
@@ -167,7 +167,7 @@ class AttentionPlanner:
         return work
 
     def _groups(self, work: list[_Chunk | _Bucket]) -> list[GatherGroup]:
-        """Pack the work into as few gathers as their buffer allows."""
+        """Pack the work into as few gathers as the size of their buffer allows."""
         groups: list[GatherGroup] = []
         pending: list[_Chunk | _Bucket] = []
         size = 0
@@ -202,7 +202,7 @@ class AttentionPlanner:
         return group
 
     def _tiles(self, start: int, computed: int, count: int) -> list[Tile]:
-        """Of the rows from `start` on, which are `count` tokens behind `computed` ones."""
+        """Return the tiles of the rows from `start` on, `count` tokens behind `computed` ones."""
         tiles = []
         for done in range(0, count, TILE_ROWS):
             rows = min(TILE_ROWS, count - done)
@@ -223,8 +223,8 @@ class AttentionPlanner:
         return DecodeBatch(offset, keys, torch.from_numpy(bucket.starts), mask[:, None, None])
 
     def _stale(self, bucket: _Bucket, offset: int, keys: int) -> list[IntArray]:
-        """Gathered tokens between a request's length and the end of its last block, where what
-        follows is the null block; and those before its window."""
+        """Return the gathered tokens that are not a request's: those between its length and the end
+        of its last block, and those before its window. Null blocks behind are not among them."""
         rows = offset + np.arange(len(bucket.lengths)) * keys
         stale = [ranges(rows + bucket.lengths, -bucket.lengths % self._block_size)]
         if self._window is not None:
@@ -235,9 +235,9 @@ class AttentionPlanner:
 class _CausalMasks:
     """Masks for the rows of a tile after any context, all views of one tensor.
 
-    Its row i is 0 up to and with column `width + i` and -inf behind, so that the view of the
-    columns from `width - context` on is the mask after `context` tokens. With a window it is 0 in
-    as many columns and -inf before them too; contexts are then shorter than the window.
+    Row i of the tensor is 0 up to column `width + i`, inclusive, and -inf behind, so the columns
+    from `width - context` on are the mask after `context` tokens. With a window only that many
+    columns are 0, and those before are -inf too; contexts are then shorter than the window.
     """
 
     def __init__(self, dtype: torch.dtype, max_context: int, window: int | None) -> None:
@@ -247,9 +247,9 @@ class _CausalMasks:
         self._mask = self._make(0)
 
     def tile(self, rows: int, context: int) -> torch.Tensor:
-        """`[rows, context + rows]`; at most TILE_ROWS rows."""
+        """Return the mask `[rows, context + rows]`; at most TILE_ROWS rows."""
         if context > self._width:
-            # Twice what is asked for, so that a growing request does not rebuild it at every step.
+            # Twice the needed width, so that a growing request does not rebuild it at every step.
             self._width = max(context, min(2 * context, self._max_context))
             self._mask = self._make(self._width)
         return self._mask[:rows, self._width - context : self._width + rows]
@@ -265,7 +265,7 @@ class _CausalMasks:
 
 
 def ranges(begins: IntArray, counts: IntArray) -> IntArray:
-    """The concatenation of `begins[i] … begins[i] + counts[i] - 1`."""
+    """Return the concatenation of the ranges `begins[i] … begins[i] + counts[i] - 1`."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     shifts: IntArray = np.repeat(begins - (ends - counts), counts)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One seam between a step and the attention that computes it.
+"""The interface between a step and the attention that computes it.
 
     in place   the compiled kernels of the CPU over the pool where it lies: `in_place_forward.py`
     gather     torch's attention over gathered blocks, on a CPU without them (`GatherForward`, here)
     kernels    the kernels of `kernels/` over buffers that stay: `kernel_forward.py`
 
-All are given the same steps and give the same hidden states.
+All take the same steps and return the same hidden states.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class HostEmbeds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LateTokens:
-    """Tokens of a step that only the device knows: the step before has chosen them."""
+    """Tokens of a step whose ids only the device knows, chosen by the step before."""
 
     places: IntArray  # [n] among the tokens of the step
     chosen: Tensor  # int64, on the device
-    index: IntArray  # [n] of each among those chosen
+    index: IntArray  # [n] of each in `chosen`
 
     def put(self, token_ids: Tensor) -> None:
-        """Write them among the tokens of the step, behind whatever chooses them."""
+        """Write them to the step's `token_ids`, queued behind the work that chooses them."""
         index, places = (to_device(array, token_ids.device) for array in (self.index, self.places))
         token_ids.index_copy_(0, places, self.chosen.index_select(0, index))
 
@@ -63,21 +63,21 @@ class StepInputs:
     `[tokens]` arrays request by request.
 
     Requests that compute one token come first, then those that compute several, and long chunks
-    last, so that attention finds decodes, short chunks and long ones each in one piece.
+    last, so that decodes, short chunks and long ones are each contiguous.
     """
 
     tables: Sequence[BlockTable]  # one for each cache group
     rows: IntArray  # [requests] of the batch and its block tables
-    computed: IntArray  # [requests] tokens whose K and V are there
+    computed: IntArray  # [requests] tokens whose K and V exist already
     counts: IntArray  # [requests] tokens to compute after them
     token_ids: IntArray  # [tokens]
     positions: IntArray  # [tokens]
-    slots: Sequence[IntArray]  # for each group, [tokens] where their K and V go; -1: nowhere
-    wanted: IntArray | None  # rows of the step whose hidden states are asked for; None: all
-    embeds: HostEmbeds | Embeds | None = None  # rows that come so instead of as token ids
+    slots: Sequence[IntArray]  # for each group, [tokens] slots of their K and V; -1: not written
+    wanted: IntArray | None  # rows of the step whose hidden states are returned; None: all
+    embeds: HostEmbeds | Embeds | None = None  # rows that come as embeddings, not as token ids
     aux: AuxStates | None = None  # hidden states of inner layers, of the same rows
-    late: LateTokens | None = None  # whose ids in `token_ids` mean nothing
-    states: StateStep | None = None  # where layers carry states
+    late: LateTokens | None = None  # tokens whose ids in `token_ids` are invalid
+    states: StateStep | None = None  # of layers that carry states
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +89,7 @@ class StepInputs:
 
 
 def step_order(rows: IntArray, counts: IntArray) -> IntArray:
-    """The order of a step: one token before several, long chunks last, then by row."""
+    """Return the order of a step: one token before several, long chunks last, then by row."""
     return np.lexsort((rows, counts >= MIN_ROWS, counts > 1))
 
 
@@ -100,8 +100,8 @@ class StepForward(Protocol):
     """A model over one pool."""
 
     def prepare_step(self, step: StepInputs) -> Launch:
-        """Lay the step down. What is returned computes it, once and before the next `prepare_step`:
-        hidden states `[len(step.wanted), hidden]`, those of all tokens where it is None."""
+        """Plan a step, and return its launch, to be called once and before the next `prepare_step`.
+        It returns hidden states `[len(step.wanted), hidden]`, of all tokens if that is None."""
 
 
 class GatherForward:
@@ -117,7 +117,7 @@ class GatherForward:
         self._model = model
         spec, layout = model.spec, pages.layout
         views = LayerViews(pages.places, spec.layer_attention)
-        # With the group whose table each reads.
+        # Each with the group whose table it reads.
         self._planners = [
             (view.group, AttentionPlanner(layout, dtype, max_model_len, view.window))
             for view in views.views
@@ -149,7 +149,7 @@ class GatherForward:
 def launch_of(
     model: Decoder, attention: Attention[Plan] | CpuNetwork, plan: Plan, step: StepInputs
 ) -> Launch:
-    """A step on the CPU; its tensors share the memory of the step's arrays."""
+    """Return the launch of a step on the CPU; its tensors share the memory of the step's arrays."""
     token_ids = torch.from_numpy(step.token_ids)
     if step.late is not None:
         step.late.put(token_ids)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a model whose layers differ in cache group or window: each layer reads the plan of
+"""Attention of a model whose layers differ in cache group or window. Each layer reads the plan of
 its own view of the step, at its place within a page.
 
-    view = (cache group, window)     one plan for each; most models have one view
+    view = (cache group, window)     a plan for each; most models have one view
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ...models.layer_attention import LayerAttention
 
 
 class View(NamedTuple):
-    """What layers have in common that read the same of a step."""
+    """The cache group and window that layers with the same plan have in common."""
 
     group: int
-    window: int | None  # positions that a token sees, its own among them; None: all
+    window: int | None  # positions that a token sees, its own included; None: all
 
 
 class LayerViews:
-    """The views of a model: `views`, and for each layer which it has, and its place in a page."""
+    """The views of a model, and the view and the place in a page of each layer."""
 
     def __init__(self, places: Sequence[LayerPlace], attention: Sequence[LayerAttention]) -> None:
-        """The place of each layer, and how it attends: layers of one group may differ in that.
-        Layers without K and V have no place and no view. Raises ValueError for a kind that is
-        not computed."""
+        """`places` and `attention` are those of each layer; layers of one group may differ in
+        attention. Layers without K and V have no place and no view. Raises ValueError for a kind of
+        attention that is not computed."""
         of_layers = []
         for place, kind in zip(places, attention, strict=True):
             if kind.has_kv and not kind.is_full and kind.window is None:
@@ -43,20 +43,20 @@ class LayerViews:
             (-1 if view is None else index[view], place.in_page)
             for view, place in zip(of_layers, places, strict=True)
         ]
-        # All layers have one plan, and each the place of its number.
+        # All layers have the same plan, and the place of each is its number.
         self._is_plain = self.places == [(0, layer) for layer in range(len(self.places))]
 
     def attention_over(self, attention: Attention[Plan]) -> Attention[Any]:
-        """The attention that computes steps which `plan_of` has put together."""
+        """Return the attention that computes steps with plans of `plan_of`."""
         return attention if self._is_plain else GroupedAttention(attention, self)
 
     def plan_of(self, plans: Sequence[Plan]) -> Plan | Sequence[Plan]:
-        """The plan of a step from those of its views."""
+        """Return the plan of a step, made of those of its views."""
         return plans[0] if self._is_plain else plans
 
 
 class GroupedAttention(Generic[Plan]):
-    """`attention` is over the pages of the pool, whichever group they belong to."""
+    """Attention that picks each layer's plan. `attention` is over the pages of all groups."""
 
     def __init__(self, attention: Attention[Plan], views: LayerViews) -> None:
         self._attention = attention
@@ -71,7 +71,7 @@ class GroupedAttention(Generic[Plan]):
 
     @property
     def of_qkv(self) -> QkvAttention[Sequence[Plan]] | None:
-        """Attention that rotates by itself, or None where `attention` does not."""
+        """Attention that rotates by itself; None if `attention` does not."""
         return None if self._of_qkv is None else self._attend_qkv
 
     def _attend_qkv(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps on the CPU whose attention reads the pool where it lies, by the library of `kernels/cpu/`.
+"""Steps on the CPU whose attention reads the pool in place, by the library of `kernels/cpu/`.
 
-Nothing is gathered and nothing is padded: a request has its row of the block table, its length and
-its rows of the step. One call computes all layers; where the library has not all of the model, one
-call a layer writes new K and V and attends.
+It gathers no blocks and needs no padding: a request has its row of the block table, its length and
+its rows of the step. One call computes all layers; if the library lacks a part of the model, a call
+for each layer writes new K and V and attends.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .grouped_attention import LayerViews
 
 
 def reason_against_in_place(layout: BlockLayout, compute: torch.dtype) -> str | None:
-    """Why attention over a pool of this layout cannot run here, or None."""
+    """Return why attention over a pool of this layout cannot run here, or None."""
     return reason_against(compute, layout.head_dim, pool_dtype=pool_dtype(layout.kv_dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class InPlacePlan:
-    """One step, the same for every layer."""
+    """The plan of a step, the same for every layer."""
 
     step: CpuAttentionStep
 
 
 class InPlacePlanner:
-    """Lays down steps over one pool."""
+    """A planner of steps over one pool."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class InPlacePlanner:
         workspace: Workspace | None = None,
     ) -> None:
         """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`; `window` is
-        how many tokens a position sees, itself included; `softcap` bounds scores. Several planners
-        may have one workspace, since layers are computed one after the other."""
+        the number of tokens that a position sees, itself included; `softcap` bounds scores. Several
+        planners may share a workspace, since layers are computed one after the other."""
         self._layer = pool[:, 0]
         self._num_heads, self._scale = num_heads, scale
         self._window, self._softcap = window, softcap
@@ -67,8 +67,8 @@ class InPlacePlanner:
         counts: IntArray,
         slots: IntArray,
     ) -> InPlacePlan:
-        """`rows` of the batch compute `counts` tokens each after `computed` ones; the step's tokens
-        lie in that order, and `slots` (one for each token) is where their K and V go."""
+        """Plan a step. `rows` of the batch compute `counts` tokens each after `computed` ones, and
+        the step's tokens are in that order. `slots` are the slots of their K and V, one a token."""
         lengths = computed + counts
         width = -(-int(lengths.max()) // table.block_size)
         starts = np.zeros(len(rows) + 1, np.int32)
@@ -95,19 +95,19 @@ class InPlaceAttention:
     """Attention of one model over one pool."""
 
     def __init__(self, pool: Tensor) -> None:
-        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`."""
+        """`pool` has the shape `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`"""
         self._layers = [pool[:, layer] for layer in range(pool.shape[1])]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: InPlacePlan) -> Tensor:
-        """Attend `q` `[tokens, heads, head_dim]` after writing `k` and `v` `[tokens, kv heads,
-        head_dim]` to the pool; `[tokens, heads * head_dim]`."""
+        """Write `k` and `v` `[tokens, kv heads, head_dim]` to the pool, then attend `q` `[tokens,
+        heads, head_dim]`. Return `[tokens, heads * head_dim]`."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         plan.step.run(q, self._layers[layer], out, (k, v))
         return out.view(len(q), -1)
 
 
 class InPlaceForward:
-    """A model over one pool; tensors share the memory of the step's arrays."""
+    """A model over one pool, in place; tensors share the memory of the step's arrays."""
 
     def __init__(self, model: Decoder, pages: ModelPages) -> None:
         self._model = model
@@ -118,7 +118,7 @@ class InPlaceForward:
         self._network = None
         if len(views.views) <= MAX_VIEWS:
             self._network = model.in_library(pools, [view for view, _ in views.places])
-        # With the group whose table each reads.
+        # Each with the group whose table it reads.
         self._planners = [
             (
                 view.group,

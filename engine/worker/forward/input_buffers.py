@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buffers that a step is read from on the device: made once, filled anew for every step.
+"""The buffers of a step's input on the device: allocated once, filled anew for every step.
 
     step's arrays ──► staging memory of the host ──► buffers of the device ──► model and kernels
-    block tables, what changes ──► tables of the device, rows of the step ──►
+    changes of block tables ──► tables of the device, rows of the step ──►
 
-A graph keeps the addresses of what it was recorded over, so these never move. Staging memory is
-there twice, so that a step is laid down while the one before waits to be copied, and is written
-only after the device has copied what it held before. Rows that only fill up a batch are nobody's:
-length 0, slot -1 (nothing is written), the null block.
+A graph keeps the addresses of the buffers it was recorded over, so these never move. There are two
+sets of staging memory, so that the host fills one while the other waits to be copied; it writes to
+a set only after the device has copied its old content. Rows that pad a batch belong to no request:
+length 0, slot -1 (not written), the null block.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .forward import StepInputs
 from .grouped_attention import View
 from .kernel_attention import Chunks, ChunkSize, Decodes, KernelPlan
 
-# The slot of a row that only fills up the batch: nothing is written for it.
+# The slot of a row that pads the batch: its K and V are not written.
 _NO_SLOT = -1
 
-_BLOCKS_ALIGNED = 4  # of a table's row, 4 bytes each
+_BLOCKS_ALIGNED = 4  # blocks of a table's row, 4 bytes each
 
-# For the step being laid down and the one before it.
+# Sets of staging memory: for the present step and the one before it.
 _TURNS = 2
 
 
 class InputBuffers:
-    """Room for steps of up to `max_tokens` tokens of up to `max_requests` requests."""
+    """Buffers for steps of up to `max_tokens` tokens of up to `max_requests` requests."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class InputBuffers:
         split_planner: SplitPlanner | None = None,
     ) -> None:
         """`max_blocks` is the least width of a block table; each cache group has one. `views` are
-        those of the model; `split_planner` is that of its decodes, or None where they take no
-        plan."""
+        those of the model, `split_planner` is that of its decodes; None: they need no split plan.
+        """
         self._runtime = runtime
         self._views = tuple(views)
-        # Triton compiles anew for an address that is no multiple of 16 bytes, and a step's chunks
-        # may begin in any row.
+        # Rows are aligned to 16 bytes: Triton compiles anew for other addresses, and a step's
+        # chunks may begin in any row.
         max_blocks = -(-max_blocks // _BLOCKS_ALIGNED) * _BLOCKS_ALIGNED
 
         def make(size: int, dtype: torch.dtype = torch.int64) -> _Buffer:
@@ -66,7 +66,7 @@ class InputBuffers:
 
         self._token_ids = make(max_tokens)
         self._positions = make(max_tokens)
-        # Every token of a prompt whose log-probabilities are asked for, and each request's last.
+        # All tokens of a prompt that needs log-probabilities, and the last one of each request.
         self._wanted = make(max_tokens + max_requests)
         self._seq_lens = make(max_requests, dtype=torch.int32)
         self._query_starts = make(max_requests + 1, dtype=torch.int32)
@@ -82,34 +82,35 @@ class InputBuffers:
             else _Splits(split_planner, max_requests, view.window, make)
             for view in views
         ]
-        # Beside each what a row that is nobody's has in it.
+        # Each with the value in rows of padding.
         self._by_token = (
             (self._token_ids, 0),
             (self._positions, 0),
             *[(slots, _NO_SLOT) for slots, _ in self._groups],
         )
         self._turn = 0
-        self._copied: list[Mark | None] = [None] * _TURNS  # what the staging memory held
+        self._copied: list[Mark | None] = [None] * _TURNS  # behind the copies of each set
 
     @property
     def token_ids(self) -> Tensor:
-        """int64 `[max_tokens]`, on the device."""
+        """Token ids, int64 `[max_tokens]`, on the device."""
         return self._token_ids.there
 
     @property
     def positions(self) -> Tensor:
-        """int64 `[max_tokens]`, on the device."""
+        """Positions, int64 `[max_tokens]`, on the device."""
         return self._positions.there
 
     @property
     def wanted(self) -> Tensor:
-        """int64 `[max_tokens + max_requests]`, on the device."""
+        """Rows whose hidden states are returned, int64 `[max_tokens + max_requests]`, on the
+        device."""
         return self._wanted.there
 
     def fill(self, step: StepInputs | None, num_rows: int, num_requests: int | None = None) -> None:
-        """Send a step to the device, padded to `num_rows` tokens: with requests of one token each,
-        or within the last of `num_requests` requests, which is how a step of chunks is padded. A
-        step of None is all padding."""
+        """Send a step to the device, padded to `num_rows` tokens. The padding is requests of one
+        token each; with `num_requests`, as for a step of chunks, it lies in the last of so many
+        requests. A step of None is all padding."""
         self._turn = (self._turn + 1) % _TURNS
         if (copied := self._copied[self._turn]) is not None:
             copied.wait()
@@ -133,7 +134,7 @@ class InputBuffers:
         self._copied[self._turn] = self._runtime.mark()
 
     def decode_plans(self, num_requests: int) -> list[KernelPlan]:
-        """A step of one token for each of the first `num_requests`, in each view."""
+        """Return the plan of each view for a step of one token for the first `num_requests`."""
         plans = []
         for view, (group, window) in enumerate(self._views):
             slots, table = self._groups[group]
@@ -142,7 +143,7 @@ class InputBuffers:
         return plans
 
     def chunk_plans(self, num_tokens: int) -> list[KernelPlan]:
-        """A step of one chunk of up to so many tokens, in each view."""
+        """Return the plan of each view for a step of one chunk of up to `num_tokens`."""
         lengths, starts = self._seq_lens.there[:1], self._query_starts.there[:2]
         plans = []
         for group, window in self._views:
@@ -152,7 +153,7 @@ class InputBuffers:
         return plans
 
     def plans(self, step: StepInputs) -> list[KernelPlan]:
-        """The step that was filled in last, in each view."""
+        """Return the plan of each view for the step that was filled in last."""
         decodes, requests = step.num_decodes, len(step.rows)
         if decodes == requests:
             return self.decode_plans(requests)
@@ -213,13 +214,13 @@ class InputBuffers:
             table.lay_down(rows, width, padded)
 
     def _copy_to_device(self, buffer: _Buffer, count: int) -> None:
-        """The first `count`, in one piece."""
+        """Queue the copy of the first `count` values, in one piece."""
         staged = buffer.staged[self._turn]
         buffer.there[:count].copy_(staged[:count], non_blocking=True)
 
 
 class _Buffer(NamedTuple):
-    """One array: to write and to copy from, in each turn, and to read on the device."""
+    """An array in staging memory, once for each turn, and its buffer on the device."""
 
     arrays: tuple[npt.NDArray[np.integer], ...]
     staged: tuple[Tensor, ...]
@@ -227,7 +228,7 @@ class _Buffer(NamedTuple):
 
 
 class _DeviceTable:
-    """The block table of one cache group, on the device: by row of the batch, and of the step."""
+    """The block table of one cache group on the device, by row of the batch and of the step."""
 
     def __init__(self, device: torch.device, max_requests: int, max_blocks: int) -> None:
         shape = max_requests, max_blocks
@@ -235,22 +236,23 @@ class _DeviceTable:
         self._batch = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def upload_changes(self, table: BlockTable) -> None:
-        """Take in what changed in the host's."""
+        """Copy the changes of the host's table to the device."""
         rows, places, blocks = table.take_changes(self)
         if len(rows):
             there = [to_device(array, self._batch.device) for array in (rows, places, blocks)]
             self._batch.index_put_((there[0], there[1]), there[2])
 
     def lay_down(self, rows: Tensor, width: int, padded: int) -> None:
-        """The first `width` blocks of these rows of the batch, and unused rows behind them."""
-        # Beyond a request's own blocks nothing is read.
+        """Copy the first `width` blocks of these rows of the batch to the rows of the step, and
+        zero the rows up to `padded`."""
+        # Kernels read no block behind a request's own.
         self.rows[: len(rows), :width].copy_(self._batch[:, :width].index_select(0, rows))
         self.rows[len(rows) : padded].zero_()
 
 
 class _Splits:
-    """The split plan of one view. It changes when a request of the batch needs another tile, and is
-    sent only then."""
+    """The split plan of one view. It changes, and is sent, only when a request of the batch needs
+    another tile."""
 
     def __init__(
         self,
@@ -265,7 +267,7 @@ class _Splits:
         self._tiles = b""  # of the plan on the device
 
     def lay_down(self, lengths: npt.NDArray[np.integer], turn: int) -> bool:
-        """Stage the plan for requests of so many tokens; False where the device has it already."""
+        """Stage the plan for requests of these lengths; False if the device has it already."""
         tiles = self._planner.tiles(lengths, self._window)
         if tiles.tobytes() == self._tiles:
             return False
@@ -274,5 +276,5 @@ class _Splits:
         return True
 
     def view_device_plan(self, count: int) -> SplitPlan:
-        """The plan of the first `count` requests, on the device."""
+        """Return the plan of the first `count` requests, on the device."""
         return self._array.view_plan(self.buffer.there, count)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a model by the kernels of `kernels/`: write new K and V, then attend to the pool.
-Where the kernel can, queries and keys are rotated in the launch that writes.
+If the kernel can, the launch that writes also rotates queries and keys.
 
     rows of q, k, v   0 … num_decodes    one row for each request: paged decode
                       short chunks       several rows for each request: paged prefill
                       long chunks        the same, or a library over gathered K and V
 
-Kernels are chosen once for a model, and a plan's arguments are checked in the first layer that
-meets it: every layer gives tensors of the same shapes. Nothing here looks at what is in a tensor,
-so nothing waits for a device, and a plan over buffers that stay can be recorded in a graph.
+Kernels are chosen once for a model. The first layer of a plan checks its arguments, since all
+layers have tensors of the same shapes. This code reads no value of a tensor, so it never waits for
+a device, and a plan over permanent buffers can be recorded in a graph.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Decodes:
     """Requests with one new token each."""
 
     block_tables: Tensor  # int32 [requests, max_blocks]
-    seq_lens: Tensor  # int32 [requests], the new token included; 0: nobody, zeros come out
+    seq_lens: Tensor  # int32 [requests], the new token included; 0: padding, the result is zeros
     splits: SplitPlan | None = None  # None: by the width of the table
 
 
 class ChunkSize(NamedTuple):
-    """The size of a chunk, as the host knows it."""
+    """The size of a chunk, on the host."""
 
     rows: int  # new tokens
     length: int  # all tokens, the new ones included
@@ -65,7 +65,7 @@ class Chunks:
     seq_lens: Tensor  # int32 [requests], the new tokens included
     query_starts: Tensor  # int32 [requests + 1], from 0: rows behind those of the decodes
     max_query_len: int
-    sizes: Sequence[ChunkSize] = ()  # of each request; none in a step that is recorded
+    sizes: Sequence[ChunkSize] = ()  # of each request; empty in a step that is recorded
 
 
 class LongChunk(NamedTuple):
@@ -77,7 +77,7 @@ class LongChunk(NamedTuple):
 
 
 class SplitChunks(NamedTuple):
-    """The chunks of a plan by what computes them. The kernel's come first."""
+    """The chunks of a plan for the kernel, which come first, and those for a library."""
 
     by_kernel: Chunks | None
     num_rows: int  # of these
@@ -86,13 +86,13 @@ class SplitChunks(NamedTuple):
 
 @dataclass(slots=True)
 class KernelPlan:
-    """One step, the same for every layer of a cache group with the same window."""
+    """The plan of a step, the same for every layer of a cache group with the same window."""
 
     slots: Tensor  # int64 [tokens]; -1: not written
     decodes: Decodes | None
     chunks: Chunks | None
-    window: int | None = None  # positions that a token sees, its own among them; None: all
-    is_checked: bool = False  # whether the kernels have taken these arguments
+    window: int | None = None  # positions that a token sees, its own included; None: all
+    is_checked: bool = False  # whether the kernels have accepted these arguments
     split: SplitChunks | None = None  # of `chunks`, from the first layer on
 
 
@@ -106,13 +106,13 @@ class Kernels(NamedTuple):
 
     @property
     def can_record_decodes(self) -> bool:
-        """A step of decodes waits for nothing. Plain kernels read lengths and slots back, which a
+        """Whether a step of decodes never waits. Plain kernels read lengths and slots back, which a
         device refuses while it records."""
         return self.write == self.decode == TRITON
 
     @property
     def can_record_chunks(self) -> bool:
-        """A step of chunks waits for nothing."""
+        """Whether a step of chunks never waits, so that a device can record it."""
         return self.write == self.prefill == TRITON
 
 
@@ -125,8 +125,8 @@ def choose_kernels(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> Kernels:
-    """The kernels for queries like `q` `[any, heads, head_dim]` over the pool of one layer. Raises
-    KernelRefused as `choose_kernel` does."""
+    """Choose the kernels for queries like `q` `[any, heads, head_dim]` over the pool of one layer.
+    Raises KernelRefused, like `choose_kernel`."""
     return Kernels(
         choose_write_kernel(q, kv, kernel=kernel, strict=strict),
         choose_decode_kernel(q, kv, scale, kernel=kernel, strict=strict),
@@ -136,8 +136,8 @@ def choose_kernels(
 
 
 def split_chunks(chunks: Chunks, gathered: GatheredPrefill | None, num_rows: int) -> SplitChunks:
-    """The longest run of chunks at the end that `gathered` takes, and the chunks before it, which
-    have the first rows of `num_rows`: there the kernel's `query_starts` begin at 0."""
+    """Split off the longest run of chunks at the end that `gathered` can compute. The chunks before
+    it have the first rows of `num_rows`, where the kernel's `query_starts` begin at 0."""
     long: list[LongChunk] = []
     end, index = num_rows, len(chunks.sizes)
     while gathered is not None and index and gathered.takes(*chunks.sizes[index - 1]):
@@ -161,8 +161,8 @@ def split_chunks(chunks: Chunks, gathered: GatheredPrefill | None, num_rows: int
 
 
 class KernelAttention:
-    """Attention of one model over one pool. `gathered` is what computes long chunks of layers
-    without a window, in the place of the prefill kernel; None: the kernel computes all."""
+    """Attention of one model over one pool. `gathered` computes long chunks of layers without a
+    window, in place of the prefill kernel; None: the kernel computes all."""
 
     def __init__(
         self,
@@ -177,17 +177,16 @@ class KernelAttention:
         strict: bool = False,
         kernel: str = AUTO,
     ) -> None:
-        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`; queries have
-        `num_heads` heads of `dtype`, and their scores are multiplied by `scale` and then, where
-        there is one, bounded by `softcap`; `kv_scales` are those of a float8 pool. Raises
-        KernelRefused, under `strict`, where a kernel cannot run and its plain twin would stand
-        in."""
+        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`. Queries have
+        `num_heads` heads of `dtype`; their scores are multiplied by `scale` and then bounded by
+        `softcap`, if there is one. `kv_scales` are those of a float8 pool. Raises KernelRefused
+        under `strict` if a kernel cannot run, in place of using its plain twin."""
         self.layers = [pool[:, layer] for layer in range(layout.num_layers)]
         self.scale, self.softcap = scale, softcap
         self.gathered: GatheredPrefill | None = None
         self._kv_scales = kv_scales
         kv = self.layers[0]
-        # The form of all queries; has no rows.
+        # An example of all queries, without rows.
         self.q = torch.empty((0, num_heads, layout.head_dim), dtype=dtype, device=pool.device)
         self.kernels = choose_kernels(
             self.q, kv, scale, kv_scales=kv_scales, kernel=kernel, strict=strict
@@ -196,12 +195,12 @@ class KernelAttention:
 
     @property
     def of_qkv(self) -> QkvAttention[KernelPlan] | None:
-        """Attention that rotates by itself, or None where its kernel does not run."""
+        """Attention that rotates by itself; None if its kernel does not run."""
         return self._attend_qkv if self.kernels.rotate_write == TRITON else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: KernelPlan) -> Tensor:
-        """Attend `q` `[tokens, heads, head_dim]` after writing `k` and `v` `[tokens, kv heads,
-        head_dim]` to the pool; `[tokens, heads * head_dim]`."""
+        """Write `k` and `v` `[tokens, kv heads, head_dim]` to the pool, then attend `q` `[tokens,
+        heads, head_dim]`. Return `[tokens, heads * head_dim]`."""
         kv = self.layers[layer]
         if plan.is_checked:
             run_write(self.kernels.write, k, v, kv, plan.slots, self._kv_scales)
@@ -218,7 +217,7 @@ class KernelAttention:
         return self._attend(qkv[:, : -2 * kv.shape[3]], kv, plan)
 
     def _attend(self, q: Tensor, kv: Tensor, plan: KernelPlan) -> Tensor:
-        """`q` is rotated, and new K and V are in the pool."""
+        """Attend. `q` must be rotated, and new K and V must be in the pool."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         first_chunk = 0 if plan.decodes is None else len(plan.decodes.seq_lens)
         if plan.decodes is not None:

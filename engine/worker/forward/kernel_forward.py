@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps computed by the kernels of `kernels/` over buffers that stay on the device.
+"""Steps computed by the kernels of `kernels/` over permanent buffers on the device.
 
     decodes only    from the record of the next larger batch size, where there is one
     a small chunk   of one request, with nothing beside it: from the record of the next larger one
     anything else   launched one by one
 
-Nothing is read back here.
+This code reads no results back.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from .grouped_attention import LayerViews
 from .input_buffers import InputBuffers
 from .kernel_attention import KernelAttention, KernelPlan
 
-# Filling up costs a share of the step: half at worst in small batches, where a step reads the
-# weights anyway, and a sixteenth in large ones.
+# Padding costs a share of the step: at most half in small batches, where reading the weights
+# dominates, and a sixteenth in large ones.
 _FIRST_SIZES = (1, 2, 4)
 _FINE, _FINE_UP_TO = 8, 128
 _COARSE, _COARSE_UP_TO = 16, 512
-# Each record takes memory and a part of the start; larger batches are bound by arithmetic.
+# Each record takes memory and start time; larger batches are bound by arithmetic.
 MAX_RECORDED = _COARSE_UP_TO
-# Of a chunk alone: what is left of a prompt whose beginning was found is launched in more time than
-# it is computed.
+# Sizes of recorded chunks. The rest of a prompt behind a cached prefix takes longer to launch than
+# to compute.
 CHUNK_SIZES = (16, 32, 64, 128, 256)
-# Tokens of the chunks that are run at the start: of the shortest, and beyond what counts as short.
+# Tokens of the chunks that run at the start: the shortest, and one that does not count as short.
 WARM_CHUNKS = (2, 128)
 
 
 def batch_buckets(max_requests: int) -> tuple[int, ...]:
-    """The sizes to record, ascending, for batches of up to `max_requests`."""
+    """Return the sizes to record, ascending, for batches of up to `max_requests`."""
     sizes = [
         *_FIRST_SIZES,
         *range(_FINE, _FINE_UP_TO, _FINE),
@@ -53,7 +53,7 @@ def batch_buckets(max_requests: int) -> tuple[int, ...]:
 
 
 def bucket_for(num_requests: int, buckets: Sequence[int]) -> int | None:
-    """The smallest of ascending `buckets` that holds a batch; None where it is too large."""
+    """Return the smallest of the ascending `buckets` that holds a batch; None: it is too large."""
     index = bisect_left(buckets, num_requests)
     return buckets[index] if index < len(buckets) else None
 
@@ -61,31 +61,33 @@ def bucket_for(num_requests: int, buckets: Sequence[int]) -> int | None:
 class StepGraphs:
     """Steps of one kind of one model over one set of buffers, recorded once for each size.
 
-    A small step is hundreds of small launches whose Python takes longer than the device does.
-    Recorded over buffers that stay, they are one launch. A step runs in the smallest recorded size
-    that holds it, filled up with nobody's rows.
+    A small step is hundreds of small launches, whose Python takes longer than the device's work.
+    Recorded over permanent buffers they are one launch. A step runs in the smallest recorded size
+    that holds it, padded with unused rows.
     """
 
     def __init__(
         self, runtime: DeviceRuntime, work_of: Callable[[int], Work], buckets: Sequence[int]
     ) -> None:
-        """`work_of(bucket)` is a step of that many rows over the buffers; it must read nothing else
-        that changes, for a record would keep what that was."""
+        """`work_of(bucket)` is a step of that many rows over the buffers. It must read no other
+        changing data, since a record would keep the old values."""
         self._runtime = runtime
         self._work_of = work_of
         self._buckets = tuple(buckets)
         self._recorded: dict[int, Work] = {}
 
     def record_all(self, prepare: Callable[[int], None]) -> int:
-        """Record every size; `prepare(bucket)` makes the buffers safe to run on. The largest comes
-        first, so that the smaller ones find room in the memory that it took. How many there are."""
+        """Record all sizes, and return their number. `prepare(bucket)` makes the buffers safe to
+        run on. The largest comes first, so that the smaller ones fit into the memory that it took.
+        """
         for bucket in reversed(self._buckets):
             prepare(bucket)
             self._recorded[bucket] = self._runtime.record_work(self._work_of(bucket))
         return len(self._buckets)
 
     def find_recorded(self, num_rows: int) -> tuple[int, Work] | None:
-        """The size to fill the buffers up to and the recorded step; None where there is none."""
+        """Return the size to which the buffers are padded, and the recorded step; None: there is
+        none."""
         bucket = bucket_for(num_rows, self._buckets)
         if bucket is None or bucket not in self._recorded:
             return None
@@ -123,8 +125,8 @@ class KernelForward:
         self._chunk_graphs = StepGraphs(runtime, self._chunk_work, chunks)
 
     def warm_up(self) -> None:
-        """Compile what steps of one token a request and of chunks need, so that no request waits
-        for a compiler: a short chunk and a long one have each their own launch."""
+        """Compile the kernels of decodes and chunks, so that no request waits for a compiler. Short
+        chunks and long ones have different launches."""
         buffers = self._buffers
         buffers.fill(None, 1)
         plans = self._plan_of(buffers.decode_plans(1))
@@ -142,8 +144,8 @@ class KernelForward:
         return lone_step(model.spec.state, model.dtype, device, num_tokens)
 
     def record_steps(self, progress: Callable[[str], None]) -> None:
-        """Record decode steps, and small chunks where their kernels can be. Without it every step
-        is launched one by one."""
+        """Record decode steps, and small chunks if their kernels can be recorded. Without this
+        call the kernels of every step are launched one by one."""
         fill = self._buffers.fill
         sizes = self._graphs.record_all(partial(fill, None))
         progress(f"recorded decode steps of {sizes} batch sizes")
@@ -152,7 +154,7 @@ class KernelForward:
             progress(f"recorded chunks of {sizes} sizes")
 
     def prepare_step(self, step: StepInputs) -> Launch:
-        # A record reads token ids, and nothing else of a step than the buffers.
+        # A record reads token ids, and no other input than the buffers.
         is_plain = step.embeds is None and step.aux is None and step.states is None
         if is_plain and (step.num_decodes == len(step.rows) or len(step.rows) == 1):
             graphs = self._graphs if step.num_decodes else self._chunk_graphs

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of what computes long chunks: the prefill kernel, or a library over gathered K and V.
+"""The choice between the prefill kernel and a library over gathered K and V, for long chunks.
 
     auto        the kernel, unless a library was MIN_GAIN times as fast on this device at the start
     sdpa, fa3   that library; refused where it can compute no chunk of the engine
     the others  the kernel
 
-Chunks that a library does not take stay with the kernel: short ones, those whose context does not
-fit into the buffers, and those of layers with a window.
+The kernel still computes the chunks that a library does not take: short ones, those whose context
+does not fit into the buffers, and those of layers with a window.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ logger = logging.getLogger(__name__)
 MIN_GAIN = 1.25  # of a library over the kernel
 # The chunk that is measured: rows, and tokens before them.
 SAMPLE_ROWS, SAMPLE_CONTEXT = 8192, 8192
-SAMPLE_LAYERS = 4  # in turn, so that K and V are not in the cache still
+SAMPLE_LAYERS = 4  # in turn, so that K and V are no longer in the cache
 RUNS = 3
-# Of a library's results from the kernel's: both round to 16 bits.
+# Most difference between the results of a library and the kernel: both round to 16 bits.
 MOST_DIFFERENCE = 0.02
 
 
 class SampleChunk:
-    """A long chunk with random K and V in blocks of the pool, which are zeros again after `close`,
-    computed by the kernel or by a library."""
+    """A long chunk with random K and V in blocks of the pool, for the kernel or a library. `close`
+    zeroes the blocks again."""
 
     def __init__(self, attention: KernelAttention, rows: int, length: int) -> None:
-        """`rows` tokens, the last of `length`."""
+        """The chunk is the last `rows` of `length` tokens."""
         self.rows, self.length = rows, length
         self._attention = attention
         self._layers = attention.layers[:SAMPLE_LAYERS]
@@ -61,7 +61,7 @@ class SampleChunk:
         draw = torch.Generator(q.device).manual_seed(0)
         self._q = q.new_empty(rows, *q.shape[1:]).normal_(generator=draw)
         self._out = torch.empty_like(self._q)
-        # The null block stays as it is.
+        # The null block is not written.
         order = torch.randperm(len(kv) - 1, generator=torch.Generator().manual_seed(0)) + 1
         self._blocks = order[: -(-length // kv.shape[2])].to(q.device)
         self._table = self._blocks.to(torch.int32)
@@ -77,7 +77,7 @@ class SampleChunk:
             layer.index_fill_(0, self._blocks, 0)
 
     def by_kernel(self, run: int) -> Tensor:
-        """The attention over the layer that this run is for."""
+        """Compute the attention over the layer of this run by the kernel."""
         return run_prefill(
             self._attention.kernels.prefill, self._q, self._layer(run), self._table[None],
             self._lengths, self._starts, max_query_len=self.rows, scale=self._attention.scale,
@@ -85,7 +85,7 @@ class SampleChunk:
         )  # fmt: skip
 
     def by_library(self, gathered: GatheredPrefill, run: int) -> Tensor:
-        """The attention over the same layer, computed by a library in place of the kernel."""
+        """Compute the attention over the same layer by a library, in place of the kernel."""
         layer, scale = self._layer(run), self._attention.scale
         return gathered.run(self._q, layer, self._table, self.length, scale, self._out)
 
@@ -94,7 +94,7 @@ class SampleChunk:
 
 
 class Measured(NamedTuple):
-    """A library that can compute long chunks, and how long it took for one."""
+    """A library that can compute long chunks, and the time that it took for one."""
 
     gathered: GatheredPrefill
     rows: int
@@ -128,8 +128,8 @@ class PrefillChoice:
         self._most_rows = min(max_tokens, self._longest)
 
     def choose(self, backend: str) -> GatheredPrefill | None:
-        """The library that computes long chunks, or None. Raises ConfigError where `backend` names
-        one that can compute no chunk."""
+        """Return the library that computes long chunks, or None. Raises ConfigError if `backend`
+        names one that can compute no chunk."""
         if backend in LIBRARIES:
             return self._named(backend)
         # Only a device that records has a clock of its own.
@@ -162,7 +162,7 @@ class PrefillChoice:
         return chosen
 
     def _try(self, name: str, *, is_measured: bool) -> Measured:
-        """A library after it has computed a chunk. Raises KernelRefused where it cannot."""
+        """Return a library after it has computed a chunk. Raises KernelRefused if it cannot."""
         if reason := self._reason_against(name):
             raise KernelRefused(reason)
         chunk = None
@@ -195,8 +195,8 @@ class PrefillChoice:
         return reason_against_library(name, self.attention.q, self.attention.layers[0])
 
     def _measure(self, chunk: SampleChunk, gathered: GatheredPrefill) -> tuple[float, float]:
-        """Seconds of the kernel and of the library, the least of RUNS each. Raises KernelRefused
-        where their results differ."""
+        """Return the seconds of the kernel and of the library, the least of RUNS each. Raises
+        KernelRefused if their results differ."""
         right = chunk.by_kernel(0).float()
         off = (chunk.by_library(gathered, 0).float() - right).norm() / right.norm()
         if not off <= MOST_DIFFERENCE:
@@ -212,7 +212,7 @@ class PrefillChoice:
         return kernel, library
 
     def _rest(self, gathered: GatheredPrefill) -> str:
-        """The chunks that stay with the kernel."""
+        """Return, in words, which chunks the kernel still computes."""
         kept = [f"shorter than {gathered.min_rows} tokens"]
         if gathered.max_tokens < self._longest:
             kept.append(f"of contexts beyond {gathered.max_tokens} tokens")
@@ -224,7 +224,8 @@ class PrefillChoice:
 def library_bytes(
     placement: Placement, spec: ModelSpec, layout: BlockLayout, max_tokens: int
 ) -> int:
-    """Bytes of a device that a library may take beside a step: its buffers and its result."""
+    """Return the bytes of a device that a library may take beside a step: its buffers and its
+    result."""
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(layout.kv_dtype)
     is_full = any(kind.is_full for kind in spec.layer_attention)
     if not placement.may_use_library or dtype is None or not is_full or max_tokens < MIN_ROWS:

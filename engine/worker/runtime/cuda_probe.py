@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this machine's GPUs can be computed on: what is there, and why not.
+"""The check whether this machine's GPUs can compute, with the reason if they cannot.
 
-Looking (`probe_cuda`) and judging (`choose_gpu`) are apart, so that every judgement can be tested
-without a GPU.
+The probe (`probe_cuda`) and the decision (`choose_gpu`) are separate, so that all decisions can be
+tested without a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TENTHS = 10  # CUDA writes 12.8 as 12080
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device as torch sees it."""
+    """A device as torch reports it."""
 
     name: str
     capability: tuple[int, int]
@@ -40,11 +40,11 @@ class CudaState:
     gpus: tuple[Gpu, ...]
     has_triton: bool
     visible: str | None  # CUDA_VISIBLE_DEVICES
-    error: str = ""  # why torch could not begin, where the versions say nothing
+    error: str = ""  # why torch could not start CUDA, if the versions do not explain it
 
 
 def probe_cuda() -> CudaState:
-    """Look. Begins CUDA only where a driver and a build of torch for it are there."""
+    """Probe CUDA. Starts it only if there are a driver and a CUDA build of torch."""
     from ....kernels.kernel_choice import probe_hardware
 
     driver, runtime = _driver_version(), _runtime_version()
@@ -72,7 +72,7 @@ def probe_cuda() -> CudaState:
 
 
 def choose_gpu(placement: Placement, state: CudaState) -> Gpu:
-    """The GPU of a placement. Raises ConfigError with what is missing and what to do."""
+    """Return the GPU of a placement. Raises ConfigError with the missing part and a remedy."""
     if state.runtime_version is None:
         raise ConfigError(
             "--device cuda needs a CUDA build of torch, and this one is for the CPU; install one "
@@ -111,7 +111,8 @@ def choose_gpu(placement: Placement, state: CudaState) -> Gpu:
 
 
 def _check_strict(placement: Placement, state: CudaState, gpu: Gpu) -> None:
-    """Before the weights are read: what would be refused in the first step."""
+    """Raise ConfigError, before the weights are read, for kernels that the first step would
+    refuse."""
     if not state.has_triton:
         raise ConfigError(
             "--strict-kernels needs triton, which is not installed; run `pip install '.[cuda]'` "
@@ -127,7 +128,7 @@ def _check_strict(placement: Placement, state: CudaState, gpu: Gpu) -> None:
 
 
 def _driver_version() -> tuple[int, int] | None:
-    """The newest CUDA that the driver knows, without beginning CUDA."""
+    """Return the newest CUDA version that the driver supports, without starting CUDA."""
     try:
         driver = ctypes.CDLL(_DRIVER)
         version = ctypes.c_int()

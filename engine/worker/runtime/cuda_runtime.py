@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA behind `device_runtime.py`: a stream, staging memory, events, graphs, and how much memory is
-free.
+"""CUDA behind `device_runtime.py`: a stream, staging memory, events, graphs, and the free memory.
 
-Everything runs in one stream, whose priority is above that of the streams that copy blocks. Device
-and stream are a thread's own, and an engine in the caller's process is built in one thread and
-stepped in another, so a thread enters before it steps. Imported only where a GPU is asked for.
+All work runs in one stream, with a higher priority than the streams that copy blocks. CUDA sets
+device and stream by thread, and an engine in the caller's process is built in one thread and
+stepped in another, so a thread must enter before it steps. Imported only for a GPU.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from torch import Tensor
 from .device_runtime import Mark, Work
 from .placement import with_index
 
-# Kernels are compiled and libraries choose their algorithms in the first runs, which a graph must
-# not hold.
+# Runs before a record: in the first runs kernels are compiled and libraries choose algorithms,
+# which a graph must not hold.
 WARM_UPS = 2
-# The lower the number, the sooner; 0 is what copies and everything else in the process run at.
+# A lower number means a higher priority; copies and all other work of the process run at 0.
 PRIORITY = -1
 
 
 class CudaRuntime:
-    """One GPU."""
+    """A GPU and its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = with_index(device)
@@ -65,7 +64,7 @@ class CudaRuntime:
             work()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads register memory and wait for copies meanwhile: no fault of this one.
+        # Other threads may register memory and wait for copies during the capture.
         with torch.cuda.graph(
             graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
         ):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step asks of a device beside arithmetic: its queue, staging memory, marks, graphs.
+"""The services of a device beside arithmetic: its queue, staging memory, marks, graphs.
 
-`HostRuntime` is the CPU, where nothing is queued and nothing is worth recording; `cuda_runtime.py`
-is CUDA.
+`HostRuntime` is the CPU, which has no queue and records no work; `cuda_runtime.py` is CUDA.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from ....kernels.copy.copy_engine import CudaError
 
 Work = Callable[[], Tensor]
 
-# CUDA's codes after which every later call fails too, in this process: memory that cannot be
-# corrected (214, 220), a kernel that read or ran what it may not (700, 714 to 719), ran too long
-# (702) or asserted (710), and a context that is gone (709). And the words for them, since torch
-# does not always tell the code.
+# CUDA's codes after which every later call in this process fails too: uncorrectable memory (214,
+# 220), a kernel with an illegal access or instruction (700, 714 to 719), a timeout (702) or an
+# assertion (710), and a lost context (709). Below are their messages, since torch does not always
+# give the code.
 _LOST = frozenset({214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
 _LOST_WORDS = (
     "uncorrectable", "illegal memory access", "launch timed out", "context is destroyed",
@@ -32,8 +31,8 @@ _LOST_WORDS = (
 
 
 def is_device_lost(error: BaseException | None) -> bool:
-    """Whether an error, or what it was raised from, says that nothing will work on the device any
-    more until this process has ended. Running out of its memory does not."""
+    """Whether an error, or a cause of it, means that all later calls on the device fail until this
+    process ends. Exhausted memory does not mean that."""
     seen: set[BaseException] = set()
     while error is not None and error not in seen:
         seen.add(error)
@@ -52,34 +51,34 @@ class Mark(Protocol):
     """A point in the device's queue."""
 
     def wait(self) -> None:
-        """Return when everything queued before it has been done."""
+        """Return when all work that was queued before it is done."""
 
 
 class DeviceRuntime(Protocol):
-    """One device and its queue of work."""
+    """A device and its queue of work."""
 
     device: torch.device
     can_record: bool
 
     def enter_thread(self) -> None:
-        """Put whatever the calling thread does from now on into the device's queue."""
+        """Put the later work of the calling thread into the device's queue."""
 
     def entered(self) -> AbstractContextManager[None]:
-        """A context in which the calling thread has entered; behind it, all is as before."""
+        """Return a context in which the calling thread has entered; its end restores the state
+        before."""
 
     def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeroed host memory from which the device copies by itself while the host goes on."""
+        """Return zeroed host memory, from which the device copies while the host goes on."""
 
     def mark(self) -> Mark:
-        """A point behind everything queued until now."""
+        """Return a point in the queue behind all work that was queued before."""
 
     def record_work(self, work: Work) -> Work:
-        """Run `work` once and keep what it gave the device. The result runs that again, with
-        whatever its buffers then hold and without any of its Python, and returns the same tensor
-        each time."""
+        """Run `work` and record its device operations. The result repeats these without its Python,
+        on the present content of its buffers, and returns the same tensor each time."""
 
     def seconds_of(self, work: Callable[[], object]) -> float:
-        """Seconds that the device works on it; waits for that."""
+        """Return the seconds that the device takes for `work`; waits for it."""
 
 
 class _Passed:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelLoader: the weights of a worker, of its model and of the draft model beside it."""
+"""ModelLoader: loads the weights of a worker's model and of its draft model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .runtimes import check_kernels, check_room, choose_layer_parts
 
 
 class ModelLoader:
-    """Checks what can be checked before weights are read."""
+    """A loader of models. Its constructor checks all that needs no weights."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class ModelLoader:
         placement: Placement,
         compute: torch.dtype,
     ) -> None:
-        """Raises ConfigError where no kernel computes a model, or a GPU's memory does not hold the
+        """Raises ConfigError if no kernel computes a model, or a GPU's memory does not hold the
         weights."""
         self._sources = [ModelSource(path, spec), *([] if draft is None else [draft])]
         self._placement, self._compute = placement, compute
@@ -38,12 +38,12 @@ class ModelLoader:
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's operators compute the model's layers, and no kernel of ours."""
+        """Whether torch's operators compute the model's layers, without kernels of `kernels/`."""
         return self._parts[0].is_plain
 
     def load_models(self, max_model_len: int) -> tuple[Decoder, Decoder | None]:
-        """The model, for a context of so many tokens, and the draft model or EAGLE head, for as
-        many of them as it can see. Raises ConfigError where weights do not fit."""
+        """Load the model for a context of `max_model_len` tokens, and the draft model or EAGLE head
+        for as many of them as it supports. Raises ConfigError if weights do not fit."""
         found: list[Decoder] = []
         for source, parts in zip(self._sources, self._parts, strict=True):
             length = min(max_model_len, source.spec.max_context)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model is computed and by which means: the worker's own part of the settings.
+"""The device and the kernels of a model: the worker's own part of the settings.
 
 `engine/core/` fills it in.
 """
@@ -15,24 +15,24 @@ from ...config.engine_config import DEFAULT_GPU_SHARE
 from ...models.checkpoint.checkpoint import CPU
 from ...models.dtypes import FP8_KV
 
-# And `triton`, and each of LIBRARIES: the kernels, with that library for long chunks.
+# Other values: `triton`, and each of LIBRARIES: the kernels, with that library for long chunks.
 AUTO, GATHER, KERNELS = "auto", "gather", "kernels"
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device by number: `cuda` is `cuda:0`, since much of torch wants to be told which."""
+    """Return the device with its number: `cuda` is `cuda:0`, since parts of torch need that."""
     return device if device.type == "cpu" else torch.device(device.type, device.index or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The defaults are the CPU's."""
+    """The device and the kernels of a model. The defaults are the CPU's."""
 
     device: torch.device = CPU
     kv_cache_dtype: str = AUTO  # that of the computation
     attention_backend: str = AUTO
     strict_kernels: bool = False  # refuse a kernel's plain twin on a GPU
-    record_decodes: bool = True  # where the device can
+    record_decodes: bool = True  # if the device can record
     compile_elementwise: bool = False
     random_weights: bool = False
     memory_share: float = (
@@ -41,14 +41,15 @@ class Placement:
 
     @property
     def uses_kernels(self) -> bool:
-        """Whether attention runs by the kernels or their twins: on a GPU, for a float8 pool, which
-        only they can read, and where it is asked for."""
+        """Whether the kernels or their twins compute attention: on a GPU, for a float8 pool, which
+        only they can read, and if the setting says so."""
         if self.attention_backend != AUTO:
             return self.attention_backend != GATHER
         return self.device.type != "cpu" or self.kv_cache_dtype == FP8_KV
 
     @property
     def may_use_library(self) -> bool:
-        """Whether a library may compute long chunks: on a GPU, unless our kernels are named."""
+        """Whether a library may compute long chunks: on a GPU, unless the setting names our
+        kernels."""
         is_open = self.attention_backend in (AUTO, *LIBRARIES)
         return is_open and self.device.type != "cpu"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a placement to what computes there: runtime, measure of the memory, forward pass.
+"""Makes the parts that compute on a placement: runtime, memory meter, forward pass.
 
-CUDA is imported and asked only where a placement names it.
+CUDA is imported and used only if a placement names it.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ class MemoryMeter(Protocol):
 
 
 class _NoAttention:
-    """Takes the memory of a result and computes none."""
+    """An attention that allocates a result and computes none."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: None) -> Tensor:
         return torch.zeros((len(q), q[0].numel()), dtype=q.dtype, device=q.device)
 
 
 class PoolSizer:
-    """Measures how much of a device's memory a model leaves to its pool. Made before the weights
-    are loaded, asked after.
+    """Measures how much of a device's memory a model leaves to its pool. It must be made before the
+    weights are loaded, and used after that.
 
-    The largest step that the model may meet is run without a pool, and without attention, whose
-    kernels take no memory but their result, which is counted.
+    It runs the largest step of the model without a pool and without attention, whose kernels take
+    no memory except for their result, which is counted.
     """
 
     def __init__(self, placement: Placement, meter: MemoryMeter) -> None:
-        """Raises ConfigError where the share of the memory is not free."""
+        """Raises ConfigError if the placement's share of the memory is not free."""
         self._placement, self._meter = placement, meter
         self._free_before_bytes = meter.free_bytes()
         check_free(meter.total_bytes(), self._free_before_bytes, placement.memory_share)
@@ -90,7 +90,7 @@ class PoolSizer:
         max_requests: int,
         most_drafts: int = 0,
     ) -> int:
-        """The blocks of the pool; raises ConfigError where one request does not fit, or where the
+        """Return the blocks of the pool. Raises ConfigError if one request does not fit, or the
         kernels of a step cannot be compiled."""
         with naming_triton():
             use = self.measure(model, max_tokens, max_requests)
@@ -111,8 +111,8 @@ class PoolSizer:
 
     @torch.inference_mode()
     def measure(self, model: Decoder, max_tokens: int, max_requests: int) -> MemoryUse:
-        """Run a prompt step of `max_tokens`, and `max_requests` logits with log-probabilities; and
-        one behind it, while these wait to be taken."""
+        """Run a prompt step of `max_tokens`, and `max_requests` logits with log-probabilities; then
+        a second one, while the first one's results wait to be collected."""
         meter, device = self._meter, self._placement.device
         meter.reset_peak()
         weight_bytes = meter.held_bytes()
@@ -138,7 +138,7 @@ class PoolSizer:
 
 @contextmanager
 def naming_triton() -> Iterator[None]:
-    """Errors that Triton raises within are raised as ConfigError, with what to look at."""
+    """Turn errors of Triton in the body into ConfigError, with a hint for the user."""
     try:
         yield
     except Exception as error:
@@ -154,7 +154,7 @@ def naming_triton() -> Iterator[None]:
 
 
 def open_runtime(placement: Placement) -> DeviceRuntime:
-    """The runtime of the placement's device."""
+    """Open the runtime of the placement's device."""
     if placement.device.type == "cpu":
         return HostRuntime()
     from .cuda_runtime import CudaRuntime
@@ -163,8 +163,8 @@ def open_runtime(placement: Placement) -> DeviceRuntime:
 
 
 def check_room(specs: Iterable[ModelSpec], placement: Placement, compute: torch.dtype) -> None:
-    """Raise ConfigError where the weights would not even fit into a GPU's memory. The CPU's is
-    shared with the file they are mapped from, and is not asked."""
+    """Raise ConfigError if the weights do not fit into a GPU's memory. On the CPU they share memory
+    with the file that they are mapped from, so that is not checked."""
     if placement.device.type == "cpu":
         return
     from .cuda_runtime import CudaMeter
@@ -175,8 +175,8 @@ def check_room(specs: Iterable[ModelSpec], placement: Placement, compute: torch.
 
 
 def check_kernels(spec: ModelSpec, placement: Placement, compute: torch.dtype) -> None:
-    """Raise ConfigError, before the weights are read, where no kernel takes the model's heads and
-    none may stand in: under `strict_kernels`, and where Triton's are named."""
+    """Raise ConfigError, before the weights are read, if no kernel takes the model's heads and no
+    plain twin may replace it: under `strict_kernels`, and if the setting names Triton."""
     wanted = _wanted_kernel(placement)
     flag = "--strict-kernels" if wanted == AUTO_KERNEL else "--attention-backend triton"
     if not placement.uses_kernels or (wanted == AUTO_KERNEL and not placement.strict_kernels):
@@ -201,20 +201,20 @@ def check_kernels(spec: ModelSpec, placement: Placement, compute: torch.dtype) -
 
 
 def _wanted_kernel(placement: Placement) -> str:
-    """The kernel of attention that a placement names, as `kernels/kernel_choice.py` does."""
+    """Return the attention kernel of a placement, in the words of `kernels/kernel_choice.py`."""
     return TRITON if placement.attention_backend == TRITON else AUTO_KERNEL
 
 
 def open_sizer(placement: Placement) -> PoolSizer:
-    """The object that sizes a GPU's pool; make it before the weights are loaded."""
+    """Make the object that sizes a GPU's pool, which must happen before the weights are loaded."""
     from .cuda_runtime import CudaMeter
 
     return PoolSizer(placement, CudaMeter(placement.device))
 
 
 def choose_layer_parts(spec: ModelSpec, placement: Placement, compute: torch.dtype) -> Elementwise:
-    """The elementwise parts of a layer: kernels where they run, unless torch.compile is to make
-    them. Raises KernelRefused under `strict_kernels`, where they cannot and should."""
+    """Choose the elementwise parts of a layer: kernels if they run, unless torch.compile makes
+    them. Raises KernelRefused under `strict_kernels`, if they should run and cannot."""
     if placement.compile_elementwise:
         return Elementwise.compiled()
     chosen = choose_elementwise(
@@ -235,7 +235,7 @@ def make_forward(
     max_requests: int,
     progress: Callable[[str], None],
 ) -> StepForward:
-    """The model over its pages, with its decode steps recorded where that can be."""
+    """Make the forward pass of a model over its pages, and record its decode steps if possible."""
     layout = pages.layout
     if not placement.uses_kernels:
         if placement.attention_backend == AUTO and not reason_against_in_place(layout, compute):
@@ -243,8 +243,8 @@ def make_forward(
         return GatherForward(model, pages, compute, max_model_len)
     scales = None
     if layout.kv_dtype == FP8_KV:
-        # Scales by head, all 1: K and V are only rounded to e4m3. Scales by token would have to
-        # travel with every block.
+        # Scales by head, all 1: K and V are only rounded to e4m3. Scales by token would have to be
+        # stored with every block.
         scales = torch.ones((2, layout.num_kv_heads), device=runtime.device)
     attention = KernelAttention(
         pages.tensor,
@@ -274,7 +274,7 @@ def make_forward(
         pages.places,
         max_tokens=max_tokens,
         max_requests=max_requests,
-        # Whole blocks of the pool, as the host's tables have them.
+        # Whole blocks of the pool, like the host's tables.
         max_blocks=-(-max_model_len // (layout.block_size * each)) * each,
     )
     if runtime.can_record:
@@ -283,7 +283,7 @@ def make_forward(
             forward.warm_up()
         progress(f"kernels are compiled, which took {time.monotonic() - began:.1f} s")
         if model.spec.is_eagle:
-            # A record reads token ids, and the head's steps come as embeddings.
+            # A record reads token ids, and the inputs of the head are embeddings.
             progress("the EAGLE head's steps are launched kernel by kernel")
         elif model.chosen_experts is not None:
             progress("steps are launched kernel by kernel, since all rows of the last layer count")

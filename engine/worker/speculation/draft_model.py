@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DraftModel: a small model with the same vocabulary proposes what it would say itself.
+"""DraftModel: a small model with the same vocabulary proposes its own next tokens.
 
-Its K and V lie in the blocks of the model that it proposes to (`cache/group_spec.py`), so a block
-that is found, copied or loaded brings both. The draft model computes
+Its K and V lie in the blocks of the main model (`cache/group_spec.py`), so a block that is found,
+copied or loaded has both. The draft model computes
 
-    prompts     what the model computes, in the same step
-    answers     a block at once, when that is full; and for drafts what it lacks
+    prompts     the tokens that the model computes, in the same step
+    answers     a block at once, when it is full; and the missing tokens, to make drafts
 
-An answer that no drafts were asked for in its last block is left: its full blocks get zeros for
-the draft model's K and V, so that a request which finds them never reads those of another text. The
-slots of tokens beyond the draft model's own context, which it never computes, get zeros too.
+It skips an answer for whose last block no drafts were requested: the draft model's K and V in its
+full blocks become zeros, so a request that finds them never reads those of another text. The slots
+of tokens beyond the draft model's own context, which it never computes, become zeros too.
 
     tokens      a b c d e f g h i        `i` was chosen last
     K and V     of the model up to h, of the draft model up to f
     propose     g h i ──► j    j ──► k    k ──► l       drafts: j k l
 
-Behind the newest token the draft model writes to blocks that the scheduler has set aside
-(`Speculation.looks_ahead`); where it had none to give, there are fewer drafts.
+Behind the newest token the draft model writes to blocks that the scheduler has reserved
+(`Speculation.looks_ahead`); with fewer such blocks there are fewer drafts.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from ..kv_pool import ModelPages
 from .hidden_pages import slot_index
 from .proposer import ComputedStep, DraftQuery, Proposer
 
-_FOLLOWED_BLOCKS = 1  # of an answer, since drafts of it were asked for last
+_FOLLOWED_BLOCKS = 1  # blocks of an answer that it follows after the last request for drafts
 _NONE: IntArray = np.zeros(0, np.int64)
 BoolArray = npt.NDArray[np.bool_]
-StatesBefore = tuple[Tensor, IntArray]  # hidden states, and the rows of them that are meant
+StatesBefore = tuple[Tensor, IntArray]  # hidden states, and the used rows of them
 
 
 class DraftRows(NamedTuple):
-    """Rows of the batch of which the draft model computes tokens at once, in the order of a step.
-    `before` are the hidden states of the tokens before them, which are drafts; None: of tokens
-    that the model has computed."""
+    """Rows of the batch whose tokens the draft model computes at once, in the order of a step.
+    `before` are the hidden states of the drafts before these tokens; None: the tokens before them
+    were computed by the model."""
 
     rows: IntArray  # [requests]
     starts: IntArray  # [requests] tokens before those that are computed
     counts: IntArray  # [requests]
-    wanted: IntArray  # the tokens of the step whose hidden states are asked for
+    wanted: IntArray  # the tokens of the step whose hidden states are returned
     late: LateTokens | None = None
     before: StatesBefore | None = None
 
@@ -74,11 +74,11 @@ class DraftModel(Proposer):
         vocab_size: int,
         max_tokens: int,
     ) -> None:
-        """`forward` is of this model over these pages, and computes up to `max_tokens` at once.
-        Tokens are below `vocab_size`."""
+        """`forward` computes this model over these pages, up to `max_tokens` at once. Tokens are
+        below `vocab_size`."""
         self._model, self._forward, self._batch = model, forward, batch
         self._table = batch.tables[pages.places[0].group]
-        # With the table that names them, those of its layers in each cache group.
+        # The pages of its layers in each cache group, with the block table of the group.
         self._pages: list[tuple[BlockTable, Tensor]] = []
         for group, places in groupby(pages.places, key=attrgetter("group")):
             own = [place.in_page for place in places]
@@ -93,7 +93,7 @@ class DraftModel(Proposer):
         self._clear_bare_slots(step)
         batch, rows, size = self._batch, step.rows, self._table.given_size
         known, ends = batch.num_draft_computed, step.computed + step.counts
-        # Behind that lie drafts which the step does not check.
+        # The K and V behind that are of drafts that the step does not check.
         known[rows] = np.minimum(known[rows], ends)
         is_prompt = step.computed < batch.num_prompt[rows]
         is_full = ends // size > step.computed // size
@@ -135,25 +135,25 @@ class DraftModel(Proposer):
             told.append((index, chosen))
         asked = told[0][0]
         known[rows[asked]] = self._known_behind(lengths[asked], most[asked])
-        # One wait for all of them.
+        # One wait for the drafts of all places.
         tokens = torch.cat([each for _, each in told]).tolist()
         for query, token_id in zip(np.concatenate([each for each, _ in told]), tokens, strict=True):
             drafts[query].append(token_id)
         return drafts
 
     def _leaves(self, rows: IntArray, ends: IntArray) -> BoolArray:
-        """`[rows]` whether the answer of a row, whose block is full at its end, is left alone."""
+        """Return `[rows]` whether the answer of a row, whose last block is full, is skipped."""
         behind = ends - self._batch.drafts_asked_at[rows]
         return behind > _FOLLOWED_BLOCKS * self._table.given_size
 
     def _known_behind(self, lengths: IntArray, most: IntArray) -> IntArray:
-        """The tokens that need not be computed again, if they are confirmed, of rows of so many
-        tokens that got `most` drafts each."""
+        """Return the number of tokens that need not be computed again if they are confirmed, for
+        rows of these lengths that got `most` drafts each."""
         return lengths + most - 1
 
     def _catch_up(self, rows: IntArray, ends: IntArray, chosen: Tensor | None) -> None:
-        """Compute what these rows lack of their first `ends` tokens, of which the last may be one
-        that the device has `chosen`."""
+        """Compute the missing ones of the first `ends` tokens of these rows. The last token may be
+        one that the device has `chosen`."""
         known = self._batch.num_draft_computed
         if chosen is not None:
             chosen = chosen.clamp(max=self._vocab_size - 1)
@@ -169,7 +169,7 @@ class DraftModel(Proposer):
             rows, ends = rows[left], ends[left]
 
     def _leave_blocks(self, rows: IntArray, firsts: IntArray, ends: IntArray) -> None:
-        """Zeros for K and V of the blocks from `firsts` to before `ends` of these rows."""
+        """Zero K and V of the blocks `firsts` to `ends` (exclusive) of these rows."""
         known, size = self._batch.num_draft_computed, self._table.given_size
         known[rows] = np.minimum(known[rows], firsts * size)
         each = size // self._table.block_size
@@ -180,12 +180,12 @@ class DraftModel(Proposer):
             pages.index_fill_(0, blocks, 0)
 
     def _is_bare(self, positions: IntArray) -> BoolArray:
-        """`[tokens]` whether nothing is ever computed for the slot of a token at this position."""
+        """Return `[tokens]` whether the slot of a token at this position is never computed."""
         return positions >= self._max_model_len
 
     def _clear_bare_slots(self, step: ComputedStep) -> None:
-        """Zeros for K and V of the step's tokens whose slots nothing is computed for: so they hold
-        nothing of the text that had the block before."""
+        """Zero K and V of the step's tokens whose slots are never computed, so that they keep no
+        data of the text that had the block before."""
         rows, positions = np.repeat(step.rows, step.counts), ranges(step.computed, step.counts)
         is_bare = self._is_bare(positions)
         if not is_bare.any():
@@ -193,18 +193,19 @@ class DraftModel(Proposer):
         rows, positions = rows[is_bare], positions[is_bare]
         for table, pages in self._pages:
             blocks, offsets = slot_index(table, rows, positions, pages.device)
-            # As bytes: not every type of K and V can be put in its place.
+            # As bytes, since torch cannot assign all types of K and V by index.
             nothing = torch.zeros((), dtype=torch.uint8, device=pages.device)
             pages.view(torch.uint8)[blocks, :, :, offsets] = nothing
 
     def _room(self, rows: IntArray) -> IntArray:
-        """Drafts that the blocks of each row, and the draft model's context, have room for."""
+        """Return the number of drafts for which the blocks of each row, and the draft model's
+        context, have room."""
         slots = self._table.num_entries[rows].astype(np.int64) * self._table.block_size
         return np.minimum(slots, self._max_model_len) - self._batch.num_tokens[rows] + 1
 
     def _read_newest(self, rows: IntArray, lengths: IntArray) -> Tensor:
-        """Hidden states `[rows, hidden]` of each row's newest token, once all before it have been
-        computed."""
+        """Compute the missing tokens of each row, and return the hidden states `[rows, hidden]` of
+        its newest one."""
         starts = self._batch.num_draft_computed[rows]
         counts = lengths - starts
         hidden = []
@@ -214,7 +215,7 @@ class DraftModel(Proposer):
         return torch.cat(hidden)
 
     def _compute(self, step: DraftRows) -> Tensor:
-        """Hidden states `[wanted, hidden]`."""
+        """Compute a step, and return its hidden states `[wanted, hidden]`."""
         return self._forward.prepare_step(self._inputs(step))()
 
     def _inputs(self, step: DraftRows) -> StepInputs:
@@ -222,7 +223,7 @@ class DraftModel(Proposer):
         rows, starts, counts, wanted, late, _ = step
         positions, token_rows = ranges(starts, counts), np.repeat(rows, counts)
         token_ids = batch.token_ids[token_rows, positions].astype(np.int64)
-        # One that only the model has is nothing that a tokenizer says.
+        # Ids that only the model has are no tokens of the tokenizer.
         token_ids[token_ids >= self._vocab_size] = 0
         tables = batch.tables
         slots = tables.slot_mapping(token_rows, positions)
@@ -234,7 +235,7 @@ class DraftModel(Proposer):
         return self._model.logits(hidden)[:, : self._vocab_size].argmax(-1)
 
     def _pieces(self, rows: IntArray, counts: IntArray) -> Iterator[IntArray]:
-        """The rows in the order of a step, so many at a time as may be computed at once."""
+        """Yield the rows in the order of a step, as many at a time as one step can compute."""
         order = step_order(rows, counts)
         ends = np.cumsum(counts[order])
         start = 0

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DraftedRows: the rows of logits of a step that checks draft tokens, and what they confirm.
+"""DraftedRows: the rows of logits of a step that checks draft tokens, and the accepted tokens.
 
     output so far    a b c
     draft tokens           x y z
     rows of logits        0 1 2 3       chosen there: x y v _
 
-Each row gets the token that its request would get there without drafts. As long as that is the
-draft, the next row is what comes behind it; the first other token takes the place of the draft, and
-what is behind it counts for nothing. So the tokens are those that come without drafts: the same
-ones where nothing is left to chance, or where a seed decides, and else with the same probabilities.
+Each row gets the token that its request would get there without drafts. While that equals the
+draft, the next row is valid; the first different token replaces the draft, and the rows behind it
+are dropped. So the answer is the one without drafts: the same tokens if it is greedy or has a seed,
+otherwise tokens with the same probabilities.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _NO_DRAFTS: Sequence[int] = ()
 
 @dataclass(frozen=True, slots=True)
 class DraftedRows:
-    """Request by request: one row after its newest token, one after each draft."""
+    """The rows request by request: one after the newest token, and one after each draft."""
 
     rows: IntArray  # [rows of logits] of the batch
     offsets: IntArray  # [rows of logits] drafts before each
     draft_token_ids: Sequence[Sequence[int]]  # of the request of each row of logits
-    firsts: IntArray  # [requests] the first of their rows of logits
-    counts: IntArray  # [requests] how many they have
+    firsts: IntArray  # [requests] index of the first of their rows of logits
+    counts: IntArray  # [requests] number of their rows of logits
 
     @classmethod
     def of(
         cls, batch: InputBatch, rows: IntArray, drafts: Mapping[str, Sequence[int]]
     ) -> DraftedRows:
-        """The requests in these rows of the batch choose tokens in this order."""
+        """Make them for requests in these rows of the batch, which choose tokens in this order."""
         own = []
         for row in rows.tolist():
             request = batch.requests[row]
@@ -52,18 +52,18 @@ class DraftedRows:
         return cls(np.repeat(rows, counts), offsets, of_rows, firsts, counts)
 
     def places_of(self, last: IntArray) -> IntArray:
-        """The places of the rows of logits among the tokens of a step, of which `last` are the last
-        ones of each request."""
+        """Return the index of each row of logits among the tokens of a step; `last` is that of the
+        last token of each request."""
         return np.repeat(last - self.counts + 1, self.counts) + self.offsets
 
     def known_index(self) -> IntArray:
-        """`[requests]` which of the tokens chosen is the request's own; -1 where that depends on
-        its drafts."""
+        """Index of each request's token among the chosen ones, `[requests]`; -1: it depends on the
+        request's drafts."""
         return np.where(self.counts == 1, self.firsts, _UNKNOWN)
 
     def accept(self, sampled: Sampled) -> list[list[int]]:
-        """A request gets the drafts that were confirmed, and the token behind them. It gets none
-        where its first row has no token, and those before where a later one has none."""
+        """Return for each request its confirmed drafts and the token behind them. The list ends
+        before the first row without a token, so it may be empty."""
         tokens, is_finite, has_choice = sampled.token_ids, sampled.is_finite, sampled.has_choice
         accepted = []
         for first, count in zip(self.firsts.tolist(), self.counts.tolist(), strict=True):

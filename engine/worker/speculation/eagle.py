@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EagleDrafts: an EAGLE head proposes, from the model's hidden states, what the model says next.
+"""EagleDrafts: an EAGLE head proposes the model's next tokens from the model's hidden states.
 
-Its K and V lie in the blocks of the model, as a draft model's do (`draft_model.py`), and beside
-them the model's hidden states. Slot i is of token i and of the hidden state before it:
+Its K and V lie in the blocks of the model, like a draft model's (`draft_model.py`), and the model's
+hidden states lie beside them. Slot i belongs to token i and the hidden state before it:
 
     slot           0         1          2          3
     token          t0        t1         t2         t3
-    hidden state   (h0)      (h1)       (h2)       (h3)       kept there
+    hidden state   (h0)      (h1)       (h2)       (h3)       stored there
     K and V of     nothing   t1, h0     t2, h1     t3, h2     slot 0 holds zeros
     proposes                 t2         t3         t4
 
-Everything in a slot is a function of the tokens up to its own, so everything in a block is one of
-the tokens that name it, however it was computed, and a block that is found needs no token of it to
-be computed again: the hidden state before the next slot is in its last one. With the pair of token
-i + 1 and hidden state i in slot i, as other engines have it, the last slot of a block would depend
-on a token behind the block. Rotary positions tell distances only, so the drafts are the same.
+The content of a slot depends only on the tokens up to its own, so the content of a block depends
+only on the tokens that name the block. A found block needs no token computed again: the hidden
+state before the next slot is in its last slot. With the pair of token i + 1 and hidden state i in
+slot i, as in other engines, the last slot of a block would depend on a token behind the block.
+Rotary positions matter only by their distances, so the drafts are the same.
 
-Drafts behind the first are of hidden states that the head itself has made. Their K and V are
-computed again, of the model's, once the model has confirmed them. The head computes every block of
-an answer, and leaves none as a draft model does: it is small against the model.
+Drafts behind the first come from hidden states that the head itself has made. Once the model has
+confirmed them, their K and V are computed again from the model's states. The head computes every
+block of an answer, and skips none as a draft model does, since it is small against the model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .draft_model import BoolArray, DraftModel, DraftRows
 from .hidden_pages import HiddenPages
 from .proposer import ComputedStep
 
-_FIRST_SLOTS = 1  # that have no hidden state before them
+_FIRST_SLOTS = 1  # slots that have no hidden state before them
 
 
 class EagleDrafts(DraftModel):
@@ -59,12 +59,12 @@ class EagleDrafts(DraftModel):
         vocab_size: int,
         max_tokens: int,
     ) -> None:
-        """`pages` are those of the head's layers, `states` has the hidden states of the model."""
+        """`pages` are those of the head's layers; `states` hold the hidden states of the model."""
         super().__init__(head, forward, batch, pages, vocab_size=vocab_size, max_tokens=max_tokens)
         self._head, self._states = head, states
 
     def follow_step(self, step: ComputedStep) -> None:
-        """Keep the step's hidden states, and compute what lacks of prompts and of full blocks."""
+        """Store the step's hidden states, and compute missing tokens of prompts and full blocks."""
         if step.hidden is None:
             raise ValueError("an EAGLE head follows steps by their hidden states; none were given")
         rows, positions = np.repeat(step.rows, step.counts), ranges(step.computed, step.counts)

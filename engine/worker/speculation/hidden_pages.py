@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HiddenPages: the hidden states of a model, kept in the blocks of the pool beside its K and V.
 
-The pages keep them in the type of the computation, whatever the type of K and V is. A state lies in
-the slot of its token, cut into as many parts as there are places for it:
+The pages keep them in the type of the computation, for all types of K and V. A state lies in the
+slot of its token, divided into as many parts as it has places:
 
     place    | block_size slots of part 0 |    place    | block_size slots of part 1, zeros |
 """
@@ -24,8 +24,8 @@ from ..kv_pool import ModelPages
 
 
 class HiddenPages:
-    """The places of `pages` hold states of `hidden_size` numbers of `dtype`, part by part. The
-    tensor of the pages is that of all places of a page."""
+    """Hidden states of `hidden_size` numbers of `dtype`, stored part by part in the places of
+    `pages`. The tensor of the pages has all places of a page."""
 
     def __init__(
         self, pages: ModelPages, tables: MultiGroupBlockTable, hidden_size: int, dtype: torch.dtype
@@ -35,7 +35,7 @@ class HiddenPages:
         slots = raw.view(num_blocks, num_places, self._block_size, -1).view(dtype)
         width = slots.shape[-1]
         self._hidden_size, self._dtype, self.device = hidden_size, dtype, raw.device
-        # With the table that names the pages, each part and where it begins in a state.
+        # For each block table the parts in its pages, with their beginnings in a state.
         self._parts: list[tuple[BlockTable, list[tuple[Tensor, int]]]] = []
         start = 0
         for group, places in groupby(pages.places, key=attrgetter("group")):
@@ -44,11 +44,11 @@ class HiddenPages:
                 parts.append((slots[:, place.in_page], start))
                 start += width
             self._parts.append((tables[group], parts))
-        self._rest = start - hidden_size  # numbers of the last part behind those of a state
+        self._rest = start - hidden_size  # padding of the last part, in numbers
 
     def write_states(self, rows: IntArray, positions: IntArray, hidden: Tensor) -> None:
-        """Keep `hidden` `[tokens, hidden]` of tokens of these rows of the batch."""
-        # The rest too, where pages of another cache group have left something.
+        """Store `hidden` `[tokens, hidden]` of tokens of these rows of the batch."""
+        # The padding is written too, since pages of another cache group may have left data.
         hidden = F.pad(hidden, (0, self._rest))
         for table, parts in self._parts:
             index = slot_index(table, rows, positions, self.device)
@@ -56,7 +56,7 @@ class HiddenPages:
                 part[index] = hidden[:, start : start + part.shape[-1]]
 
     def read_states(self, rows: IntArray, positions: IntArray) -> Tensor:
-        """`[tokens, hidden]` of tokens of these rows, which have been written."""
+        """Return `[tokens, hidden]` of tokens of these rows, which must have been written."""
         shape = len(rows), self._hidden_size + self._rest
         found = torch.empty(shape, dtype=self._dtype, device=self.device)
         for table, parts in self._parts:
@@ -69,6 +69,6 @@ class HiddenPages:
 def slot_index(
     table: BlockTable, rows: IntArray, positions: IntArray, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The block and the slot in it of tokens of these rows, as indices on `device`."""
+    """Return the block and the slot in it of tokens of these rows, as indices on `device`."""
     blocks, offsets = np.divmod(table.slot_mapping(rows, positions), table.block_size)
     return to_device(blocks, device), to_device(offsets, device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NgramProposer: what followed the last tokens of a request where they stood before.
+"""NgramProposer: the tokens that followed an earlier occurrence of a request's last tokens.
 
-Pays where an answer quotes its prompt, or itself: edits of code, quotations, tables.
+It helps answers that quote their prompt, or themselves: edits of code, quotations, tables.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from ...request.request import TokenArray
 from .proposer import DraftQuery, Proposer
 from .token_runs import RequestRuns, common_length
 
-_MOST_PLACES = 16  # of a run of tokens that are compared, the newest first
+_MOST_PLACES = 16  # occurrences that are compared, the newest first
 
 
 class NgramProposer(Proposer):
-    """Looks for the longest run of tokens at the end of a request that it had before: of `least`
-    tokens, at least, and compares up to `most` of them."""
+    """A proposer that finds the longest run of tokens at the end of a request that occurred in it
+    before: at least `least` tokens, compared up to `most`."""
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
@@ -49,7 +49,7 @@ class NgramProposer(Proposer):
 
 
 def following(token_ids: TokenArray, place: int, count: int) -> list[int]:
-    """`count` tokens behind a place; at the end of the sequence it goes on as behind the place."""
+    """Return `count` tokens behind a place. At the end of the sequence they repeat from there."""
     found: list[int] = token_ids[place + 1 : place + 1 + count].tolist()
     period = len(found)
     while len(found) < count:

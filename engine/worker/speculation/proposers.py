@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make_proposer`: the settings name a proposer, here it is made; `make_drafter`: one that is a
-model."""
+"""The construction of proposers: `make_proposer` by settings, `make_drafter` of a draft model."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from .suffix import SuffixProposer
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer | None:
-    """The proposer of a worker; None: no drafts are asked for."""
+    """Make the proposer of a worker; None: the settings ask for no drafts."""
     if not config.is_on:
         return None
     kind = SuffixProposer if config.method == "suffix" else NgramProposer
@@ -39,8 +38,8 @@ def make_drafter(
     max_tokens: int,
     dtype: str,
 ) -> Proposer:
-    """The proposer of a draft model or an EAGLE head, computed in `dtype`, over its part of the
-    pool's pages; `make` makes what computes a model over pages."""
+    """Make the proposer of a draft model or an EAGLE head, computed in `dtype`, over its part of
+    the pool's pages. `make` makes the forward pass of a model over pages."""
     sizes = {"vocab_size": vocab_size, "max_tokens": max_tokens}
     if not isinstance(model, EagleHead):
         return DraftModel(model, make(model, pages, max_tokens=max_tokens), batch, pages, **sizes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepDrafts: the draft tokens of a worker's steps, put, checked and proposed."""
+"""StepDrafts: writes, checks and proposes the draft tokens of a worker's steps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .proposer import ComputedStep, DraftQuery, Proposer
 
 
 class StepDrafts:
-    """The worker's thread calls it. Without a `proposer` no drafts are made, and steps check those
-    that they bring all the same."""
+    """The draft tokens of steps. The worker's thread calls it. Without a `proposer` it makes no
+    drafts, but still checks those in the scheduler's steps."""
 
     def __init__(self, batch: InputBatch, sampler: Sampler, proposer: Proposer | None) -> None:
         self._batch, self._sampler, self._proposer = batch, sampler, proposer
@@ -28,13 +28,13 @@ class StepDrafts:
         return self._proposer is not None and self._proposer.reads_hidden
 
     def remove_request(self, request_id: str) -> None:
-        """The proposer forgets a request that has ended. An unknown id is ignored."""
+        """Make the proposer forget a request that has ended. An unknown id is ignored."""
         if self._proposer is not None:
             self._proposer.remove_request(request_id)
 
     def put_drafts(self, drafts: Mapping[str, Sequence[int]], rows: IntArray) -> IntArray:
-        """The draft tokens of a step lie behind the tokens of their rows from now on. `[rows]` how
-        many each row has."""
+        """Write the draft tokens of a step behind the tokens of their rows. Return the number of
+        drafts of each row, `[rows]`."""
         num_drafts = np.zeros(len(rows), np.int64)
         if drafts:
             index_of = {row: index for index, row in enumerate(rows.tolist())}
@@ -51,9 +51,9 @@ class StepDrafts:
         sampled: Sampled,
         result: ModelRunnerOutput,
     ) -> list[tuple[WorkerRequest, int]]:
-        """The tokens that a step brought go to the batch and to its result. Requests without a
-        token are returned, with their rows of logits; but for those with drafts, which compute the
-        token again alone: a draft may be what is wrong."""
+        """Write the tokens of a step to the batch and to its result. Return the requests that got
+        no token, with their rows of logits, except for those with drafts: these compute the token
+        again without drafts, since a draft may be the cause."""
         accepted, firsts = drafted.accept(sampled), drafted.firsts.tolist()
         checked = list(zip(expected.requests, accepted, firsts, strict=True))
         for request, tokens, place in checked:
@@ -71,7 +71,7 @@ class StepDrafts:
         return [(checked[index][0], firsts[index]) for index in lost if counts[index] == 1]
 
     def follow_step(self, step: ComputedStep) -> None:
-        """The proposer follows a step whose forward pass has been launched."""
+        """Make the proposer follow a step whose forward pass has been launched."""
         if self._proposer is not None:
             self._proposer.follow_step(step)
 
@@ -81,9 +81,9 @@ class StepDrafts:
         requests: Sequence[WorkerRequest],
         result: ModelRunnerOutput,
     ) -> None:
-        """The proposer makes drafts behind the tokens that a step has brought its requests. One
-        that has left the batch gets none, even where another has its id. Blocks that drafts were
-        given behind the tokens of a request are its own no longer."""
+        """Make drafts behind the new tokens of a step's requests. A request that has left the batch
+        gets none, even if another one has its id. Blocks that old drafts used behind the tokens of
+        a request are dropped."""
         if self._proposer is not None and output.wanted_drafts:
             self._propose(self._proposer, output.wanted_drafts, requests, result)
         given = output.wanted_drafts.keys() | output.draft_token_ids.keys()

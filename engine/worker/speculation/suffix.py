@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SuffixProposer: what most often followed the last tokens of a request, in it and in the answers
-that its tenant had before.
+"""SuffixProposer: the tokens that most often followed a request's last tokens, in it and in its
+tenant's earlier answers.
 
-Pays where answers are like each other: agents that call tools, forms that are filled in. The more
-tokens are found again, and the more places agree on what follows, the more drafts there are.
+It helps answers that resemble each other: agents that call tools, forms that are filled in. It
+makes more drafts if more tokens are found again, and if more places agree on the next ones.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .proposer import DraftQuery, Proposer
 from .token_runs import RequestRuns, TokenRuns, common_length
 
 _BORDER = -1  # between answers; no token
-_MEMORY_TOKENS = 1 << 15  # of a tenant's newest answers, twice at the most
+_MEMORY_TOKENS = 1 << 15  # of a tenant's newest answers, in each of two halves
 _ALL_TOKENS = 1 << 19  # of all tenants together, which take some 70 MB
-_MOST_PLACES = 6  # of each text that are looked at, the newest first
-_DRAFTS_PER_TOKEN = 2  # that was found again
-_LEAST_SHARE = 0.3  # of the places where the tokens were found, that agree on all drafts
+_MOST_PLACES = 6  # occurrences in each text that are used, the newest first
+_DRAFTS_PER_TOKEN = 2  # drafts for each token that was found again
+_LEAST_SHARE = 0.3  # of the occurrences, which must agree on all drafts
 
 
 class _Place(NamedTuple):
@@ -31,11 +31,11 @@ class _Place(NamedTuple):
 
     token_ids: TokenArray
     last: int
-    length: int  # tokens that are equal, up to those that are compared
+    length: int  # equal tokens, up to the number that is compared
 
 
 class _Text:
-    """Tokens that grow, and their runs."""
+    """A growing sequence of tokens, and its runs."""
 
     def __init__(self, size: int, room: int) -> None:
         self.runs = TokenRuns(size)
@@ -54,7 +54,8 @@ class _Text:
 
 
 class _Memory:
-    """The newest answers of a tenant: the older half goes when the newer one is full."""
+    """The newest answers of a tenant, in two halves: the older one is dropped when the newer one is
+    full."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -62,7 +63,7 @@ class _Memory:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all its texts, borders included."""
+        """Tokens of all its texts, borders included."""
         return sum(text.num_tokens for text in self.texts)
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -73,8 +74,8 @@ class _Memory:
 
 
 class SuffixProposer(Proposer):
-    """Finds the last tokens of a request again, `least` of them, at least, and compares up to
-    `most`."""
+    """A proposer that finds the last tokens of a request again: at least `least` tokens, compared
+    up to `most`."""
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
@@ -91,7 +92,7 @@ class SuffixProposer(Proposer):
         if len(output) >= self._least:
             self._memory_of(tenant).append(output)
             left = sum(memory.num_tokens for memory in self._memories.values())
-            while left > _ALL_TOKENS:  # the tenant that asked last goes last
+            while left > _ALL_TOKENS:  # the tenant that was used last is dropped last
                 left -= self._memories.popitem(last=False)[1].num_tokens
 
     def _propose(self, query: DraftQuery) -> list[int]:
@@ -126,8 +127,8 @@ class SuffixProposer(Proposer):
 
 
 def agreed(places: Sequence[_Place], most: int) -> list[int]:
-    """The tokens behind the places, one by one those that most places have that agree so far; the
-    first place decides between equals. It ends where too few agree."""
+    """Return the tokens behind the places on which they agree: each is the one of most places that
+    agreed so far; the first place decides between equals. The list ends when too few agree."""
     left = [place.token_ids[place.last + 1 : place.last + 1 + most].tolist() for place in places]
     least = _LEAST_SHARE * len(left)
     drafts: list[int] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TokenRuns: the places of runs of tokens in a sequence; RequestRuns: in those of requests."""
+"""TokenRuns: the places of runs of tokens in a sequence. RequestRuns: those of all requests."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ MOST_TOKENS = 1 << 20  # of all requests together, which take some 150 MB
 
 
 class TokenRuns:
-    """The places of each run of `size` tokens in a sequence that grows. Runs are told apart by 64
-    bits of a hash; the caller compares what is found."""
+    """The places of each run of `size` tokens in a growing sequence. Runs are identified by 64 bits
+    of a hash, so the caller must compare the tokens."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._newest: dict[int, int] = {}  # hash of a run → the place of its last token
-        self._before: list[int] = []  # place → the place before where the same run ended
+        self._before: list[int] = []  # place → the last place before it where the same run ended
 
     def __len__(self) -> int:
         return len(self._before)
 
     def extend(self, token_ids: TokenArray) -> None:
-        """`token_ids` is all of the sequence, of which the first `len(self)` are known."""
+        """Add the new tokens of the whole sequence `token_ids`, behind the first `len(self)`."""
         start, size = len(self._before), self._size
         newest, before = self._newest, self._before
         first = max(start, size - 1)
@@ -37,11 +37,12 @@ class TokenRuns:
             newest[run] = place
 
     def places(self, most: int) -> list[int]:
-        """Up to `most` places where the run at the end ended before, the newest first."""
+        """Return up to `most` earlier places of the run at the end, the newest first."""
         return self._chain(self._before[-1] if self._before else _NOWHERE, most)
 
     def places_of(self, token_ids: TokenArray, most: int) -> list[int]:
-        """The same for the run at the end of another sequence, which has `size` tokens."""
+        """Return up to `most` places, the newest first, of the run `token_ids`, which must have
+        `size` tokens."""
         [run] = self._hashes(token_ids, len(token_ids) - 1)
         return self._chain(self._newest.get(run, _NOWHERE), most)
 
@@ -53,7 +54,7 @@ class TokenRuns:
         return found
 
     def _hashes(self, token_ids: TokenArray, first: int) -> list[int]:
-        """The hashes of the runs that end at `first` and behind it."""
+        """Return the hashes of the runs that end at `first` and behind it."""
         if first >= len(token_ids):
             return []
         if len(token_ids) - first == 1:
@@ -71,8 +72,8 @@ class TokenRuns:
 
 
 class RequestRuns:
-    """The runs of all requests that have drafts, by request. Once they have MOST_TOKENS together a
-    request that comes has none until others have ended."""
+    """The runs of all requests that get drafts. When they have MOST_TOKENS together, a new request
+    has no runs until others have ended."""
 
     def __init__(self, size: int, most_tokens: int = MOST_TOKENS) -> None:
         self._size, self._most_tokens = size, most_tokens
@@ -80,7 +81,7 @@ class RequestRuns:
         self._num_tokens = 0
 
     def update(self, query: DraftQuery) -> TokenRuns | None:
-        """The runs of a request, with all tokens that it has now; None: there is no room."""
+        """Return the runs of a request, updated to its present tokens; None: there is no room."""
         runs, token_ids = self._runs.get(query.request_id), query.token_ids
         if runs is not None and len(runs) > len(token_ids):
             self.remove_request(query.request_id)
@@ -101,7 +102,7 @@ class RequestRuns:
 
 
 def common_length(left: TokenArray, right: TokenArray) -> int:
-    """The number of tokens that are equal, from the first one on."""
+    """Return the number of equal tokens at the beginning."""
     size = min(len(left), len(right))
     differ = np.flatnonzero(left[:size] != right[:size])
     return int(differ[0]) if len(differ) else size

@@ -17,6 +17,8 @@ from stratakv.engine.cli.main import main
 from stratakv.engine.plan.table import show_bytes, show_rate, show_seconds
 from stratakv.tiers.settings.sizes import rough_size
 
+from ...pages import read_command_pages
+
 LARGE = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -295,6 +297,5 @@ def test_every_flag_is_documented() -> None:
     parser = Parser(prog="probe")
     command.add_arguments(parser)
     flags = [a.option_strings[0] for a in parser._actions if a.option_strings and a.dest != "help"]
-    text = (Path(__file__).resolve().parents[3] / "docs" / "commands.md").read_text()
-    section = text.split("## stratakv plan\n")[1].split("\n## ")[0]
+    section = read_command_pages().split("## stratakv plan\n")[1].split("\n## ")[0]
     assert re.findall(r"^\| `(--[a-z-]+)` ", section, re.MULTILINE) == flags

@@ -12,10 +12,10 @@ import pytest
 
 from stratakv.connector.costs.rates import PrefillRate
 from stratakv.connector.messages import ConnectorMetadata, ConnectorWorkerOutput
-from stratakv.engine.core import start_calibration as calibration
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.prefill_savings import MIN_PROMPT_TOKENS, PrefillSavings, PromptCost
-from stratakv.engine.core.start_calibration import Calibration, CalibrationBudget, calibrate
+from stratakv.engine.core.setup import start_calibration as calibration
+from stratakv.engine.core.setup.start_calibration import Calibration, CalibrationBudget, calibrate
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 from .conftest import MakeCore, prompt_of, request, run

@@ -11,10 +11,11 @@ import pytest
 
 from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL, engine_config
-from stratakv.engine.core import engine_core, model_check
+from stratakv.engine.core import engine_core
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.core.model_check import blocks_of_pool
-from stratakv.engine.core.resolve_placement import placement_of
+from stratakv.engine.core.setup import model_check
+from stratakv.engine.core.setup.model_check import blocks_of_pool
+from stratakv.engine.core.setup.resolve_placement import placement_of
 from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.worker import model_runner
 from stratakv.engine.worker.pool_demand import PoolDemand

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.core.model_check import find_draft
+from stratakv.engine.core.setup.model_check import find_draft
 from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.request.core_messages import share_prompt
 from stratakv.engine.request.request import Request

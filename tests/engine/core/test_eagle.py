@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from stratakv.connector.page_names import pages_of
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.core.model_check import check_model
+from stratakv.engine.core.setup.model_check import check_model
 from stratakv.engine.request.beam_params import BeamSearchParams
 from stratakv.engine.request.core_messages import share_prompt
 from stratakv.engine.request.request import Request, unpack_token_ids

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.core.engine_core import MAX_FAILED_STEPS, EngineCore
+from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.core.step_pipeline import MAX_FAILED_STEPS
 from stratakv.engine.request.core_messages import OVERLOADED, AddRequest
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams

@@ -45,15 +45,15 @@ def test_a_step_behind_one_that_failed_is_not_computed(
         core.add(request("a", prompt_of(150)))  # three steps
         with monkeypatch.context() as patched:
             patched.setattr(runner.model, "forward", _raise)
-            core._dispatch()
+            core.steps.begin_step()
         seen = len(runner.batch)
-        core._dispatch()
+        core.steps.begin_step()
         assert len(runner.batch) == seen
         (output,) = core.step()
         assert output.finish_reason == "error"
         assert "no more memory" in (output.error or "")
         assert core.num_failed_steps == 1
-        assert not core._in_flight
+        assert not core.steps.in_flight
         core.add(request("b", prompt_of(30)))
         assert finish(core, [], 1)["b"].new_token_ids == greedy_reference(prompt_of(30), 6)
     finally:
@@ -68,16 +68,16 @@ def test_what_a_refused_step_told_is_told_again(
     try:
         assert isinstance(core.executor, InProcessExecutor)
         runner = core.executor.runner
-        core._max_steps_in_flight = 1  # steps are begun here
+        core.steps.depth = 1  # steps are begun here
         core.add(request("ends", prompt_of(20)))
         core.step()
         core.add(request("fails", prompt_of(20, 1)))
         with monkeypatch.context() as patched:
             patched.setattr(runner.model, "forward", _raise)
-            core._dispatch()
+            core.steps.begin_step()
         core.abort_requests(["ends"])
-        core._dispatch()
-        first, last = (step.handle.step for step in core._in_flight)
+        core.steps.begin_step()
+        first, last = (step.handle.step for step in core.steps.in_flight)
         assert first.num_scheduled_tokens
         assert last.finished_request_ids == {"ends"}
         assert not last.num_scheduled_tokens

@@ -304,9 +304,10 @@ class _AnyMatcher(Matcher):
 
 def with_backend(core: EngineCore, model: Path, backend: Backend, **settings: Any) -> None:
     core._grammars.close()
-    core._grammars = core._adder.grammars = core._calls.grammars = GrammarManager(
+    grammars = GrammarManager(
         model, VOCAB, [END], opener=lambda: backend, **({"most_waiting": 9} | settings)
     )
+    core._grammars = core._adder.grammars = core._calls.grammars = core.steps.grammars = grammars
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -82,7 +82,7 @@ def answers(core: EngineCore, num_requests: int = 20) -> dict[str, list[Any]]:
     while core.has_work():
         take(core.step())
     assert len(found) == num_requests
-    assert not core._in_flight
+    assert not core.steps.in_flight
     assert all(answer[3] in ("stop", "length") for answer in found.values())
     return found
 
@@ -186,7 +186,7 @@ def test_an_id_that_is_used_again_gets_its_own_prompt_logprobs(tiny_model: Path)
         for core in engine(tiny_model, depth, max_num_batched_tokens=16):
             core.add(request("a", prompt_of(9), max_tokens=8, prompt_logprobs=1))
             if depth == 2:
-                core._dispatch()
+                core.steps.begin_step()
             core.abort_requests(["a"])
             outputs = core.add(request("a", prompt_of(40, 1), max_tokens=3, prompt_logprobs=1))
             while core.has_work():
@@ -211,7 +211,7 @@ def test_a_pause_lets_the_steps_that_have_begun_come_back(tiny_model: Path) -> N
             return sum(len(output.new_token_ids) for output in outputs)
 
         step()
-        assert len(core._in_flight) == 1
+        assert len(core.steps.in_flight) == 1
         core.call("pause", "all")
         assert core.has_work(), "a step is under way"
         assert step() == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from stratakv.engine.models.checkpoint.weights import EMBEDDING, HEAD, expected_
 from stratakv.engine.models.layer_attention import full, state
 from stratakv.engine.models.model_spec import ModelSpec
 from stratakv.engine.models.spec.spec_parser import load_model_spec
+from stratakv.engine.models.states.state_spec import StateKind, StateSpec
 from stratakv.engine.plan import memory_plan as plan
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import ConfigError
@@ -167,6 +169,23 @@ def test_the_reserve_grows_with_the_model(spec: ModelSpec) -> None:
     row += 2 * spec.intermediate_size
     expected = step * row * 2 + requests * 2 * spec.vocab_size * 4
     assert plan.activation_bytes(spec, "bfloat16") == expected
+
+
+def test_the_reserve_counts_a_layer_with_a_state_where_that_has_more_numbers(
+    spec: ModelSpec,
+) -> None:
+    """Gated delta: 96 channels and 2 heads of 64 numbers are 96 + 128 + 4 numbers behind the matrix
+    into the layer, 96 behind the convolution, 128 from the recurrence and 128 behind its gate."""
+    wide = StateSpec(
+        StateKind.GATED_DELTA, (0,), conv_channels=96, conv_width=4, num_heads=2, head_dim=64,
+        num_groups=1, state_size=16,
+    )  # fmt: skip
+    small = replace(spec, num_heads=2, num_kv_heads=1, head_dim=16, state=wide)
+    dense = plan.activation_bytes(replace(small, state=None), "bfloat16")
+    own = 96 + 128 + 4 + 96 + 128 + 128
+    assert plan.activation_bytes(small, "bfloat16") == dense + 2048 * 2 * (own - 6 * 16)
+    narrow = replace(wide, num_heads=1, head_dim=8, conv_channels=8)
+    assert plan.activation_bytes(replace(small, state=narrow), "bfloat16") == dense
 
 
 def test_states_take_memory_and_a_part_of_every_load() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from stratakv.engine.config.engine_options import engine_config
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.core.resolve_placement import placement_of
+from stratakv.engine.core.setup.resolve_placement import placement_of
 from stratakv.engine.request.core_messages import AddRequest
 from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.contract import make_keys
 
+from ...pages import read_command_pages
 from .rig import (
     LAYOUT,
     WAIT_SECONDS,
@@ -27,8 +28,6 @@ from .rig import (
     tenant,
     token_of,
 )
-
-COMMANDS = Path(__file__).resolve().parents[3] / "docs" / "commands.md"
 
 
 def _get(url: str) -> tuple[int, str]:
@@ -99,9 +98,9 @@ def test_leases_that_ran_out_are_counted() -> None:
 
 
 def test_the_table_of_metrics_is_true(tmp_path: Path) -> None:
-    """Names, types and labels of docs/commands.md are those of a scrape."""
+    """Names, types and labels of docs/commands are those of a scrape."""
     rows = re.findall(
-        r"^\| `(stratakv_cache:\w+)` \| (\w+) \| ([\w, ]*?) ?\|", COMMANDS.read_text(), re.MULTILINE
+        r"^\| `(stratakv_cache:\w+)` \| (\w+) \| ([\w, ]*?) ?\|", read_command_pages(), re.MULTILINE
     )
     documented = {name: (kind, frozenset(re.findall(r"\w+", text))) for name, kind, text in rows}
     with running_server(metrics_port=0) as server:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may call the cache server, as which tenant, and how much of it each may take."""
+"""Access to the cache server: credentials, tenants and the share of each."""

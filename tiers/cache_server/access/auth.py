@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who calls: from a call's credentials to its tenant, which its handler reads here.
+"""Authentication of calls: from a call's credentials to its tenant, which its handler reads here.
 
-A token in `authorization: Bearer ...` or a client certificate that TLS has verified (expired ones
-do not get that far). Where a call brings both they must name the same tenant.
+Credentials are a token in `authorization: Bearer ...` or a client certificate that TLS has verified
+(TLS refuses expired ones). A call that brings both must name the same tenant by both.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _CALLER: ContextVar[Caller] = ContextVar("caller")
 
 
 class Caller(NamedTuple):
-    """Who calls, and by what it was recognised: nothing that could be used again."""
+    """The tenant of a call, and a trace of its credentials that cannot be used as credentials."""
 
     tenant: Tenant
     token_digest: bytes = b""
     certificate_names: tuple[str, ...] = ()
 
     def is_known_to(self, tenants: Tenants) -> bool:
-        """Whether these credentials still are the tenant's, after a reload."""
+        """Whether these credentials still belong to the tenant, after a reload."""
         if self.token_digest:
             found = tenants.by_digest(self.token_digest)
         elif self.certificate_names:
@@ -41,12 +41,12 @@ class Caller(NamedTuple):
 
 
 def set_caller(caller: Caller) -> None:
-    """Note who makes the call that runs in this task."""
+    """Set the caller of the call that runs in this task."""
     _CALLER.set(caller)
 
 
 def current_caller() -> Caller:
-    """Who makes the call that runs in this task."""
+    """The caller of the call that runs in this task."""
     return _CALLER.get()
 
 
@@ -62,7 +62,6 @@ class Authenticator:
         self._tenants = tenants
 
     def set_tenants(self, tenants: Tenants) -> None:
-        """Calls that come from now on are those of these tenants."""
         self._tenants = tenants
 
     def caller_of(
@@ -70,8 +69,8 @@ class Authenticator:
         metadata: Iterable[tuple[str, str | bytes]],
         peer: Mapping[str, Sequence[bytes]],
     ) -> Caller:
-        """`metadata` is the call's, `peer` what grpc says of the connection. Raises
-        Unauthenticated, which does not say what was wrong with the credentials."""
+        """Return the caller by the call's metadata and grpc's data of the connection, `peer`.
+        Raises Unauthenticated, which does not tell what is wrong with the credentials."""
         tenants = self._tenants
         if tenants.anyone is not None:
             return Caller(tenants.anyone)
@@ -91,7 +90,7 @@ class Authenticator:
 
 
 def _token(headers: Sequence[str | bytes]) -> bytes:
-    """The token of the only header; empty, which is nobody's, for anything else."""
+    """The token of the only header. Empty, which belongs to no tenant, for anything else."""
     header = headers[0]
     raw = header if isinstance(header, bytes) else header.encode("utf-8", "surrogateescape")
     scheme, _, token = raw.partition(b" ")

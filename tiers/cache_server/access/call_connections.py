@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connections that calls come through: who has not shown in time who it is has to leave.
+"""Limits on the connections of calls: one without valid credentials is shut down after a time.
 
-grpc hands out neither its connections nor a word about them. They are descriptors of this process
-all the same: a thread looks at those of the calls' port a few times a second, and shuts down
+grpc does not expose its connections. They are descriptors of this process, so a thread looks at
+those of the calls' port a few times a second, and shuts down
 
-    strangers        on whose connection no call has had good credentials: after a time, and the
-                     oldest ones where an address, or all together, have too many
-    tenants' newest  of a tenant that has more than its share
+    strangers        connections on which no call has had valid credentials: after a time, and the
+                     oldest if one address, or all together, have too many
+    tenants' newest  connections of a tenant that has more than its share
 
-What is shut down grpc closes itself. A connection is never mistaken for another: each is known by
-its inode, which is compared again on the duplicate that is shut down.
+grpc closes the connections that were shut down. Each is known by its inode, which is compared again
+on the duplicate that is shut down, so that no other connection is hit.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .shares import Shares
 
 log = logging.getLogger(__name__)
 
-# Why a connection is ended: no good credentials in time; too many without them of one address, or
-# of all; a tenant's beyond its share.
+# Reasons to end a connection: no valid credentials in time; too many without them of one address,
+# or of all; more than the tenant's share.
 SILENT, ADDRESS, STRANGERS, SHARE = REASONS = ("silent", "address", "strangers", "share")
 
 LOOK_SECONDS = 0.2  # between two looks
@@ -44,7 +44,7 @@ Peer = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    """One of the calls' port."""
+    """A connection of the calls' port."""
 
     fd: int
     inode: int
@@ -53,7 +53,8 @@ class _Connection:
 
 
 class CallConnections:
-    """`start` with the port, then `close`. Each call that was let in calls `note_tenant`."""
+    """The thread that limits connections, between `start` and `close`. Each authenticated call
+    calls `note_tenant`."""
 
     def __init__(
         self, limits: Limits, num_tenants: int, count: Callable[[str], None] = lambda _why: None
@@ -62,9 +63,9 @@ class CallConnections:
         self._num_tenants = num_tenants
         self._count = count
         self._port = 0
-        self._seen: dict[int, _Connection | None] = {}  # by inode; None for what is no such thing
+        self._seen: dict[int, _Connection | None] = {}  # by inode; None for other sockets
         self._lock = threading.Lock()
-        self._tenants: dict[str, str] = {}  # by what grpc calls the peer
+        self._tenants: dict[str, str] = {}  # by grpc's name of the peer
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self.turned_away: collections.Counter[str] = collections.Counter()
@@ -74,11 +75,11 @@ class CallConnections:
 
     @property
     def most_known(self) -> int:
-        """Connections that tenants may have, all together: strangers find a place beside them."""
+        """The most connections of all tenants together; the rest is left for strangers."""
         return max(1, self._limits.max_connections - self._limits.max_strangers)
 
     def start(self, port: int) -> None:
-        """Look at this port's connections from now on."""
+        """Start to limit the connections of this port."""
         self._port = port
         self._thread = threading.Thread(
             target=self._look_for_ever, name="stratakv-connections", daemon=True
@@ -86,13 +87,13 @@ class CallConnections:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more. Idempotent."""
+        """End the thread. Idempotent."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join(10 * LOOK_SECONDS)
 
     def note_tenant(self, peer: str, tenant: str) -> None:
-        """A call from `peer`, as grpc writes it, has shown credentials of `tenant`."""
+        """Note that a call from `peer`, in grpc's form, had credentials of `tenant`."""
         if self._tenants.get(peer) != tenant:
             with self._lock:
                 self._tenants[peer] = tenant
@@ -105,12 +106,12 @@ class CallConnections:
                 log.exception("the connections of calls could not be looked at")
 
     def look_once(self) -> None:
-        """Look once, and shut down what has to go."""
+        """Look once, and shut down the connections beyond the limits."""
         with self._lock:
             known = {_peer(text): (text, tenant) for text, tenant in self._tenants.items()}
         connections = self._connections()
         here = {connection.peer for connection in connections}
-        with self._lock:  # those that are here no more; not who has come since we looked
+        with self._lock:  # forget closed peers; those noted since this look began are not `known`
             for peer, (text, _) in known.items():
                 if peer not in here:
                     del self._tenants[text]
@@ -124,7 +125,7 @@ class CallConnections:
         self._turn_away_strangers(strangers)
 
     def _turn_away_strangers(self, strangers: list[_Connection]) -> None:
-        """Strangers, the oldest first."""
+        """Shut down the strangers beyond the limits. `strangers` are the oldest first."""
         limits = self._limits
         begun = time.monotonic() - limits.stranger_seconds
         late = [each for each in strangers if each.seen_at <= begun]
@@ -181,7 +182,7 @@ class CallConnections:
                     duplicate.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     continue  # it has gone by itself
-            # Should grpc be slow to close it, it is not shut down and counted twice.
+            # If grpc is slow to close it, it is not shut down and counted again.
             self._seen[connection.inode] = None
             self.turned_away[why] += 1
             self._count(why)
@@ -203,13 +204,13 @@ def _duplicate(fd: int, inode: int) -> socket.socket | None:
 
 
 def _peer(text: str) -> Peer:
-    """From what grpc writes, such as `ipv4:127.0.0.1:80` or `ipv6:%5B::1%5D:80`."""
+    """Parse grpc's name of a peer, such as `ipv4:127.0.0.1:80` or `ipv6:%5B::1%5D:80`."""
     host, _, port = urllib.parse.unquote(text).partition(":")[2].rpartition(":")
     return _plain(host.strip("[]")), int(port) if port.isdecimal() else 0
 
 
 def _plain(host: str) -> str:
-    """One way to write an address: without its zone, and that of IPv4 as such."""
+    """The canonical form of an address: without its zone, IPv4 in IPv6 as plain IPv4."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens around every call: who calls is found out, the call has a deadline and takes a place
-of its tenant's, what goes wrong becomes a status of the one table, and all of it is counted.
+"""The interceptor around every call: it authenticates the call, sets its deadline, takes one of its
+tenant's places, turns an error into a status of `wire/status.py`, and counts the call.
 
-Calls of grpc.health.v1 pass as they are: who asks whether a server is well need not be known to it.
+Calls of grpc.health.v1 pass unchanged: they need no credentials.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
 
-_LOOK_SECONDS = 0.01  # between two looks at whether calls still run, at the end
+_LOOK_SECONDS = 0.01  # between two checks for running calls, while the server drains
 
 # Calls that run until their clients end them.
 _ENDLESS = frozenset(method.path for method in METHODS if method.name == "Watch")
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Tells `connections` whose each call is, and `metrics` how it ended."""
+    """Reports each call's tenant to `connections`, and its outcome to `metrics`."""
 
     def __init__(
         self,
@@ -58,16 +58,15 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         return self._running
 
     def set_tenants(self, tenants: Tenants) -> None:
-        """Let in these tenants from now on; calls that run go on."""
+        """Admit these tenants from now on; running calls go on."""
         self._shares.set_tenants(len(tenants))
         self._authenticator.set_tenants(tenants)
 
     def refuse_new_calls(self) -> None:
-        """Refuse calls that come from now on."""
         self._draining = True
 
     async def wait_until_idle(self, seconds: float) -> bool:
-        """Wait until no call runs; False if some still do after so many seconds."""
+        """Wait until no call runs; False if one still does after `seconds`."""
         deadline = time.monotonic() + seconds
         while self._running and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -133,7 +132,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
 
 
 async def _end_call(context: Any, ending: Ending) -> None:
-    """Tell the client how its call ended; where it has left, there is nobody to be told."""
+    """Send the client its call's status. Raises CancelledError if the client has left."""
     reason = ((REASON_KEY, ending.reason),)
     try:
         await context.abort(ending.code, ending.message, trailing_metadata=reason)
@@ -142,7 +141,7 @@ async def _end_call(context: Any, ending: Ending) -> None:
 
 
 def _log(path: str, error: Exception, ending: Ending) -> None:
-    """What is nobody's fault but ours is told in full, what callers do wrong only if asked for."""
+    """Log an error of this server with its traceback, and one of the caller at debug level."""
     if ending.code is grpc.StatusCode.INTERNAL:
         log.error("%s failed", path, exc_info=error)
     else:

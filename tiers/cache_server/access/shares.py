@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places that tenants take: some are kept for each, the rest is for whoever comes first.
+"""Places that tenants take: some are kept for each tenant, the rest is shared in order of arrival.
 
     most    places in all; never fewer than one for each tenant
-    kept    of each tenant, half of an equal share and at least one: nobody else can take them
+    kept    of each tenant, half of an equal share and at least one: no other tenant can take them
     cap     of one tenant: an equal share, with more than eight tenants an eighth of all
 
-So whoever takes all that it can, with as many others as like, leaves everybody's kept places.
-Thread-safe.
+Tenants that take all they can leave the kept places of the others free. Thread-safe.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ class Shares:
         self._wanted = most
         self._lock = threading.Lock()
         self._taken: collections.Counter[str] = collections.Counter()
-        self._beyond = 0  # places that tenants have beyond what is kept for them
+        self._beyond = 0  # places that tenants have beyond their kept ones
         self.set_tenants(num_tenants)
 
     def set_tenants(self, num_tenants: int) -> None:
-        """There are so many from now on. Whoever has more than is theirs now keeps it."""
+        """Change the number of tenants. A tenant that has more than its new share keeps it."""
         with self._lock:
             self.most = max(self._wanted, num_tenants)
             self.kept = max(1, self.most // (2 * num_tenants))
             self.cap = max(self.kept, self.most // min(num_tenants, _MOST_SHARES))
-            self._for_all = self.most - self.kept * num_tenants  # whoever comes first
+            self._for_all = self.most - self.kept * num_tenants  # in order of arrival
             self._beyond = sum(max(0, has - self.kept) for has in self._taken.values())
 
     def take_place(self, tenant: str) -> bool:
@@ -48,7 +47,7 @@ class Shares:
             return True
 
     def give_back_place(self, tenant: str) -> None:
-        """A place that was taken."""
+        """Return a place that was taken."""
         with self._lock:
             self._taken[tenant] -= 1
             self._beyond -= self._taken[tenant] >= self.kept

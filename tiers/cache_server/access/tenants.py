@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use the cache server, how each is recognised and how much each gets.
+"""The tenants of the cache server, with their credentials and quotas.
 
     [[tenant]]
     name = "search"
@@ -9,8 +9,8 @@
     ssd_bytes = "1TiB"
     pool = "everyone"                       # tenants that name one pool share their blocks in it
 
-Without a file there is one tenant, who gets everything. A file never holds a token, only its hash,
-so that who reads it cannot use it. who compares what was sent is `auth.py`.
+Without a file there is one tenant, which gets everything. A file never holds a token, only its
+hash, which cannot be used as a token. `auth.py` compares the credentials of calls.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _FIELDS = ("name", "token_sha256", "certificate_names", "cpu_bytes", "ssd_bytes", "pool")
 
-# Reads a size such as 64 or "64GiB"; takes how it was called, and raises for anything else.
+# Reads a size such as 64 or "64GiB"; takes its name for messages, and raises for anything else.
 SizeReader = Callable[[str, Any], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One of them. `pool` names the tenant store its blocks are in; nobody else is there unless
-    they name the same one."""
+    """A tenant. `pool` names the tenant store of its blocks, which it shares only with tenants that
+    name the same pool."""
 
     name: str
     cpu_bytes: int
@@ -57,7 +57,7 @@ class Tenant:
 
     @property
     def tenant_store(self) -> str:
-        """The name of the tenant's store, other than that of any pool if it has its own."""
+        """The name of the tenant's store; that of an own store differs from that of every pool."""
         return f"pool:{self.pool}" if self.pool else f"tenant:{self.name}"
 
 
@@ -70,7 +70,7 @@ class Quota:
 
 
 class Tenants:
-    """All tenants of a server. Raises TierConfigError where two could be taken for one another."""
+    """All tenants of a server. Raises TierConfigError if two share a name or a credential."""
 
     def __init__(self, tenants: Sequence[Tenant]) -> None:
         if not 1 <= len(tenants) <= MAX_TENANTS:
@@ -95,7 +95,7 @@ class Tenants:
 
     @property
     def quotas(self) -> Mapping[str, Quota]:
-        """By tenant store."""
+        """The quotas of all tenant stores, by name."""
         result: dict[str, Quota] = {}
         for tenant in self._all:
             had = result.get(tenant.tenant_store, Quota(0, 0))
@@ -105,8 +105,7 @@ class Tenants:
         return result
 
     def with_fewer_credentials(self, after: Tenants) -> set[str]:
-        """Names of those who had a token or a certificate name that they have not in `after`, or
-        are not there."""
+        """Names of tenants that are gone in `after`, or lost a token or a certificate name."""
         found = set()
         for tenant in self._all:
             later = after.by_name(tenant.name)
@@ -124,8 +123,8 @@ class Tenants:
         return self._by_name.get(name)
 
     def by_token(self, token: bytes) -> Tenant | None:
-        """The tenant of a token. How long it takes says nothing of tokens that nobody has sent:
-        only hashes are compared, and those as a whole."""
+        """The tenant of a token. The time it takes tells a caller nothing about other tokens: only
+        hashes are compared, each as a whole."""
         return self.by_digest(hashlib.sha256(token).digest()) if token else None
 
     def by_digest(self, digest: bytes) -> Tenant | None:
@@ -134,7 +133,7 @@ class Tenants:
         return tenant if hmac.compare_digest(known, digest) else None
 
     def by_certificate(self, names: Iterable[str]) -> Tenant | None:
-        """The tenant of a verified client certificate; None too if its names are those of two."""
+        """The tenant of a verified client certificate; None if its names fit none or two."""
         found = {
             self._by_certificate[name.lower()].name: self._by_certificate[name.lower()]
             for name in names
@@ -150,8 +149,8 @@ def new_token() -> str:
 
 
 def token_digest(token: str, called: str = "the token") -> bytes:
-    """What a tenants file holds of a token, as bytes. Raises TierConfigError for a token that a
-    header cannot carry or that could be guessed; it is in no message."""
+    """The SHA-256 of a token, which a tenants file holds. Raises TierConfigError for a token that a
+    header cannot carry or that could be guessed; messages never contain it."""
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise TierConfigError(
             f"{called} holds a space, a line break or a letter beyond ASCII, which clients cannot "
@@ -168,8 +167,8 @@ def token_digest(token: str, called: str = "the token") -> bytes:
 def only_tenant(
     cpu_bytes: int, ssd_bytes: int, token: str | None, *, has_client_ca: bool
 ) -> Tenants:
-    """The tenants of a server without a file: one, who is anyone where there are neither tokens
-    nor client certificates."""
+    """The one tenant of a server without a tenants file. It takes any caller if there is neither a
+    token nor a client CA."""
     return Tenants(
         [
             Tenant(
@@ -185,8 +184,8 @@ def only_tenant(
 
 
 def read_tenants(text: str, called: str, size: SizeReader) -> Tenants:
-    """The tenants of a file's text; `called` is how messages name the file. Raises
-    TierConfigError, or what `size` raises."""
+    """The tenants of a file's text; `called` names the file in messages. Raises TierConfigError,
+    or the errors of `size`."""
     if len(text) > _MAX_FILE_CHARACTERS:
         raise TierConfigError(f"{called} is longer than {_MAX_FILE_CHARACTERS} characters")
     try:
@@ -208,7 +207,7 @@ def read_tenants(text: str, called: str, size: SizeReader) -> Tenants:
 
 
 def check_totals(tenants: Tenants, cpu_bytes: int, ssd_bytes: int) -> None:
-    """Raises TierConfigError where the quotas together are more than the server has."""
+    """Raise TierConfigError if the quotas together exceed the server's memory or disk."""
     for field, total in (("cpu_bytes", cpu_bytes), ("ssd_bytes", ssd_bytes)):
         given = sum(getattr(tenant, field) for tenant in tenants)
         if given > total:
@@ -269,7 +268,7 @@ def _positive(number: int, where: str) -> int:
 
 
 def _texts(value: Any, where: str) -> list[str]:
-    """One text or several."""
+    """The texts of a field that holds one text or a list of them."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise TierConfigError(f"{where}: expected a text or a list of texts")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets for the data connection: each opens one connection for one tenant, once and soon.
+"""Tickets for the data connection: each opens one connection of one tenant, once and for a short
+time.
 
-A ticket says who comes, so that the data connection needs no credentials of its own; it is as good
-as a token while it lasts. Thread-safe.
+A ticket identifies the caller, so that the data connection needs no other credentials; while it is
+valid it must be kept as secret as a token. Thread-safe.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .auth import Caller
 
 
 class Tickets:
-    """The tickets that were handed out and not used, at most `most` of one tenant."""
+    """The tickets that were issued and not used yet, at most `most` of one tenant."""
 
     def __init__(
         self, most: int, seconds: float, clock: Callable[[], float] = time.monotonic
@@ -27,7 +28,7 @@ class Tickets:
         self._seconds = seconds
         self._clock = clock
         self._lock = threading.Lock()
-        # In the order of their ends, since all run equally long.
+        # In the order of their ends, since all last equally long.
         self._open: dict[bytes, tuple[Caller, float]] = {}
         self._count: dict[str, int] = {}
 
@@ -36,7 +37,7 @@ class Tickets:
             return len(self._open)
 
     def issue_ticket(self, caller: Caller) -> bytes:
-        """A new ticket. Raises TooMuch where too many of the tenant wait to be used."""
+        """A new ticket. Raises TooMuch if the tenant has too many unused ones."""
         tenant = caller.tenant.name
         with self._lock:
             now = self._clock()
@@ -52,7 +53,7 @@ class Tickets:
             return ticket
 
     def use_ticket(self, ticket: bytes) -> Caller | None:
-        """Who was given a ticket, which is void from now on; None if it already was."""
+        """Use up a ticket; return the caller that it was issued to, None if it is not valid."""
         with self._lock:
             self._expire(self._clock())
             return self._remove(ticket)

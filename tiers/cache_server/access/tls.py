@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's TLS: one pair of files, for gRPC and for the data connection.
 
-With a client CA every client must show a certificate of that CA; one that has expired ends the
-handshake. `LiveTls` takes other files while the server runs: handshakes that come afterwards are
-made with them, and connections that are open stay.
+With a client CA every client must show a certificate of that CA; an expired one ends the handshake.
+`LiveTls` changes the files while the server runs: later handshakes use them, and open connections
+stay.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _SEQUENCE, _VERSION, _UTC_TIME, _LONG_TIME = 0x30, 0xA0, 0x17, 0x18
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files: the server's chain, its key, and the CA of clients where they need one."""
+    """PEM files: the server's chain, its key, and the CA of clients if they need certificates."""
 
     cert: Path
     key: Path
     client_ca: Path | None = None
 
     def ends_at(self) -> dict[Path, datetime]:
-        """When the first certificate of each file ends; files that hold none are left out. Raises
+        """The end of each file's first certificate to end; files without one are left out. Raises
         TierConfigError."""
         files = {self.cert: "--tls-cert"}
         if self.client_ca is not None:
@@ -49,8 +49,8 @@ class TlsFiles:
         return {path: end for path, end in ends.items() if end is not None}
 
     def configuration(self) -> Any:
-        """For gRPC. Raises TierConfigError."""
-        self.context()  # which says what is wrong with the files; grpc does not
+        """The configuration for gRPC. Raises TierConfigError."""
+        self.context()  # raises for unusable files, with a reason that grpc does not give
         client_ca = None if self.client_ca is None else _read(self.client_ca, "--tls-client-ca")
         return grpc.ssl_server_certificate_configuration(
             [(_read(self.key, "--tls-key"), _read(self.cert, "--tls-cert"))],
@@ -58,13 +58,13 @@ class TlsFiles:
         )
 
     def context(self) -> ssl.SSLContext:
-        """For sockets. Raises TierConfigError."""
+        """The context for sockets. Raises TierConfigError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         for path, flag in ((self.cert, "--tls-cert"), (self.key, "--tls-key")):
             _read(path, flag)
         try:
-            # Without a password callback a key that has one would ask for it on the terminal.
+            # Without a callback OpenSSL would ask on the terminal for the password of a key.
             context.load_cert_chain(self.cert, self.key, password=lambda: "")
         except (ssl.SSLError, OSError) as error:
             raise TierConfigError(
@@ -84,7 +84,7 @@ class TlsFiles:
 
 
 class LiveTls:
-    """The TLS of a server that runs. Thread-safe. Raises TierConfigError, as `TlsFiles` does."""
+    """The TLS of a running server. Thread-safe. Raises TierConfigError, as `TlsFiles` does."""
 
     def __init__(self, files: TlsFiles) -> None:
         self.files = files
@@ -95,7 +95,7 @@ class LiveTls:
         self.look_at_ends()
 
     def credentials(self) -> Any:
-        """For gRPC, which asks at each handshake whether there are others."""
+        """The credentials for gRPC, which asks at each handshake for a newer configuration."""
         return grpc.dynamic_ssl_server_credentials(
             self._first,
             self._take_fresh,
@@ -103,8 +103,8 @@ class LiveTls:
         )
 
     def prepared(self, files: TlsFiles) -> LiveTls:
-        """These files, read and looked at; `take_over` cannot fail then. Raises TierConfigError,
-        also for a certificate that has ended."""
+        """Read and check these files, so that `take_over` cannot fail. Raises TierConfigError, also
+        for a certificate that has ended."""
         if (files.client_ca is None) != (self.files.client_ca is None):
             raise TierConfigError(
                 "whether clients need certificates (--tls-client-ca) cannot be changed while the "
@@ -139,18 +139,17 @@ class LiveTls:
 
     @property
     def first_end(self) -> float:
-        """When the first of all certificates ends, in seconds since 1970; 0 where none says."""
+        """The end of the first certificate to end, in seconds since 1970; 0 if none is known."""
         return min((end.timestamp() for end in self.ends.values()), default=0.0)
 
     def _take_fresh(self) -> Any:
-        """None: as before. Called by gRPC's threads."""
+        """The new configuration, once; else None, which keeps the last. gRPC's threads call it."""
         fresh, self._fresh = self._fresh, None
         return fresh
 
 
 def end_of(pem: bytes) -> datetime | None:
-    """When the first of a PEM file's certificates ends; None where there is none that can be
-    read, which is for others to refuse."""
+    """The end of a PEM file's first certificate to end; None if none can be read."""
     ends = []
     for match in _PEM.finditer(pem):
         try:
@@ -161,8 +160,9 @@ def end_of(pem: bytes) -> datetime | None:
 
 
 def _not_after(der: bytes) -> datetime:
-    """X.509: a sequence of a sequence of version, serial number, algorithm, issuer and validity,
-    which is two times. Raises ValueError or IndexError for anything else."""
+    """The end of a certificate in X.509: a sequence of a sequence of version, serial number,
+    algorithm, issuer and validity, which is two times. Raises ValueError or IndexError for anything
+    else."""
     _, certificate, _ = _element(der, _SEQUENCE)
     _, rest, _ = _element(certificate, _SEQUENCE)
     if rest[0] == _VERSION:
@@ -172,7 +172,7 @@ def _not_after(der: bytes) -> datetime:
     _, validity, _ = _element(rest, _SEQUENCE)
     tag, text, _ = _element(_element(validity)[2])
     if tag == _UTC_TIME:
-        # Two digits of a year, of which 50 and more are of the last century.
+        # A year of two digits; 50 and above are in the twentieth century.
         century = b"19" if text[:2] >= b"50" else b"20"
         text = century + text
     elif tag != _LONG_TIME:
@@ -181,7 +181,7 @@ def _not_after(der: bytes) -> datetime:
 
 
 def _element(data: bytes, wanted: int | None = None) -> tuple[int, bytes, bytes]:
-    """Tag and content of the first element, and what follows it."""
+    """Tag and content of the first element, and the bytes after it."""
     tag, length, start = data[0], data[1], 2
     if length & 0x80:
         start += length & 0x7F

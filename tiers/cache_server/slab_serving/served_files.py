@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files that an engine serves its blocks with: token, certificate, key, authority of clients.
 
-Read at the start of the process that serves, and again whenever one of them is another file, so
-that renewed ones need no restart.
+The serving process reads them at its start, and again when one of them changes, so that renewed
+files need no restart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_TOKEN_BYTES = 4096
 
 
 class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Paths, as text that goes to another process; None for what is not used."""
+    """Paths, as text for the serving process; None for an unused one."""
 
     token_file: str | None = None
     tls_cert: str | None = None
@@ -32,7 +32,7 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
     tls_client_ca: str | None = None
 
     def check_flags(self) -> None:
-        """Raises TierConfigError for flags that do not go together, and a token that is none."""
+        """Raise TierConfigError for flags that do not go together, or an invalid token."""
         from ..access.tenants import token_digest
 
         cert, key, client_ca = self.tls_cert, self.tls_key, self.tls_client_ca
@@ -46,7 +46,8 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
             token_digest(token, f"the token in {self.token_file} (--kv-serve-token-file)")
 
     def token(self) -> str | None:
-        """Raises TierConfigError for a file that cannot be read, or that others can use."""
+        """The token. Raises TierConfigError for a file that cannot be read, or that other users can
+        read or write."""
         return None if self.token_file is None else _read_token(Path(self.token_file))
 
     def tls(self) -> TlsFiles | None:
@@ -59,7 +60,7 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
         return TlsFiles(Path(self.tls_cert), Path(self.tls_key), client_ca)
 
     def state(self) -> tuple[object, ...]:
-        """Differs from before once a file has been written or replaced."""
+        """A value that changes when a file has been written or replaced."""
         return tuple(
             state_of(Path(path))
             for path in (self.token_file, self.tls_cert, self.tls_key, self.tls_client_ca)
@@ -68,7 +69,7 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def in_flags_of_serve(message: str) -> str:
-    """What a cache server says of its flags, with those that an engine has for the same."""
+    """Replace a cache server's flags in a message by the engine's flags for the same."""
     message = re.sub(r"--(tls-|token-file|insecure)", r"--kv-serve-\1", message)
     return re.sub(r"--(data-)?(port|host)\b", "--kv-serve", message).replace("--tenants, ", "")
 

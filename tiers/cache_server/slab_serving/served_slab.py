@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's slab as other engines see it through the cache service: blocks go out of it, none
-come in and none are deleted.
+"""An engine's slab as other engines see it through the cache service: they load its blocks, and
+neither store nor delete any.
 
-Blocks are sent from where they lie. While they are sent, and while a lease runs, the engine does
-not evict them (`slab/slab_index.py`); one that went in the moment before is a miss.
+Blocks are sent from their slots. While they are sent, and while a lease runs, the engine does not
+evict them (`slab/slab_index.py`); one that was evicted just before is a miss.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from ..served_store import Listener, ServedStore
 
 log = logging.getLogger(__name__)
 
-# Of the slots, for all that is being read and all leases: the rest is left to the engine.
+# The share of slots that reads and leases may hold; the rest is left to the engine.
 HELD_SHARE = 0.5
 SLAB = "cpu"  # the only tier
-# Longer than a client waits for a load. What is read for longer may turn into another block, which
-# its digest tells the client.
+# Longer than a client waits for a load. A slot that is read for longer may get another block, which
+# the client detects by the digest.
 READ_SECONDS = 30.0
-_LOOK_SECONDS = 0.01  # how often the index is looked at while somebody watches
+_LOOK_SECONDS = 0.01  # between two looks at the index while there are listeners
 _CLOSE_SECONDS = 1.0
 
 
 class PeerStore(ServedStore):
-    """The slab of `layout` behind `reader`, whose memory `slab_fd` is. `tags` makes those that the
-    engine's peers expect. Takes the reader over."""
+    """The slab with blocks of `layout` that `reader` indexes, in the memory of `slab_fd`. `tags`
+    makes the tags that the engine's peers expect. Owns the reader."""
 
     is_read_only = True
 
@@ -90,7 +90,7 @@ class PeerStore(ServedStore):
         return [State.HIT if there else State.MISS for there in self._reader.lookup(keys)]
 
     def begin_load(self, keys: Sequence[bytes]) -> ReadLease:
-        """Hold what the slab has of these blocks. Waits for nothing."""
+        """Hold those of these blocks that the slab has. Does not wait."""
         self._check_open()
         with self._lock:
             self._refresh()
@@ -100,14 +100,15 @@ class PeerStore(ServedStore):
         read_lease = ReadLease(list(keys), slots, list(keys), LoadTicket([], [], []))
         self._reads[id(read_lease)] = found
         hits = len(slots) - slots.count(None)
-        self._stats.hits += hits
-        self._stats.loaded_blocks += hits
-        self._stats.loaded_bytes += hits * self.page_bytes
-        self._stats.misses += len(slots) - hits
+        with self._lock:  # each session has a thread of its own
+            self._stats.hits += hits
+            self._stats.loaded_blocks += hits
+            self._stats.loaded_bytes += hits * self.page_bytes
+            self._stats.misses += len(slots) - hits
         return read_lease
 
     def wait_loaded(self, read_lease: ReadLease, deadline: float) -> None:
-        """They are there, or never will be."""
+        """Do nothing: a block is in the slab from the start, or a miss."""
 
     def end_load(self, read_lease: ReadLease) -> None:
         self._release_slots(self._reads.pop(id(read_lease), ()))
@@ -125,7 +126,7 @@ class PeerStore(ServedStore):
         return proofs
 
     def begin_store(self, keys: Sequence[bytes]) -> WriteLease:
-        """No block is taken."""
+        """Reserve no slot: every block is KEPT or NO_ROOM."""
         states = [
             State.KEPT if state is State.HIT else State.NO_ROOM for state in self.lookup(keys)
         ]
@@ -141,7 +142,7 @@ class PeerStore(ServedStore):
         return []
 
     def restore_slots(self, slots: Sequence[int]) -> None:
-        """None were withheld."""
+        """Do nothing: this store withholds no slots."""
 
     def check_digests(self, write_lease: WriteLease, proofs: Proofs) -> list[Proof | None]:
         return list(proofs)
@@ -149,7 +150,7 @@ class PeerStore(ServedStore):
     def pin(
         self, keys: Sequence[bytes], seconds: float, deadline: float, owner: str = ""
     ) -> Lease[list[bytes]]:
-        """Lease the leading blocks that are here. Raises what `ServedStore.pin` does."""
+        """Lease the leading blocks that are here. Raises the errors of `ServedStore.pin`."""
         self._check_open()
         with self._lock:
             self._refresh()
@@ -181,7 +182,7 @@ class PeerStore(ServedStore):
         return len(self._leases)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """What peers read is as old to the engine as it was."""
+        """Do nothing: reads of peers do not change the engine's eviction order."""
 
     def drop(self, keys: Sequence[bytes]) -> int:
         """Raises ReadOnly."""
@@ -212,7 +213,7 @@ class PeerStore(ServedStore):
         return {SLAB: stats}
 
     def close(self, timeout_seconds: float) -> bool:
-        """Read no more. The memory goes with the process."""
+        """End the watch of the index. The process's end frees the memory."""
         self._closed.set()
         if self._watcher is not None:
             self._watcher.join(min(timeout_seconds, _CLOSE_SECONDS))
@@ -222,7 +223,7 @@ class PeerStore(ServedStore):
         self._reader.release_slots([each.slot for each in found if each is not None])
 
     def _refresh(self) -> None:
-        """Take in what the engine has changed, and tell who listens."""
+        """Read the engine's changes, and report them to the listeners."""
         changes = self._reader.refresh()
         for listener in self._listeners:
             if changes.cleared:
@@ -233,7 +234,7 @@ class PeerStore(ServedStore):
                 listener.stored(changes.stored)
 
     def _watch_index(self) -> None:
-        """Look at the index while somebody listens."""
+        """Refresh from the index until there are no listeners, or until `close`."""
         while not self._closed.wait(_LOOK_SECONDS):
             with self._listening:
                 if not self._listeners:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves an engine's slab to other engines, by a process of its own (`slab_process.py`).
+"""Serving of an engine's slab to other engines, by a process of its own (`slab_process.py`).
 
-The process is looked after: one that ends, or says nothing for `SILENT_SECONDS`, is started again,
-after pauses that grow. Meanwhile others miss what is here, and nothing waits.
+A thread watches the process: if it ends, or is silent for `SILENT_SECONDS`, the thread starts it
+again, after growing pauses. Meanwhile these blocks are misses for other engines, and no call waits.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from .served_files import ServedFiles, in_flags_of_serve
 log = logging.getLogger(__name__)
 
 START_SECONDS = 60.0  # for a process to be ready on a busy host
-_PAUSES = (0.5, 1.0, 2.0, 5.0, 15.0, 60.0)  # before it is started again; the last one from then on
-SILENT_SECONDS = 30.0  # it says something every few seconds, also when nothing happens
+_PAUSES = (0.5, 1.0, 2.0, 5.0, 15.0, 60.0)  # before each new start; the last one repeats
+SILENT_SECONDS = 30.0  # the process writes a line every few seconds, also when idle
 _MAX_LINE_BYTES = 64 * 1024
-_STEADY_SECONDS = 120.0  # after so long the next end counts as the first
-_END_SECONDS = 1.0  # from the end of its output to its own
+_STEADY_SECONDS = 120.0  # a process that ran for so long starts the pauses from the first again
+_END_SECONDS = 1.0  # from the end of its output to its exit
 _MODULE = "stratakv.tiers.cache_server.slab_serving.slab_process"
 
 
 class SlabServing:
-    """Serves `slab`, which has an index, from its start to `close`. `namespace` is
-    that of the engine's peers. Raises TierConfigError where it cannot be served so."""
+    """The serving of `slab`, which has an index, until `close`. The engine's peers use
+    `namespace`. Raises TierConfigError if the slab cannot be served with these settings."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class SlabServing:
 
     @property
     def is_up(self) -> bool:
-        """Whether others can load at present, as far as is known."""
+        """Whether the serving process is ready and has not ended."""
         return self._ready.is_set() and self._process is not None
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and what is now, about a second old."""
+        """Counters since the start, and current values, about a second old."""
         blocks, size = (a + b for a, b in zip(self._sent_before, self._sent, strict=True))
         return {
             "serving_up": float(self.is_up),
@@ -96,7 +96,7 @@ class SlabServing:
             self._closing.set()
             process = self._process
         if process is not None and process.stdin is not None:
-            with suppress(BrokenPipeError):  # it ended before it was told anything
+            with suppress(BrokenPipeError):  # it ended before it read its input
                 process.stdin.close()
             try:
                 process.wait(timeout_seconds)
@@ -112,7 +112,7 @@ class SlabServing:
                 self._run_once()
             except Exception:  # this thread is the only one that starts it again
                 log.exception("the process that serves this engine's blocks cannot be looked after")
-            if not self._ready.is_set():  # of the first one its starter hears
+            if not self._ready.is_set():  # the constructor reports the first failure
                 self._error = self._error or "the process that serves blocks could not be started"
                 self._ready.set()
                 return
@@ -131,7 +131,7 @@ class SlabServing:
             self._closing.wait(pause)
 
     def _run_once(self) -> None:
-        """Start a process and listen to it until it ends."""
+        """Start a process and read its lines until it ends."""
         index = self._slab.index
         assert index is not None
         slab_fd = os.open(f"/proc/self/fd/{self._slab.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -161,7 +161,7 @@ class SlabServing:
         except TimeoutError as error:
             self._error = f"it hung: {error}"
         except BrokenPipeError:
-            pass  # it ended before it was told
+            pass  # it ended before it read its input
         except ValueError:  # `close` has closed its standard input
             if not self._closing.is_set():
                 raise
@@ -180,15 +180,15 @@ class SlabServing:
             self._sent, self._held = (0, 0), 0
 
     def _handle_line(self, line: bytes) -> None:
-        """One line that it said."""
+        """Handle one line of the process's output."""
         try:
             said: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.MsgspecError:  # the interpreter's own words
+        except msgspec.MsgspecError:  # a line of the interpreter itself
             log.warning("%s", line.decode(errors="replace").rstrip())
             return
         if "ready" in said:
             self.port = int(said["ready"])
-            # A port that was free at the start stays this engine's.
+            # A restarted process uses the same port.
             self._start["port"] = self.port
             self._error = ""
             if self._slab.index is not None:
@@ -205,8 +205,8 @@ class SlabServing:
 
 
 def _lines(stream: IO[bytes], first_seconds: float, silent_seconds: float) -> Iterator[bytes]:
-    """The lines of a pipe until its end. Raises TimeoutError after so long without a byte, at first
-    and then. A line past the limit comes in pieces."""
+    """The lines of a pipe until its end. Raises TimeoutError after `first_seconds` without the
+    first byte, later after `silent_seconds` without one. A line past the limit comes in pieces."""
     held, wait = b"", first_seconds
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
@@ -231,7 +231,7 @@ def _start_of(
     settings: ServeSettings,
     namespace: bytes,
 ) -> dict[str, Any]:
-    """`process.Start`, but for the descriptors. Raises TierConfigError."""
+    """The fields of `slab_process.Start` without the descriptors. Raises TierConfigError."""
     from ..access.tenants import new_token
 
     paths = (settings.token_file, settings.tls_cert, settings.tls_key, settings.tls_client_ca)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that serves an engine's slab to other engines: a cache server over a `PeerStore`.
 
-    standard input     `Start`, as a line of JSON; its end is the engine's, and then this one's
+    standard input     `Start`, as a line of JSON; the end of the input ends this process
     standard output    lines of JSON: {"ready": port}, {"error": why}, {"log": [level, text]},
                        {"sent": [blocks, bytes], "held": blocks}
 
-It has the slab's memory to read and the index to read and hold slots in, and runs at a lower
-priority than the engine: what it does costs the engine's step no lock and no turn.
+The process can read the slab's memory, and read and hold slots in the index. It runs at a lower
+priority than the engine, whose step waits for none of its locks.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _DRAIN_SECONDS = 2.0
 _SWITCH_SECONDS = 0.0005
 _TELL_SECONDS = 1.0
 _LOOK_SECONDS = 5.0  # between two looks at the files of token and TLS
-_MAX_QUIET_SECONDS = 2.0  # what has been told is told again: the engine gives up who is silent
+_MAX_QUIET_SECONDS = 2.0  # unchanged values are sent again: the engine ends a silent process
 
 log = logging.getLogger("stratakv.tiers.cache_server.slab_serving.slab_process")
 
 
 class Start(msgspec.Struct, kw_only=True):
-    """Everything this process needs. Descriptors are inherited."""
+    """The settings of this process. It inherits the descriptors."""
 
     slab_fd: int
     index_fd: int
@@ -66,14 +66,14 @@ class Start(msgspec.Struct, kw_only=True):
 
 
 class PeerStores(ServedStores):
-    """One store, for whoever is let in."""
+    """The engine's store, the same for every authenticated caller."""
 
     def __init__(self, store: PeerStore, names: list[str]) -> None:
         self._store = store
         self._names = names
 
     def start(self) -> None:
-        """It is there."""
+        """Do nothing: the store exists."""
 
     def attach(self, name: str, layout: BlockLayout) -> ServedStore:
         if layout != self._store.layout:
@@ -96,7 +96,7 @@ class PeerStores(ServedStores):
 
 
 class _LinesOfJson(logging.Handler):
-    """Log records as lines for the engine, which logs them as its own."""
+    """A handler that sends log records to the engine, which logs them as its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -109,14 +109,14 @@ _telling = threading.Lock()
 
 
 def tell(what: Mapping[str, object]) -> None:
-    """A line to the engine."""
+    """Write a line to the engine. Thread-safe."""
     line = msgspec.json.encode(what) + b"\n"
     with _telling:
         try:
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
         except BrokenPipeError:
-            pass  # the engine is gone, which the end of standard input says too
+            pass  # the engine is gone; the end of standard input ends this process
 
 
 def main() -> int:
@@ -168,7 +168,7 @@ def make_server(start: Start) -> CacheServer:
 
 
 def _tenants(start: Start) -> Tenants:
-    """The one tenant, with the token that the file holds now. Raises TierConfigError."""
+    """The one tenant, with the current token of the file. Raises TierConfigError."""
     token = start.files.token()
     return only_tenant(
         start.num_slots * BlockLayout(*start.layout).slot_bytes,
@@ -179,15 +179,15 @@ def _tenants(start: Start) -> Tenants:
 
 
 class RenewedFiles:
-    """Has the server take token and certificates anew once their files are others."""
+    """The watch on the files of token and TLS, which reloads the server when they change."""
 
     def __init__(self, server: CacheServer, start: Start, seen: tuple[object, ...]) -> None:
         self._server = server
         self._start = start
-        self._seen = seen  # their state before they were read
+        self._seen = seen  # the state of the files before they were read
 
     async def reload_changed(self) -> None:
-        """Look once. Files that cannot be used leave everything as it was, until they change."""
+        """Look once. Unusable files change nothing, and are tried again when they change."""
         state = self._start.files.state()
         if state == self._seen:
             return
@@ -204,7 +204,7 @@ class RenewedFiles:
             log.info("the files that this engine serves its blocks with were read anew")
 
     async def look_for_ever(self) -> None:
-        """Look every few seconds, until it is cancelled."""
+        """Look every few seconds, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             try:
@@ -222,7 +222,7 @@ async def _serve(server: CacheServer, renewed: RenewedFiles) -> int:
 
     def wait_for_the_end() -> None:
         while sys.stdin.buffer.read(4096):
-            pass  # nothing more is said
+            pass  # no more input is expected
         loop.call_soon_threadsafe(ended.set)
 
     loop.add_signal_handler(signal.SIGTERM, ended.set)

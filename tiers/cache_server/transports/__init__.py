@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How blocks get in and out of the cache server: gRPC streams, sockets and shared memory."""
+"""The transports of blocks in and out of the cache server: gRPC streams, sockets, shared memory."""

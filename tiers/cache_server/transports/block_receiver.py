@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of one Store: pieces in, straight into slots of the tenant store, hashed as they come.
+"""The receiver of one Store: it writes pieces to slots of the tenant store, and hashes them there.
 
     pieces of one block, in order ──► its slot ──► its digest ──► end of the store, in groups
 
-A block that the tenant store does not want is read over.
+The payload of a block that the tenant store does not want is discarded.
 """
 
 from __future__ import annotations
@@ -20,39 +20,38 @@ from ...wire.raw_messages import Piece
 from ..leases import WriteLease
 from ..served_store import ServedStore
 
-GROUP_BYTES = 8 * 1024**2  # stored at once; until then the blocks are reserved
+GROUP_BYTES = 8 * 1024**2  # whole blocks of so many bytes are stored together
 
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """One block on its way in."""
+    """A block that is being received."""
 
     index: int
     write_lease: WriteLease
-    proof: Proof  # that its sender gave it
-    target: memoryview | None  # its slot, None where the tenant store does not want it
+    proof: Proof  # from the sender
+    target: memoryview | None  # its slot, None if the tenant store does not want it
     hasher: xxhash.xxh3_128
     received: int = 0
     is_good: bool = False
 
 
 class BlockReceiver:
-    """Call `begin_block` with the first piece of a block, `take_piece` with every piece,
-    `store_whole` when `is_full`, `finish_store` at the end, and `close` in any case. All but
-    `take_piece` call the tenant store."""
+    """A receiver of blocks. Call `begin_block` with the first piece of a block, `take_piece` with
+    every piece, `store_whole` when `is_full`, `finish_store` at the end, and `close` in any case.
+    All but `take_piece` call the tenant store."""
 
     def __init__(self, tenant_store: ServedStore) -> None:
         self._tenant_store = tenant_store
         self._layout_id = tenant_store.layout.layout_id()
         self._current: _Block | None = None
-        self._whole: list[_Block] = []  # whole, but not stored yet
+        self._whole: list[_Block] = []  # received to the end, but not stored yet
         self._states: list[State] = []
         self._kept: list[bytes] = []
         self._groups = 0
 
     def take_piece(self, piece: Piece) -> None:
-        """The bytes of the next piece. Raises WireError for one that does not follow on the
-        last."""
+        """Copy the next piece. Raises WireError if it does not continue the one before."""
         block = self._current
         if block is None or (piece.index, piece.offset) != (block.index, block.received):
             raise WireError(
@@ -68,7 +67,7 @@ class BlockReceiver:
             )
         if block.target is not None:
             block.target[block.received : end] = piece.payload
-            # Hash the slot and not the message: the slot is what others will load.
+            # Hash the slot and not the message: clients will load the slot.
             block.hasher.update(block.target[block.received : end])
         block.received = end
         if end == self._tenant_store.page_bytes:
@@ -76,17 +75,17 @@ class BlockReceiver:
             self._end_current()
 
     def finish_store(self) -> list[State]:
-        """The state of every block, in the order they came."""
+        """Store the rest; return the state of every block, in the order of arrival."""
         if self._current is not None:
             self._end_current()
         self.store_whole()
         if self._groups > 1:
-            # Groups were stored head first, which makes the head the first to be evicted.
+            # Groups were stored head first, so that the head would be evicted first.
             self._tenant_store.touch(self._kept)
         return self._states
 
     def close(self) -> None:
-        """Give back what was reserved and not stored. Idempotent."""
+        """Free the slots of blocks that were not stored. Idempotent."""
         blocks, self._whole, self._current = [*self._whole, self._current], [], None
         for block in blocks:
             if block is not None:
@@ -95,13 +94,13 @@ class BlockReceiver:
 
     @property
     def is_full(self) -> bool:
-        """Whether enough blocks are whole to be stored."""
+        """Whether the whole blocks have GROUP_BYTES or more."""
         return len(self._whole) * self._tenant_store.page_bytes >= GROUP_BYTES
 
     def begin_block(self, piece: Piece) -> None:
-        """A place for the block whose first piece this is. Raises WireError."""
+        """Reserve a slot for the block whose first piece this is. Raises WireError."""
         if self._current is not None:
-            self._end_current()  # its sender gave it up half-way
+            self._end_current()  # the sender left it incomplete
         count = len(self._states) + len(self._whole)
         if piece.header is None:
             raise WireError("the first piece of a block carries its header")
@@ -125,8 +124,7 @@ class BlockReceiver:
         self._current = None
 
     def store_whole(self) -> None:
-        """Store the blocks that are whole, the last one first: of a chain the tail is evicted
-        first."""
+        """Store the whole blocks, the last one first, so that a chain is evicted from its tail."""
         stored: list[tuple[bytes, State]] = []
         while self._whole:
             block = self._whole.pop()
@@ -134,7 +132,7 @@ class BlockReceiver:
             (state,) = self._tenant_store.end_store(block.write_lease, [proof])
             stored.append((block.write_lease.keys[0], state))
         stored.reverse()
-        # Given twice, or stored by another meanwhile: pending then, perhaps here by now.
+        # A MISS was pending: sent twice, or being stored by another call. It may be here by now.
         unsure = [i for i, (_, state) in enumerate(stored) if state is State.MISS]
         found = self._tenant_store.lookup([stored[i][0] for i in unsure])
         for i, state in zip(unsure, found, strict=True):

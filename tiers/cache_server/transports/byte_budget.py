@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ByteBudget: bytes in flight, bounded. A stream waits in line until others give theirs back.
+"""ByteBudget: a bound on bytes in flight. A stream waits in line until others return theirs.
 
-For one event loop.
+A budget belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 
 
 class ByteBudget:
-    """`total` bytes. Served in the order of asking, so that a large wish is not passed over."""
+    """`total` bytes, granted in the order of requests, so that a large one is not passed over."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -23,8 +23,7 @@ class ByteBudget:
         return self._total - self._free
 
     async def take_bytes(self, wish: int) -> int:
-        """Wait for `wish` bytes, but no more than there are in all; how many it was. They must be
-        given back."""
+        """Wait for `wish` bytes, at most the total; return the number, which must be given back."""
         wish = min(wish, self._total)
         if not self._line and wish <= self._free:
             self._free -= wish
@@ -35,13 +34,13 @@ class ByteBudget:
             return await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._serve()  # those behind us may have waited for us alone
-            else:  # our turn came in the same moment
+                self._serve()  # the next ones may fit, although this one did not
+            else:  # the bytes were granted at the same moment
                 self.give_back_bytes(turn.result())
             raise
 
     def resize(self, total: int) -> None:
-        """`total` from now on; what is in use beyond it is given back by and by."""
+        """Change the total. Bytes in use beyond it stay taken until they are given back."""
         self._free += total - self._total
         self._total = total
         self._serve()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data connection's port: TCP, with TLS where the service has it.
+"""The data connection's port: TCP, with TLS if the service has it.
 
-Socket buffers are left to the kernel, which tunes them better than any fixed size.
+The kernel sets the sizes of socket buffers, which suits better than any fixed size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .session_server import SessionServer, SessionSettings
 
 
 class DataServer(SessionServer):
-    """Listens on `host` and `port`; 0 is any free one."""
+    """The server of data connections on `host` and `port`; port 0 takes any free one."""
 
     def __init__(
         self, settings: SessionSettings, host: str, port: int, tls: ssl.SSLContext | None = None
@@ -33,7 +33,7 @@ class DataServer(SessionServer):
         self._tls = tls
 
     def start(self) -> int:
-        """Listen; the port. Raises TierConfigError where that cannot be."""
+        """Listen, and return the port. Raises TierConfigError if that fails."""
         try:
             infos = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
             family, _, _, _, address = infos[0]
@@ -57,7 +57,7 @@ class DataServer(SessionServer):
     def _wrap(self, sock: socket.socket) -> Connection:
         if self._tls is None:
             return Connection(sock)
-        # The handshake has the time limit that the socket was given.
+        # The socket's timeout limits the handshake.
         return Connection(self._tls.wrap_socket(sock, server_side=True))
 
     def _session(self, connection: Connection, tenant_store: ServedStore) -> Session:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DataSession: LOAD and STORE. Blocks go from the slab into the connection and the other way.
+"""DataSession: LOAD and STORE, between the slots of the slab and the connection.
 
-While one part of a LOAD is sent the next one is read from the disk. Whatever ends the connection,
-the tenant store gets everything back.
+While one part of a LOAD is sent the next one is read from the disk. The tenant store gets all slots
+back, however the connection ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PARTS_AHEAD = 2  # parts of a LOAD that are being read or sent
 class DataSession(Session):
     """The session of a client that shares no memory."""
 
-    _is_in_memory = False  # the last part of a LOAD was, when it was asked for
+    _is_in_memory = False  # whether the last part of a LOAD needed no read from the disk
 
     def _answers(self) -> Mapping[Verb, Callable[[RequestFrame, float], None]]:
         return {Verb.LOAD: self._serve_load, Verb.STORE: self._store}
@@ -35,8 +35,8 @@ class DataSession(Session):
         tenant_store = self._tenant_store
         sizes = tenant_store.page_bytes, tenant_store.num_slots
         most = part_blocks(*sizes, MOST_PART_BYTES)
-        # Where a disk is read the first part is small, for nothing is sent before it has come.
-        # Every part costs a millisecond of a busy processor.
+        # The first part from a disk is small, since sending starts only once it is read. Every part
+        # costs a millisecond of a busy processor.
         size = most if self._is_in_memory else part_blocks(*sizes)
         start = parts = 0
         read_leases: deque[ReadLease] = deque()
@@ -52,7 +52,7 @@ class DataSession(Session):
                 self._send_part(request, read_leases[0], deadline)
                 tenant_store.end_load(read_leases.popleft())
             if parts > 1:
-                # Used head first, part by part, which makes the head the first to be evicted.
+                # Parts were used head first, so that the head would be evicted first.
                 tenant_store.touch(keys)
         finally:
             for read_lease in read_leases:
@@ -85,7 +85,7 @@ class DataSession(Session):
             payloads = tenant_store.buffers(slots)
             receive_blocks(self._connection, payloads, None, PROOF_BYTES, deadline, arrived)
         finally:
-            # Blocks that came whole are kept, also of a client that went away after them.
+            # Blocks that came whole are kept, also if the client then left.
             for index, (trailer, hasher) in zip(wanted, arrived, strict=False):
                 proof = unpack_proof(trailer)
                 proofs[index] = proof if proof.digest == hasher.digest() else None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Unix socket that hands a tenant store's memory to processes of the same user on the same
+"""The Unix socket that shares a tenant store's memory with processes of the same user on the same
 host.
 
-It lies in a folder of its own that only the user can enter, and the kernel is asked who calls. A
-ticket says whose tenant store it is: nobody gets the memory of another tenant. The folder is locked
-while its server lives, so that the next one sees which folders killed ones have left, and removes
-them.
+The socket is in a folder of its own that only the user can enter, and the kernel gives the user of
+each client. The ticket names the tenant store, so that no client gets the memory of another tenant.
+The server holds a lock on its folder; a later server removes unlocked folders, which killed servers
+have left.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _PREFIX, _SOCKET = "stratakv-memory-", "socket"
 
 
 class MemoryServer(SessionServer):
-    """Listens on a new path."""
+    """The server of memory sessions, on a new path."""
 
     _folder: str | None = None
     _folder_lock: int | None = None
 
     def start(self) -> str:
-        """Listen; the path. Raises TierConfigError where that cannot be."""
+        """Listen, and return the path. Raises TierConfigError if that fails."""
         why = []
         for parent in _parents():
             try:
@@ -100,7 +100,7 @@ class MemoryServer(SessionServer):
 
 
 def _lock(folder: str) -> int | None:
-    """A descriptor that holds a folder's lock; None where another has it. May raise OSError."""
+    """Lock a folder; return a descriptor, None if another process has it. May raise OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,15 +114,15 @@ def _lock(folder: str) -> int | None:
 
 
 def _parents() -> list[str]:
-    """Where the folder may lie, the first that can be written to."""
+    """The parents to try for the folder, in order; the first that is writable is used."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     named = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - the folder in it is 0700 and new
     return list(dict.fromkeys((named, "/tmp", runtime, "/dev/shm")))  # noqa: S108 - likewise
 
 
 def _remove_left_folders(parent: str) -> None:
-    """Remove the folders of this user's killed servers. One without a socket is being made. May
-    raise OSError."""
+    """Remove the folders of this user's killed servers. A folder without a socket is being made and
+    stays. May raise OSError."""
     for entry in os.scandir(parent):
         with contextlib.suppress(OSError):
             if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """MemorySession: PIN, UNPIN, RESERVE and COMMIT name slots of memory that the client has mapped.
 
-A lease ends at its time and with its connection, so that a client that was killed holds nothing. A
-client that was stopped in the middle of a copy writes on when it runs again: slots that it reserved
-stay out of use until its COMMIT or the end of its connection, which does not end by being silent
-until then. A later write is found by the tags of the blocks.
+A lease ends at its time and with its connection, so that a killed client holds no slots. A client
+that was stopped during a copy continues to write when it runs again. Slots that it reserved
+therefore stay out of use until its COMMIT or the end of its connection, which is not ended for
+silence until then. The tags of blocks reveal a later write.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MemorySession(Session):
     ) -> None:
         super().__init__(connection, tenant_store, limits, draining)
         self._leases = Leases[ReadLease | WriteLease](self._expired)
-        self._withheld: dict[int, list[int]] = {}  # slots, by the lease that has ended
+        self._withheld: dict[int, list[int]] = {}  # slots out of use, by their ended lease
 
     def close(self) -> None:
         for lease in self._leases:
@@ -150,7 +150,7 @@ class MemorySession(Session):
 
 
 def _seconds(request: RequestFrame) -> float:
-    """How long a request wants to hold blocks. Raises WireError for what is out of range."""
+    """The length of the requested lease. Raises WireError if it is out of range."""
     seconds = request.argument / 1000
     if not 0 < seconds <= MAX_LEASE_SECONDS:
         raise WireError(f"a lease runs for up to {MAX_LEASE_SECONDS:g} s, not {seconds:g}")

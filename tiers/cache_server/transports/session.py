@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection of the data plane on the server's side: requests are read and answered in turn.
+"""One connection of the data plane on the server's side: it reads and answers requests in turn.
 
-What the verbs do is up to `DataSession` and `MemorySession`.
+`DataSession` and `MemorySession` implement the verbs.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Draining:
         self.has_begun = False
 
     def begin_drain(self) -> None:
-        """From any thread. Idempotent."""
+        """Begin the drain. Any thread may call it. Idempotent."""
         self.has_begun = True
         os.eventfd_write(self.fd, 1)
 
     def close(self) -> None:
-        """When nobody waits any more."""
+        """Close the descriptor, once no thread waits for it."""
         os.close(self.fd)
 
 
 class NotKnown(Exception):
-    """The credentials that opened a connection are not the tenant's any more."""
+    """The credentials that opened a connection no longer belong to the tenant."""
 
 
 class Session(ABC):
@@ -72,7 +72,7 @@ class Session(ABC):
 
     def run(self) -> None:
         """Answer requests until the connection ends or is silent for too long. Raises
-        ConnectionLost, NotKnown, or WireError for words that are none."""
+        ConnectionLost, NotKnown, or WireError for an invalid request."""
         while self._wait_for_request():
             if not self.is_known():
                 raise NotKnown("the client's credentials are not known any more")
@@ -91,10 +91,10 @@ class Session(ABC):
                 raise
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Give back what the client still holds."""
+        """Release all blocks and slots that the client still holds."""
 
     def _wait_for_request(self) -> bool:
-        """Wait for a request; False after the longest silence, or where the server goes down."""
+        """Wait for a request; False after `idle_seconds` of silence, or when the server drains."""
         silent_until = time.monotonic() + self._limits.idle_seconds
         return self._connection.wait_readable(silent_until, self._draining.fd)
 

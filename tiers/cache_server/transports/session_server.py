@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes connections of the data plane: a ticket is shown, a session served, one thread for each.
+"""The acceptor of data-plane connections: each has a thread that takes its ticket and serves it.
 
-Bounded in number, for each tenant too. Strangers have a short time to show a ticket, and where all
-places are taken the one who has been silent for longest makes way. `DataServer` and `MemoryServer`
-are its two forms.
+The number of connections is bounded, for each tenant too. Strangers (connections without a ticket
+yet) have a short time to show one; if all places are taken, the oldest stranger is shut down.
+`DataServer` and `MemoryServer` are the two implementations.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from .session import Draining, NotKnown, Session
 log = logging.getLogger(__name__)
 
 _BACKLOG = 128
-_TELL_SECONDS = 1.0  # between two lines about what clients did
-_PAUSE_SECONDS = 0.5  # before another try, and for threads to notice that it is over
+_TELL_SECONDS = 1.0  # between two warnings about faults of clients
+_PAUSE_SECONDS = 0.5  # before another try, and for threads to end after an abort
 
 
 class Opened(NamedTuple):
-    """What a ticket opens."""
+    """The tenant store and tenant that a ticket opens."""
 
     tenant_store: ServedStore
     tenant: str
-    # Whether its credentials are still good: asked before every request.
+    # Whether its credentials are still valid; called before every request.
     is_known: Callable[[], bool] = lambda: True
 
 
-# Why a connection is refused or ended: no good ticket; no place for its tenant; silent while all
-# places are taken; its credentials are the tenant's no more.
+# Reasons to refuse or end a connection: no valid ticket; no place for its tenant; no ticket while
+# all places are taken; credentials that no longer belong to the tenant.
 TICKET, BUSY, SILENT, CREDENTIALS = REFUSALS = ("ticket", "busy", "silent", "credentials")
 
-# None for a ticket that opens nothing.
+# Returns None for an invalid ticket.
 Resolve = Callable[[bytes], Opened | None]
 
 
@@ -70,7 +70,7 @@ class SessionSettings:
 
 
 class SessionServer(ABC):
-    """Accepts on a listening socket that a subclass makes."""
+    """The acceptor on a listening socket that a subclass makes."""
 
     def __init__(self, settings: SessionSettings) -> None:
         self._resolve = settings.resolve
@@ -82,8 +82,8 @@ class SessionServer(ABC):
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._sessions: dict[threading.Thread, Connection | None] = {}
-        # Those that have not shown a ticket, the oldest first: a second handle on the socket, with
-        # which it is shut down.
+        # Connections without a ticket yet, the oldest first, each with a duplicate of its socket
+        # for its shutdown.
         self._strangers: dict[threading.Thread, socket.socket] = {}
         self._draining = Draining()
         self._closed = False
@@ -98,8 +98,8 @@ class SessionServer(ABC):
 
     @abstractmethod
     def _wrap(self, sock: socket.socket) -> Connection:
-        """Make a connection of a socket that was accepted, on its own thread. Raises OSError or
-        ConnectionLost for one that is refused."""
+        """Make a connection of an accepted socket, on the connection's thread. Raises OSError, or
+        ConnectionLost for a client that is refused."""
 
     @abstractmethod
     def _session(self, connection: Connection, tenant_store: ServedStore) -> Session:
@@ -119,8 +119,8 @@ class SessionServer(ABC):
         self._acceptor.start()
 
     def close(self, timeout_seconds: float) -> None:
-        """Take no more, let requests under way end within the time, then end every connection.
-        Idempotent."""
+        """Accept no more connections, let requests under way end within the time, then end every
+        connection. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -149,7 +149,7 @@ class SessionServer(ABC):
             except OSError as error:
                 if self._draining.has_begun:
                     return
-                # Out of descriptors, or a client that is gone already: neither is for ever.
+                # No free descriptor, or a client that left already: both pass.
                 log.warning("a data connection could not be taken: %s", error)
                 time.sleep(_PAUSE_SECONDS)
                 continue
@@ -179,12 +179,12 @@ class SessionServer(ABC):
             raise
 
     def _make_way(self) -> bool:
-        """Whether there is a place, if need be that of the oldest stranger."""
+        """Whether there is a place; shuts down the oldest stranger if all are taken."""
         most = self._shares.most
         if len(self._sessions) < most:
             return True
         if not self._strangers or len(self._sessions) >= 2 * most:
-            return False  # those that were told to go take their time
+            return False  # connections that were shut down have not ended yet
         handle = self._strangers.pop(next(iter(self._strangers)))
         with handle, contextlib.suppress(OSError):
             handle.shutdown(socket.SHUT_RDWR)
@@ -192,14 +192,14 @@ class SessionServer(ABC):
         return True
 
     def _mark_known(self, thread: threading.Thread) -> None:
-        """A connection is no stranger any more, for good or ill."""
+        """Remove a connection from the strangers: it showed a ticket, or ended."""
         with self._lock:
             handle = self._strangers.pop(thread, None)
         if handle is not None:
             handle.close()
 
     def _serve(self, sock: socket.socket) -> None:
-        """A connection's whole life, on its thread."""
+        """Serve a connection to its end, on its thread."""
         me = threading.current_thread()
         try:
             deadline = time.monotonic() + self._limits.handshake_seconds
@@ -236,7 +236,8 @@ class SessionServer(ABC):
                 known.close()
 
     def _level(self) -> int:
-        """The level of a line about a client's fault: clients must not be able to fill our log."""
+        """The level of a line about a client's fault; debug within _TELL_SECONDS of the last, so
+        that clients cannot fill the log."""
         now = time.monotonic()
         with self._lock:
             is_new = now - self._told_at >= _TELL_SECONDS
@@ -244,7 +245,7 @@ class SessionServer(ABC):
         return logging.WARNING if is_new else logging.DEBUG
 
     def _open_session(self, connection: Connection, deadline: float) -> tuple[Session, str] | None:
-        """Take the greeting: what serves the client, and its tenant. None for one that was
+        """Take the greeting; return the session and its tenant, None for a client that was
         refused."""
         version, ticket = decode_greeting(connection.receive(GREETING.size, deadline))
         opened = self._resolve(ticket) if version == VERSION else None

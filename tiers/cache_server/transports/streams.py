@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks through gRPC itself, for clients in any language: the streams of Load and Store.
+"""Blocks through gRPC, for clients in any language: the streams of Load and Store.
 
     Load    part 1: wait │ send        Each part of about 8 MiB; while one is sent the disk already
             part 2:   wait │ send      reads the next.
     Store   pieces straight into slots, hashed as they come
 
-How much is in flight is bounded, over all calls and for each tenant, each of which has a part that
-nobody else can take; beyond it a call waits in line until its deadline, and one whose client stalls
+Bytes in flight are bounded, over all calls and for each tenant. Each tenant has a part that no
+other tenant can take; beyond it a call waits in line until its deadline. A call whose client stalls
 is ended, so that the line moves.
 """
 
@@ -32,7 +32,7 @@ from .block_receiver import GROUP_BYTES, BlockReceiver
 from .byte_budget import ByteBudget
 
 PART_BYTES = 8 * 1024**2
-# Beyond the time after which the tiers give a read up themselves.
+# Longer than the time after which the tiers give up a read.
 _READ_SECONDS = 6.0
 
 _MOST_SHARES = 8
@@ -43,7 +43,7 @@ _Result = TypeVar("_Result")
 
 
 class Streams:
-    """The streams of all calls. `calls` makes those of tenant stores."""
+    """The streams of all calls. `calls` runs the calls of tenant stores."""
 
     def __init__(self, limits: Limits, calls: TenantStoreCalls, num_tenants: int) -> None:
         self._calls = calls
@@ -55,8 +55,8 @@ class Streams:
         self.set_tenants(num_tenants)
 
     def set_tenants(self, num_tenants: int) -> None:
-        """There are so many from now on."""
-        # Kept for each tenant, for one call at a time; the rest is for whoever comes first.
+        """Change the number of tenants, and with it all shares."""
+        # `_kept` bytes are for one call of each tenant at a time; the rest is for all in order.
         self._kept = self._most // (2 * num_tenants) if num_tenants > 1 else 0
         self._share = self._most // min(num_tenants, _MOST_SHARES)
         self._for_all.resize(self._most - self._kept * num_tenants)
@@ -70,21 +70,21 @@ class Streams:
     async def load(
         self, tenant: str, tenant_store: ServedStore, keys: list[bytes], write: Write
     ) -> int:
-        """Write the pieces of all blocks, in order; how many bytes of payload."""
+        """Write the pieces of all blocks, in order; return the bytes of payload."""
         num = max(1, PART_BYTES // tenant_store.page_bytes)
         parts = [keys[start : start + num] for start in range(0, len(keys), num)]
         wish = min(len(keys), 2 * num) * tenant_store.page_bytes
         async with self._in_flight(tenant, wish):
             sent = await self._send_parts(tenant, tenant_store, parts, self._timely(write))
         if len(parts) > 1:
-            # Touch the chain as a whole, or its head would be evicted first.
+            # Without this touch of the whole chain its head would be evicted first.
             await self._calls.run_quick(tenant, tenant_store, lambda: tenant_store.touch(keys))
         return sent
 
     async def store(
         self, tenant: str, tenant_store: ServedStore, pieces: AsyncIterator[Piece]
     ) -> tuple[list[State], int]:
-        """Take blocks in: the state of each, and how many bytes of payload came."""
+        """Receive blocks; return the state of each, and the bytes of payload."""
         receiver = BlockReceiver(tenant_store)
         turn = _Turn(self._calls, tenant, tenant_store)
         num_bytes = 0
@@ -110,7 +110,7 @@ class Streams:
         layout_id = tenant_store.layout.layout_id()
         try:
             for number, keys in enumerate(parts):
-                # This one, and the next, so that the disk reads it while this one is sent.
+                # Begin this part and the next: the disk reads the next while this one is sent.
                 for part in parts[len(read_leases) : number + 2]:
                     await turn.run_quick(partial(_begin_part, tenant_store, part, read_leases))
                 read_lease = read_leases[number]
@@ -170,7 +170,7 @@ class Streams:
 
 
 class _Turn:
-    """The calls of its tenant store that one stream makes, one after the other."""
+    """The calls of one stream to its tenant store, one after the other."""
 
     def __init__(self, calls: TenantStoreCalls, tenant: str, tenant_store: ServedStore) -> None:
         self._calls = calls
@@ -179,7 +179,7 @@ class _Turn:
         self._last: Future[Any] | None = None
 
     async def run_quick(self, work: Callable[[], _Result]) -> _Result:
-        """At once, unless somebody holds the tenant store."""
+        """Do `work` here if the tenant store's lock is free, else on a thread."""
         if not self._tenant_store.try_hold():
             return await self.run(work)
         try:
@@ -188,23 +188,23 @@ class _Turn:
             self._tenant_store.let_go()
 
     async def run(self, work: Callable[[], _Result]) -> _Result:
-        """On a thread, which goes on where the stream is ended."""
+        """Do `work` on a thread, which continues if the stream is ended."""
         future = await self._calls.submit(self._tenant, work)
         self._last = future
         return await asyncio.wrap_future(future)
 
     def end_turn(self, work: Callable[[], object]) -> None:
-        """Do this when nothing of it runs any more; it is not waited for."""
+        """Do `work` after the last call of `run`, without waiting for it."""
         self._calls.run_later(self._tenant_store, work, self._last)
 
 
 def _begin_part(tenant_store: ServedStore, keys: list[bytes], read_leases: list[ReadLease]) -> None:
-    """Adds the read lease itself: the stream may have ended by then."""
+    """Begin a load and append its read lease here, since the stream may have ended by then."""
     read_leases.append(tenant_store.begin_load(keys))
 
 
 def _wait_part(tenant_store: ServedStore, read_lease: ReadLease) -> list[Proof | None]:
-    """Wait for a read lease; the proofs of its blocks. May wait."""
+    """Wait for the blocks of a read lease; return their proofs."""
     tenant_store.wait_loaded(read_lease, time.monotonic() + _READ_SECONDS)
     return tenant_store.proofs(read_lease)
 

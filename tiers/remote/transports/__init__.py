@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a client moves blocks: by a data connection, by shared memory, by a gRPC stream."""
+"""The transports of a client's blocks: data connection, shared memory, gRPC stream."""

@@ -17,7 +17,7 @@ from .socket_connection import SocketConnection, greet
 
 
 class DataConnection(SocketConnection):
-    """Over TCP, with TLS where the service has it."""
+    """A connection over TCP, with TLS if the service has it."""
 
     kind = "socket"
 
@@ -35,12 +35,12 @@ class DataConnection(SocketConnection):
         tag_key: bytes | None = None,
         namespace: bytes = b"",
     ) -> DataConnection:
-        """Connect and show the ticket. `server_name` is what the certificate must say, `host`
-        unless given. Raises ConnectionLost."""
+        """Connect and show the ticket. The server's certificate must be for `server_name`, by
+        default `host`. Raises ConnectionLost."""
         try:
             sock = connect(host, port, deadline)
             if tls is not None:
-                # The handshake has the time limit that the socket was given.
+                # The socket's timeout limits the handshake.
                 sock = tls.wrap_socket(sock, server_hostname=server_name or host)
         except OSError as error:
             raise ConnectionLost(f"{host} port {port}: {error}") from error
@@ -101,8 +101,8 @@ class DataConnection(SocketConnection):
         proofs: Proofs,
         deadline: float,
     ) -> list[int]:
-        """Send each wanted payload with its proof; one that is damaged goes with none. Those that
-        are."""
+        """Send each wanted payload with its proof, and a damaged one with NO_PROOF. Returns the
+        indices of the damaged ones."""
         payloads = [buffers[index][: self._page_bytes] for index in wanted]
         if self._is_plain and not any(payload.readonly for payload in payloads):
             names = self._tags.names([keys[index] for index in wanted])
@@ -111,7 +111,7 @@ class DataConnection(SocketConnection):
             found = self._connection.send_proven(payloads, names, digests, deadline)
             return [wanted[place] for place in found]
         damaged = []
-        # Each is hashed just before it is sent, while it is in the processor's cache.
+        # Each payload is hashed just before it is sent, which keeps it in the processor's cache.
         for index, payload in zip(wanted, payloads, strict=True):
             proof = self._tags.prove(keys[index], payload, proofs[index])
             if proof is None:
@@ -128,7 +128,7 @@ class DataConnection(SocketConnection):
         proofs: list[Proof | None],
         deadline: float,
     ) -> None:
-        """Fill these buffers and their proofs."""
+        """Fill the buffers and proofs of `hits`; count blocks whose tag does not match."""
         if not hits:
             return
         tags = self._tags

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of shared memory: blocks are copied between the tenant store's slots and ours.
+"""The client's end of shared memory: it copies blocks between the tenant store's slots and buffers.
 
     load    PIN, copy and hash, UNPIN           store    RESERVE, hash and copy, COMMIT
 
-A block is copied and hashed in one call, which leaves the interpreter to others; where its tag
-takes a key, part by part. One that was copied after its lease had ended is a miss: its slot may
-have been given to another block. The clock is looked at before each copy; a process that is stopped
-within one writes to a slot that the server then keeps out of use.
+One call, without the interpreter lock, copies and hashes a block; with a tag key this is done part
+by part. A block copied after the end of its lease is a miss: its slot may hold another block by
+then. The clock is read before each copy into a slot; if the process is stopped within one, it
+writes to a slot that the server then keeps out of use.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from ...wire.frames import (
 from ...wire.sockets import Connection, ConnectionLost
 from .socket_connection import SocketConnection, welcomed
 
-LOAD_BYTES = 32 * 1024**2  # of one part: few messages
-STORE_BYTES = 8 * 1024**2  # the same: what the server has to check at the end is little
-FIRST_SHARE, GROWTH = 32, 4  # the first part is a 32nd of that; then they grow
-PINNED_SHARE = 4  # of the tenant store's slots are pinned for one load at most, and
-MOST_ASKED = 16  # parts
+LOAD_BYTES = 32 * 1024**2  # of one part of a load: large, for few messages
+STORE_BYTES = 8 * 1024**2  # of one part of a store: small, for a short check at the end
+FIRST_SHARE, GROWTH = 32, 4  # the first part is a 32nd of that, each next one four times as large
+PINNED_SHARE = 4  # one load pins at most a quarter of the tenant store's slots
+MOST_ASKED = 16  # parts of a load that the server pins at a time
 PARTS_AHEAD = 2  # parts of a store that the server reserves at a time
 
 
 class _Asked(NamedTuple):
-    """A PIN or RESERVE, and until when its slots may be touched, by our clock."""
+    """A PIN or RESERVE, and the end of its lease by this process's clock."""
 
     request: RequestFrame
     words: bytes
@@ -59,7 +59,7 @@ class _Asked(NamedTuple):
 
 
 class _Reserved(NamedTuple):
-    """Slots to be filled: `slots[i]` is for the block at `wanted[i]`."""
+    """Slots to fill: `slots[i]` is for the block at `wanted[i]`."""
 
     lease: int
     lease_ends: float
@@ -68,7 +68,7 @@ class _Reserved(NamedTuple):
 
 
 class MemoryConnection(SocketConnection):
-    """Over a Unix socket, with the tenant store's memory mapped."""
+    """A connection over a Unix socket, with the tenant store's memory mapped."""
 
     kind = "memory"
 
@@ -133,7 +133,7 @@ class MemoryConnection(SocketConnection):
 
     def close(self) -> None:
         super().close()
-        # The map stays where it is while somebody copies; it ends with its last user.
+        # A copy under way keeps the map open; it is released with the last view.
         with contextlib.suppress(BufferError):
             self._view.release()
             self._memory.close()
@@ -141,8 +141,8 @@ class MemoryConnection(SocketConnection):
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
     ) -> list[Proof | None]:
-        # The server pins parts while others are copied, as many as a share of its slots allows. Few
-        # messages: a server that sleeps is dear to wake.
+        # The server pins later parts while one is copied, up to a share of its slots. Messages are
+        # few, since waking a sleeping server is slow.
         parts = self._parts(len(keys), LOAD_BYTES)
         most = max(1, self._num_slots // PINNED_SHARE)
         asked: deque[_Asked] = deque()
@@ -172,7 +172,7 @@ class MemoryConnection(SocketConnection):
         proofs: Proofs,
         deadline: float,
     ) -> list[State | None]:
-        # While one part is copied the server finds slots for the next and checks the last. Replies
+        # While one part is copied the server reserves the next and checks the one before. Replies
         # come in the order of requests: RESERVE 0, RESERVE 1, COMMIT 0, RESERVE 2, COMMIT 1, ...
         parts = self._parts(len(keys), STORE_BYTES)
         sizes = [part.stop - part.start for part in parts]
@@ -203,7 +203,7 @@ class MemoryConnection(SocketConnection):
         return states
 
     def _parts(self, count: int, most_bytes: int) -> list[slice]:
-        """Small ones first: nothing can be copied before the server has answered for the first."""
+        """The parts of a batch, small ones first: copying starts with the reply to the first."""
         most = part_blocks(self._page_bytes, self._num_slots, most_bytes)
         size = max(1, most // FIRST_SHARE)
         parts, start = [], 0
@@ -225,7 +225,7 @@ class MemoryConnection(SocketConnection):
         done: list[Proof | None],
         deadline: float,
     ) -> bytes:
-        """Take the reply to a PIN and copy what it names; the words that let go of it."""
+        """Take the reply to a PIN, copy its blocks and return the UNPIN that ends its lease."""
         lease = self._lease_of(asked, len(keys), deadline)
         states = self._take_states(len(keys), deadline)
         hits = [index for index, state in enumerate(states) if state is State.HIT]
@@ -247,7 +247,7 @@ class MemoryConnection(SocketConnection):
         return encode_request(self._next_request(Verb.UNPIN, 0, lease))
 
     def _take_reserved(self, asked: _Asked, count: int, deadline: float) -> _Reserved:
-        """Take the reply to a RESERVE."""
+        """Take the reply to a RESERVE, with the slots of the WANTED blocks."""
         lease = self._lease_of(asked, count, deadline)
         states = self._take_states(count, deadline)
         wanted = [index for index, state in enumerate(states) if state is State.WANTED]
@@ -263,8 +263,8 @@ class MemoryConnection(SocketConnection):
         proofs: Proofs,
         damaged: list[int],
     ) -> list[bytes]:
-        """Fill the slots of a part that begins at `first`; the packed proofs of what they are to
-        hold."""
+        """Fill the slots of the part that begins at `first`. Returns the packed proof of each
+        block, NO_PROOF for one that was not copied or is damaged."""
         packed = []
         for place, slot in zip(reserved.wanted, reserved.slots, strict=True):
             index = first + place
@@ -288,8 +288,8 @@ class MemoryConnection(SocketConnection):
         return reply.argument
 
     def _lease(self, deadline: float) -> tuple[float, int]:
-        """Until when slots may be touched, by our clock, and the milliseconds to ask for: counted
-        from before the server hears of it, so that ours ends first."""
+        """The end of a lease by this process's clock, and its length in milliseconds. The time
+        counts from before the server gets the request, so it ends here first."""
         now = time.monotonic()
         seconds = min(max(0.001, deadline - now), MAX_LEASE_SECONDS)
         return now + seconds, max(1, int(seconds * 1000))
@@ -307,7 +307,7 @@ class MemoryConnection(SocketConnection):
     def _copy_out(
         self, key: bytes, source: memoryview, buffer: memoryview, tag: bytes
     ) -> Proof | None:
-        """The proof of what arrived in `buffer`; None where it is not the block with this tag."""
+        """Copy a block to `buffer`; return its proof, None if it does not match `tag`."""
         if not self._tags.are_keyed:
             digest = copy_and_digest(buffer[: self._page_bytes], source)
             return self._tags.received(key, Hashed(digest), tag)
@@ -321,7 +321,8 @@ class MemoryConnection(SocketConnection):
     def _copy_in(
         self, key: bytes, buffer: memoryview, target: memoryview, lease_ends: float
     ) -> Any | None:
-        """Hash and copy; the server hashes what arrived. None where the lease ended before."""
+        """Hash and copy a block; return its hasher, None if the lease ended first. The server
+        hashes the copy."""
         if time.monotonic() >= lease_ends:
             return None
         if not self._tags.are_keyed:

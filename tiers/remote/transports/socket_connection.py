@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both connections over sockets have in common on the client's side: greeting, requests,
-replies, states. Whatever the server says that is no word of the protocol is a lost connection.
+"""The common base of the client's two socket connections: greeting, requests, replies, states. A
+message of the server that the protocol does not allow raises ConnectionLost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STATES = {int(state): state for state in State}
 
 
 class SocketConnection(BlockConnection):
-    """Takes over a connection that was welcomed."""
+    """A connection after the server's welcome, which it owns."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class SocketConnection(BlockConnection):
         return RequestFrame(verb, blocks, self._number, argument)
 
     def _take_reply(self, request: RequestFrame, deadline: float) -> ReplyFrame:
-        """The head of the reply to `request`. Raises Refused, or ConnectionLost for a reply to
-        another."""
+        """Receive the head of the reply to `request`. Raises Refused, or ConnectionLost for a reply
+        to another request."""
         reply = decode(decode_reply, self._connection.receive(REPLY.size, deadline))
         if reply.verb is not request.verb or reply.number != request.number:
             raise ConnectionLost("the server answered something that was not asked")
@@ -74,13 +74,13 @@ class SocketConnection(BlockConnection):
 
 
 def greet(connection: Connection, ticket: bytes, layout: BlockLayout, deadline: float) -> Welcome:
-    """Show the ticket and take the welcome. Raises ConnectionLost."""
+    """Send the ticket and receive the welcome. Raises ConnectionLost."""
     connection.send([encode_greeting(ticket)], deadline)
     return welcomed(connection.receive(WELCOME.size, deadline), layout)
 
 
 def welcomed(raw: bytes, layout: BlockLayout) -> Welcome:
-    """The welcome of a server that goes on. Raises ConnectionLost."""
+    """Decode a welcome. Raises Refused for a bad status, ConnectionLost for another block size."""
     welcome = decode(decode_welcome, raw)
     if welcome.status is not Status.OK:
         raise Refused(welcome.status)
@@ -100,7 +100,7 @@ def to_states(raw: bytes) -> list[State]:
 
 
 def decode(decoder: Callable[[bytes], _Words], raw: bytes) -> _Words:
-    """What `decoder` makes of `raw`; ConnectionLost where it is no word of this protocol."""
+    """Return `decoder(raw)`, with a WireError raised as ConnectionLost."""
     try:
         return decoder(raw)
     except WireError as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of the gRPC streams: for servers whose data connection cannot be reached.
+"""The client's end of the gRPC streams, for servers whose data connection cannot be reached.
 
-Slower than the others, and through any proxy.
+It is slower than the other transports, and passes through any proxy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STATES: dict[int, State] = {int(state): state for state in State}
 
 
 class StreamConnection(BlockConnection):
-    """Over a channel that stays the caller's. `metadata` goes with every call."""
+    """A connection over a channel that the caller owns. Every call carries `metadata`."""
 
     kind = "streams"
 
@@ -133,7 +133,7 @@ class StreamConnection(BlockConnection):
 
 
 class _Arriving:
-    """The blocks of a load as their pieces come."""
+    """The blocks of a load, assembled from their pieces."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class _Arriving:
         self._hasher: Any = None
 
     def take_piece(self, piece: Piece, page_bytes: int) -> None:
-        """The next piece. Raises WireError for one that does not follow on the last."""
+        """Copy the next piece. Raises WireError if it does not continue the one before."""
         if piece.state is State.MISS:
             return
         if piece.header is not None:

@@ -3,8 +3,8 @@
 
 A thread that waits for each call keeps the disk as busy as one request can, and many such threads
 pay for every record with a thread that sleeps, wakes and waits for the interpreter. So one thread
-hands the kernel many requests at once and takes what has come by then (`AioQueue`). Where the
-kernel does not offer that, `BlockingQueue` does the same one by one.
+hands the kernel many requests at once and takes those that have ended (`AioQueue`). Where the
+kernel does not offer that, `BlockingQueue` runs the requests one by one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _syscall.restype = ctypes.c_long
 
 class Pieces(NamedTuple):
     """The `num` buffers of a request, all of them writable: `laid` has where each begins and how
-    long it is, `views` gives them to who cannot use that."""
+    long it is, `views` returns the buffers themselves, for a call that cannot use addresses."""
 
     laid: array[int]
     num: int
@@ -89,8 +89,8 @@ class AioContext:
     def prepare_request(
         self, number: int, descriptor: int, is_write: bool, vector: Vector, offset: int
     ) -> None:
-        """A request for the next `submit`. The buffers are writable, and stay until it has ended;
-        its number is not under way."""
+        """Prepare a request for the next `submit`. The buffers are writable, and stay until the
+        request has ended; no request under way has its number."""
         if isinstance(vector, Pieces):
             pieces, count = vector.laid, vector.num
         else:
@@ -121,7 +121,8 @@ class AioContext:
         self._prepared.append(self._first + place)
 
     def submit(self) -> None:
-        """Begin what was prepared. What the kernel refuses ends with its reason."""
+        """Begin the prepared requests. A request that the kernel refuses ends with the kernel's
+        error."""
         prepared, done = self._prepared, 0
         while done < len(prepared):
             first = prepared.buffer_info()[0] + done * prepared.itemsize
@@ -137,8 +138,8 @@ class AioContext:
         del prepared[:]
 
     def events(self, at_least: int) -> list[tuple[int, int]]:
-        """Wait for `at_least` requests to end; number and result (bytes, or an errno below zero) of
-        all that have."""
+        """Wait for `at_least` requests to end. Return number and result (bytes, or an errno below
+        zero) of all that have ended."""
         ended, self._refused = self._refused, []
         wanted = max(0, at_least - len(ended))
         while True:
@@ -161,7 +162,7 @@ class AioContext:
         return ended
 
     def close(self) -> None:
-        """Give the context back; nothing may be under way."""
+        """Give the context back to the kernel; no request may be under way."""
         self._call(self._numbers.destroy, self._context)
 
     def _call(self, number: int, *arguments: object) -> int:
@@ -172,7 +173,7 @@ class AioContext:
         return result
 
 
-# What a request brought: bytes moved, or why it failed.
+# The result of a request: bytes moved, or why it failed.
 Result = int | Exception
 
 
@@ -181,28 +182,30 @@ class DiskQueue(Protocol):
 
     @property
     def is_blocking(self) -> bool:
-        """Whether its thread waits for each request, so that only threads make several at once."""
+        """Whether the thread waits for each request, so that only more threads make several at
+        once."""
 
     def start(self, number: int, is_write: bool, vector: Vector, offset: int) -> None:
-        """Have the buffers filled from, or written to, the file at `offset`. Never waits for the
-        disk where that can be helped; may begin as late as `submit`. The number is free again once
-        `wait_completions` has told it. The buffers must stay until then, and are held."""
+        """Fill the buffers from the file at `offset`, or write them there. Does not wait for the
+        disk where the kernel allows that; the request may begin as late as `submit`. Its number is
+        free again when `wait_completions` has returned it. The buffers must stay until then; the
+        queue holds them."""
 
     def submit(self) -> None:
         """Begin everything that was started."""
 
     def wait_completions(self) -> list[tuple[int, Result]]:
-        """Wait for at least one request; the numbers of those that have ended. There must be one
-        under way."""
+        """Wait for at least one request. Return the numbers and results of those that have ended. A
+        request must be under way."""
 
     def close(self) -> None:
-        """Give back what the kernel has for it; nothing may be under way."""
+        """Free what the kernel holds for this queue; no request may be under way."""
 
 
 def open_queue(direct: int | None, buffered: int, most: int) -> DiskQueue:
-    """A queue of at most so many requests for a file that is open twice: past the page cache, which
-    a request with odd buffers is refused, and through it. `direct` is None where the file system
-    has no such thing."""
+    """Return a queue of at most `most` requests for a file that is open twice: past the page cache,
+    where a request with unaligned buffers is refused, and through it. `direct` is None where the
+    file system has no direct I/O."""
     if direct is not None:
         try:
             return AioQueue(AioContext(most), direct, buffered)
@@ -212,7 +215,7 @@ def open_queue(direct: int | None, buffered: int, most: int) -> DiskQueue:
 
 
 class BlockingQueue:
-    """A request is over when `start` returns."""
+    """Runs each request to its end within `start`."""
 
     is_blocking = True
 
@@ -224,14 +227,14 @@ class BlockingQueue:
         self._done.append((number, _move(self._descriptors, is_write, vector, offset)))
 
     def submit(self) -> None:
-        """Nothing waits."""
+        """Do nothing: `start` has run every request."""
 
     def wait_completions(self) -> list[tuple[int, Result]]:
         done, self._done = self._done, []
         return done
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: the queue holds nothing of the kernel."""
 
 
 class AioQueue:
@@ -247,7 +250,7 @@ class AioQueue:
         self._done: list[tuple[int, Result]] = []
 
     def start(self, number: int, is_write: bool, vector: Vector, offset: int) -> None:
-        # Nobody is told the address of a buffer that is read-only.
+        # ctypes gives no address of a read-only buffer, so this request runs at once.
         if not isinstance(vector, Pieces) and any(view.readonly for view in vector):
             descriptors = [self._direct, self._buffered]
             self._done.append((number, _move(descriptors, is_write, vector, offset)))
@@ -277,7 +280,7 @@ class AioQueue:
 
 
 def _move(descriptors: Sequence[int], is_write: bool, vector: Vector, offset: int) -> Result:
-    """One call on the first descriptor that takes the buffers."""
+    """Read or write with one call, on the first descriptor that accepts the buffers."""
     if isinstance(vector, Pieces):
         vector = vector.views()
     call = os.pwritev if is_write else os.preadv

@@ -5,12 +5,12 @@ queue that the disk sees.
     start ──► shares, each as large as a run ◄── taken by every thread that is awake and has room
           ──► a token for one thread that sleeps
 
-A thread begins as many runs as fit into its part of the bytes under way (its `IoLane`), looks at
-whichever come back while the disk goes on with the others, and takes the next share before the last
-one is over. One thread keeps a disk busy with one batch, so one is woken: the others would take
-processors from whoever computes, which cost steps of an engine as much as the writing itself.
-Several batches wake several, and so does one whose blocks are dear to prepare or to check, or whose
-threads wait for each request. What is done with a run is a `Work`'s business.
+A thread begins as many runs as fit into its part of the bytes under way (its `IoLane`), handles
+those that have ended while the disk goes on with the others, and takes the next share before the
+last one is over. One thread keeps a disk busy with one batch, so one is woken: the others would
+take processors from the engine's computation, which costs its steps as much as the writing itself.
+Several batches wake several threads. So does one batch if its blocks are dear to prepare or to
+check, or if threads wait for each request. A `Work` defines the work on a run.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .slot_file import RUN_BYTES, Scratch, SlotFile
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-GRACE_SECONDS = 1.0  # for what has begun when the time to close is over
-_MOST_LANES = 2  # that may fail before what waits for one fails too
-# Runs in hand: with the disk, and as many before or behind it.
+GRACE_SECONDS = 1.0  # for requests under way when the time to close is over
+_MOST_LANES = 2  # lanes that may fail before the waiting shares fail too
+# Runs in hand: those with the disk, and as many that are prepared or finished.
 _HELD = 2 * DEPTH
 
-# One run that has ended: its positions, its pages, and what it brought. The pages of a run that
-# failed say nothing.
+# One run that has ended: its positions, its pages, its result. The pages of a failed run have no
+# meaning.
 Done = tuple[range, Scratch, Result]
 
 # Stands for the pages of a run that could get none.
@@ -43,17 +43,17 @@ NO_PAGES = Scratch(1, 0)
 
 
 class Work(Protocol):
-    """What is done with the runs of one batch, which are positions in it, by several threads at
-    once. What `prepare_run` and `start` raise is the result of the run."""
+    """The work on the runs of one batch; a run is a range of positions in the batch. Several
+    threads call it at once. An exception of `prepare_run` or `start` is the result of the run."""
 
     def prepare_run(self, run: range, scratch: Scratch) -> None:
-        """Do what comes before the disk."""
+        """Prepare the run, such as hash and encode, before its request."""
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
         """Start the request of this number for a run that is prepared."""
 
     def complete_runs(self, done: Sequence[Done]) -> Iterable[range]:
-        """Take what some runs brought; runs to begin anew. Must not raise."""
+        """Take the results of runs that have ended. Return runs to begin anew. Must not raise."""
 
 
 class IoLane:
@@ -64,8 +64,9 @@ class IoLane:
         checksums     `most_bytes`      answered
 
     A disk may give back everything it had at once (the one of a small virtual machine does,
-    whenever it has run dry). So what is prepared goes to it before what came back is looked at, and
-    it works while the thread does. The disk has no more than `most_bytes` at a time, or one run."""
+    whenever it has run dry). So prepared runs go to the disk before ended runs are looked at, and
+    the disk works while the thread does. The disk has no more than `most_bytes` at a time, or one
+    run."""
 
     def __init__(self, slot_file: SlotFile, most_bytes: int) -> None:
         self._slot_file = slot_file
@@ -84,7 +85,7 @@ class IoLane:
 
     @property
     def is_blocking(self) -> bool:
-        """Whether the disk has one run of it at a time."""
+        """Whether the disk has one run of this lane at a time."""
         return self._disk.is_blocking
 
     @property
@@ -96,12 +97,13 @@ class IoLane:
         return not self._waiting and self._has_room()
 
     def submit_runs(self, work: Work, found: Iterable[range]) -> None:
-        """Have these runs worked on, and begin those that fit."""
+        """Queue these runs, and begin those that fit."""
         self._waiting.extend((work, run) for run in found)
         self._prepare()
 
     def turn(self) -> None:
-        """Wait for whatever ends first, and take it on. Must be busy."""
+        """Wait for the first run to end, and move all runs on to their next station. The lane must
+        be busy."""
         ended: list[tuple[int, Result]] = []
         if self._flying and not self._failed:
             ended = self._disk.wait_completions()
@@ -116,18 +118,19 @@ class IoLane:
         self._prepare()
 
     def in_hand(self) -> list[tuple[Work, range]]:
-        """Every run that it was given and has not handed back, for whoever closes it early. Until
-        then their bytes may still move."""
+        """Every run that the lane was given and has not handed back, for a caller that closes the
+        lane early. Bytes of these runs may move until it is closed."""
         held = [(work, run) for work, (run, _, _), _ in [*self._done, *self._failed]]
         held += ((work, run) for _, work, run in self._ready)
         return [*held, *self._flying.values(), *self._waiting]
 
     def close(self) -> None:
-        """Waits for what is with the disk."""
+        """Close the queue, which waits for the requests with the disk."""
         self._disk.close()
 
     def _prepare(self) -> None:
-        """Prepare what there is room for; each goes to the disk at once where that has room."""
+        """Prepare the runs that there is room for; each goes to the disk at once where that has
+        room."""
         while self._waiting and self._has_room():
             work, run = self._waiting.popleft()
             number, scratch = self._free.pop(), NO_PAGES
@@ -144,7 +147,8 @@ class IoLane:
         self._launch()
 
     def _launch(self) -> None:
-        """Hand the disk what it has room for, the first run at once: it may have run dry."""
+        """Hand the disk the runs that it has room for, the first one at once: the disk may be
+        idle."""
         unsent = RUN_BYTES
         while self._ready and self._fits(self._bytes_of(self._ready[0][2])):
             number, work, run = self._ready.popleft()
@@ -163,7 +167,7 @@ class IoLane:
         self._disk.submit()
 
     def _finish(self) -> None:
-        """Hand what has ended to those whose it is, and give its room back."""
+        """Hand the runs that have ended to their `Work`, and free their numbers."""
         by_work: defaultdict[int, list[Done]] = defaultdict(list)
         works: dict[int, Work] = {}
         for work, each, _ in self._done:
@@ -194,16 +198,16 @@ class IoLane:
 
 
 class IoPool:
-    """`threads` threads, all started at once, so that no call can fail for want of one. About
-    `flight_bytes` are under way at a time, in all of them. Raises RuntimeError where a thread
-    cannot be started; the others end then."""
+    """`threads` threads, all started at once, so that no later call fails for want of a thread.
+    About `flight_bytes` are under way at a time, in all of them together. Raises RuntimeError where
+    a thread cannot be started; the others end then."""
 
     def __init__(self, slot_file: SlotFile, threads: int, name: str, flight_bytes: int) -> None:
         self._slot_file = slot_file
         self._shares: deque[tuple[Work, list[range]]] = deque()
         self._tokens: SimpleQueue[bool] = SimpleQueue()  # False ends a thread
         self._lane_bytes = flight_bytes // threads
-        self._is_blocking = False  # as lanes found it, which are opened by their threads
+        self._is_blocking = False  # set by the threads, which open the lanes
         self._error = Exception("no I/O thread of the SSD tier has failed")  # the last one
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
@@ -219,8 +223,8 @@ class IoPool:
     def start(
         self, slots: Sequence[int], work: Work, *, singly: bool = False, spread: bool = False
     ) -> None:
-        """Have `work` done on the runs of the ascending `slots`, or on each slot by itself; spread
-        over all threads, or by those that are awake and one more. Never waits."""
+        """Start `work` on the runs of the ascending `slots`, or on each slot by itself (`singly`):
+        over all threads (`spread`), or by those that are awake and one more. Never waits."""
         longest = self._slot_file.run_slots
         found = runs(slots, 1 if singly else longest)
         parts = shares(found, longest)
@@ -229,7 +233,7 @@ class IoPool:
             self._tokens.put(True)
 
     def stop_workers(self) -> None:
-        """Let the threads end after what has been started. No `start` may follow."""
+        """Let the threads end when all started work is done. No `start` may follow."""
         for _ in self._threads:
             self._tokens.put(False)
 
@@ -249,7 +253,7 @@ class IoPool:
             lane.close()
 
     def _serve(self, lane: IoLane | None) -> IoLane | None:
-        """Work until there is nothing to do, whatever happens; the lane to go on with."""
+        """Work until no share is left, whatever fails. Return the lane to go on with."""
         for _ in range(_MOST_LANES):
             lane = lane or self._try(self._open_lane)
             if lane is None:
@@ -260,7 +264,7 @@ class IoPool:
             self._try(lane.close)
             self._give_up(held)
             lane = None
-        while (share := self._next_share()) is not None:  # for the other threads may sleep
+        while (share := self._next_share()) is not None:  # the other threads may sleep
             self._give_up([(share[0], run) for run in share[1]])
         return None
 
@@ -281,11 +285,12 @@ class IoPool:
     def _next_share(self) -> tuple[Work, list[range]] | None:
         try:
             return self._shares.popleft()
-        except IndexError:  # there is none, or somebody was quicker
+        except IndexError:  # there is none, or another thread took it
             return None
 
     def _try(self, call: Callable[[], _T]) -> _T | None:
-        """The last resort of a thread: what it returns, None for whatever it raises."""
+        """Return what `call` returns. An exception is logged and gives None, so the thread goes
+        on."""
         try:
             return call()
         except Exception as error:
@@ -294,7 +299,7 @@ class IoPool:
             return None
 
     def _give_up(self, held: list[tuple[Work, range]]) -> None:
-        """End these with the last error. A run that its work wants to try anew fails again."""
+        """End these runs with the last error. A run that its work begins anew fails again."""
         while held:
             work, run = held.pop()
             done = [(run, NO_PAGES, self._error)]

@@ -4,11 +4,11 @@
     record = header page (the 128 bytes of `tiers/record.py`, zero padded) | payload, zero padded
     slot i begins at byte i * record_bytes
 
-An encoded payload is shorter: what lies behind its last page is of an earlier record.
+An encoded payload is shorter: the bytes behind its last page belong to an earlier record.
 
 Bytes go directly between the disk and the caller's buffers (O_DIRECT), past the page cache, which
 would only hold them a third time. Only header pages and the last, partly filled page of a payload
-pass through a `Scratch`, so what lies in a buffer behind the payload is never read or written.
+pass through a `Scratch`, so bytes in a buffer behind the payload are never read or written.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .space import HEADER_PAGE_BYTES
 
 log = logging.getLogger(__name__)
 
-# One call moves about this much: several at a time keep a disk busy, and what is under way is soon
-# over for those who wait behind it, a sync or a read. A little over 1 MiB, so that four blocks of
-# 256 KiB fit with their header pages.
+# One call moves about this much: several at a time keep a disk busy, and a sync or a read behind
+# them waits only briefly. A little over 1 MiB, so that four blocks of 256 KiB fit with their header
+# pages.
 RUN_BYTES = 1024**2 + 64 * 1024
 _SHORTAGES = (errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ENOBUFS)
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -45,8 +45,8 @@ class Scratch:
         memory = memoryview(mmap.mmap(-1, 2 * records * ALIGNMENT))
         self._held = ctypes.c_char.from_buffer(memory)
         self.address = ctypes.addressof(self._held)  # of the header pages
-        # Where header page and payload of each record begin and how long they are, and of how many
-        # records that is known.
+        # Address and length of each record's header page and payload; `num_laid` is the number of
+        # records that have them.
         self.laid = array("Q", bytes(32 * records))
         self.num_laid = 0
         pages = [memory[i * ALIGNMENT : (i + 1) * ALIGNMENT] for i in range(2 * records)]
@@ -101,13 +101,13 @@ class SlotFile:
         payloads: Sequence[memoryview],
         scratch: Scratch,
     ) -> None:
-        """Have neighbouring records read from `slot` on: headers into the scratch, payloads into
-        the buffers, which are whole only after `take_read`."""
+        """Start to read neighbouring records from `slot` on: headers into the scratch, payloads
+        into the buffers, which are whole only after `take_read`."""
         disk.start(number, False, self._vector(payloads, scratch), slot * self.record_bytes)
 
     def take_read(self, num_bytes: int, payloads: Sequence[memoryview], scratch: Scratch) -> int:
-        """How many of the records are whole, of which so many bytes were read; fewer than were
-        asked for where the file ends."""
+        """Return how many records are whole after a read of `num_bytes`; fewer than requested where
+        the file ends. Copies the tails of the whole ones into their buffers."""
         whole = num_bytes // self.record_bytes
         if self._tail:
             for payload, tail in zip(payloads[:whole], scratch.tails, strict=False):
@@ -122,8 +122,8 @@ class SlotFile:
         payloads: Sequence[memoryview],
         scratch: Scratch,
     ) -> None:
-        """Have neighbouring records written from `slot` on; the headers are in the scratch. On the
-        disk only after `sync`."""
+        """Start to write neighbouring records from `slot` on; the headers are in the scratch. The
+        records are on the disk only after `sync`."""
         if self._tail:
             for payload, tail in zip(payloads, scratch.tails, strict=False):
                 tail[: self._tail] = payload[self._whole :]
@@ -138,14 +138,16 @@ class SlotFile:
     def start_read_encoded(
         self, disk: DiskQueue, number: int, slot: int, size: int, scratch: Scratch
     ) -> None:
-        """Have one record, header and encoded payload of `size` bytes, read into the scratch."""
+        """Start to read one record, header and encoded payload of `size` bytes, into the
+        scratch."""
         disk.start(number, False, _encoded_vector(size, scratch), slot * self.record_bytes)
 
     def start_write_encoded(
         self, disk: DiskQueue, number: int, slot: int, size: int, scratch: Scratch
     ) -> None:
-        """Have one record written, whose header and encoded payload of `size` bytes are in the
-        scratch; the rest of its last page is zeroed. On the disk only after `sync`."""
+        """Start to write one record, whose header and encoded payload of `size` bytes are in the
+        scratch; the rest of its last page is zeroed. The record is on the disk only after
+        `sync`."""
         scratch.encoded[size : _whole_pages(size)] = bytes(_whole_pages(size) - size)
         disk.start(number, True, _encoded_vector(size, scratch), slot * self.record_bytes)
 
@@ -159,8 +161,8 @@ class SlotFile:
         return self.record_bytes - HEADER_PAGE_BYTES - _whole_pages(size) if size else 0
 
     def erase(self, slots: Sequence[int]) -> None:
-        """Have no record in these slots, of which nobody writes one; on the disk only after `sync`.
-        May raise OSError."""
+        """Zero the header pages of these slots, so that they hold no record. No write to them may
+        be under way. The change is on the disk only after `sync`. May raise OSError."""
         for slot in slots:
             os.pwrite(self._buffered, bytes(HEADER_PAGE_BYTES), slot * self.record_bytes)
 
@@ -169,7 +171,7 @@ class SlotFile:
         os.fdatasync(self._buffered)
 
     def can_be_read(self) -> bool:
-        """Whether the disk gives any of a few records. Waits for it."""
+        """Whether any of up to four trial reads succeeds. Waits for the disk."""
         descriptor = self._buffered if self._direct is None else self._direct
         page = Scratch(1, 0).headers[0]
         num_slots = os.fstat(self._buffered).st_size // self.record_bytes
@@ -178,13 +180,13 @@ class SlotFile:
                 os.preadv(descriptor, [page], max(0, slot) * self.record_bytes)
             except OSError as error:
                 if error.errno in _SHORTAGES:
-                    return True  # which says nothing of the disk
+                    return True  # a shortage is no fault of the disk
             else:
                 return True
         return False
 
     def close(self) -> None:
-        """Close the file; no call may be under way."""
+        """Close both descriptors; no call may be under way."""
         os.close(self._buffered)
         if self._direct is not None:
             os.close(self._direct)

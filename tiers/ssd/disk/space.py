@@ -31,7 +31,7 @@ _INDEX_BASE_PAGES = 64
 
 @dataclass(frozen=True, slots=True)
 class SpacePlan:
-    """How many slots there are, and what everything takes, in bytes."""
+    """The number of slots, and the sizes of a record and of the index, in bytes."""
 
     num_slots: int
     record_bytes: int

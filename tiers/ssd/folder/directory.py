@@ -9,8 +9,8 @@
     PATH/index.bad-n/  an index that was damaged, kept for inspection
     PATH/format-n/     a store of another format (`other_formats.py`)
 
-Files are 0600 and folders 0700, also where they were something else before; PATH itself is left as
-it is where somebody else made it. No symbolic link below PATH is followed.
+Files are 0600 and folders 0700, also where they had other modes before; a PATH that existed before
+keeps its mode. No symbolic link below PATH is followed.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ..index.index_file import DATA_FILE as INDEX_DATA
 # An owner that was killed while it started its scan (`guard.py`) leaves the lock with that child
 # until the child has become another program.
 LEFT_BEHIND_SECONDS = 2.0
-# Who lists stores (`inventory.py`) holds the lock of each for less.
+# A listing of stores (`inventory.py`) holds the lock of each for less.
 GLANCE_SECONDS = 0.1
 _RETRY_SECONDS = 0.01
 
 _FOLDERS = ("index", "index.new", "index.bad-*")
 
-# What is no answer to where a file is.
+# Errors that do not say where a file is.
 _SAYS_NOTHING = (errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
-# What a file system says that will never have locks.
+# Errors of a file system that has no locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -86,9 +86,10 @@ class StoreDirectory:
             ) from error
 
     def check_free_space(self, plan: SpacePlan) -> None:
-        """Refuse a plan that the file system has no room for, counting what is already ours: for
-        good where it would be too small empty, else until there is room. A store that has all its
-        files needs no more, though the disk is full: what else the plan counts may never be."""
+        """Refuse a plan that the file system has no room for; the store's own files count as room.
+        Raises TierConfigError where even the empty file system is too small, else TierDown. A store
+        whose slot file is whole needs room for its index only: the plan's other files may never
+        exist."""
         stat = os.statvfs(self.path)
         free, largest = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
         if _allocated(self.slot_file) >= plan.slot_file_bytes:
@@ -104,19 +105,20 @@ class StoreDirectory:
             )
 
     def used_bytes(self) -> int:
-        """What the file system has given to everything of ours."""
+        """Bytes that the file system has allocated to all files of the store."""
         return sum(each.lstat().st_blocks * 512 for each in self._ours())
 
     def note_opened(self) -> None:
-        """The files are open now, and stay the same until `close`. May raise OSError."""
+        """Note device and inode of the files that are open now, for `is_in_place`. May raise
+        OSError."""
         for each in (self.path / "lock", self.slot_file, self.index / INDEX_DATA):
             status = each.lstat()
             self._opened[each] = (status.st_dev, status.st_ino)
 
     def is_in_place(self) -> bool:
-        """Whether `path` still leads to the files that are open: it does not where they or the
-        directory were removed or moved, a disk unmounted, or another one mounted. Takes
-        microseconds where the disk is well."""
+        """Whether `path` still leads to the open files. False where they or the directory were
+        removed or moved, a disk unmounted, or another one mounted. Takes microseconds where the
+        disk works."""
         for each, opened in self._opened.items():
             try:
                 there = each.lstat()
@@ -129,11 +131,11 @@ class StoreDirectory:
         return True
 
     def close(self) -> None:
-        """Let another process in. Idempotent; nothing in a process that was forked."""
+        """Give the lock back. Idempotent; does nothing in a forked process."""
         self._lock.close()
 
     def _error(self, error: OSError) -> TierConfigError:
-        """What is raised where the directory cannot be made or its lock opened."""
+        """The error to raise where the directory cannot be made or its lock file not opened."""
         cure = lasting_cause(error, self.path)
         if cure is None:
             is_away = isinstance(error, FileExistsError)
@@ -150,7 +152,8 @@ class StoreDirectory:
         return TierConfigError(f"the SSD tier cannot be in {self.path}: {cure}")
 
     def _refuse_foreign_files(self) -> None:
-        """Files under our names that we did not make, since the lock file is always made first."""
+        """Raise TierConfigError where slot file or index stand without a lock file: the store makes
+        its lock file first, so it did not make them."""
         for each in (self.slot_file, self.index):
             if os.path.lexists(each) and not os.path.lexists(self.path / "lock"):
                 raise TierConfigError(
@@ -159,14 +162,15 @@ class StoreDirectory:
                 )
 
     def _ours(self) -> Iterator[Path]:
-        """Everything there is under our names."""
+        """All existing paths under the store's names."""
         for name in ("lock", "identity", "identity.new", "blocks", *_FOLDERS):
             yield from self.path.glob(name)
         for name in _FOLDERS:
             yield from self.path.glob(f"{name}/*")
 
     def _refuse_wrong_kind(self, path: Path) -> None:
-        """A link of either kind, a pipe or a folder that stands where a file of ours belongs."""
+        """Raise TierConfigError for a link of either kind, and for any other thing than the file or
+        the folder that belongs at `path`."""
         if not os.path.lexists(path):
             return
         mode = path.lstat().st_mode
@@ -202,7 +206,7 @@ class StoreDirectory:
             if not os.fstat(self._lock.descriptor).st_nlink:
                 raise OSError(errno.ENOENT, "the store was just removed")
             owner_line = f"{os.getpid()}\n".encode()
-            # Over the last one, since a full disk may not give back what it is given.
+            # Write before the truncation: a full disk may not give a freed block again.
             os.pwrite(self._lock.descriptor, owner_line, 0)
             os.ftruncate(self._lock.descriptor, len(owner_line))
         except OSError as error:
@@ -222,7 +226,8 @@ class StoreDirectory:
 
 
 def _is_gone(owner: str) -> bool:
-    """Whether no process has this id. One of another container looks so too, and still has it."""
+    """Whether no process has this id. An owner in another container looks gone too, though it holds
+    the lock."""
     try:
         os.kill(int(owner), 0)
     except (ValueError, OverflowError, PermissionError):
@@ -233,7 +238,7 @@ def _is_gone(owner: str) -> bool:
 
 
 def _allocated(path: Path) -> int:
-    """What the file system has given to a file; 0 where there is none."""
+    """Bytes that the file system has allocated to a file; 0 where there is no file."""
     try:
         return path.lstat().st_blocks * 512
     except FileNotFoundError:

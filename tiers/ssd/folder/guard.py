@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands between the store and a damaged index: looks first, and moves aside what is not sound.
+"""Protects the store from a damaged index: checks the index first, and moves a damaged one aside.
 
-A damaged LMDB file ends the process that opens it, by SIGBUS or SIGABRT, so `scan.py` looks at it
-and reads it in a child process with a time limit. Losing an index costs a cold cache, serving from
-a damaged one could cost the engine.
+A damaged LMDB file ends the process that opens it, by SIGBUS or SIGABRT, so `scan.py` checks and
+reads it in a child process with a time limit. A lost index costs a cold cache; serving from a
+damaged one could end the engine.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ...processes.python_command import python_command
 from ..index.index_file import DATA_FILE, SLOT_BYTES, VALUE_BYTES, IndexDamaged, RowBatch
 from .scan import UNABLE
 
-# What a damaged file does to its reader. Any other signal came from outside.
+# Signals that reading a damaged file can cause. Any other signal came from outside.
 _DEADLY_READS = ("SIGBUS", "SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL")
 _SCAN = Path(__file__).with_name("scan.py")
-# As a module, whose bytecode is kept: a script would be compiled each time.
+# The scan runs as a module, whose bytecode is cached: a script would be compiled each time.
 _RUN_SCAN = """\
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -40,12 +40,12 @@ _PIPE_BYTES = 1024**2  # the child reads on while a batch is taken in
 
 
 def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
-    """All rows of the index in `folder`, then an empty batch: what is done with all of them can be
-    done while the file is read once more. Raises IndexDamaged, perhaps after some of them: only
-    when the iteration has ended is any of them good. Raises OSError where it could not be looked
-    at, which says nothing about it: a cache is not thrown away because memory was short, or because
-    the disk was slow: `timeout_seconds` is for the first rows and from one batch to the next, and
-    after the last one some is added for each row, which are all looked at once more."""
+    """Yield all rows of the index in `folder`, then an empty batch: the caller can work on all rows
+    while the child reads the file a second time. Raises IndexDamaged, perhaps after some batches:
+    the rows are good only when the iteration has ended. Raises OSError where the file could not be
+    read, for want of memory or because the disk was slow; the index is then not known to be damaged
+    and stays. `timeout_seconds` bounds the wait for the first rows and for each next batch; after
+    the last batch the bound grows with the number of rows, since all are read again."""
     words = [str(_SCAN.parent), str(folder), *filter(None, sys.path)]
     command = python_command("-S", "-c", _RUN_SCAN, *words)
     watch = _Watch(timeout_seconds)
@@ -53,7 +53,7 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
         assert child.stdout is not None and child.stderr is not None
-        # A host may forbid it; then opening takes a little longer.
+        # A host may forbid the larger pipe; then opening takes a little longer.
         with contextlib.suppress(OSError):
             fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         thread = threading.Thread(
@@ -89,7 +89,8 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
 
 
 class _Watch:
-    """Ends a child that stands still. Belongs to the thread that reads from it but for `run`."""
+    """Ends a child that gives no output for too long. All but `run` belongs to the thread that
+    reads from the child."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.over = threading.Event()
@@ -103,11 +104,11 @@ class _Watch:
         self._seen_at = time.monotonic()
 
     def max_wait_seconds(self) -> float:
-        """Seconds that the child may stand still."""
+        """Seconds without output after which the child is ended; more for the rows seen so far."""
         return self._timeout_seconds + self._rows / _SLOWEST_ROWS_PER_SECOND
 
     def run(self, child: subprocess.Popen[bytes]) -> None:
-        """Wait until `over`, or end the child once it has stood still for too long."""
+        """Wait until `over`, or end the child when it has given no output for too long."""
         while True:
             left = self._seen_at + self.max_wait_seconds() - time.monotonic()
             if left <= 0:
@@ -119,7 +120,7 @@ class _Watch:
 
 
 def _batches(stream: IO[bytes]) -> Iterator[RowBatch]:
-    """Whole batches; a child that stopped in the middle of one says why by its status."""
+    """Yield whole batches. The status of a child that stopped within a batch says why."""
     while len(head := stream.read(4)) == 4:
         count = int.from_bytes(head, "little")
         if count > _MOST_ROWS_IN_BATCH:
@@ -149,7 +150,7 @@ def set_aside(folder: Path) -> list[Path]:
 
 
 def remove_larger(folder: Path, limit_bytes: int) -> None:
-    """Remove what was set aside by a larger store, which would break the bound of this one."""
+    """Remove indexes that a larger store set aside: they would break the size bound of this one."""
     for path in set_aside(folder):
         data = path / DATA_FILE
         if not data.exists() or data.stat().st_size > limit_bytes:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store was made for: the identity of a layout, a namespace, a codec and a key.
+"""The identity of a store: its layout, namespace, codec and key.
 
-A codec that loses something and the key of a seal are part of the namespace that the identity
-carries, behind what the caller gave. So a version that does not have them sees another store and
-keeps away from it, and a store without them is named as before.
+A lossy codec and the key of a seal are appended to the caller's namespace in the identity. So a
+version without them sees another store and does not use it, and a store without them keeps its
+name.
 
-The identity is in the index, and a second time in the file `identity`. With that a damaged name in
-the index is told from another model's store, an index that was lost can be made again from the
-records, whose headers do not carry the namespace, no opening repeats the epoch of an earlier one,
-and what was cleared stays forgotten though its rows and records are still there. The file is one
-line of JSON and one of its checksum, replaced as a whole; on a full disk, which has no room for a
-second file, written over.
+The identity is in the index, and a second time in the file `identity`. The file serves four ends: a
+damaged identity in the index is told from another model's store; a lost index can be made again
+from the records, whose headers do not carry the namespace; no opening repeats the epoch of an
+earlier one; cleared blocks stay forgotten though their rows and records remain. The file is one
+line of JSON and one line with its checksum. It is replaced as a whole, or written over on a full
+disk, which has no room for a second file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SEAL = b"\0seal=hmac-sha256:"  # before the id of a key; always last
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the file says; bytes are in base64."""
+    """The content of the file; bytes are in base64."""
 
     format_version: int
     layout_id: bytes
@@ -59,7 +59,7 @@ def make_note(identity: Identity, page_bytes: int, epoch: int, cleared_up_to: in
 
 
 def read_note(folder: Path) -> Note | None:
-    """What the file in `folder` says; None where there is none or it is damaged."""
+    """Read the file in `folder`. Return None where there is none or it is damaged."""
     try:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(folder / NAME, flags)
@@ -128,7 +128,7 @@ class FullNamespace(NamedTuple):
 
 
 def unpack(namespace: bytes) -> FullNamespace:
-    """The parts of what an identity carries, which may be from anywhere."""
+    """Return the parts of an identity's namespace. The bytes are untrusted."""
     rest, mark, key_id = namespace.rpartition(_SEAL)
     if not mark:
         rest, key_id = namespace, b""
@@ -137,8 +137,8 @@ def unpack(namespace: bytes) -> FullNamespace:
 
 
 def full_namespace(given: bytes, codec: Codec | None, key: MacKey | None) -> FullNamespace:
-    """Blocks that lost something to a codec have a namespace of their own, so that nobody is
-    served them who did not ask for it; sealed records have one for each key."""
+    """Return the namespace of a store. A lossy codec gives its own one, so that only stores with
+    that codec serve its blocks; sealed records have one for each key."""
     lossy = codec.name if codec is not None and not codec.is_lossless else ""
     return FullNamespace(given, lossy, b"" if key is None else key.id)
 
@@ -153,7 +153,7 @@ def identity_of(format_version: int, layout: BlockLayout, namespace: FullNamespa
 
 
 def refuse(path: Path, found: Identity, wanted: Identity) -> NoReturn:
-    """Raise TierConfigError: what was found, what is wanted, and what to do."""
+    """Raise TierConfigError with the found identity, the wanted one and the cure."""
     theirs, ours = _difference(found, wanted)
     cure = "give the key file it was made with, " if "MAC key" in theirs + ours else ""
     raise TierConfigError(
@@ -167,7 +167,7 @@ def _difference(found: Identity, wanted: Identity) -> tuple[str, str]:
         return found.layout_text, wanted.layout_text
     theirs, ours = unpack(found.namespace), unpack(wanted.namespace)
     if theirs.given != ours.given:
-        # A namespace is there where the names of blocks do not say which model they are of.
+        # A store has a namespace where block keys do not identify the model.
         return f"another model or naming of blocks ({_name_of(theirs.given)})", _name_of(ours.given)
     if theirs.codec != ours.codec:
         return _codec_of(theirs.codec), _codec_of(ours.codec)

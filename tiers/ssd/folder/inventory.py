@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stores lie under a folder, and how to remove one: without opening it.
+"""Finds the stores under a folder, and removes one, without opening them.
 
-A store is what has a lock file and something else of a store beside it; whatever else is wrong with
-it, it is listed, and can be removed. Reads a few pages of each, changes nothing but in `remove`,
-and follows no symbolic link below the folders that it is given.
+A folder with a lock file and any other file of a store is a store; a damaged one is listed too, and
+can be removed. Reads a few pages of each, changes nothing but in `remove`, and follows no symbolic
+link below the given folders.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _FOLDERS = ("index", "index.new", "index.bad-*")
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """One store as it lies on the disk. What nobody can tell is None."""
+    """A store as it lies on the disk. Fields that its files do not tell are None."""
 
     path: Path
-    layout_text: str | None  # what it was made for
-    allocated_bytes: int  # what the file system has given to it
+    layout_text: str | None  # the layout of its blocks
+    allocated_bytes: int  # allocated to it by the file system
     blocks: int | None  # of the last commit
-    used_bytes: int | None  # what these blocks hold; the rest is reserved for others
+    used_bytes: int | None  # payloads of these blocks; the rest is free or overhead
     last_used: float  # seconds since 1970, of the last change to one of its files
-    owner: str | None  # the process id of who has it open, as far as it is known
+    owner: str | None  # the id of the process that has it open, if known
 
 
 def find_stores(folder: Path) -> list[StoreEntry]:
-    """The stores in `folder` and below it, by path. What cannot be read is left out."""
+    """The stores in `folder` and below it, by path. Stores that cannot be read are left out."""
     found = []
     for path in sorted(_search(folder, _MOST_DEPTH)):
         with contextlib.suppress(OSError):
@@ -79,8 +79,9 @@ def look_at(path: Path) -> StoreEntry:
 
 
 def remove(path: Path) -> int:
-    """Remove the store in `path`, and `path` itself where nothing else lies there; the bytes that
-    it had. Raises TierConfigError where there is none or it is in use, and may raise OSError."""
+    """Remove the store in `path`, and `path` itself where it is empty then. Return the bytes that
+    the store had. Raises TierConfigError where there is none or it is in use, and may raise
+    OSError."""
     if not is_store(path):
         raise TierConfigError(f"{path} holds no SSD tier; give the directory of one")
     lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -98,7 +99,7 @@ def remove(path: Path) -> int:
                 shutil.rmtree(each)
             else:
                 each.unlink()
-        (path / "lock").unlink()  # last: who was killed in between can be followed up
+        (path / "lock").unlink()  # last: a removal that was killed can be repeated
     finally:
         os.close(lock)
     if not path.is_symlink() and not any(path.iterdir()):
@@ -122,7 +123,7 @@ def _search(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _ours(path: Path, *, contents: bool = True) -> list[Path]:
-    """Everything there is under a store's names but the lock."""
+    """All existing paths under a store's names but the lock."""
     found = [path / name for name in _FILES if os.path.lexists(path / name)]
     for pattern in _FOLDERS:
         for folder in path.glob(pattern):
@@ -135,7 +136,8 @@ def _ours(path: Path, *, contents: bool = True) -> list[Path]:
 
 
 def _owner(path: Path) -> str | None:
-    """Who holds the lock. Looking takes it for a moment, which a store that is opened waits for."""
+    """The process id of the lock's holder; None while the lock is free. The look takes the lock for
+    a moment; a store that is being opened waits for that."""
     try:
         lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -153,7 +155,8 @@ def _owner(path: Path) -> str | None:
 
 
 def _num_rows(data: Path) -> int | None:
-    """The number of rows that the newest root of an index names, by two pages of it."""
+    """The number of rows in the newest snapshot of an index, read from two of its pages; None where
+    that fails."""
     try:
         descriptor = os.open(data, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens a store: checks what lies in the directory, fits it to the capacity, reads the index.
+"""Opens a store: checks the directory, fits its files to the capacity, reads the index.
 
-Reads no payload, so opening takes as long for large blocks as for small ones. What it returns is
-used under the lock of the state it makes.
+Reads no payload, so opening takes as long for large blocks as for small ones. The `index` of the
+returned state is used under that state's lock.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from .shrinking import num_slots_there, shrink
 
 log = logging.getLogger(__name__)
 
-# A store of more slots evicts by least recent use, which takes nothing beyond the arrays of the
-# index. A policy has an object for each block, and `adaptive` remembers as many again that are
-# gone: at this size up to 160 MiB in all, and 0.2 s of the first prompt to take over the order.
+# A store of more slots evicts by least recent use, which needs only the arrays of the index. A
+# policy has an object for each block, and `adaptive` remembers as many evicted ones: at this size
+# up to 160 MiB in all, and 0.2 s of the first prompt to take over the order.
 MOST_POLICY_SLOTS = 131_072
 
 # Keys in `TierStats.errors`.
 SET_ASIDE = "index_set_aside"
 OTHER_FORMAT = "other_format"
 
-# What LMDB says of a file rather than of the machine.
+# Errors of LMDB that are about the file, not about the machine.
 _DAMAGE = (
     lmdb.CorruptedError,
     lmdb.IncompatibleError,
@@ -80,8 +80,8 @@ class OpenedStore:
     index_file: IndexFile
     epoch: int  # of this opening; no earlier one had it
     cleared_up_to: int  # the generation up to which everything is forgotten
-    note_cleared: Callable[[int], None]  # has another one on the disk when it returns; OSError
-    forget_other_formats: Callable[[], None]  # so that nothing there comes back; OSError
+    note_cleared: Callable[[int], None]  # returns when the new one is on the disk; OSError
+    forget_other_formats: Callable[[], None]  # removes them, so that no block comes back; OSError
     is_in_place: Callable[[], bool]  # whether the path still leads here
     close: Callable[[], None]
 
@@ -98,9 +98,10 @@ def open_store(
     *,
     create: bool = True,
 ) -> OpenedStore:
-    """With `create` false a directory without a store is refused. Raises TierConfigError with
-    cause and cure, TierDown where the disk is the cause, and then leaves nothing open."""
-    make_policy = policy_factory(policy)  # first of all: an unknown one changes nothing
+    """Open the store in `path`; with `create` false a directory without a store is refused. Raises
+    TierConfigError with cause and cure, TierDown where the disk is the cause; no file is open
+    then."""
+    make_policy = policy_factory(policy)  # first: an unknown policy must change nothing
     plan = plan_space(layout, capacity_bytes)
     stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=plan.num_slots)
     made_for = full_namespace(namespace, codec, mac_key)
@@ -115,7 +116,8 @@ def open_store(
             if note is not None and note.identity.is_same(wanted):
                 cleared_up_to = note.cleared_up_to
             elif index is None:
-                # Nobody says that the records are ours, and a later repair would take them all.
+                # No file says that the records are this store's, and a later repair would use them
+                # all.
                 directory.slot_file.unlink(missing_ok=True)
             if index is None:
                 index = SlotIndex(plan.num_slots)
@@ -130,7 +132,7 @@ def open_store(
             slot_file = SlotFile(directory.slot_file, layout, plan.num_slots)
             undo.callback(slot_file.close)
             epoch = index_file.next_epoch(note.epoch if note else None)
-            # Should epochs begin anew, what is written now must not count as cleared.
+            # If epochs begin anew, blocks written now must not count as cleared.
             cleared_up_to = min(cleared_up_to, (epoch << EPOCH_SHIFT) - 1)
 
             def note_cleared(generation: int) -> None:
@@ -169,8 +171,8 @@ def _read_store(
     stats: TierStats,
     scan_timeout_seconds: float,
 ) -> tuple[Note | None, SlotIndex | None]:
-    """What identity file and index say; None where there is none. A store of another format and a
-    damaged index are out of the way then. Raises TierConfigError, OSError."""
+    """Read identity file and index; None for a missing one. A store of another format and a damaged
+    index are moved aside. Raises TierConfigError, OSError."""
     path = directory.path
     other_formats.finish_moves(path, wanted)
     note = read_note(path)
@@ -203,8 +205,8 @@ def _read_store(
 
 
 def _choose_victims(index: SlotIndex, name: str, make: PolicyFactory) -> None:
-    """Leave the choice to a policy, where the store is small enough. Raises TierConfigError for
-    one that cannot be made."""
+    """Make the policy choose the victims, where the store is small enough. Raises TierConfigError
+    for a policy that cannot be made."""
     if index.num_slots > MOST_POLICY_SLOTS:
         log.warning(
             "the SSD tier has %d slots and evicts by least recent use: with more than %d the "
@@ -218,8 +220,8 @@ def _choose_victims(index: SlotIndex, name: str, make: PolicyFactory) -> None:
 
 
 def _check_free_space(directory: StoreDirectory, plan: SpacePlan) -> None:
-    """Raises TierDown or TierConfigError where there is too little. A damaged index and a store of
-    another format are kept where there is room for them, and not instead of a tier."""
+    """Raise TierDown or TierConfigError where there is too little room. A damaged index and stores
+    of other formats that were set aside are removed if this store needs their room."""
     try:
         directory.check_free_space(plan)
     except TierDown:
@@ -240,7 +242,7 @@ def _read_index(
     note: Note | None,
     scan_timeout_seconds: float,
 ) -> SlotIndex | None:
-    """What the index on the disk says; None where there is none. Raises IndexDamaged, and
+    """Read the index on the disk. Return None where there is none. Raises IndexDamaged, and
     TierConfigError for the index of another store, which is left as it is."""
     finish_rebuild(directory.index)
     if not (directory.index / DATA_FILE).exists():
@@ -275,7 +277,7 @@ def read_identity(folder: Path) -> Identity | None:
 
 
 class _OtherFormat(Exception):
-    """The store is ours and of another version, which this one cannot read."""
+    """A store with this identity but of another format, which this version cannot read."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -283,8 +285,8 @@ class _OtherFormat(Exception):
 
 
 def _check_format(path: Path, found: Identity, wanted: Identity) -> None:
-    """Raises _OtherFormat, TierConfigError where it is another's store as well. What an index of
-    another format holds is for that format to say, so nobody looks."""
+    """Raise _OtherFormat for a store of another format, TierConfigError where it is another model's
+    as well. An index of another format is not read."""
     if found.format_version == wanted.format_version:
         return
     if not found._replace(format_version=wanted.format_version).is_same(wanted):
@@ -295,7 +297,7 @@ def _check_format(path: Path, found: Identity, wanted: Identity) -> None:
 def _fit_index(
     directory: StoreDirectory, plan: SpacePlan, identity: Identity, index: SlotIndex
 ) -> IndexFile:
-    """Make the index on the disk, or the one that is there, fit the plan."""
+    """Make the index on the disk fit the plan, and create it where there is none."""
     data = directory.index / DATA_FILE
     if data.exists() and data.stat().st_size > plan.index_bytes:
         rebuild(directory.index, plan.index_bytes, identity, index.iter_by_use())

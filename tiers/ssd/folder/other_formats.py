@@ -4,13 +4,13 @@
     PATH/format-N/        the store of format N: identity, blocks, index, as they lay in PATH
     PATH/format-N.new/    one that is being moved there
 
-So an upgrade that is rolled back finds its blocks again, and so does the upgrade that follows. They
-are not counted in the tier's size: they stay as long as the disk has room for both. What is in them
-cannot be forgotten block by block, so the first clear, and the first block that is to stay
+So an upgrade that is rolled back finds its blocks again, and so does the upgrade that follows.
+These stores are not counted in the tier's size: they stay as long as the disk has room for both.
+Their blocks cannot be forgotten one by one, so the first clear, and the first block that is to stay
 forgotten, remove them all.
 
-Whoever calls holds the store's lock. Every call may raise OSError, and a move that a crash cut
-short goes on at the next opening. No symbolic link is followed.
+The caller holds the store's lock. Every call may raise OSError, and a move that a crash interrupted
+goes on at the next opening. No symbolic link is followed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def kept(path: Path) -> list[Path]:
 
 
 def keep(path: Path, format_version: int) -> Path:
-    """Move the store in `path` into its own folder; an earlier one of its format is removed, but
-    one that its own version was about to bring back is that very store."""
+    """Move the store in `path` into the folder of its format; an earlier store there is removed.
+    Where a crash interrupted the store's way back from that folder, its files return there."""
     folder, moving = _folder(path, format_version), _moving(path, format_version)
     if _has_index(folder) and not os.path.lexists(folder / IDENTITY) and not _has_index(path):
-        for name in (_BLOCKS, IDENTITY):  # in the order opposite to that of bringing
+        for name in (_BLOCKS, IDENTITY):  # in the reverse order of `_end_bringing`
             _move(path / name, folder / name)
         sync_folder(folder)
         sync_folder(path)
@@ -59,7 +59,7 @@ def keep(path: Path, format_version: int) -> Path:
 
 
 def bring_back(path: Path, wanted: Identity) -> bool:
-    """Make the store of this identity the one in `path`, where nothing lies; False where none was
+    """Move the kept store of this identity into `path`, which holds no store. False where none was
     kept."""
     folder = _folder(path, wanted.format_version)
     note = read_note(folder) if _is_folder(folder) else None
@@ -70,7 +70,7 @@ def bring_back(path: Path, wanted: Identity) -> bool:
 
 
 def finish_moves(path: Path, wanted: Identity) -> None:
-    """After a crash: end what was begun. `wanted` is the store that is being opened."""
+    """Finish the moves that a crash interrupted. `wanted` is the store that is being opened."""
     format_version = wanted.format_version
     for moving in kept(path):
         is_empty = not (os.path.lexists(path / IDENTITY) or _has_index(path))
@@ -86,11 +86,11 @@ def finish_moves(path: Path, wanted: Identity) -> None:
         else:
             shutil.rmtree(folder)
     if not any(os.path.lexists(path / name) for name in (IDENTITY, _BLOCKS, _INDEX)):
-        bring_back(path, wanted)  # what lay here was moved, and this was to come next
+        bring_back(path, wanted)  # the other store was moved away: this move was next
 
 
 def forget(path: Path) -> None:
-    """Remove them all, durably."""
+    """Remove all stores of other formats in `path`, durably."""
     found = kept(path)
     for folder in found:
         shutil.rmtree(folder)
@@ -109,12 +109,12 @@ def _end_keeping(path: Path, moving: Path) -> Path:
 
 
 def _take_back(path: Path, moving: Path, format_version: int) -> None:
-    """Where the store in `path` is the one being opened, and another version was about to move it
-    away: what was moved comes back."""
+    """Move a store's files back into `path` after a crash, where another version had begun to move
+    the store that is being opened away."""
     note = read_note(path)
     if not _is_folder(moving) or note is None or note.format_version != format_version:
         return
-    # In the order opposite to that of `keep`, which so could go on from any point of it.
+    # In the reverse order of `keep`, so that `keep` could go on from any point.
     for name in (_INDEX, fresh_folder(path / _INDEX).name, _BLOCKS):
         if os.path.lexists(moving / name) and not os.path.lexists(path / name):
             _move(moving / name, path / name)

@@ -2,8 +2,8 @@
 """Compares the records of a slot file with the rows of its index, for `ssd/store_check.py`.
 
 `RecordFile` reads a slot file from end to end and verifies every record against its own header;
-`Reconciler` holds the rows of an index against them, both in the order of the slots. They say what
-is wrong, in a `CheckResult`, and change nothing.
+`Reconciler` compares the rows of an index with them, both in the order of the slots. Faults go into
+a `CheckResult`; neither changes the store.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ SIZE = "size"  # a file is missing, or larger than it may be
 
 _CHUNK_BYTES = 4 * 1024**2
 _THREADS = 4
-_AHEAD = 2 * _THREADS  # chunks read before somebody asks for them
+_AHEAD = 2 * _THREADS  # chunks read ahead of the caller
 
 _SLOT_BITS = 32
 
 
 def _of_group(key: bytes) -> str:
-    """Whose block it is where a model has several cache groups: a hit needs some of each."""
+    """Words that name the block's cache group, empty for the first one. A hit needs blocks of every
+    group."""
     group = unpack_key(key).group
     return f", a block of cache group {group}" if group else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong."""
+    """A fault of a store: its kind, a text, and its slot if it has one."""
 
     kind: str
     text: str
@@ -56,25 +57,25 @@ class Problem:
 
 @dataclass(slots=True)
 class CheckResult:
-    """What one check of one store found, and what was done about it."""
+    """The findings of one check of one store, and its repairs."""
 
     path: Path
     max_problems: int  # how many of them are kept
     slots: int = 0
     rows: int = 0
-    whole: int = 0  # rows whose records are whole, as far as they were looked at
+    whole: int = 0  # rows whose records are whole, as far as they were checked
     orphans: int = 0  # whole records without a row
     bytes_read: int = 0
     payloads_verified: bool = True  # false: they are sealed and the key was not given
     counts: dict[str, int] = field(default_factory=dict)  # problems by kind
     problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # harmless, such as what a crash left
+    notes: list[str] = field(default_factory=list)  # harmless, such as remains of a crash
     removed_rows: int = 0
     rebuilt_rows: int = 0
 
     @property
     def is_clean(self) -> bool:
-        """True if nothing was wrong; false also where everything was mended."""
+        """True if no fault was found; False also where all were repaired."""
         return not self.counts
 
     def add(self, kind: str, text: str, slot: int | None = None) -> None:
@@ -85,19 +86,19 @@ class CheckResult:
 
 
 class Found(NamedTuple):
-    """What lies in one slot."""
+    """The content of one slot."""
 
     slot: int
     header: RecordHeader | None  # None: no record
     defect: Defect | None  # of a record by itself
-    error: OSError | None  # the disk did not give it
+    error: OSError | None  # of a read that failed
 
 
 class RecordFile:
     """A slot file opened for reading only, past the page cache where that can be.
 
-    `seal` is what seals its records. Where there is none, `verifies` is false: then headers
-    are looked at and payloads are not.
+    `seal` is the seal of its records. With `verifies` false, for a seal that is unknown, only
+    headers are checked.
     """
 
     def __init__(self, path: Path, seal: Seal | None = None, *, verifies: bool = True) -> None:
@@ -110,8 +111,8 @@ class RecordFile:
         os.close(self._descriptor)
 
     def block_bytes(self) -> int | None:
-        """The size of a block that the first whole record claims; None where there is none. For
-        a store that has lost everything else which says it."""
+        """The block size in the header of the first whole record; None where there is none. Used
+        for a store without an identity file."""
         page = memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES))
         for offset in range(0, self.size - HEADER_PAGE_BYTES, HEADER_PAGE_BYTES):
             os.preadv(self._descriptor, [page], offset)
@@ -145,8 +146,8 @@ class RecordFile:
                 yield from waiting.popleft().result()
 
     def _look(self, start: int, count: int, block_bytes: int, buffer: memoryview) -> list[Found]:
-        """Neighbouring slots at once; one by one where that fails, so that a bad sector costs its
-        own record only."""
+        """Read neighbouring slots at once; one by one where that fails, so that a bad sector costs
+        only its own record."""
         size = record_bytes_of(block_bytes)
         try:
             done = os.preadv(self._descriptor, [buffer[: count * size]], start * size)
@@ -169,14 +170,14 @@ class RecordFile:
             return Found(slot, None, None, None)
         if header.block_bytes != block_bytes:
             return Found(slot, header, Defect.LENGTH, None)
-        # What lies behind an encoded payload is of an earlier record, and not looked at.
+        # The bytes behind an encoded payload belong to an earlier record and are not checked.
         payload = record[HEADER_PAGE_BYTES : HEADER_PAGE_BYTES + header.payload_bytes]
         expected = replace(header, seal=self._seal) if self._seal else header
         return Found(slot, header, self._check(record, payload, expected), None)
 
 
 def record_bytes_of(block_bytes: int) -> int:
-    """Bytes that a record of such a block takes in the file."""
+    """Bytes in the file for a record of a block of `block_bytes`."""
     return HEADER_PAGE_BYTES + -(-block_bytes // HEADER_PAGE_BYTES) * HEADER_PAGE_BYTES
 
 
@@ -203,9 +204,9 @@ class Reconciler:
         cleared_up_to: int = 0,
     ) -> None:
         self._result = result
-        self._cleared_up_to = cleared_up_to  # what has such a generation is forgotten
+        self._cleared_up_to = cleared_up_to  # blocks up to this generation are forgotten
         self._num_cleared = 0
-        self._layout_id = layout_id  # None where nobody knows it: then any is right
+        self._layout_id = layout_id  # None: unknown, so any layout is right
         self._has_index = has_index
         self.bad_slots: list[int] = []  # whose rows should go
         # Key → generation and slot of the record that counts, in one number each.
@@ -237,7 +238,8 @@ class Reconciler:
             self._result.notes.append(f"{unreadable} slots without a row cannot be read")
 
     def rows_of_records(self) -> Iterator[Row]:
-        """A row for the latest record of each key; who was written last was used last."""
+        """Yield a row for the latest record of each key; the order of writes stands for the order
+        of uses."""
         for use, key in enumerate(sorted(self._latest, key=self._latest.__getitem__), 1):
             generation, slot = divmod(self._latest[key], 1 << _SLOT_BITS)
             yield Row(slot, key, generation, use, self._encoded_bytes.get(slot, 0))
@@ -288,7 +290,8 @@ class Reconciler:
             self._remember(header.key, header.generation, found.slot)
 
     def _remember(self, key: bytes, generation: int, slot: int) -> int | None:
-        """Keep the later one of two records for a key; the slot of the other one."""
+        """Keep the later one of two records for a key. Return the slot of the other one, None for a
+        new key."""
         mine, known = generation << _SLOT_BITS | slot, self._latest.get(key)
         if known is None:
             self._latest[key] = mine
@@ -302,5 +305,5 @@ class Reconciler:
 
 
 def _encoded_bytes(header: RecordHeader) -> int:
-    """The length of what was encoded, as a row has it: 0 without a codec."""
+    """Length of the encoded payload as in a row: 0 without a codec."""
     return header.payload_bytes if header.codec else 0

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at an LMDB file for damage and reads it, in a process of its own: `main([FOLDER, *PATHS])`.
+"""Checks an LMDB file for damage and reads it, in its own process: `main([FOLDER, *PATHS])`.
 
-LMDB trusts its file. A page that is missing, zeroed or out of bounds ends the process that reads
-or writes it, so this looks first: at the structure of every page in use and of the list of free
-pages by hand, then, in case something was overlooked, with LMDB itself. What a row says is not
-judged but for its length and place; records are verified when they are read.
+LMDB trusts its file. A page that is missing, zeroed or out of bounds ends the process that reads or
+writes it. So this process checks the structure of every page in use and of the list of free pages
+first, then reads the file with LMDB, to find what the check overlooked. Rows are checked for length
+and order only; records are verified when they are read.
 
-Rows go to standard output while the pages are looked at, so that their reader need not
-wait for the end of that, but only by it knows that they are good:
+Rows go to standard output while the pages are checked; the reader can take them at once, but only
+the exit status says that they are good:
     batch = number of rows u32 little-endian | the slots, 4 bytes each | the values, 64 bytes each
-The last batch is empty, and comes before LMDB reads everything: what its reader does with all the
-rows goes on beside that.
-Exit status 0: sound, and every row was written. 1: damaged, the reason on standard error. 2: short
-of memory or descriptors, which says nothing about the file. Killed by a signal that reading can
-cause: damaged. Imports nothing of ours and little else, neither typing nor pathlib, since every
-opening of a store waits for it to start; PATHS are where to look for LMDB.
+The last batch is empty, and comes before LMDB reads everything, so that the reader can work on all
+rows meanwhile. Exit status 0: sound, and every row was written. 1: damaged, the reason on standard
+error. 2: short of memory or descriptors; the file may be sound. Killed by a signal that reading can
+cause: damaged. Imports no module of this project and few others, neither typing nor pathlib, since
+every opening of a store waits for it to start; PATHS are the places of LMDB.
 
 Page: pgno u64, pad u16, flags u16, lower u16, upper u16, offsets of nodes u16 each, ... nodes.
 Node: low u16, high u16, flags u16, key size u16, key, data. In a leaf low|high is the data size;
@@ -60,7 +59,7 @@ _SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 
 class Damage(Exception):
-    """What is wrong, in a few words."""
+    """A damaged file; the message says what is wrong."""
 
 
 class Tree(
@@ -75,13 +74,13 @@ class Tree(
 
 
 class Meta(namedtuple("Meta", "free main last_page transaction")):
-    """One of the two pages that a file begins with: two trees, two numbers."""
+    """A meta page, the first or second of a file: the roots of two trees, two numbers."""
 
     __slots__ = ()
 
 
 class RowStream:
-    """Rows on their way out. They must come in the order of their slots."""
+    """Writes rows in batches. They must come in the order of their slots."""
 
     def __init__(self, out: BinaryIO) -> None:
         self.count = 0  # of rows that have left
@@ -97,7 +96,8 @@ class RowStream:
             self.write_pending()
 
     def write_pending(self) -> None:
-        """Write what has come together. Raises Damage where it is in no order."""
+        """Write the collected rows. Raises Damage where they are not in the order of their
+        slots."""
         slots, values = self._slots, self._values
         if not slots:
             return
@@ -131,8 +131,8 @@ class RowStream:
 
 
 class PageScan:
-    """Walks the newest snapshot of one file; raises Damage at the first thing that is wrong. The
-    rows it comes by go to `rows`."""
+    """Walks the newest snapshot of one file; raises Damage at the first fault. The rows go to
+    `rows`."""
 
     def __init__(self, data: mmap.mmap, rows: RowStream) -> None:
         self._data = data
@@ -146,7 +146,7 @@ class PageScan:
         self._seen[0] = self._seen[1] = 1
 
     def check_all_pages(self) -> None:
-        """Every tree, then the free pages, which no tree may use."""
+        """Check every tree, then the free pages, which no tree may use."""
         self._check_tree(self._meta.main)
         for start, size in self._check_tree(self._meta.free, free_list=True):
             count = self._number(start)
@@ -159,7 +159,8 @@ class PageScan:
     def _check_tree(
         self, tree: Tree, *, free_list: bool = False, has_rows: bool = False
     ) -> list[tuple[int, int]]:
-        """Offsets and sizes of all values, of a free list; of another tree nothing."""
+        """Check a tree. Return offsets and sizes of all values for a free list, an empty list for
+        any other tree."""
         if tree.root == _EMPTY:
             if tree.entries or tree.depth:
                 raise Damage("a tree without a root claims to have entries")
@@ -199,7 +200,7 @@ class PageScan:
         return children
 
     def _check_leaf(self, page: int) -> tuple[int, list[tuple[int, int]]]:
-        """The number of nodes; offset and size of their values."""
+        """Check a leaf. Return the number of its nodes; offset and size of each value."""
         base, offsets = self._check_page(page, _LEAF)
         values = []
         for offset in offsets:
@@ -223,9 +224,9 @@ class PageScan:
         return len(offsets), values
 
     def _take_rows(self, page: int) -> int:
-        """The number of rows of a leaf that has nothing else: equal nodes, side by side. Told a
-        page at a time, and byte by byte of all its rows at once, because a million nodes are too
-        many to look at one by one."""
+        """Check a leaf that holds only rows, as equal nodes side by side, and hand them on. Return
+        their number. Each byte position is compared for all rows of a page at once: a loop over a
+        million nodes takes too long."""
         base, offsets = self._check_page(page, _LEAF)
         count, first, size = len(offsets), min(offsets), _ROW.size
         if first + count * size != self._size:
@@ -253,7 +254,8 @@ class PageScan:
         return count
 
     def _check_page(self, page: int, kind: int) -> tuple[int, tuple[int, ...]]:
-        """Where the page begins, and the offsets of its nodes, all within the page."""
+        """Return the offset of the page in the file, and the offsets of its nodes, all within the
+        page."""
         self._claim(page)
         base = page * self._size
         number, _pad, flags, lower, upper = _PAGE.unpack_from(self._data, base)
@@ -268,7 +270,7 @@ class PageScan:
         return base, offsets
 
     def _check_overflow(self, page: int, size: int) -> int:
-        """Claim the pages of a large value; where its bytes begin."""
+        """Claim the pages of a large value. Return the offset of its bytes."""
         if page > self._meta.last_page:
             raise Damage(f"page {page} is beyond the last page")
         base = page * self._size
@@ -320,8 +322,9 @@ def newest_meta(data: mmap.mmap | bytes, page_size: int) -> Meta:
 
 
 def count_rows(read: Callable[[int, int], bytes]) -> int:
-    """The number of rows of the newest snapshot, by `read(size, offset)` of a few pages: fewer than
-    a check takes, so it may be wrong of a damaged file. Raises Damage, ValueError, struct.error."""
+    """The number of rows in the newest snapshot, by `read(size, offset)` of a few pages: fewer than
+    a check reads, so it may be wrong for a damaged file. Raises Damage, ValueError,
+    struct.error."""
     head = read(2 * _LARGEST_PAGE, 0)
     size = _page_size(head)
     root = newest_meta(head, size).main.root
@@ -340,7 +343,8 @@ def count_rows(read: Callable[[int, int], bytes]) -> int:
 
 
 def read_with_lmdb(folder: str, num_rows: int) -> None:
-    """Read everything the way the store would; Damage where that finds other rows than before."""
+    """Read everything as the store would. Raises Damage where LMDB finds other rows than the
+    scan."""
     import lmdb  # found only where `main` has put its place
 
     try:

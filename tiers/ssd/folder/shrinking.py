@@ -5,11 +5,11 @@ move down into slots of colder ones.
     slots   0 ............ new end ............ old end
                   cold  ◄──────────  hot
 
-Only here are payloads moved at an opening, for `MOST_SECONDS` at most; what is left then is lost,
-the coldest first. At every moment of a crash each row names a slot that holds its record: the row
-of a colder block goes first, then the record is copied and synced, then one commit gives the block
-its new slot and takes the old one away. At last the rows beyond the new end go, and then the file's
-bytes there, so that a full disk has room for the smaller index that comes next.
+No other opening moves payloads. The move takes `MOST_SECONDS` at most; blocks not moved by then are
+lost, the coldest first. At every moment of a crash each row names a slot that holds its record: the
+row of a colder block goes first, then the record is copied and synced, then one commit gives the
+block its new slot and takes the old one away. At last the rows beyond the new end go, and then the
+file's bytes there, so that a full disk has room for the smaller index that comes next.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COMMIT_ROWS = 1024
 
 
 def num_slots_there(slot_file: Path, plan: SpacePlan) -> int:
-    """How many slots the disk has given to the file."""
+    """Slots that fit into the bytes allocated to the file; 0 where there is no file."""
     try:
         return slot_file.lstat().st_blocks * 512 // plan.record_bytes
     except FileNotFoundError:
@@ -44,9 +44,9 @@ def num_slots_there(slot_file: Path, plan: SpacePlan) -> int:
 
 
 def shrink(directory: StoreDirectory, plan: SpacePlan, index: SlotIndex) -> SlotIndex:
-    """The index of what is kept in the first `plan.num_slots` slots, where the disk says so too.
-    `index` has more. A block that cannot be read is lost. May raise OSError and lmdb.Error; nothing
-    but cold blocks is lost then."""
+    """Move the hottest blocks into the first `plan.num_slots` slots, in the files and in the
+    returned index. `index` has more slots. A block that cannot be read is lost. May raise OSError
+    and lmdb.Error; only cold blocks are lost then."""
     began = time.monotonic()
     to_be_removed = [entry.slot for entry in index.take_leaving()]
     by_heat = list(index.iter_by_use())[::-1]
@@ -87,7 +87,7 @@ def shrink(directory: StoreDirectory, plan: SpacePlan, index: SlotIndex) -> Slot
 
 
 class _Mover:
-    """The files that are changed, open until its end."""
+    """Moves records within the slot file, and changes their rows. Holds both files open."""
 
     def __init__(self, directory: StoreDirectory, plan: SpacePlan) -> None:
         self._size = plan.record_bytes
@@ -111,8 +111,8 @@ class _Mover:
             self._index.delete(slots[start : start + _COMMIT_ROWS])
 
     def move(self, rows: Sequence[Row], slots: Sequence[int]) -> Iterable[Row]:
-        """The rows of what could be read, at their new slots. Raises OSError where nothing could:
-        that is no bad sector but a disk that is gone, and may come back."""
+        """Copy records to new slots. Return the rows of those that could be read. Raises OSError
+        where none could: that is no bad sector but a lost disk, which may come back."""
         self._index.delete(slots)
         new: list[Row] = []
         fault: OSError | None = None
@@ -133,7 +133,7 @@ class _Mover:
         return new
 
     def cut_off(self) -> None:
-        """Let go of what lies beyond the new end, the rows first."""
+        """Remove the rows beyond the new end, then the file's bytes there."""
         self._index.delete_from(self._num_slots)
         if os.fstat(self._file).st_size > self._num_slots * self._size:
             os.ftruncate(self._file, self._num_slots * self._size)

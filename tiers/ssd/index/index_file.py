@@ -6,7 +6,7 @@ row's key is the slot, not the block: the number of rows is then bounded by the 
 two rows cannot claim one slot, and a batch of neighbouring slots changes one page of the tree
 instead of one page for each block.
 
-    store    name → value       what the store was made for, see `Identity`
+    store    name → value       the identity of the store, see `Identity`
     slots    slot u32 big-endian → block key (40) | generation u64 | last use u64
                                    | encoded bytes u64, 0 for a block without a codec
 
@@ -48,12 +48,12 @@ _ROWS_PER_COMMIT = 65536  # of a rebuilt index
 
 
 class IndexDamaged(Exception):
-    """What is wrong with an index, in a few words for a person."""
+    """A damaged index; the message says what is wrong."""
 
 
 class Row(NamedTuple):
-    """One block on the disk. `last_use` only orders rows; it is no time. `encoded_bytes` is what a
-    codec made of the block, 0 where it lies as it is."""
+    """A block on the disk. `last_use` is no time; it only orders rows. `encoded_bytes` is the
+    length of the encoded block, 0 where no codec was used."""
 
     slot: int
     key: bytes
@@ -91,7 +91,8 @@ class RowBatch(NamedTuple):
             yield Row(slot, *value)
 
     def columns(self, num_slots: int) -> Columns:
-        """The rows below `num_slots`, without an object for each: a million are slow to make."""
+        """The rows of slots below `num_slots`, as columns: a million row objects take long to
+        make."""
         slots, words = array("I", self.slots), array("Q", self.values)
         (slots if sys.byteorder == "little" else words).byteswap()
         count = bisect_left(slots, num_slots)
@@ -105,12 +106,12 @@ class RowBatch(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What the store was made for. Another layout, namespace or format has another store."""
+    """The layout, namespace and format of a store. Another one of them needs another store."""
 
     format_version: int
     layout_id: bytes
     namespace: bytes
-    layout_text: str  # for people, in messages
+    layout_text: str  # for messages
 
     def is_same(self, other: Identity) -> bool:
         return self[:3] == other[:3]
@@ -131,8 +132,8 @@ class IndexFile:
         self._open_env()
 
     def reserve(self, map_bytes: int) -> None:
-        """Write the file's whole room once, so that a full disk cannot break a commit later, and
-        so that a commit does not wait for the file system's journal. May raise OSError."""
+        """Write zeros up to the file's full size, so that a full disk cannot break a later commit,
+        and so that a commit does not wait for the file system's journal. May raise OSError."""
         descriptor = os.open(self._data, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             start = os.fstat(descriptor).st_size
@@ -144,7 +145,7 @@ class IndexFile:
             os.close(descriptor)
 
     def identity(self) -> Identity | None:
-        """None where the index is new. Raises IndexDamaged."""
+        """Read the identity. Return None where the index is new. Raises IndexDamaged."""
         with self._env.begin() as txn:
             version = txn.get(b"format", db=self._store)
             if version is None:
@@ -166,9 +167,9 @@ class IndexFile:
             txn.put(b"layout", identity.layout_text.encode())
 
     def next_epoch(self, last: int | None) -> int:
-        """A number below 2**32 that no earlier opening of the store had. `last` is the one before
-        as far as somebody else knows; otherwise the index does, and a new index begins anywhere,
-        so that it does not repeat the numbers of one that was lost."""
+        """Return a number below 2**32 that no earlier opening of the store had, and store it.
+        `last` is the previous one, from the identity file; None: the index says it. A new index
+        begins with a random number, so that it does not repeat the numbers of a lost one."""
         with self._env.begin(write=True, db=self._store) as txn:
             stored = txn.get(b"epoch", b"")
             if last is None and len(stored) == _NUMBER.size:
@@ -186,7 +187,7 @@ class IndexFile:
                     yield Row(_SLOT.unpack(slot)[0], *_VALUE.unpack(value))
 
     def put(self, rows: Iterable[Row], deleted: Sequence[int] = ()) -> None:
-        """Write rows over what their slots had, and remove the rows of other slots."""
+        """Write rows over the old ones of their slots, and remove the rows of `deleted` slots."""
         slot_of, value_of = _SLOT.pack, _VALUE.pack
         items = [
             (slot_of(slot), value_of(key, generation, last_use, encoded_bytes))
@@ -202,8 +203,8 @@ class IndexFile:
             _delete(txn, slots)
 
     def delete_from(self, slot: int) -> None:
-        """Remove the rows of this slot and of all after it, the last ones first: of very many in
-        several commits, since LMDB bounds the pages that one may change."""
+        """Remove the rows of this slot and of all after it, the last ones first. Very many rows
+        take several commits, since LMDB bounds the pages that one may change."""
         first, left = _SLOT.pack(slot), True
         while left:
             with self._change_rows() as txn, txn.cursor() as cursor:
@@ -219,11 +220,11 @@ class IndexFile:
     def _open_env(self) -> None:
         self._env = lmdb.open(
             str(self._folder),
-            # Never smaller than the file, which a shrinking store has to read before it shrinks.
+            # Never smaller than the file: a shrinking store reads all of it first.
             map_size=max(self._map_bytes, _size(self._data)),
             max_dbs=2,
             mode=0o600,
-            lock=False,  # one process holds the store's own lock, and nothing reads beside a write
+            lock=False,  # the store's own lock admits one process, and no read runs beside a write
             writemap=False,  # a wild pointer must not reach the file
             readahead=False,
         )
@@ -235,8 +236,9 @@ class IndexFile:
             raise
 
     def _change_rows(self) -> Any:
-        """A transaction. After an error of the disk at a bad moment LMDB refuses every further one
-        until the file is opened anew; that is done here, so that only the disk has to heal."""
+        """Begin a transaction. After some disk errors LMDB refuses every further transaction until
+        the file is opened anew; the next call here opens it, so that the index works again with the
+        disk."""
         if self._is_refused:
             self._env.close()
             self._open_env()
@@ -249,7 +251,7 @@ class IndexFile:
 
 
 def _delete(txn: Any, slots: Iterable[int]) -> None:
-    """Neighbours after one another, so that each page of the tree is changed once."""
+    """Delete rows in the order of their slots, so that each page of the tree is changed once."""
     delete = txn.delete
     for name in map(_SLOT.pack, sorted(slots)):
         delete(name)
@@ -258,8 +260,8 @@ def _delete(txn: Any, slots: Iterable[int]) -> None:
 def rebuild(folder: Path, map_bytes: int, identity: Identity, rows: Iterable[Row]) -> None:
     """Replace the index in `folder` by a new one of `map_bytes` that holds `rows`.
 
-    LMDB files never shrink, so a smaller store needs a new one. A crash in between leaves either
-    index; the new one names what it is for only when it is whole, see `finish_rebuild`.
+    LMDB files never shrink, so a smaller store needs a new one. A crash in between leaves the old
+    or the new index; the new one gets its identity only when it is whole, see `finish_rebuild`.
     """
     fresh = fresh_folder(folder)
     shutil.rmtree(fresh, ignore_errors=True)
@@ -279,7 +281,8 @@ def rebuild(folder: Path, map_bytes: int, identity: Identity, rows: Iterable[Row
 
 
 def finish_rebuild(folder: Path) -> None:
-    """After a crash: take the new index where the old one is gone already, else remove it."""
+    """Finish `rebuild` after a crash: use the new index where the old one is gone, else remove
+    it."""
     fresh = fresh_folder(folder)
     if not fresh.exists():
         return
@@ -300,7 +303,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def fresh_folder(folder: Path) -> Path:
-    """Where the index lies that is about to replace the one in `folder`."""
+    """The folder of the index that is about to replace the one in `folder`."""
     return folder.with_name(folder.name + ".new")
 
 

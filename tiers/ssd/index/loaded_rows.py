@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of an index on the disk, as the index in memory begins with them.
+"""The rows of an index on the disk, loaded as the first content of the index in memory.
 
 A million rows are taken in as columns, in C wherever that can be.
 """
@@ -23,9 +23,9 @@ _LARGEST_USE = 2**62
 
 class LoadedRows:
     """Blocks by slot, over slots 0 to `num_slots - 1`. `batches` come in the order of their slots;
-    what is beyond the last slot is left out. An empty batch among them is the last one: their
-    source has read all rows, and is about to say whether they are good. `recency`, which is empty,
-    gains the slots in use, the coldest first, while the source makes sure of that."""
+    rows beyond the last slot are left out. An empty batch is the last one: the source has sent all
+    rows and still checks them. Meanwhile the slots in use are added to the empty `recency`, the
+    coldest first."""
 
     def __init__(self, num_slots: int, batches: Iterable[RowBatch], recency: SlotList) -> None:
         self.slots: dict[bytes, int] = {}
@@ -36,7 +36,7 @@ class LoadedRows:
         self.leaving = array("I")  # slots whose rows are to be removed again
         self.last_use = 0
         self._recency = recency
-        # Millions of keys and numbers, and not a cycle among them for the collector to look for.
+        # Millions of keys and numbers hold no reference cycle, so the collector is off meanwhile.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -58,7 +58,7 @@ class LoadedRows:
             self._put_in_order(uses)
 
     def _put_in_order(self, uses: array[int]) -> None:
-        """All rows were taken in."""
+        """Fill `recency` after the last row."""
         self._leave_older_rows(uses)
         order = _by_use(self.slots, uses)
         self._recency.extend(order)
@@ -85,8 +85,7 @@ class LoadedRows:
         scatter(self.free_flags, slots, repeat(0))
 
     def _leave_older_rows(self, uses: array[int]) -> None:
-        """The older of two rows for a key, left by a removal that failed, is to be removed
-        again."""
+        """Mark the older of two rows for a key, left by a failed removal, to be removed again."""
         if self.free_flags.count(0) == len(self.slots):
             return
         rows = [(slot, key) for slot, key in enumerate(self.keys) if key is not None]
@@ -102,10 +101,10 @@ class LoadedRows:
 def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
     """The slots, those first whose last use is longest ago; 0 is the use of all other slots.
 
-    Last uses are small different numbers, so they are laid out by number instead of compared; what
-    a damaged row says may be neither, and then they are compared.
+    Last uses are small different numbers, so they are laid out by number instead of compared; those
+    of a damaged row may be neither, and then all are compared.
     """
-    last, nobody = max(uses, default=0), len(uses)
+    last, unused = max(uses, default=0), len(uses)
     if last > _LARGEST_USE:
         for slot in slots.values():
             uses[slot] %= _LARGEST_USE
@@ -116,15 +115,15 @@ def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
         first = min(filter(None, uses), default=0)
         if last - first >= most:
             return sorted(slots.values(), key=uses.__getitem__)
-    places = array("I", [nobody]) * (last - first + 1)
+    places = array("I", [unused]) * (last - first + 1)
     if first:
         for slot, use in enumerate(uses):
             if use:
                 places[use - first] = slot
     else:
         scatter(places, uses, range(len(uses)))
-        places[0] = nobody  # where all that are not in use went
-    order = [slot for slot in places if slot != nobody]
+        places[0] = unused  # the index of all slots without a use
+    order = [slot for slot in places if slot != unused]
     if len(order) == len(slots):
         return order
     return sorted(slots.values(), key=uses.__getitem__)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings the rows of the index to the disk: new blocks, removals, last uses, in few commits.
 
-A commit is dear, so a full store removes in it what later batches will displace: a steady stream of
-batches then takes one commit each instead of two. Its caller has seen to it that the records of new
-rows are on the disk. Called by one thread.
+A commit is dear, so a full store removes in it the rows that later batches will displace: a steady
+stream of batches then takes one commit each instead of two. The caller has synced the records of
+new rows. Called by one thread.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class OfferedBlocks:
         return max(0.0, self._due_at - time.monotonic())
 
     def drain_entries(self) -> list[Entry]:
-        """All of them, the newest batch first, each head first: the order in which rows say who was
-        used last."""
+        """Take all entries, the newest batch first, each head first: the order of last use in
+        rows."""
         entries = list(reversed(self._entries.values()))
         self._entries.clear()
         return entries
 
     def slots_left(self, entries: Iterable[Entry]) -> None:
-        """Slots are free for others, so no row may be committed for what they held."""
+        """Drop entries whose slots are free for other blocks: no row may be committed for them."""
         for entry in entries:
             held = self._entries.get(entry.slot)
             if held is not None and held.generation == entry.generation:
@@ -81,8 +81,8 @@ class RowWriter:
         self._uses_at = 0.0  # when last uses are due (monotonic)
 
     def remove_leaving(self) -> bool:
-        """Remove the rows of all blocks that left; their slots are free then. False where the disk
-        kept some; they are removed another time."""
+        """Remove the rows of all blocks that left; their slots are free then. False where that
+        failed for some; a later call removes them."""
         with self._state.lock:
             leaving = self._state.index.take_leaving()
         for start in range(0, len(leaving), ROWS_PER_COMMIT):
@@ -98,8 +98,9 @@ class RowWriter:
         return True
 
     def commit(self, entries: Sequence[Entry]) -> bool:
-        """Commit the rows of new entries, with them last uses where those are due and removals for
-        later batches; False if that failed. Without entries they are due."""
+        """Commit the rows of new entries, with last uses where those are due, and removals for
+        later batches; False if that failed. Last uses are due every `USES_SECONDS`, and without
+        entries."""
         index, now = self._state.index, time.monotonic()
         with_uses = not entries or now >= self._uses_at
         num_ahead = min(len(entries), self._ahead)
@@ -122,7 +123,7 @@ class RowWriter:
         return True
 
     def write_last_uses(self, stop_at: float) -> None:
-        """Bring the order of use to the disk, as far as the time allows."""
+        """Write the order of use to the disk, until `stop_at` (monotonic)."""
         while True:
             with self._state.lock:
                 rows = self._state.index.touched_rows(ROWS_PER_COMMIT)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index in memory: which block is in which slot, which slots are free, who is read right now.
+"""The index in memory: the block of each slot, the free slots, and the reads under way.
 
-Every question the store is asked is answered here; the index on disk only repeats it for the next
-start. A slot goes round like this, and is never written while a row on the disk or a reader still
-means what it held before:
+It answers every look-up of the store; the index on disk is its copy for the next start. A slot goes
+through these states, and is never written while a row on the disk or a reader refers to its earlier
+block:
 
     free → allocate → (written, row committed) → publish → in use ⇄ pin/unpin
       ↑                                                       │ forget (evicted, dropped, damaged)
       └── release: row gone from the disk, and no pins ←── leaving
 
-A million blocks would be gigabytes as objects, so what is known of a slot lies in arrays by its
-number, and one dict leads from keys to slots.
+A million blocks would take gigabytes as objects, so the fields of a slot lie in arrays by its
+number, and one dict maps keys to slots.
 
-The order of last use is always kept, since the disk repeats it. It is the order of eviction too,
-unless a policy chooses the victims (`choose_by`), which is told of every block that is used, comes
-in or goes.
+The order of last use is always kept, since the disk stores it. It is the order of eviction too,
+unless a policy chooses the victims (`choose_by`); the policy is told of every block that is used,
+added or removed.
 
 In memory only; its owner calls it under one lock.
 """
@@ -34,15 +34,15 @@ from .index_file import Row, RowBatch
 from .loaded_rows import LoadedRows
 from .slot_sets import FreeSlots, SlotList
 
-# Blocks forgotten by name whose records are erased for those who wait for that.
+# Most blocks forgotten by name whose records `wait_forgotten` erases.
 _MOST_DROPPED = 16384
-# Of the slots, for blocks that are held until somebody asks for them.
+# Share of the slots that blocks under a hold may take.
 HELD_SHARE = 0.5
-LAST_GENERATION = 2**64 - 1  # that a row can say
+LAST_GENERATION = 2**64 - 1  # the largest that fits into a row
 
 
 class Entry(NamedTuple):
-    """One block on the disk, as it was when it was asked for. `encoded_bytes` is as in its row."""
+    """A block on the disk at the time of the call. `encoded_bytes` is as in its row."""
 
     key: bytes
     slot: int
@@ -72,7 +72,7 @@ class SlotIndex:
         self._generations = loaded.generations
         self._encoded_bytes = loaded.encoded_bytes
         self._pins = array("I", bytes(4 * num_slots))
-        self._row_gone = bytearray(num_slots)  # 1: free as soon as nobody reads it
+        self._row_gone = bytearray(num_slots)  # 1: free when its last reader is done
         self._leaving = loaded.leaving
         self._dropped: deque[tuple[int, int]] = deque(maxlen=_MOST_DROPPED)  # slot, generation
         self._unsaved = SlotList(num_slots)  # used since their rows were written, in that order
@@ -96,8 +96,8 @@ class SlotIndex:
         return bool(self._leaving)
 
     def choose_by(self, policy: EvictionPolicy) -> None:
-        """Have this policy, which holds nothing yet, choose the victims from now on. It begins with
-        the order of last use."""
+        """Let this empty policy choose the victims from now on. It gets all blocks in the order of
+        last use."""
         policy.insert(self._keys[slot] or b"" for slot in self._recency)
         self._policy = policy
         self.learns = policy.learns
@@ -110,11 +110,11 @@ class SlotIndex:
         return list(self._slots)
 
     def retain_keys(self, keys: Sequence[bytes], until: float, now: float) -> int:
-        """Keep known blocks, given head first, from being evicted until then (seconds, monotonic):
-        how many, from the first on. At most HELD_SHARE of the slots are held."""
+        """Keep known blocks, given head first, from eviction until `until` (seconds, monotonic).
+        Return how many, from the first on. At most HELD_SHARE of the slots are held."""
         leading = list(takewhile(self._slots.__contains__, keys))
         held = self._holds.create_hold(leading, until, now).keys
-        self.touch(held)  # so that they are not in the way of victims
+        self.touch(held)  # so that victims are found before them
         return len(held)
 
     def coldest_slots(self, limit: int) -> list[int]:
@@ -150,7 +150,7 @@ class SlotIndex:
         self._free_if_left(entry.slot)
 
     def remove_entry(self, entry: Entry, *, by_name: bool = False) -> bool:
-        """Take an entry out of sight; False if it already was. `by_name`: as by `forget_key`."""
+        """Hide an entry; False if it was hidden already. `by_name`: as by `forget_key`."""
         slot = self._slots.get(entry.key)
         if slot != entry.slot or self._generations[slot] != entry.generation:
             return False
@@ -169,13 +169,13 @@ class SlotIndex:
         return True
 
     def note_dropped(self, entry: Entry) -> None:
-        """A block in an allocated slot, which will not be published, was forgotten by name; its
+        """Note a block forgotten by name in an allocated slot that will not be published; its
         record may be there. See `take_dropped`."""
         self._keys[entry.slot], self._generations[entry.slot] = entry.key, entry.generation
         self._dropped.append((entry.slot, entry.generation))
 
     def forget_up_to(self, generation: int) -> None:
-        """Take out of sight what was written up to this generation."""
+        """Hide all blocks written up to this generation."""
         generations = self._generations
         self._leave([slot for slot in self._slots.values() if generations[slot] <= generation])
 
@@ -184,9 +184,9 @@ class SlotIndex:
         return any(self._generations[slot] > generation for slot in self._leaving)
 
     def take_dropped(self, after: int) -> list[int]:
-        """Free slots that still hold the record of a block forgotten by name, if it was written
-        after that generation; of the latest `_MOST_DROPPED`. Those that somebody still reads come
-        another time."""
+        """Return free slots that still hold the record of a block forgotten by name, if it was
+        written after that generation; of the latest `_MOST_DROPPED`. A later call returns those
+        that are being read now."""
         dropped, generations = list(self._dropped), self._generations
         there = [each for each in dropped if after < each[1] == generations[each[0]]]
         self._dropped.clear()
@@ -194,8 +194,8 @@ class SlotIndex:
         return [slot for slot, _ in there if slot in self.free]
 
     def dropped_keys(self) -> tuple[list[bytes], bool]:
-        """Blocks forgotten by name whose rows or records may still be on the disk; False: of more
-        than that nobody knows any more."""
+        """Blocks forgotten by name whose rows or records may still be on the disk; and whether
+        these are all (False: the list was full and may have lost some)."""
         keys, generations = self._keys, self._generations
         found = [
             keys[slot] for slot, generation in self._dropped if generations[slot] == generation
@@ -203,7 +203,8 @@ class SlotIndex:
         return [key for key in found if key is not None], len(self._dropped) < _MOST_DROPPED
 
     def make_room(self, count: int) -> int:
-        """Evict until `count` slots will be free once what is leaving has left; return how many."""
+        """Evict until `count` slots will be free when the leaving rows are removed. Return how
+        many."""
         wanted = count - self.free.count
         for slot in self._leaving:
             if wanted <= 0:
@@ -214,20 +215,21 @@ class SlotIndex:
         return len(victims)
 
     def take_leaving(self, limit: int | None = None) -> list[Entry]:
-        """Entries whose rows have to go; `free_entries` or `keep_leaving` them afterwards."""
+        """Take entries whose rows must be removed. The caller ends each with `free_entries` or
+        `keep_leaving`."""
         slots = self._leaving[:limit]
         del self._leaving[:limit]
         return [self._entry(slot) for slot in slots]
 
     def keep_leaving(self, entries: Sequence[Entry]) -> None:
-        """Their rows could not be removed, or may be on the disk though their commit failed; try
-        again later."""
+        """Mark entries for a later removal: their rows could not be removed, or may be on the disk
+        though their commit failed."""
         for entry in entries:
             self._generations[entry.slot] = entry.generation
             self._leaving.append(entry.slot)
 
     def free_entries(self, entries: Iterable[Entry]) -> None:
-        """Their rows are gone: the slots are free, or will be after the last reader."""
+        """Free the slots of entries whose rows are gone, at once or with their last reader."""
         row_gone, pins, keys = self._row_gone, self._pins, self._keys
         free = []
         for entry in entries:
@@ -240,7 +242,7 @@ class SlotIndex:
         self.free.add_these(free)
 
     def allocate(self, count: int) -> list[int]:
-        """Up to `count` free slots, the lowest, ascending: neighbours where there are any."""
+        """Take up to `count` free slots, the lowest, ascending: neighbours where there are any."""
         return self.free.pop_lowest(count)
 
     def give_back(self, slots: Sequence[int]) -> None:
@@ -264,7 +266,7 @@ class SlotIndex:
         return Commit(rows, self.take_leaving(limit) if rows else [], num_evicted)
 
     def publish(self, entries: Sequence[Entry]) -> None:
-        """Make entries known, given head first. Their rows are on the disk."""
+        """Make entries known, given head first. In a durable store their rows are on the disk."""
         tail_first = entries[::-1]
         for key, slot, generation, encoded_bytes in tail_first:
             self._slots[key] = slot
@@ -312,7 +314,7 @@ class SlotIndex:
         return not self._pins[self._slots[key]] and key not in self._holds.times
 
     def _leave(self, slots: Sequence[int]) -> None:
-        """Out of sight, but not free: their keys are needed until the slots are."""
+        """Hide these blocks. Their slots are not free yet: the keys are needed until they are."""
         keys = [self._keys[slot] or b"" for slot in slots]
         for key in keys:
             del self._slots[key]

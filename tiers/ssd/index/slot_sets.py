@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of slots: one in the order of their use, one of those that are free."""
+"""Sets of slots: a list in the order of use, and the free ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SlotList:
             slot = self._after[slot]
 
     def extend(self, slots: Sequence[int]) -> None:
-        """Append slots that are not listed yet. Without a Python loop, for a million."""
+        """Append slots that are not listed yet, without a Python loop: there may be a million."""
         end, last = [self._end], [self._before[self._end]]
         scatter(self._after, chain(last, slots), chain(slots, end))
         scatter(self._before, chain(slots, end), chain(last, slots))
@@ -68,10 +68,10 @@ class SlotList:
 
 
 class FreeSlots:
-    """Flags of the free slots among 0 to `num_slots - 1`, one byte each: `FREE` or 0. The
-    lowest are given out first, so neighbours where there are any. A search for the next free byte
-    runs at the speed of memory, so a batch costs one pass over what is taken below it (a million
-    slots: 30 µs), and a slot that comes back costs nothing to put in order."""
+    """Flags of the free slots among 0 to `num_slots - 1`, one byte each: `FREE` or 0. The lowest
+    are given out first, so neighbours where there are any. A search for the next free byte runs at
+    the speed of memory, so a batch costs one pass over the taken slots below it (a million slots:
+    30 µs), and a slot that comes back needs no sorting."""
 
     def __init__(self, flags: bytearray) -> None:
         self.count = flags.count(FREE)
@@ -82,7 +82,7 @@ class FreeSlots:
         return bool(self._flags[slot])
 
     def pop_lowest(self, count: int) -> list[int]:
-        """Up to `count` slots, the lowest, ascending."""
+        """Take up to `count` slots, the lowest, ascending."""
         slots: list[int] = []
         slot = self._lowest
         for _ in range(min(count, self.count)):
@@ -95,7 +95,7 @@ class FreeSlots:
         return slots
 
     def add_these(self, slots: Sequence[int]) -> None:
-        """These slots, which were taken, are free."""
+        """Free these slots, which were taken."""
         if slots:
             deque(map(self._flags.__setitem__, slots, repeat(1)), maxlen=0)
             self._lowest = min(self._lowest, *slots)

@@ -22,8 +22,8 @@ class AskedBeams(NamedTuple):
 
 def beams_of(request: SamplingFields, params: SamplingParams, embeds: bytes) -> AskedBeams | None:
     """The search whose answers are the `n` choices, each with at most the tokens of `params`; None
-    where there is none to be. Raises ApiError for fields of a search without one, and for what no
-    beam follows; what the model's authors recommend for sampling is left aside."""
+    if the request asks for no search. Raises ApiError for fields of a search without one, and for
+    parameters that a search does not support. It ignores the default repetition penalty."""
     penalty, early = request.length_penalty, request.early_stopping
     if not request.use_beam_search:
         alone = {"length_penalty": penalty not in (None, 1.0), "early_stopping": early}

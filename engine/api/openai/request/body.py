@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and decodes a request body, within its limits.
+"""The reading and decoding of a request body, within its limits.
 
-Knows nothing of the fields: the type to decode into is given. Decoding is msgspec's, because a
-prompt of thousands of token ids has to become a list in well under a millisecond.
+The caller gives the type to decode into. msgspec decodes, because a prompt of thousands of token
+ids has to become a list in well under a millisecond.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ _INDEX = re.compile(r"\[[^]]*\]")
 JSON = "application/json"
 JSON_LINES = "application/x-ndjson"
 MAX_QUOTED_CHARACTERS = 64
-# Most clients read no answer before they have sent everything, and a connection that is closed
-# before that looks like a fault of the network. So this much beyond the limit is read, and dropped.
+# Most clients read no answer before they have sent the whole body, and take an earlier close for a
+# fault of the network. So this much beyond the limit is read and dropped.
 DISCARDED_BYTES = 64 * MIB
 
 
 async def read_request(
     http: Request, settings: ApiSettings, decoder: msgspec.json.Decoder[T]
 ) -> tuple[T, bytes]:
-    """The typed request, and the body that says it. Raises what `read_body` and `decode_body`
-    raise."""
+    """The typed request and its body. Raises the errors of `read_body` and `decode_body`."""
     body = await read_body(http, settings)
     return decode_body(body, decoder), body
 
 
 async def read_body(request: Request, settings: ApiSettings) -> bytes:
-    """The whole body. Raises ApiError 413 where it is over the limit, 408 where it does not arrive
-    in time, 415 where it says that it is no plain JSON, and ClientGone where the client leaves
-    before the end."""
+    """The whole body. Raises ApiError 413 if it is over the limit, 408 if it does not arrive in
+    time, 415 if its headers do not say plain JSON, and ClientGone if the client leaves before the
+    end."""
     try:
         async with asyncio.timeout(settings.body_timeout_seconds):
             body = await _read(request, settings.max_body_bytes)
@@ -68,7 +67,7 @@ async def _read(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
     too_large = declared.isdigit() and int(declared) > limit
     if too_large and "expect" in request.headers:
-        raise _too_large(limit)  # the client waits for a word before it sends anything
+        raise _too_large(limit)  # the client waits for an answer before it sends the body
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
@@ -87,7 +86,7 @@ async def _read(request: Request, limit: int) -> bytes:
 
 def check_kind(request: Request, wanted: str = JSON) -> None:
     """Raise ApiError 415 for a body of another kind. A browser sends some kinds to any host without
-    asking that host first, so that a page from elsewhere could use a server without a key."""
+    asking it first, so that a page of another site could use a server without a key."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if kind == wanted and encoding == "identity":
@@ -102,7 +101,7 @@ def check_kind(request: Request, wanted: str = JSON) -> None:
 
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """The typed request. Raises ApiError naming the place, such as `$.temperature`."""
+    """The typed request. Raises ApiError with the path of the fault, such as `$.temperature`."""
     if not body.strip():
         raise ApiError("the body is empty; send a JSON object", code="invalid_json")
     try:
@@ -124,7 +123,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def _with_whole_numbers(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """The typed request, where whole numbers are written as `4.0`, as some languages do."""
+    """The typed request of a body that has whole numbers as `4.0`, as some languages write them."""
     given = msgspec.json.decode(body)
     if isinstance(given, dict):
         for name, value in given.items():
@@ -135,8 +134,8 @@ def _with_whole_numbers(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """A body of millions of empty lists is decoded in a quarter of a second, and in five times that
-    with a garbage collector that goes through them again and again."""
+    """Pause the garbage collector, which would scan a large body repeatedly: one of millions of
+    empty lists takes a quarter of a second to decode without it, and five times that with it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -165,7 +164,7 @@ def _invalid(message: str, decoder: msgspec.json.Decoder[T]) -> ApiError:
 
 
 def _known_words(kind: type, path: str) -> str:
-    """The words that the field at `path` takes, as the end of a sentence."""
+    """The words that are allowed in the field at `path`, as the end of a sentence."""
     here = [msgspec.inspect.type_info(kind)]
     for name in _INDEX.sub("", path).split("."):
         here = [
@@ -181,7 +180,7 @@ def _known_words(kind: type, path: str) -> str:
 
 
 def _alternatives(types: Iterable[msgspec.inspect.Type]) -> Iterator[msgspec.inspect.Type]:
-    """The types allowed there, with unions and lists unpacked."""
+    """The types, with unions and lists unpacked."""
     for each in types:
         if isinstance(each, msgspec.inspect.UnionType):
             yield from _alternatives(each.types)
@@ -194,7 +193,7 @@ def _alternatives(types: Iterable[msgspec.inspect.Type]) -> Iterator[msgspec.ins
 def _unknown_field(name: str, parent: str, decoder: msgspec.json.Decoder[T]) -> ApiError:
     shown = name[:MAX_QUOTED_CHARACTERS]
     place = f"$.{parent}.{shown}" if parent else f"$.{shown}"
-    # A field of any type is there to be refused, so it is nothing to lead anybody to.
+    # A field of type Any exists only to be refused, so it is not suggested.
     fields = [] if parent else msgspec.structs.fields(decoder.type)
     known = [field.encode_name for field in fields if field.type is not Any]
     cure = did_you_mean(shown, known) or "; leave it out"

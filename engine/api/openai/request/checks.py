@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of chats and completions, read and checked before any work is done for them. Fields
-are refused that are out of bounds, that contradict each other, or that ask for what is not built.
+"""The requests of chats and completions, read and checked before any work is done for them. The
+checks refuse fields that are out of bounds, contradict each other, or ask for unsupported features.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 async def read_completion(front: Front, http: Request) -> CompletionRequest:
-    """The request of a completion. Raises ApiError for the first field that cannot be followed, and
-    what `read_request` raises."""
+    """The request of a completion. Raises as `check_completion` and `read_request` do."""
     request, body = await read_request(http, front.settings, _completion_decoder)
     check_completion(front, request)
     if request.stream_options is not None:
@@ -40,7 +39,7 @@ async def read_completion(front: Front, http: Request) -> CompletionRequest:
 
 
 def check_completion(front: Front, request: CompletionRequest) -> None:
-    """Raise ApiError for the first field of a completion that cannot be followed."""
+    """Raise ApiError for the first invalid field of a completion."""
     _check_shared(front, request)
     _check_best_of(front, request)
     if request.echo:
@@ -55,7 +54,7 @@ def check_completion(front: Front, request: CompletionRequest) -> None:
 
 
 async def read_chat(front: Front, http: Request) -> ChatRequest:
-    """The request of a chat, checked but for its messages and tools. Raises as `read_completion`
+    """The request of a chat, checked except for its messages and tools. Raises as `read_completion`
     does."""
     request, body = await read_request(http, front.settings, _chat_decoder)
     _check_shared(front, request)
@@ -77,7 +76,7 @@ async def read_chat(front: Front, http: Request) -> ChatRequest:
 
 
 def check_ids_of_request(cache_salt: str | None, request_id: str | None) -> None:
-    """Raises ApiError for one that is too long."""
+    """Raise ApiError if the salt or the id is too long."""
     if len(cache_salt or "") > MAX_CACHE_SALT_CHARACTERS:
         message = (
             f"`cache_salt` has more than {MAX_CACHE_SALT_CHARACTERS} characters; send a digest"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a request become one prompt text, by the model's chat template."""
+"""The rendering of a request's messages into one prompt text, by the model's chat template."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ..templates.template_probe import ABSENT, NULL, CallForm, Seen
 from .protocol import NEUTRAL_IN_MESSAGES, ChatMessage, MadeCall, refuse_unsupported
 
 _ROLES_OF_RULES = {"system", "developer"}
-_NO_ARGUMENTS = ("", "null", "None")  # as clients write that there are none
+_NO_ARGUMENTS = ("", "null", "None")  # clients' ways to write a call without arguments
 
 
 class TemplateFields(Protocol):
-    """What requests say about the template."""
+    """The fields of requests that concern the template."""
 
     @property
     def add_generation_prompt(self) -> bool | None: ...
@@ -44,7 +44,7 @@ class TemplateFields(Protocol):
 
 
 class Renders(Protocol):
-    """What a rendering needs of the HTTP front."""
+    """The parts of the HTTP front that a rendering needs."""
 
     @property
     def template(self) -> ChatTemplate | None: ...
@@ -60,9 +60,9 @@ async def render(
     fields: TemplateFields,
     tools: Sequence[Mapping[str, object]] | None = None,
 ) -> str:
-    """The prompt, with `tools` as the template is to show them. Raises ApiError for messages that
-    are no conversation or that would leave no trace in the prompt, for fields that contradict each
-    other, and where the template refuses."""
+    """Render the prompt, with `tools` in the form for the template. Raises ApiError for messages
+    that are no conversation or that the template would leave out, for fields that contradict each
+    other, and for a conversation that the template refuses."""
     _check_messages(front.settings, messages)
     if front.template is None:
         raise _no_template(front)
@@ -88,14 +88,14 @@ async def render(
         tools,
     )
     try:
-        async with asyncio.timeout(front.settings.request_timeout_seconds):  # others may be before
+        async with asyncio.timeout(front.settings.request_timeout_seconds):  # includes the queue
             return await _prompt(rendering, messages, goes_on=goes_on)
     except TemplateRefused as error:
         raise ApiError(str(error), param="messages", code="chat_template_failed") from None
 
 
 def _check_messages(settings: ApiSettings, messages: list[ChatMessage]) -> None:
-    """Raises ApiError naming the first message that the template cannot be given."""
+    """Raise ApiError with the index of the first invalid message."""
     most = settings.max_messages_per_request
     if not 1 <= len(messages) <= most:
         message = f"`messages` must hold 1 to {most} messages, not {len(messages)}"
@@ -108,14 +108,15 @@ def _check_messages(settings: ApiSettings, messages: list[ChatMessage]) -> None:
         refuse_unsupported(each, NEUTRAL_IN_MESSAGES, f"{place}.")
         check_parts(each, place)
         _check_tools_in(each, place)
-        # An assistant's message without any text is what clients keep of an empty answer.
+        # Clients send an empty answer back as an assistant's message without content.
         if each.content is None and each.role != "assistant":
             message = f"`{place}` has no `content`; add a text, or leave the message out"
             raise ApiError(message, param=f"{place}.content", code="missing_field")
 
 
 def _check_tools_in(message: ChatMessage, place: str) -> None:
-    """Calls belong to the assistant, and what they answer to a tool."""
+    """Raise ApiError for calls outside the assistant's messages, and for a `tool_call_id` outside a
+    tool's message or missing in one."""
     for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
         if getattr(message, name) and message.role != role:
             words = f"`{place}.{name}` is for messages of the role {role}, not {message.role}"
@@ -154,9 +155,9 @@ async def _prompt(rendering: Rendering, messages: list[ChatMessage], *, goes_on:
         if not await rendering.takes_both(one, other):
             seen, origins = _join_rules(seen, origins)
             break
-    # Where the last message ends in the prompt is only known to the template.
+    # Only the template determines the end of the last message in the prompt, so a mark finds it.
     mark = f"end-{uuid.uuid4().hex}" if goes_on else ""
-    if goes_on:  # a blank behind it, which goes where the template trims
+    if goes_on:  # a template that trims messages removes the blank after the mark
         seen[-1]["content"] = f"{seen[-1]['content']}{mark} "
     text, left_out = await rendering.render(seen)
     prompt = _until(mark, text) if goes_on else text
@@ -167,15 +168,15 @@ async def _prompt(rendering: Rendering, messages: list[ChatMessage], *, goes_on:
 
 
 def _rules_in_a_row(seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
-    """The roles of two messages, one behind the other, that say how to answer."""
+    """The roles of each two neighbouring messages that both are a system's or a developer's."""
     for one, other in pairwise(message["role"] for message in seen):
         if {one, other} <= _ROLES_OF_RULES:
             yield one, other
 
 
 def _join_rules(seen: list[Seen], origins: list[int]) -> tuple[list[Seen], list[int]]:
-    """The messages with each row of rules joined into its first one, a paragraph each, and the
-    places of the messages that are left."""
+    """The messages with each run of system's or developer's ones joined into its first, a paragraph
+    each, and the original indices of the remaining messages."""
     joined: list[Seen] = []
     places: list[int] = []
     for message, origin in zip(seen, origins, strict=True):
@@ -201,9 +202,9 @@ def _left_out(index: int, message: ChatMessage) -> ApiError:
 def as_template_orders(
     messages: Sequence[ChatMessage], form: CallForm
 ) -> Iterator[tuple[int, ChatMessage]]:
-    """Messages with their places. Where the template shows one call of a message, one that has
-    several becomes as many, each followed by its results. Where it shows no results of tools,
-    those that follow each other become one message of a user."""
+    """Messages with their indices. If the template shows only one call of a message, a message with
+    several is split into as many, each followed by its results. If it shows no results of tools,
+    neighbouring results become one message of a user."""
     place = 0
     while place < len(messages):
         origin, message = place, messages[place]
@@ -239,10 +240,9 @@ def _as_users(results: Sequence[tuple[int, ChatMessage]]) -> Iterator[tuple[int,
 
 
 def as_template_sees(message: ChatMessage, form: CallForm, *, names_developer: bool) -> list[Seen]:
-    """One message as the template knows it: in text, since most templates know nothing else, the
-    parts joined line by line. Calls go in the form that the template has for them. Where it has
-    none they are a part of the text, and where it shows none beside a text they are a message of
-    their own."""
+    """Convert one message for the template. The content is a text, since most templates know no
+    other form, with the parts joined by line breaks. Calls have the template's form. They become
+    part of the text if it has none, and a message of their own if it shows none beside a text."""
     is_systems = message.role == "developer" and not names_developer
     content = text_of(message)
     seen: Seen = {"role": "system" if is_systems else message.role, "content": content}
@@ -250,7 +250,7 @@ def as_template_sees(message: ChatMessage, form: CallForm, *, names_developer: b
         seen["name"] = message.name
     thought = thought_of(message)
     if thought:
-        # By the names under which transformers gives it.
+        # The names that transformers uses.
         seen["reasoning_content"] = seen["thinking"] = thought
         if message.reasoning:
             seen["reasoning"] = thought
@@ -278,7 +278,8 @@ def as_template_sees(message: ChatMessage, form: CallForm, *, names_developer: b
 
 
 def _call(call: MadeCall, form: CallForm) -> Seen:
-    """Arguments as the template writes them out; what is no object as a text, or else as none."""
+    """A call in the template's form. Arguments that are no object become a text if the template
+    takes one, else are left out."""
     given = call.function.arguments
     found = _object_in(given)
     arguments: object = found
@@ -298,8 +299,8 @@ def _call_as_text(call: MadeCall) -> str:
 
 
 def _object_in(given: object) -> dict[str, Any] | None:
-    """The arguments of a call; none are what clients write in several ways. None: they are no
-    object, as of an answer that was cut."""
+    """The arguments of a call; empty for any of the ways to write none. None if they are no object,
+    as in an answer that was cut off."""
     if given is None or (isinstance(given, str) and given.strip() in _NO_ARGUMENTS):
         return {}
     if isinstance(given, str):
@@ -319,8 +320,8 @@ def _json(value: object) -> str:
 
 
 def _variables(front: Renders, fields: TemplateFields) -> Mapping[str, Any]:
-    """The client's own variables, such as `enable_thinking`, and how much it is to think, which
-    templates know by OpenAI's name."""
+    """The client's own variables, such as `enable_thinking`, and `reasoning_effort`, which
+    templates know by this name of OpenAI's."""
     param, given = "chat_template_kwargs", fields.chat_template_kwargs or {}
     if fields.reasoning_effort is not None:
         given = {"reasoning_effort": fields.reasoning_effort, **given}
@@ -343,14 +344,14 @@ def _until(mark: str, text: str) -> str:
             "out `continue_final_message`"
         )
         raise ApiError(message, param="continue_final_message", code="chat_template_failed")
-    if not behind.startswith(" "):  # trimmed, as the text itself would have been
+    if not behind.startswith(" "):  # the template trims messages, so trim the text too
         before = before.rstrip()
     return before.replace(f"{mark} ", "").replace(mark, "")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """The fields of a request that are about the template, for callers without HTTP. Raises
+    """The fields of a request that concern the template, for callers without HTTP. Raises
     ValueError for another type."""
 
     add_generation_prompt: bool | None = None
@@ -377,10 +378,10 @@ class ChatOptions:
 
 
 class ConversationRenderer:
-    """Renders the conversations of callers without HTTP, under the limits that HTTP has without
-    settings. `source` is a template in place of the model's own one.
+    """The renderer of conversations for callers without HTTP, under HTTP's default limits. `source`
+    is a template in place of the model's own.
 
-    Raises ValueError where there is no template, or one that cannot be compiled.
+    Raises ValueError if there is no template, or one that cannot be compiled.
     """
 
     def __init__(self, model_path: Path, tokenizer: Tokenizer, source: str | None = None) -> None:
@@ -405,8 +406,8 @@ class ConversationRenderer:
         options: ChatOptions,
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
-        """The prompt of a list of messages, which are as in HTTP's JSON, with `tools` as the
-        template is to show them. Raises ValueError."""
+        """The prompt of a list of messages in the form of HTTP's JSON, with `tools` in the form for
+        the template. Raises ValueError."""
         try:
             return await render(self, msgspec.convert(messages, list[ChatMessage]), options, tools)
         except msgspec.ValidationError as error:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests may hold, field by field; replies.py has the answers.
+"""The fields of requests; replies.py has the answers.
 
-Unknown fields of a request are refused; a field of OpenAI's API or of vLLM's that is not built is
-listed with the values that change nothing, which are those that clients send without being asked,
-and every other value is refused. Inside messages, tools and `stream_options`, where clients put
-fields of other servers and what those gave them, unknown fields are left aside: see dropped.py.
+Unknown fields of a request are refused. Unsupported fields of OpenAI's API or vLLM's are listed
+with their neutral values, which change nothing and which clients send by default; every other value
+is refused. Inside messages, tools and `stream_options` clients send fields of other servers, so
+unknown fields are ignored there: see dropped.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from ....request.sampling_params import RepetitionDetection
 from ...api_errors import ApiError
 
-# Fields that are not built, with the values (None aside) under which nothing is asked of them.
+# Unsupported fields, with the values (besides None) that have no effect.
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
     "detokenize": (True,),
@@ -37,7 +37,7 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "documents": ([],),
     "chat_template": (),
 }
-# The same in messages, where clients send back what other servers gave them.
+# The same in messages, where clients send back fields of other servers.
 NEUTRAL_IN_MESSAGES: dict[str, tuple[object, ...]] = {
     "function_call": (),
     "audio": (),
@@ -56,7 +56,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of request share. `None` is the default of each field."""
+    """The fields that both kinds of request share. `None` stands for a field that is left out."""
 
     model: str | None = None
     n: int | None = None
@@ -89,7 +89,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     early_stopping: bool | Literal["never"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Ours and vLLM's: figures and ids beside the text, and a secret that separates cached blocks.
+    # Ours and vLLM's: numbers and ids beside the text, and a secret that separates cached blocks.
     prompt_logprobs: int | None = None
     routed_experts_prompt_start: int | None = None
     return_token_ids: bool | None = None
@@ -100,7 +100,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     job_id: str | None = None  # of an agent's job, whose turns follow each other
     is_last_step: bool | None = None
     request_id: str | None = None
-    # Of routers: see handover.py. The `bootstrap_` fields have lists where there are several
+    # Set by routers: see kv_transfer_params.py. The `bootstrap_` fields have lists for several
     # prompts or answers.
     kv_transfer_params: dict[str, Any] | None = None
     bootstrap_host: str | list[str | None] | None = None
@@ -116,12 +116,12 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    # Of chats, whose thoughts are split off; routers add them to completions too, which go as they
-    # are whatever these say.
+    # For chats, whose thoughts are split off. Routers add them to completions too, which they do
+    # not change.
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
-    # What the answer has to look like: see structured.py.
+    # The required form of the answer: see structured.py.
     response_format: Any = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -157,12 +157,12 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
     @property
     def num_choices(self) -> int:
-        """Answers to each prompt that the client gets in the end."""
+        """The number of answers to each prompt that the client gets."""
         return self.n or 1
 
     @property
     def num_generated(self) -> int:
-        """Answers to each prompt that are generated, of which the client gets the best."""
+        """The number of answers to each prompt that are generated; the client gets the best."""
         return max(self.num_choices, self.best_of or 0)
 
 
@@ -182,7 +182,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of a message's content: see messages.py for the types."""
+    """A part of a message's content; message_parts.py has the types."""
 
     type: str
     text: str | None = None
@@ -191,7 +191,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True):
-    """A function that a model may call. `parameters` is a JSON schema; `strict` changes nothing."""
+    """A function that a model may call. `parameters` is a JSON schema; `strict` has no effect."""
 
     name: str
     description: str | None = None
@@ -200,15 +200,15 @@ class FunctionDefinition(msgspec.Struct, kw_only=True):
 
 
 class ToolDefinition(msgspec.Struct, kw_only=True):
-    """One of the tools that a request offers."""
+    """A tool that a request offers."""
 
     function: FunctionDefinition
     type: Literal["function"] = "function"
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
-    """What an earlier answer called. `arguments` is a JSON object, mostly as text; whatever else a
-    model wrote there comes back too."""
+    """The function that an earlier answer called. `arguments` is a JSON object, mostly as text, or
+    any other text that a model wrote there."""
 
     name: str
     arguments: Any = ""
@@ -224,7 +224,7 @@ class MadeCall(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message, as clients write them and as they send answers back."""
+    """A message of a client, or an earlier answer that it sends back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
@@ -232,7 +232,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     # The thoughts of an earlier answer, by vLLM's older and newer name; for the template.
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: str | None = None  # OpenAI's: what the model said in place of an answer
+    refusal: str | None = None  # OpenAI's: the model's text in place of an answer
     tool_calls: list[MadeCall] | None = None  # of the assistant
     tool_call_id: str | None = None  # of a tool's answer: the call that it answers
     # Not built: see NEUTRAL_IN_MESSAGES.
@@ -301,11 +301,11 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 def refuse_unsupported(
     values: msgspec.Struct, neutral: dict[str, tuple[object, ...]], place: str = ""
 ) -> None:
-    """Raises ApiError naming the first field that asks for something that is not built. `place` is
-    what leads to the fields, such as `messages[3].`."""
+    """Raise ApiError with the name of the first field whose value is not neutral. `place` is the
+    path of the fields, such as `messages[3].`."""
     for name, allowed in neutral.items():
         value = getattr(values, name, None)
-        # By type as well: `no_stop_trim: 0` is no neutral value, although 0 == False.
+        # Types count too: `no_stop_trim: 0` is no neutral value, although 0 == False.
         if value is None or any(value == v and _alike(value, v) for v in allowed):
             continue
         cure = f"leave it out or send {_shown(allowed[0])}" if allowed else "leave it out"

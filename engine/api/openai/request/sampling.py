@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling parameters of a request: its fields, or what the model's authors recommend for those
-that it leaves out.
+"""The sampling parameters of a request: its fields, with the recommendations of the model's authors
+for those that it leaves out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...front import Front
 from .protocol import ChatRequest, SamplingFields
 from .structured import structured_outputs_of
 
-# Before anything is done with each entry: a body has room for millions.
+# Checked before any work on the entries, since a body has room for millions.
 _MOST_ENTRIES = {
     "stop": (MAX_STOP_STRINGS, "strings"),
     "bad_words": (MAX_BAD_WORDS, "strings"),
@@ -41,9 +41,9 @@ def chat_params(
     structured_outputs: StructuredOutputsParams | None,
 ) -> SamplingParams:
     """The sampling parameters of a chat, fitted to its prompt. Raises ApiError as `sampling_params`
-    does, and for more than fits."""
+    does, and for more tokens or log-probabilities than the limits allow."""
     max_tokens, asked = request.most_tokens, request.most_tokens is not None
-    if max_tokens is None:  # the answer may take what the context has left, as in OpenAI's API
+    if max_tokens is None:  # the answer may take the rest of the context, as in OpenAI's API
         max_tokens = default_max_tokens(front, front.max_model_len)
     params = sampling_params(
         front,
@@ -68,9 +68,8 @@ def sampling_params(
     splits_thoughts: bool = False,
     structured_outputs: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
-    """The client's sampling parameters, which hold for any prompt. Those that the request has for
-    structured outputs give way to `structured_outputs`. Raises ApiError, naming the field, for what
-    it may not ask."""
+    """The client's sampling parameters, before they are fitted to a prompt. `structured_outputs`
+    replaces those of the request. Raises ApiError, with the field's name, for an invalid value."""
     _check_counts(request)
     if request.stop:
         front.need_tokenizer("stop", "it takes `stop_token_ids` but no `stop`")
@@ -127,7 +126,7 @@ def sampling_params(
     except UnreadExtraArgs as error:
         if request.vllm_xargs is None:
             raise ApiError(str(error), param="extra_args", code="invalid_value") from None
-        # vLLM takes what nobody reads, and its clients send it always.
+        # vLLM accepts arguments that no processor reads, and its clients always send them.
         params = with_changes(params, extra_args=None)
     except ValueError as error:
         name = "vllm_xargs" if request.vllm_xargs is not None else "extra_args"
@@ -136,16 +135,16 @@ def sampling_params(
 
 
 def default_max_tokens(front: Front, most: int) -> int:
-    """The limit where the client names none: `most`, or what the model's authors recommend where
-    that is less."""
+    """The limit for a request without one: `most`, or the authors' recommendation if it is less."""
     return min(most, int(front.default_sampling.get("max_new_tokens", most)))
 
 
 def fit_max_tokens(
     front: Front, params: SamplingParams, num_prompt_tokens: int, *, asked: bool
 ) -> SamplingParams:
-    """The same for one prompt. More than its context has left is cut down, as vLLM does it. More
-    than the whole context has is refused where the client `asked` for it."""
+    """Fit `max_tokens` to one prompt. More than its context has left is cut down, as in vLLM. More
+    than the whole context raises ApiError if the client `asked` for it, as does a `min_tokens` that
+    does not fit."""
     left = front.max_model_len - num_prompt_tokens
     if params.max_tokens <= left:
         return params
@@ -167,8 +166,8 @@ def fit_max_tokens(
 def fit_logprobs(
     front: Front, params: SamplingParams, num_choices: int, *, asked: bool
 ) -> SamplingParams:
-    """The same for a whole request: no more tokens than as many answers may have that come with
-    log-probabilities. More is refused where the client `asked` for it, and else cut down."""
+    """Fit `max_tokens` to the limit of log-probabilities for a request with `num_choices` answers.
+    More raises ApiError if the client `asked` for it, and is else cut down."""
     if params.logprobs is None:
         return params
     most = front.settings.max_logprobs_per_request
@@ -209,7 +208,8 @@ def _texts(given: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _logit_bias(front: Front, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    """JSON has strings for keys, so the ids are read from them."""
+    """The pairs of token id and bias; JSON has the ids as strings. Raises ApiError for an id that
+    is not in the vocabulary."""
     vocab_size = front.client.ready.vocab_size
     pairs = {}
     for key, value in bias.items():

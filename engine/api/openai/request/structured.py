@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an answer has to look like, in each of the spellings that clients use: OpenAI's
-`response_format`, vLLM's `structured_outputs`, and vLLM's older `guided_json` and its like.
+"""The required form of an answer, from the fields that clients use for it: OpenAI's
+`response_format`, vLLM's `structured_outputs`, and vLLM's older `guided_` fields.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .protocol import SamplingFields
 
 logger = logging.getLogger(__name__)
 
-_MOST_TOLD = 64  # formats, which clients make up
+_MOST_TOLD = 64  # logged formats, limited since clients choose the names
 _told: set[str] = set()
-# Older fields, with what they are called today. `guided_json` may also be a JSON text.
+# Older fields with their current names. `guided_json` may also be a JSON text.
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -32,14 +32,14 @@ _GUIDED = {
 }
 _WHITESPACE = "guided_whitespace_pattern"
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
-# OpenAI's fields beside the schema: a name and a description, which are for people, and whether the
-# schema is kept to strictly, which it always is.
+# OpenAI's fields beside the schema: a name and a description, which have no effect, and `strict`,
+# which always holds.
 _SCHEMA_FIELDS = {"name", "schema", "strict", "description"}
 
 
 def structured_outputs_of(front: Front, request: SamplingFields) -> StructuredOutputsParams | None:
-    """What the request asks for, in whichever field; None where it asks for nothing. Raises
-    ApiError, naming the field, for what cannot be and for two fields that both ask."""
+    """The structured outputs of a request, from any of the fields; None without one. Raises
+    ApiError, with the field's name, for an invalid value and for two of these fields."""
     asked: dict[str, Mapping[str, Any]] = {}
     if request.response_format is not None:
         found = _of_response_format(request.response_format)
@@ -77,7 +77,7 @@ def structured_outputs_of(front: Front, request: SamplingFields) -> StructuredOu
 
 
 def _tell_ignored(schema: Any) -> None:
-    """Say once for each format that no answer is held to it."""
+    """Log once for each format that answers are not held to it."""
     whole = json.loads(schema) if isinstance(schema, str) else schema
     for name in ignored_formats(whole):
         if name not in _told and len(_told) < _MOST_TOLD:
@@ -91,7 +91,7 @@ def _tell_ignored(schema: Any) -> None:
 
 
 def _of_response_format(given: Any) -> dict[str, Any]:
-    """Fields of StructuredOutputsParams; none for plain text."""
+    """The fields of StructuredOutputsParams; empty for plain text."""
     name = "response_format"
     kind = given.get("type") if isinstance(given, dict) else None
     if kind not in _FORMATS:

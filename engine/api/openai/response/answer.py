@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer to one generating request, whole or as a stream, whatever form its JSON takes.
-
-A subclass per route gives the form.
+"""The answer to one generating request, whole or as a stream. A subclass for each route gives the
+form of its JSON.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from .replies import (
 )
 from .streaming import EventStream, Write, until_disconnect
 
-# Log-probabilities of more positions are put into form in a thread: with 20 likely tokens each
-# takes about 30 us, for which all other requests would wait.
+# Log-probabilities of more positions are encoded in a thread: with 20 likely tokens each takes
+# about 30 us, for which all other requests would wait.
 MAX_INLINE_POSITIONS = 512
 
 _encoder = msgspec.json.Encoder()
 _NO_OPTIONS = StreamOptions()
 
-UsageField = Usage | UnsetType | None  # of an event: UNSET where no usage was asked for
+UsageField = Usage | UnsetType | None  # of an event: UNSET if the request asks for no usage
 
 
 @dataclass(slots=True)
 class Part:
-    """A whole choice, or what one output added to it."""
+    """A whole choice, or the addition of one output to it."""
 
     generation: Generation
     text: str = ""
@@ -60,7 +59,7 @@ class Part:
     stop_reason: int | str | None = None
     prompt_token_ids: TokenIds = UNSET
     token_ids: TokenIds = UNSET
-    # The ids of the tokens in this part, whether or not the client sees them.
+    # The ids of the tokens in this part, also if the client does not get them.
     new_token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -73,14 +72,14 @@ class Part:
 
     @property
     def warning(self) -> str | UnsetType:
-        """What a client should know of the end of a choice."""
+        """The warning about the end of a choice; UNSET without one."""
         is_cut = self.finish_reason == "length"
         return (self.generation.begun_too_late if is_cut else "") or UNSET
 
 
 @dataclass(slots=True)
 class Answer(ABC):
-    """One request's prompts on their way to an answer."""
+    """The answer to the prompts of one request."""
 
     front: Front
     answer_id: str
@@ -94,15 +93,15 @@ class Answer(ABC):
 
     @abstractmethod
     def chunk(self, parts: list[Part], usage: UsageField) -> msgspec.Struct:
-        """One event of the stream: of one part, or without any for the usage at the end."""
+        """An event of the stream: with one part, or with none for the usage at the end."""
 
     def select(self, wholes: Mapping[int, TextOutput]) -> list[Generation]:
-        """The answers that the client gets, prompt by prompt, of all that were generated: `wholes`
-        by their index."""
+        """Select the answers that the client gets, prompt by prompt, from all that were generated.
+        `wholes` has them by their index."""
         return self.generations
 
     async def respond(self, http: Request) -> ASGIApp:
-        """The HTTP answer. The body of `http` has been read."""
+        """Make the HTTP answer. The body of `http` must have been read."""
         seconds = self.front.settings.request_timeout_seconds
         if self.request.stream:
             return EventStream(self._stream, seconds, self.front.in_flight.ended)
@@ -113,7 +112,7 @@ class Answer(ABC):
 
     async def send_messages(self, receive: Receive, write: Write) -> None:
         """Answer over a connection of messages: with one, or with one for each chunk of a stream.
-        `receive` says http.disconnect where the client leaves."""
+        `receive` returns http.disconnect when the client leaves."""
         work = self._stream(write) if self.request.stream else self._write_whole(write)
         async with asyncio.timeout(self.front.settings.request_timeout_seconds):
             await until_disconnect(receive, work, self.front.in_flight.ended)
@@ -132,14 +131,14 @@ class Answer(ABC):
         parts = []
         for index, generation in enumerate(self.select(wholes)):
             output = wholes[generation.index]
-            # The engine reports on a prompt once, to the first of its answers.
+            # The engine reports prompt log-probabilities once, with the first answer of a prompt.
             output.prompt_logprobs = wholes[generation.index - generation.child].prompt_logprobs
             generation.index = index
             parts.append(self._part(generation, output, is_first=True))
         return await _encoded(parts, lambda: self.whole(parts, tally.usage()))
 
     async def _merge_outputs(self, generation: Generation, tally: Tally) -> TextOutput:
-        """All outputs as one."""
+        """Collect all outputs of a choice as one."""
         whole = TextOutput()
         texts: list[str] = []
         thoughts: list[str] = []
@@ -186,8 +185,8 @@ class Answer(ABC):
             async for output in outputs:
                 tally.add(generation, output)
                 part = self._part(generation, output, is_first)
-                # The first output always goes out, even while its text is half a character: it
-                # tells the client that the prompt has been read.
+                # The first output is always sent, even while its text is half a character: it shows
+                # the client that the prompt has been computed.
                 if is_first or _says_something(part):
                     await write(await self._encoded_chunk([part], usage()))
                 is_first = False
@@ -221,8 +220,8 @@ class Answer(ABC):
 
 @dataclass(slots=True)
 class Tally:
-    """Counts the tokens of a whole answer. A prompt counts once, however many answers it has; so
-    do its cached tokens, which are those of its first answer."""
+    """The token counts of a whole answer. A prompt with several answers counts once; so do its
+    cached tokens, which come with its first answer."""
 
     prompt_tokens: int
     by_tier: dict[str, int]
@@ -259,7 +258,7 @@ class Tally:
 async def run_all(
     generations: Sequence[Generation], run_one: Callable[[Generation], Awaitable[None]]
 ) -> None:
-    """Run every choice at the same time. The first that fails ends the others."""
+    """Run all choices at the same time. The first failure ends the others."""
     if len(generations) == 1:
         await run_one(generations[0])
         return
@@ -273,7 +272,7 @@ async def run_all(
 
 
 def kv_params_of(parts: list[Part]) -> KvParams:
-    """What an answer, or a chunk of one, hands over: that of its only choice."""
+    """The `kv_transfer_params` of an answer or a chunk: those of its only part, else UNSET."""
     return parts[0].kv_transfer_params if len(parts) == 1 else UNSET
 
 

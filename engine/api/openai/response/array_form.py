@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays in answers of JSON: the bytes of a file of numpy's (`.npy`), in base64."""
+"""Arrays in JSON answers: the bytes of a numpy file (`.npy`), in base64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 
 def encode_array(array: npt.NDArray[Any] | None) -> str | UnsetType:
-    """Base64 of the array; UNSET, which leaves the field out, where there is none."""
+    """The array in base64; UNSET, which leaves the field out, without one."""
     if array is None:
         return UNSET
     file = io.BytesIO()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One choice of an answer on its way through the engine, measured.
+"""The generation of one choice of an answer by the engine, with its metrics.
 
-The choices of a request: `n` children of each prompt, those of a prompt together.
+A request has `n` choices for each prompt, its children; those of a prompt follow each other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Task(NamedTuple):
-    """A prompt and what is to be made of it."""
+    """A prompt with its sampling parameters."""
 
     prompt: bytes
     params: SamplingParams
@@ -57,19 +57,20 @@ class Task(NamedTuple):
 
 @dataclass(slots=True)
 class Generation:
-    """One choice. Without `keeps_tokens` it is there for what the engine says of its prompt."""
+    """The generation of a choice. Without `keeps_tokens` its tokens are dropped; the client gets
+    only the data of its prompt."""
 
     index: int
     request: AddRequest
-    child: int = 0  # among those of the same prompt
+    child: int = 0  # its number among the choices of the same prompt
     keeps_tokens: bool = True
     arrival_seconds: float = field(default_factory=time.monotonic)
-    hands_over_alone: bool = False  # the only choice, of which another node is to know
-    thoughts: Thoughts | None = None  # None: they are part of the text
-    calls: CallReader | None = None  # None: calls of tools are
+    hands_over_alone: bool = False  # the only choice, handed over to another node
+    thoughts: Thoughts | None = None  # None: thoughts stay in the text
+    calls: CallReader | None = None  # None: calls of tools stay in the text
     decoder: Decoder | None = None  # in place of the tokenizer
-    tool: str = ""  # that the answer has called
-    has_text: bool = False  # beside thoughts and calls
+    tool: str = ""  # the first tool that the answer has called
+    has_text: bool = False  # besides thoughts and calls
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -80,8 +81,8 @@ class Generation:
         return unpack_token_ids(self.request.prompt_token_ids)
 
     async def run(self, front: Front) -> AsyncGenerator[TextOutput, None]:
-        """Outputs as they are made. Raises ApiError where the engine fails this request, and
-        EngineDead; closing it early aborts the request."""
+        """Yield outputs as the engine makes them. Raises ApiError if the engine fails this request,
+        and EngineDead; closing the generator early aborts the request."""
         watch = Watch(front.metrics, self.arrival_seconds, self.num_prompt_tokens)
         try:
             async with aclosing(
@@ -105,8 +106,8 @@ class Generation:
 
     @property
     def begun_too_late(self) -> str:
-        """What to tell a client whose limit of tokens went into a thought, so that an answer that
-        it gave a form never began; empty for others. Known at the end."""
+        """The warning for a structured answer that never began, since the thought took all tokens
+        of its limit; empty for others. Valid at the end of the choice."""
         asks = self.request.sampling_params.structured_outputs is not None
         if self.thoughts is None or not asks or self.has_text or self.tool:
             return ""
@@ -116,7 +117,7 @@ class Generation:
         )
 
     def _note_tool(self, front: Front, output: TextOutput) -> None:
-        """Of a job's turn that has ended, the first tool that it called is of use to the engine."""
+        """Note the first tool that the answer called; report it at the end of a job's turn."""
         self.tool = self.tool or next((each.name for each in output.tool_calls if each.name), "")
         extras = self.request.extras
         is_turn = front.client.ready.pins_turns and extras is not None and extras.session
@@ -136,8 +137,8 @@ def make_generations(
     keeps_tokens: bool = True,
     num_generated: int = 0,
 ) -> list[Generation]:
-    """Every choice of a request, or `num_generated` for each prompt; ids of the engine begin with
-    `request_id`. Raises ApiError where they are too many."""
+    """The choices of a request: `num_generated`, else `n`, for each prompt. The engine's ids begin
+    with `request_id`. Raises ApiError for too many choices or prompt log-probabilities."""
     n = num_generated or request.n or 1
     _check_amount(front, tasks, n, shares=not request.stream)
     is_alone = len(tasks) * n == 1 and not request.use_beam_search
@@ -150,11 +151,12 @@ def make_generations(
     for place, (prompt, asked, embeds) in enumerate(tasks):
         params = without_routers_least(asked, request)
         asked_beams, beams = beams_of(request, params, embeds), None
-        # What a prefill node is asked for is the prompt.
+        # A prefill node only computes the prompt, so it needs no beam search.
         if asked_beams is not None and not (handed is not None and handed.hand_over):
             beams, params = asked_beams
         for child in range(n):
-            # In a stream a brother's word on the prompt may come too late.
+            # In a stream each choice needs its own prompt log-probabilities: those of the first
+            # choice may arrive later.
             with_prompt = child == 0 or bool(request.stream)
             own = child_params(params, child, with_prompt=with_prompt) if n > 1 else params
             index = place * n + child
@@ -175,8 +177,8 @@ def make_generations(
 
 
 def tenant_of(front: Front, http: HTTPConnection) -> str:
-    """Whose request it is, as the header says that is trusted with it; empty without one. Raises
-    ApiError for more than one, and for one that is too long."""
+    """The tenant of a request, from the trusted header; empty without one. Raises ApiError for
+    several, and for one that is too long."""
     name = front.settings.tenant_header
     if name is None:
         return ""
@@ -191,16 +193,16 @@ def tenant_of(front: Front, http: HTTPConnection) -> str:
 
 
 class Job(NamedTuple):
-    """The job of an agent that a request is a turn of."""
+    """The agent's job that a request belongs to, as one turn."""
 
     job_id: str
     is_last_step: bool
-    tool: str  # whose result the turn brings, "" where that is not known
+    tool: str  # the tool whose result the turn brings; "": unknown
 
 
 def job_of(http: HTTPConnection, request: SamplingFields, tool: str = "") -> Job | None:
-    """What the fields `job_id` and `is_last_step` say, or the headers `X-Job-Id` and
-    `X-Job-Last-Step`; the fields go first. Raises ApiError for what cannot be meant."""
+    """The job of a request, from the fields `job_id` and `is_last_step`, else from the headers
+    `X-Job-Id` and `X-Job-Last-Step`. Raises ApiError for invalid values."""
     job_id, is_last = request.job_id, request.is_last_step
     if job_id is None:
         job_id = http.headers.get(JOB_HEADER, "")
@@ -227,7 +229,7 @@ async def _tell_tool(front: Front, request: AddRequest, tool: str) -> None:
     called = ToolCalled(request.extras.session, tool, request.tenant, request.cache_salt)
     try:
         await front.client.call("tool_called", msgspec.json.encode(called).decode())
-    except Exception as error:  # noqa: BLE001 - a hint; the engine's own end is told elsewhere
+    except Exception as error:  # noqa: BLE001 - a hint; the engine's end is reported elsewhere
         logger.debug("the engine was not told of a tool: %s", error)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kv_transfer_params`: what routers send along with a request, and what they carry from a prefill
-node's answer into the request for a decode node.
+"""`kv_transfer_params`: the field of routers in a request, and the data that they carry from a
+prefill node's answer into the request for a decode node.
 
-The names are those that routers between vLLM nodes speak; they pass unknown keys on, and ours is
-`stratakv`, which holds the ticket. Routers between SGLang nodes ask both nodes at once and name a
-`bootstrap_room`. Addresses in either are for other software: nothing here opens a connection to
-one, for whoever writes a request could have written them.
+The keys are those of routers for vLLM nodes, which pass on unknown keys; ours is `stratakv`, which
+holds the ticket. Routers for SGLang nodes ask both nodes at once and name a `bootstrap_room`.
+Addresses in either are for other software: this server opens no connection to them, since any
+client could have written them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Params = dict[str, Any]
 def read_params(
     params: Params | None, *, is_alone: bool, asked_elsewhere: bool = False
 ) -> RequestExtras | None:
-    """What routers ask of the engine. A ticket is for one prompt and one answer (`is_alone`), and
-    is left out for others. Raises ApiError for what cannot be meant."""
+    """The extras that a router's parameters mean for the engine. A ticket needs one prompt and one
+    answer (`is_alone`), and is else ignored. Raises ApiError for invalid parameters."""
     if not params:
         return RequestExtras(asked_elsewhere=True) if asked_elsewhere else None
     asks = _switch(params, "do_remote_decode")
@@ -56,9 +56,9 @@ def read_params(
 
 
 def without_routers_least(params: SamplingParams, request: SamplingFields) -> SamplingParams:
-    """The same without a `min_tokens` of 1 that comes from the router. Those that name a
-    `remote_engine_id` demand the one token of a prefill node, whatever their client asked; a token
-    that was chosen while none was allowed to end the answer fits no request that allows it."""
+    """The parameters without a `min_tokens` of 1 that a router added. Routers that send
+    `remote_engine_id` set it for the one token of a prefill node. A token that was chosen while no
+    token could end the answer does not fit a client's request that allows that end."""
     given = request.kv_transfer_params or {}
     is_theirs = given.get("do_remote_decode") and "remote_engine_id" in given
     if not is_theirs or (params.min_tokens, params.max_tokens) != (1, 1):
@@ -67,7 +67,7 @@ def without_routers_least(params: SamplingParams, request: SamplingFields) -> Sa
 
 
 def params_for_decode(request_id: str, ticket: Ticket) -> Params:
-    """What a prefill node's answer hands over."""
+    """The `kv_transfer_params` of a prefill node's answer, for the decode node."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -85,8 +85,8 @@ def params_for_decode(request_id: str, ticket: Ticket) -> Params:
 
 
 def _names_prefill(params: Params) -> bool:
-    """Whether another node computes the prompt at this moment: so it is where both are asked at
-    once, and what joins the two requests is the id of a transfer, or of the other one."""
+    """Whether another node computes the prompt now. Routers that ask both nodes at once join the
+    two requests by the id of a transfer, or of the other request."""
     prefiller = params.get("remote_prefiller")
     if isinstance(prefiller, dict):
         return bool(prefiller.get("kv_request_id"))
@@ -104,7 +104,7 @@ def _switch(params: Params, name: str) -> bool:
 def _ticket(params: Params) -> Ticket | None:
     given = params.get(OURS)
     if given is None:
-        return None  # of other software, whose blocks are found by their names or not at all
+        return None  # of other software: its blocks are found by their keys, or not at all
     try:
         ticket = msgspec.convert(given, Ticket)
     except msgspec.ValidationError as error:
@@ -117,7 +117,7 @@ def _ticket(params: Params) -> Ticket | None:
 
 
 def _can_be(ticket: Ticket) -> bool:
-    """Whether its parts are as large as those of a ticket can be."""
+    """Whether the ticket's fields are within the sizes of real tickets."""
     numbers, told = [ticket.num_tokens, ticket.first_token], ticket.logprobs
     if told is not None:
         count = len(told.token_ids)

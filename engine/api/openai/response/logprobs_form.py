@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities as clients get them: OpenAI's two forms, and vLLM's for prompts."""
+"""Log-probabilities in the forms for clients: OpenAI's two forms, and vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def chat_logprobs(
 def prompt_logprobs(
     positions: PromptLogprobs, count: int, texts: TokenTexts, *, as_ids: bool
 ) -> list[dict[int, PromptToken] | None]:
-    """The form of prompts: the token that stands there first, then the `count` likeliest."""
+    """The form of prompts: each position has the prompt's token, then the `count` likeliest."""
     form: list[dict[int, PromptToken] | None] = []
     for position in positions:
         if position is None:
@@ -53,8 +53,8 @@ def prompt_logprobs(
 
 
 class CompletionForm:
-    """The form of completions, for one choice that may come in pieces. Offsets are found by the
-    tokens' bytes, so that those that share a character begin at the same one."""
+    """The form of completions, for one choice that may come in pieces. Offsets are computed from
+    the tokens' bytes, so that tokens that share a character have the same offset."""
 
     def __init__(
         self, texts: TokenTexts, count: int, *, as_ids: bool, skip_special_tokens: bool
@@ -69,7 +69,7 @@ class CompletionForm:
     def format_tokens(
         self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None]
     ) -> CompletionLogprobs:
-        """The next tokens of the choice, each with its position."""
+        """Format the next tokens of the choice, each with its log-probabilities."""
         form = CompletionLogprobs([], [], [], [])
         for token, position in zip(token_ids, positions, strict=True):
             form.tokens.append(self._texts.get_token_text(token, as_id=self._as_ids).text)
@@ -83,8 +83,8 @@ class CompletionForm:
         return form
 
     def _top(self, position: PositionLogprobs) -> dict[str, float]:
-        """The likeliest tokens and the one that was taken. Several that are parts of characters
-        have the same text: the likeliest of them stands for all."""
+        """The likeliest tokens and the chosen one. Tokens that are parts of characters may have the
+        same text; the likeliest of them stands for all."""
         top: dict[str, float] = {}
         for token, logprob in zip(
             position.token_ids[: self._count + 1], position.logprobs, strict=False
@@ -94,14 +94,14 @@ class CompletionForm:
         return top
 
     def _advance_offset(self, token: int) -> int:
-        """The token's offset in the text; the next one begins behind it."""
+        """Return the token's offset in the text, and advance to the end of the token."""
         known = self._texts.get_token_text(token)
         if known.is_special and self._skip_special_tokens:
             return self._offset
         raw = known.text.encode() if known.raw is None else bytes(known.raw)
         waits = bool(self._decoder.getstate()[0])
         first = self._decoder.decode(raw[:1])
-        # Bytes that waited for this one became a character of their own if it did not go with them.
+        # Bytes that waited for this one become a replacement character unless it continues them.
         apart = len(first) > 1 or bool(self._decoder.getstate()[0])
         begin = self._offset + (waits and apart and first.startswith(REPLACEMENT))
         self._offset += len(first) + len(self._decoder.decode(raw[1:]))

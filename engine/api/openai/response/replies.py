@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answers look like, field by field, in the forms of OpenAI's API and of vLLM.
+"""The fields of answers, in the forms of OpenAI's API and of vLLM.
 
-Fields that are no part of OpenAI's API are left out unless they were asked for.
+Fields that are not in OpenAI's API are left out unless the client asked for them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-KvParams = dict[str, Any] | UnsetType  # UNSET where nothing was handed over
-TokenIds = list[int] | UnsetType  # UNSET where the client did not ask for them
+KvParams = dict[str, Any] | UnsetType  # UNSET without a hand-over
+TokenIds = list[int] | UnsetType  # UNSET unless the client asked for them
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Prompt tokens that were not computed anew, in all and by the tier they came from."""
+    """Prompt tokens that came from a cache, in all and by tier."""
 
     cached_tokens: int
     cached_tokens_by_tier: dict[str, int]
@@ -36,12 +36,12 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    # UNSET where thoughts are not split off.
+    # UNSET if thoughts are not split off.
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class PromptToken(msgspec.Struct, gc=False):
-    """One token at a position of the prompt, be it the one that stands there or a likely one.
+    """A token at a position of the prompt: the prompt's own, or a likely one.
 
     An answer may hold thousands, so the garbage collector does not track them (`gc=False`); they
     cannot be part of a cycle.
@@ -52,7 +52,7 @@ class PromptToken(msgspec.Struct, gc=False):
     decoded_token: str
 
 
-# By token id, one entry for each prompt token; the first has nothing before it, so it has none.
+# By token id, one entry for each prompt token; None for the first, which has no tokens before it.
 PromptTokens = list[dict[int, PromptToken] | None] | UnsetType
 
 
@@ -66,7 +66,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One completion, or in a stream what was added to it."""
+    """A completion, or the addition to one in a stream."""
 
     index: int
     text: str
@@ -92,7 +92,7 @@ class Completion(msgspec.Struct):
 
 
 class TopLogprob(msgspec.Struct, gc=False):
-    """A token that was likely. `bytes` is null where the tokenizer cannot tell them."""
+    """A likely token. `bytes` is null if the tokenizer cannot tell them."""
 
     token: str
     logprob: float
@@ -100,7 +100,7 @@ class TopLogprob(msgspec.Struct, gc=False):
 
 
 class TokenLogprob(msgspec.Struct):
-    """The token that was taken, and the likeliest ones at its place."""
+    """The chosen token, and the likeliest ones at its position."""
 
     token: str
     logprob: float
@@ -109,14 +109,14 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """One entry for each token of the message."""
+    """The log-probabilities of a message, with one entry for each token."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
 class FunctionCall(msgspec.Struct):
-    """What is called. `arguments` is JSON where the model wrote JSON."""
+    """A called function. `arguments` is JSON if the model wrote JSON."""
 
     name: str
     arguments: str
@@ -131,14 +131,14 @@ class ToolCall(msgspec.Struct):
 
 
 class FunctionDelta(msgspec.Struct):
-    """What a chunk adds to a call: in its first one the name too."""
+    """The addition of a chunk to a call; the first one has the name."""
 
     name: str | UnsetType
     arguments: str
 
 
 class ToolCallDelta(msgspec.Struct):
-    """The same, with the number of the call; `id` and `type` are in its first chunk."""
+    """The addition of a chunk to the call with this number; the first has `id` and `type`."""
 
     index: int
     id: str | UnsetType
@@ -147,18 +147,18 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """A whole message. `content` is null where there are calls and nothing else."""
+    """A whole message. `content` is null if it has calls and no text."""
 
     role: Literal["assistant"]
     content: str | None
-    # The thoughts, by vLLM's older and newer name; UNSET where there are none.
+    # The thoughts, by vLLM's older and newer name; UNSET without any.
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
-    """One whole message and how it ended."""
+    """A whole message and its end."""
 
     index: int
     message: AssistantMessage
@@ -167,7 +167,7 @@ class ChatChoice(msgspec.Struct):
     stop_reason: int | str | None = None
     prompt_token_ids: TokenIds = UNSET
     token_ids: TokenIds = UNSET
-    warning: str | UnsetType = UNSET  # UNSET where there is nothing to say
+    warning: str | UnsetType = UNSET  # UNSET without a warning
     routed_experts: str | UnsetType = UNSET
 
 
@@ -182,7 +182,7 @@ class Delta(msgspec.Struct):
 
 
 class ChatChunkChoice(msgspec.Struct):
-    """One message's growth."""
+    """The addition of a chunk to one message."""
 
     index: int
     delta: Delta
@@ -191,7 +191,7 @@ class ChatChunkChoice(msgspec.Struct):
     stop_reason: int | str | None = None
     prompt_token_ids: TokenIds = UNSET
     token_ids: TokenIds = UNSET
-    warning: str | UnsetType = UNSET  # UNSET where there is nothing to say
+    warning: str | UnsetType = UNSET  # UNSET without a warning
     routed_experts: str | UnsetType = UNSET
 
 
@@ -209,7 +209,7 @@ class ChatCompletion(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
-    """Each chunk of its stream."""
+    """A chunk of the stream of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -221,7 +221,7 @@ class ChatChunk(msgspec.Struct):
 
 
 class Tokens(msgspec.Struct):
-    """The answer of /tokenize. `token_strs` is as the vocabulary spells them."""
+    """The answer of /tokenize. `token_strs` has the tokens in the vocabulary's spelling."""
 
     count: int
     max_model_len: int
@@ -236,7 +236,7 @@ class DetokenizedPrompt(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """One model of /v1/models. `root` is the path that it also answers to, or the name again."""
+    """A model of /v1/models. `root` is its path as another name, or the name again."""
 
     id: str
     object: Literal["model"]
@@ -254,5 +254,5 @@ class ModelList(msgspec.Struct):
 
 
 def now() -> int:
-    """Seconds since 1970, for `created`; nothing is decided by it."""
+    """Seconds since 1970, for the field `created` only."""
     return int(datetime.now(UTC).timestamp())

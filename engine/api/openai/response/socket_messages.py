@@ -13,7 +13,7 @@ from .streaming import LAST_WORDS_SECONDS, SHUTTING_DOWN
 
 logger = logging.getLogger(__name__)
 
-DONE = 1000  # the code of a close behind a whole answer
+DONE = 1000  # the code of a close after a whole answer
 _POLICY, _INTERNAL, _RESTART, _TRY_LATER = 1008, 1011, 1012, 1013
 _BY_CODE = {
     "binary_message": 1003,
@@ -25,15 +25,15 @@ _MAX_REASON_BYTES = 123
 
 
 async def send_message(send: Send, message: Message) -> None:
-    """Send one of ASGI's messages. Raises ClientGone where the connection is lost."""
+    """Send a message of ASGI. Raises ClientGone if the connection is lost."""
     try:
         await send(message)
-    except OSError:  # as ASGI says it
+    except OSError:  # ASGI's error for a lost connection
         raise ClientGone from None
 
 
 async def close_with_error(send: Send, error: ApiError) -> None:
-    """Send the error object, and close. A client that reads neither is left to the server."""
+    """Send the error object, and close; give up if the client does not read in time."""
     code = close_code(error)
     reason = (error.code or error.kind).encode()[:_MAX_REASON_BYTES].decode(errors="ignore")
     try:
@@ -47,7 +47,7 @@ async def close_with_error(send: Send, error: ApiError) -> None:
 
 
 def close_code(error: ApiError) -> int:
-    """The code that a websocket is closed with behind this error."""
+    """The code for closing a websocket after this error."""
     if error.code in _BY_CODE:
         return _BY_CODE[error.code]
     if error.status in (429, 503):
@@ -56,8 +56,8 @@ def close_code(error: ApiError) -> int:
 
 
 def only_disconnect(receive: Receive) -> Receive:
-    """`receive` for the time behind the last part: it says http.disconnect, and raises ApiError for
-    anything else that comes."""
+    """`receive` for the time after the last part: it returns http.disconnect, and raises ApiError
+    for any other message."""
 
     async def receive_end() -> Message:
         message = await receive()
@@ -72,8 +72,7 @@ def only_disconnect(receive: Receive) -> Receive:
 
 
 def text_of_message(message: Message) -> bytes:
-    """The text of a message, in UTF-8. Raises ClientGone where it is the end, and ApiError for a
-    binary one."""
+    """The text of a message, in UTF-8. Raises ClientGone for a disconnect, ApiError for bytes."""
     if message["type"] == "websocket.disconnect":
         raise ClientGone
     text = message.get("text")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that ends when its client leaves, and answers that are sent while they grow.
+"""Work that ends when its client leaves, and answers that are sent as a stream.
 
-Server-sent events, written as they are made: nothing is queued between the engine's output and the
-socket, and a slow client slows only its own request.
+Server-sent events are written as they are made, without a queue between the engine's output and the
+socket, so that a slow client slows only its own request.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ logger = logging.getLogger(__name__)
 
 DONE = b"[DONE]"
 SHUTTING_DOWN = "shutting_down"
-# How long a client that does not read is given to take the last event of a failed stream.
+# The time for a slow client to read the last event of a failed stream.
 LAST_WORDS_SECONDS = 2.0
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies of nginx's kind would hold the first token back
+    (b"x-accel-buffering", b"no"),  # proxies such as nginx would delay the first token
 ]
 
 
 async def until_disconnect(
     receive: Receive, work: Coroutine[Any, Any, T], ended: asyncio.Future[None]
 ) -> T:
-    """The result of `work`, which is cancelled if the client leaves, and ClientGone raised, or once
-    `ended` is done, and an ApiError raised.
+    """The result of `work`. If the client leaves, `work` is cancelled and ClientGone raised; once
+    `ended` is done, it is cancelled and an ApiError raised.
 
-    To be used once the request's body has been read: what is received after it is the end.
+    The request's body must have been read, so that the next event is the disconnect.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
@@ -49,13 +49,13 @@ async def until_disconnect(
         if task.done():
             return task.result()
         if watcher.done():
-            watcher.result()  # raises what `receive` raised
+            watcher.result()  # raises the errors of `receive`
             raise ClientGone
         raise shutting_down()
     finally:
         for each in (task, watcher):
             each.cancel()
-        # Cancelled work aborts its requests in the core; it has done so when this returns.
+        # Wait until the cancelled work has aborted its requests in the core.
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
@@ -74,7 +74,7 @@ async def before(wanted: Awaitable[T], deadline: float, ended: asyncio.Future[No
 
 
 def shutting_down() -> ApiError:
-    """The error of an answer that the server's end has cut off."""
+    """The error of an answer that ends early because the server ends."""
     return ApiError(
         "the server is shutting down and ended this answer; ask again when it is back",
         status=503,
@@ -93,9 +93,9 @@ class EventStream:
     """An ASGI answer made by `produce`, which is called once with a function that writes the data
     of an event.
 
-    The status line goes out with the first event, so that what fails before it is answered with
-    a status of its own; what fails later becomes an event with an `error`. So does the end of the
-    server, which is when `ended` is done.
+    The status line is sent with the first event, so that an earlier failure has its own status; a
+    later failure becomes an event with an `error`. So does the end of the server, when `ended` is
+    done.
     """
 
     produce: Callable[[Write], Awaitable[None]]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of a request: what may be called, whether something has to be, and the calls in an
-answer.
+"""The tools of a request: the functions that may or must be called, and the calls in an answer.
+`tool_choice` decides the prompt and the answer:
 
     tool_choice   prompt      answer
     none          no tools    content
     auto          tools       free text, in which a parser of the model's form finds calls
-    required      tools       by a grammar: a list of calls, each with arguments as its schema says
+    required      tools       by a grammar: a list of calls, each with arguments of its schema
     a function    tools       by a grammar: the arguments of that function
 """
 
@@ -34,13 +34,13 @@ from ...front import Front
 from ..request.protocol import ChatRequest, FunctionDefinition, ToolDefinition
 from ..request.structured import structured_outputs_of
 
-# OpenAI's, and what servers of tools put between their name and a tool's.
+# OpenAI's characters, and the separators between a tool server's name and a tool's.
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 # Keywords of a schema that hold values, which may be null.
 _VALUES = ("const", "default", "enum", "example", "examples")
 _MODES = ("auto", "none", "required")
 _NAMED = "named"
-# Fields that say what the whole answer has to look like, so that nothing can be called.
+# Fields that set the form of the whole answer, so that it can hold no call.
 _FORMS = (
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "guided_json_object", "response_format",
@@ -48,8 +48,8 @@ _FORMS = (
 
 
 class CallReader:
-    """Finds the calls in one answer. With `only_first`, those after the first are left out; with
-    `ends_with_calls` an answer that has some says so in its finish reason."""
+    """The reader of the calls in one answer. With `only_first` it drops later calls; with
+    `ends_with_calls` the finish reason of an answer with calls is `tool_calls`."""
 
     def __init__(self, parser: ToolCallParser, *, only_first: bool, ends_with_calls: bool) -> None:
         self._parser = parser
@@ -59,7 +59,7 @@ class CallReader:
         self._arguments: list[str] = []  # of the last call
 
     def read(self, output: TextOutput) -> None:
-        """Take the calls out of the text of the next output."""
+        """Move the calls in the next output from its text to its `tool_calls`."""
         content, pieces = self._parser.push(output.text)
         if output.finish_reason is not None:
             rest = self._parser.finish()
@@ -71,26 +71,26 @@ class CallReader:
         for piece in pieces:
             self._arguments = [*([] if piece.name else self._arguments), piece.arguments]
         if output.finish_reason == "stop" and self._has_calls and self._ends_with_calls:
-            # A stop string or a stop token may cut a call.
+            # A stop string or a stop token may have cut a call off.
             if output.stop_reason is None or _is_json("".join(self._arguments)):
                 output.finish_reason = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request says about tools."""
+    """The use of tools in the answer to a request."""
 
     shown: list[Mapping[str, object]] | None = None  # to the template
-    structured_outputs: StructuredOutputsParams | None = None  # of an answer that has to call
-    make_parser: Callable[[], ToolCallParser] | None = None  # None: nothing can be called
+    structured_outputs: StructuredOutputsParams | None = None  # of an answer that must call
+    make_parser: Callable[[], ToolCallParser] | None = None  # None: no calls are read
     new_id: Callable[[], str] = ToolCallParser.new_id
     only_first: bool = False
     ends_with_calls: bool = True  # OpenAI's answer to a named choice ends with `stop`
     marks: ReasoningMarks | None = None  # of thoughts, which may show special tokens
-    decoder: Decoder | None = None  # of texts in which calls are found; None: the tokenizer
+    decoder: Decoder | None = None  # of texts that may hold calls; None: the tokenizer
 
     def reader(self) -> CallReader | None:
-        """A new one, for one answer."""
+        """A new reader for one answer; None if no calls are read."""
         if self.make_parser is None:
             return None
         return CallReader(
@@ -104,8 +104,8 @@ class _Choice(NamedTuple):
 
 
 def tools_of(front: Front, request: ChatRequest) -> ToolUse:
-    """Raises ApiError, naming the place, for tools that cannot be, for a choice that is not among
-    them, and for fields that contradict it."""
+    """The use of tools that a request asks for. Raises ApiError, with the field's path, for invalid
+    tools, for a choice that is not among them, and for fields that contradict it."""
     tools = request.tools or []
     if not tools and request.tool_choice in (None, "auto", "none"):  # libraries always send `auto`
         return ToolUse(marks=front.marks)
@@ -133,8 +133,7 @@ def tools_of(front: Front, request: ChatRequest) -> ToolUse:
 def template_tools(
     settings: ApiSettings, tools: Sequence[ToolDefinition]
 ) -> list[Mapping[str, object]] | None:
-    """The tools as the template is to show them; None without any. Raises ApiError for the first
-    that cannot be."""
+    """The tools in the template's form; None without any. Raises ApiError for the first invalid."""
     if not tools:
         return None
     most, known = settings.max_tools_per_request, set()
@@ -162,8 +161,8 @@ def template_tools(
 
 
 def template_tools_of(given: object) -> list[Mapping[str, object]] | None:
-    """The same for callers without HTTP, whose tools are dicts as in HTTP's JSON. Raises
-    ValueError."""
+    """`template_tools` for callers without HTTP, whose tools are dicts in the form of HTTP's JSON.
+    Raises ValueError."""
     try:
         tools = msgspec.convert(given or [], list[ToolDefinition])
         return template_tools(ApiSettings(), tools)
@@ -182,7 +181,7 @@ def _is_json(text: str) -> bool:
 
 
 def _check_schema(place: str, schema: Mapping[str, Any] | None) -> None:
-    """What is wrong in it otherwise is told by who compiles it."""
+    """Raise ApiError unless the schema is an object's; the grammar's compiler finds the rest."""
     schema = without_nulls(schema or {})
     kind = schema.get("type", "object")
     if kind != "object":
@@ -200,7 +199,7 @@ def _check_schema(place: str, schema: Mapping[str, Any] | None) -> None:
 
 
 def _as_template_sees(function: FunctionDefinition) -> Mapping[str, object]:
-    """In the order in which models have seen it."""
+    """A function for the template, with its fields in the order of the models' training."""
     seen: dict[str, object] = {"name": function.name}
     if function.description is not None:
         seen["description"] = function.description
@@ -249,10 +248,10 @@ def _refuse_other_forms(front: Front, request: ChatRequest, choice: _Choice) -> 
 
 
 def _by_parser(front: Front, use: ToolUse, names: Sequence[str], *, is_result: bool) -> ToolUse:
-    """Calls are found in free text. `is_result`: the request brings what a tool has answered, so
-    that the last answer called one."""
+    """Read calls from free text. `is_result`: the last message is a tool's result. Raises ApiError
+    if the model's form of calls is unknown, unless `is_result`."""
     if front.tool_format is None and is_result:
-        return use  # what a tool has answered is told as text
+        return use  # the template gets the result as text
     if front.tool_format is None:
         message = (
             "the form in which this model calls tools is not known: its chat template shows none; "
@@ -269,8 +268,8 @@ def _by_parser(front: Front, use: ToolUse, names: Sequence[str], *, is_result: b
 
 
 def _by_grammar(use: ToolUse, tools: Sequence[ToolDefinition], choice: _Choice) -> ToolUse:
-    """The answer is one call or a list of them and nothing else. White space that means nothing is
-    left out, since small models write it for ever."""
+    """Constrain the answer to one call or a list of calls. Insignificant white space is not
+    allowed, since small models write it for ever."""
     names = [tool.function.name for tool in tools]
     schemas = [_schema_of(tool.function) for tool in tools]
     make_parser: Callable[[], ToolCallParser]
@@ -288,14 +287,14 @@ def _by_grammar(use: ToolUse, tools: Sequence[ToolDefinition], choice: _Choice) 
 
 
 def _schema_of(function: FunctionDefinition) -> dict[str, Any]:
-    if function.parameters is None:  # it takes none
+    if function.parameters is None:  # a function without parameters
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object", **without_nulls(function.parameters)}
 
 
 def without_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The same schema without keywords that are null, as some languages write an empty list. Values
-    that the schema is about are left alone."""
+    """The schema without keywords that are null, which some languages write for an empty list.
+    Keywords that hold values, such as `enum`, stay unchanged."""
     found: dict[str, Any] = _without_nulls(schema)
     return found
 
@@ -315,7 +314,7 @@ def _without_nulls(schema: Any) -> Any:
 def _list_schema(
     names: Sequence[str], schemas: Sequence[dict[str, Any]], most: int | None
 ) -> dict[str, Any]:
-    """Of a list of calls. Each tool's schema lies in `$defs`, where its references are led to."""
+    """The schema of a list of calls. `$defs` has each tool's schema with adapted references."""
     calls = [
         {
             "type": "object",
@@ -336,7 +335,7 @@ def _list_schema(
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """The same schema as part of another, at `place`."""
+    """The schema with its references adapted to its position `place` in another schema."""
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, dict):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The renderings of one conversation by a chat template: its prompt, and the small ones by which
-the template's probe finds out its ways.
+"""The renderings of one conversation by a chat template: its prompt, and the small conversations of
+the template's probe.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .template_probe import CallForm, Seen, in_parts
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """A template with the limits, variables and tools of one request. Contents go as lists of parts
-    where the template shows no others. Its methods raise TemplateRefused."""
+    """A template with the limits, variables and tools of one request. Contents are passed as lists
+    of parts if the template shows no texts. Its methods raise TemplateRefused."""
 
     template: ChatTemplate
     settings: ApiSettings
@@ -28,17 +28,17 @@ class Rendering:
     tools: Sequence[Mapping[str, object]] | None
 
     async def render(self, seen: Sequence[Seen]) -> tuple[str, list[int]]:
-        """The prompt, and the places of the messages that left no trace in it."""
+        """The prompt, and the indices of the messages that the template left out."""
         text = await self._prompt(seen)
         shape = (self.opens_turn, bool(self.tools), msgspec.json.encode(self.variables))
         return text, await self.template.probe.left_out(text, seen, shape, self._prompt)
 
     async def call_form(self) -> CallForm:
-        """The form in which the template is given the calls of this conversation."""
+        """The form of calls that the template shows in this conversation."""
         return await self.template.probe.call_form(self._plain, tools=bool(self.tools))
 
     async def takes_both(self, one: str, other: str) -> bool:
-        """Whether the template shows a message of the role `other` behind one of the role `one`."""
+        """Whether the template shows a message of the role `other` after one of the role `one`."""
         return await self.template.probe.takes_both(self._plain, one, other)
 
     async def _prompt(self, seen: Sequence[Seen]) -> str:
@@ -46,7 +46,7 @@ class Rendering:
         return await self._render(given, self.tools, self.opens_turn, self.variables)
 
     async def _plain(self, seen: Sequence[Seen], tools: Sequence[Any] | None = None) -> str:
-        """Without anything of this request."""
+        """Render a probe's conversation, without the variables and tools of this request."""
         return await self._render(await self._given(seen), tools, False, {})
 
     async def _given(self, seen: Sequence[Seen]) -> Sequence[Seen]:

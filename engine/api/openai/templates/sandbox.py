@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sandbox in which chat templates are compiled and rendered: what they may use, and how much
-they may make. It runs in a process of its own, see worker.py.
+"""The sandbox that compiles and renders chat templates, with limits on their functions and their
+output. It runs in a process of its own, see template_worker.py.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_PRODUCT_ITEMS = 1024**2  # of a repeated string or list
+MAX_PRODUCT_ITEMS = 1024**2  # items of a repeated string or list
 MAX_POWER_BITS = 4096
 
 
 class TemplateRefused(ValueError):
-    """A template refused a conversation, or was refused for what it did."""
+    """A template refused a conversation, or was stopped for breaking a limit."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; here its body is just text."""
+    """The tag `{% generation %}`, which marks text for training; here its body is plain text."""
 
     tags = {"generation"}  # noqa: RUF012 - the form that Jinja declares
 
@@ -50,14 +50,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Raises what Jinja raises for a source that is none."""
+    """Compile a template. Raises Jinja's errors for an invalid source."""
     return _environment().from_string(source)
 
 
 def render_template(
     template: jinja2.Template, context: Mapping[str, object], max_characters: int
 ) -> str:
-    """The text. Raises TemplateRefused, with the template's own words where it has some."""
+    """Render the text. Raises TemplateRefused, with the template's own message if it has one."""
     parts: list[str] = []
     size = 0
     try:
@@ -99,7 +99,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: Jinja's own filter escapes for HTML, which no model has been trained on."""
+    """Encode as plain JSON: Jinja's own filter escapes for HTML, unlike models' training data."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A template's ways, found out by rendering small conversations: in which form it shows calls of
-tools, and which messages it leaves out.
+"""The probe of a template, which renders small conversations to find the form of tool calls that it
+shows, and the messages that it leaves out.
 
-Templates drop what they do not know without a word: a role, a call beside a text, a second system
-message. What they show is not to be read from their source, so it is tried. What has been found out
-is kept for each template, so that a conversation is seldom rendered more than once.
+Templates silently drop input that they do not know: a role, a call beside a text, a second system
+message. Their source does not show this reliably, so the probe tries it. Results are kept for each
+template, so that most conversations are rendered only once.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from typing import Any
 
 from .sandbox import TemplateRefused
 
-Seen = dict[str, Any]  # a message as the template sees it
+Seen = dict[str, Any]  # a message in the form for the template
 Render = Callable[[Sequence[Seen]], Awaitable[str]]  # raises TemplateRefused
 
-# A content of so many characters, found in the prompt where it has to be, is no accident.
+# A content of so many characters does not appear in the prompt by chance.
 _TELLING_CHARACTERS = 12
 _LOOKED_FOR_CHARACTERS = 64
 _MAX_KNOWN_SHAPES = 1024
-# Each takes a search through the whole prompt; a template that changes so many changes them all.
+# Failed searches, each through the whole prompt; a template that changes so many texts changes all.
 _MAX_SEARCHES = 8
-# Of all texts together, in looking for one that stands in another.
+# Characters of all texts to compare in the search for a text that is part of another.
 _MAX_CHARACTERS_COUNTED = 20_000_000
 
 _NAME, _KEY, _VALUE = "probe_name", "probe_key", "probe_value"
 _TEXT, _RESULT = "probe text", "probe result"
-_ID = "probe000"  # and a digit: in the form that the strictest templates take
+_ID = "probe000"  # with a digit after it, the form that the strictest templates take
 _TOOL = {"type": "function", "function": {"name": "probe_tool", "parameters": {"type": "object"}}}
 
 ABSENT, NULL, EMPTY = "absent", "null", "empty"
-# As transformers gives a content that is null, and in the order in which the others are tried.
+# The forms of a missing content, first that of transformers, in the order in which they are tried.
 _CONTENTS: Mapping[str, Seen] = {ABSENT: {}, NULL: {"content": None}, EMPTY: {"content": ""}}
 
-# Digits alone come through filters, and through JSON.
+# Digits pass unchanged through filters and JSON.
 _STEM = str(10**7 + secrets.randbelow(9 * 10**7))
 _MARK = re.compile(rf"{_STEM}\d{{14}}")
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a template is to be given calls, and what tools answer."""
+    """The form in which a template takes calls, and results of tools."""
 
     is_shown: bool = True  # False: calls go as text
-    content: str = ABSENT  # of a message that has calls alone: ABSENT, NULL or EMPTY
+    content: str = ABSENT  # of a message that has only calls: ABSENT, NULL or EMPTY
     as_text: bool = False  # arguments are a JSON text, not an object
     takes_text: bool = True  # arguments that are no object may be a text
-    beside_text: bool = True  # calls show in a message that has a text too
-    several: bool = True  # a message may have more than one
-    shows_results: bool = True  # False: what tools answer goes as a user's message
+    beside_text: bool = True  # calls are shown in a message that also has a text
+    several: bool = True  # a message may have more than one call
+    shows_results: bool = True  # False: results of tools go as a user's message
 
 
 class TemplateProbe:
-    """What is known of one template. Its renderings are given by the caller, with the limits that
-    hold for all others."""
+    """The probe of one template, with its results. Callers pass the function that renders, with the
+    limits of all renderings."""
 
     def __init__(self, source: str) -> None:
         self.names_developer = "developer" in source
@@ -71,8 +71,8 @@ class TemplateProbe:
         self._left_out: OrderedDict[bytes, frozenset[int]] = OrderedDict()
 
     async def takes_parts(self, render: Render) -> bool:
-        """Whether contents have to be lists of parts: a text alone would show nothing, as in
-        templates that know pictures."""
+        """Whether contents must be lists of parts, since the template shows no plain texts, like
+        some templates for pictures."""
         if self._takes_parts is None:
             user = {"role": "user", "content": _TEXT}
             self._takes_parts = False
@@ -81,8 +81,7 @@ class TemplateProbe:
         return self._takes_parts
 
     async def takes_both(self, render: Render, one: str, other: str) -> bool:
-        """Whether a message of the role `other` is shown that follows one of the role `one` at the
-        start."""
+        """Whether a message of the role `other` is shown after a first one of the role `one`."""
         if (one, other) not in self._takes_both:
             both = [{"role": one, "content": _NAME}, {"role": other, "content": _KEY}]
             try:
@@ -95,8 +94,7 @@ class TemplateProbe:
     async def call_form(
         self, render: Callable[[Sequence[Seen], Sequence[Any] | None], Awaitable[str]], tools: bool
     ) -> CallForm:
-        """How calls are shown in a conversation with or without `tools`. `render` takes messages
-        and tools."""
+        """The form of calls with or without `tools`. `render` takes messages and tools."""
         if tools not in self._forms:
             self._forms[tools] = await _find_call_form(render, [_TOOL] if tools else None)
         return self._forms[tools]
@@ -104,21 +102,21 @@ class TemplateProbe:
     async def left_out(
         self, text: str, seen: Sequence[Seen], shape: object, render: Render
     ) -> list[int]:
-        """The places of messages with something in them that left no trace in the prompt `text`.
-        `shape` is what else decided it."""
+        """The indices of non-empty messages that are not in the prompt `text`. `shape` holds the
+        other inputs that can change the result."""
         missing, unsure = _look_for(text, seen)
         if unsure:
             missing |= unsure & await self._left_out_by_shape(seen, shape, render)
         if not missing:
             return []
-        # What the template does may depend on the texts, so it is asked about these before anything
-        # is refused. Where it takes no other text at all, nothing can be said against it.
+        # The result may depend on the texts, so these texts are tried, with marks, before a message
+        # is reported. If the template refuses marked texts, no message is reported.
         return await _left_out(_marked(seen, missing), sorted(missing), render) or []
 
     async def _left_out_by_shape(
         self, seen: Sequence[Seen], shape: object, render: Render
     ) -> frozenset[int]:
-        """Those of a small conversation with the same roles."""
+        """The indices that the template leaves out of a small conversation of the same shape."""
         key = hashlib.sha256(repr((shape, *map(_shape, seen))).encode()).digest()
         known = self._left_out.get(key)
         if known is None:
@@ -133,7 +131,7 @@ class TemplateProbe:
 
 
 def in_parts(message: Seen) -> Seen:
-    """The same message, its content as a list of parts."""
+    """The message with its content as a list of parts."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -148,8 +146,8 @@ async def _shows(render: Render, message: Seen) -> bool:
 
 
 def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
-    """The places of messages whose contents do not stand in a prompt one behind the other, and of
-    those that are so short that this may be an accident."""
+    """The indices of messages whose contents are not in the prompt, in order, and of those whose
+    match may be chance: short ones, and parts of other messages."""
     missing: set[int] = set()
     unsure: set[int] = set()
     start = 0
@@ -167,7 +165,7 @@ def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
         for part in parts:
             part = part[-_LOOKED_FOR_CHARACTERS:]
             found = text.find(part, start)
-            if found < 0:  # as templates write texts in JSON
+            if found < 0:  # templates may write texts as JSON
                 found = text.find(json.dumps(part, ensure_ascii=False)[1:-1], start)
             if found >= 0:
                 start = found + len(part)
@@ -178,8 +176,8 @@ def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
 
 
 def _in_others(seen: Sequence[Seen]) -> set[int]:
-    """The places of messages that share a part with another message, which may be what was found.
-    A long conversation is not compared to its end; the rest of its places count as such."""
+    """The indices of messages that share a part with another message, which the search may have
+    found instead. Past the limit of a long conversation all indices count as such."""
     if len(seen) < 2:
         return set()
     wholes = [_whole(message) for message in seen]
@@ -206,8 +204,7 @@ def _whole(message: Seen) -> str:
 
 
 def _looked_for(message: Seen) -> list[str]:
-    """The parts of a message that a prompt is searched for: the end of its text, or the names that
-    it calls."""
+    """The parts of a message to search for: the names that it calls, else the end of its text."""
     names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     content = (message.get("content") or "").strip()
     parts = names or ([content] if content else [])
@@ -222,12 +219,12 @@ def _shape(message: Seen) -> tuple[object, ...]:
 
 
 def _mark(place: int, call: int = 0) -> str:
-    """Of a message's text, or of one of its calls, which are counted from 1."""
+    """The mark of a message's text (`call` 0), or of one of its calls, counted from 1."""
     return f"{_STEM}{place:07d}{call:07d}"
 
 
 def _small(seen: Sequence[Seen]) -> list[Seen]:
-    """The same conversation with a mark in place of each text."""
+    """The conversation with a mark in place of each text."""
     small = []
     for place, message in enumerate(seen):
         other = dict(message)
@@ -242,7 +239,7 @@ def _small(seen: Sequence[Seen]) -> list[Seen]:
 
 
 def _small_calls(message: Seen, place: int) -> list[Seen]:
-    """The same calls with marks in place of what they say."""
+    """The calls with marks in place of names and arguments."""
     calls = []
     for number, call in enumerate(message["tool_calls"], 1):
         mark = _mark(place, number)
@@ -254,7 +251,7 @@ def _small_calls(message: Seen, place: int) -> list[Seen]:
 
 
 def _marked(seen: Sequence[Seen], places: Iterable[int]) -> list[Seen]:
-    """The same conversation with a mark behind what those messages say."""
+    """The conversation with marks after the texts and in the calls of the messages at `places`."""
     marked = [dict(message) for message in seen]
     for place in places:
         message = marked[place]
@@ -268,7 +265,7 @@ def _marked(seen: Sequence[Seen], places: Iterable[int]) -> list[Seen]:
 async def _left_out(
     marked: Sequence[Seen], places: Iterable[int], render: Render
 ) -> list[int] | None:
-    """Which of the marks are not in the prompt; None where the template refuses these messages."""
+    """The `places` whose marks are not in the prompt; None if the template refuses."""
     try:
         text = await render(marked)
     except TemplateRefused:
@@ -278,8 +275,8 @@ async def _left_out(
 
 
 def _marks(message: Seen, place: int) -> Iterable[str]:
-    """Those that are to be in the prompt. Models have been trained on calls without the text that
-    was beside them, so that may be left out."""
+    """The marks that must be in the prompt. A text beside calls may be left out, since some models
+    were trained without it."""
     calls = message.get("tool_calls") or ()
     if calls:
         return [_mark(place, number) for number in range(1, len(calls) + 1)]
@@ -299,7 +296,7 @@ async def _find_call_form(
     question: Seen = {"role": "user", "content": "question"}
 
     async def prompt_with(content: Seen, number: int = 1, *, as_text: bool = False) -> str:
-        """The prompt with so many calls; empty where the template refuses one or leaves it out."""
+        """The prompt with `number` calls; empty if the template refuses or leaves out one."""
         calls, results = [], []
         for each in range(number):
             arguments = _arguments(each)
@@ -309,7 +306,7 @@ async def _find_call_form(
             calls.append({"id": f"{_ID}{each}", "type": "function", "function": of_call})
             results.append({"role": "tool", "tool_call_id": f"{_ID}{each}", "content": _RESULT})
         turns = [question, {"role": "assistant", **content, "tool_calls": calls}]
-        # The result of a tool is a message of its own, which templates know or not.
+        # Not every template knows messages with results of tools.
         text = await prompt([*turns, *results]) or await prompt(turns)
         is_whole = all(f"{_NAME}{i}" in text or f"{_KEY}{i}" in text for i in range(number))
         return text if is_whole else ""
@@ -317,12 +314,12 @@ async def _find_call_form(
     found: list[tuple[int, CallForm]] = []
     for name, content in _CONTENTS.items():
         by_object, by_text = await prompt_with(content), await prompt_with(content, as_text=True)
-        # Some join arguments to a text, some write an object as Python has it.
+        # Some templates append arguments to a text, some write an object as Python's repr.
         is_odd = _KEY not in by_object or repr(_arguments(0)) in by_object
         as_text = _KEY in by_text and is_odd
         text = by_text if as_text else by_object
         if text:
-            # Some write a content that is not there as Python has that.
+            # Some templates write a missing content as None.
             form = CallForm(True, name, as_text, bool(by_text), shows_results=_RESULT in text)
             found.append((text.count("None"), form))
     beside = await prompt_with({"content": _TEXT}, as_text=bool(found) and found[0][1].as_text)

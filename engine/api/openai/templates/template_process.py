@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that compile and render chat templates, and the pool of those that are idle.
 
-One is started when it is first needed, and again after it was ended for what a template did. It
-ends by itself with this process.
+A process is started when it is first needed, and again after a template made it end. It ends by
+itself with the server's process.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .....tiers.processes.python_command import python_command
 from .sandbox import TemplateRefused
 from .template_worker import LENGTH, MEMORY
 
-MAX_IDLE = 4  # as many as work at once for one template
-# By the clock, of the time that a template may take of a processor: machines are busy.
+MAX_IDLE = 4  # the number that may work at once for one template
+# The wait by the clock, as a multiple of a template's processor time, since machines are busy.
 MAX_WAIT = 10
-# To start Python, on a busy machine.
+# The time to start Python on a busy machine.
 START_SECONDS = 60.0
 _END_SECONDS = 10.0
 _MODULE = f"{__package__}.template_worker"
@@ -38,14 +38,14 @@ class Broken(ValueError):
 
 
 class Limits(NamedTuple):
-    """Of one rendering: time of a processor, and characters of the text."""
+    """The limits of one rendering: processor time in seconds, and characters of the text."""
 
     seconds: float
     max_characters: int
 
 
 class TemplateProcess:
-    """One process. Asked by one thread at a time; any thread may end it."""
+    """A worker process. One thread at a time may ask it; any thread may end it."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -55,7 +55,7 @@ class TemplateProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C is for this process
+                process_group=0,  # Ctrl-C must reach only the server
             )
         except BaseException:
             ours.close()
@@ -70,8 +70,8 @@ class TemplateProcess:
     def ask(
         self, key: str, source: str, context: Mapping[str, object] | None, limits: Limits
     ) -> str:
-        """The text; empty without a context. Raises TemplateRefused, Broken for a source that is
-        none, and EOFError where the process ended by itself."""
+        """Return the text; empty without a context. Raises TemplateRefused, Broken for an invalid
+        source, and EOFError if the process ended for a reason other than the template's limits."""
         question = {
             "key": key,
             "source": source,
@@ -106,7 +106,7 @@ class TemplateProcess:
             raise Broken(answer["broken"])
         if "refused" in answer:
             if answer["refused"] == MEMORY:
-                self.kill_process()  # it may keep what it had
+                self.kill_process()  # it may keep the memory it took
             raise TemplateRefused(answer["refused"])
         return str(answer["text"])
 
@@ -115,12 +115,12 @@ class TemplateProcess:
         return self._process.poll() is None
 
     def kill_process(self) -> None:
-        """At once, and wait for it. Idempotent."""
+        """Kill the process at once, and wait for its end. Idempotent."""
         if self.owner == os.getpid():
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_SECONDS)
-        with suppress(OSError):  # wakes who reads
+        with suppress(OSError):  # wakes a thread that reads
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
@@ -159,7 +159,7 @@ _idle: list[TemplateProcess] = []
 
 
 def take() -> TemplateProcess:
-    """One that is idle, or a new one. Raises OSError where none can be started."""
+    """Take an idle process, or start a new one. Raises OSError if none can be started."""
     while True:
         with _lock:
             found = _idle.pop() if _idle else None
@@ -167,11 +167,11 @@ def take() -> TemplateProcess:
             return TemplateProcess()
         if found.owner == os.getpid() and found.is_alive:
             return found
-        found.kill_process()  # of the process that this one was forked from, or one that was ended
+        found.kill_process()  # it belongs to the process this one was forked from, or has ended
 
 
 def give_back(process: TemplateProcess) -> None:
-    """It is idle again, or has ended."""
+    """Return a process to the idle ones, or end it if it is dead or there are enough."""
     with _lock:
         if process.is_alive and len(_idle) < MAX_IDLE:
             _idle.append(process)
@@ -180,7 +180,7 @@ def give_back(process: TemplateProcess) -> None:
 
 
 class Asking:
-    """One question, for a thread that asks it and another one that may no longer want to know."""
+    """A question, which one thread asks and another thread may cancel."""
 
     def __init__(
         self, key: str, source: str, context: Mapping[str, object] | None, limits: Limits
@@ -190,8 +190,8 @@ class Asking:
         self._is_cancelled = False
 
     def run(self) -> str:
-        """As `TemplateProcess.ask`, by one that is free. Raises TemplateRefused, Broken, and
-        OSError where there is none that answers."""
+        """Ask an idle process, as `TemplateProcess.ask` does. Raises TemplateRefused, Broken, and
+        OSError if no process answers."""
         process = take()
         try:
             with _lock:
@@ -207,7 +207,7 @@ class Asking:
             give_back(process)
 
     def cancel(self) -> None:
-        """Nobody waits for the answer: end what works on it."""
+        """End the process that works on the answer: no caller waits for it."""
         with _lock:
             self._is_cancelled = True
             process = self._process

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m stratakv.engine.api.openai.templates.template_worker FD`: compiles and renders them.
-The process that started it asks over a socket.
+"""`python -m stratakv.engine.api.openai.templates.template_worker FD`: compiles and renders chat
+templates for the process that started it, which asks over a socket.
 
-A template can ask for a text of gigabytes or for hours of work in one call into C, where no Python
-could stop it. Here the system does: beyond its memory an allocation fails, and beyond its time the
-whole process ends. Imports little, since it is started again after each end.
+A template can ask for a text of gigabytes or for hours of work in one call into C, which Python
+cannot stop. The system can: beyond the memory limit an allocation fails, and beyond the time limit
+the process ends. The module imports little, since it is started again after each end.
 
     question  {"key": …, "source": … or null, "seconds": …, "context": …, "max_characters": …}
-    answer    {"text": …}, {"refused": why} or {"broken": why}, of a template that is none
+    answer    {"text": …}, {"refused": why}, or {"broken": why} for an invalid template
 
-each as JSON behind its length in four bytes. A question without a context asks whether the template
-can be compiled. JSON, not msgpack: it has numbers of any size, and halves of characters.
+Each is JSON after its length in four bytes. A question without a context asks whether the template
+can be compiled. JSON, unlike msgpack, has numbers of any size and single surrogates.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import jinja2
 from .sandbox import TemplateRefused, compile_template, render_template
 
 LENGTH = struct.Struct("!I")
-# Beyond what the process has when it starts. The longest conversation takes some 100 MiB.
+# Beyond the memory of the process at its start. The longest conversation takes some 100 MiB.
 MAX_MEMORY_BYTES = 768 * 1024**2
 MAX_TEMPLATES = 8
-_ALIVE_SECONDS = 10.0  # between looks whether the other process is still there
+_ALIVE_SECONDS = 10.0  # between two checks that the other process still runs
 
 MEMORY = (
     f"the chat template took more than {MAX_MEMORY_BYTES // 1024**2} MiB of memory and was "
@@ -42,11 +42,11 @@ MEMORY = (
 
 
 def main() -> None:
-    """Answer until the other process is gone."""
+    """Answer questions until the other process is gone."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.settimeout(_ALIVE_SECONDS)
     _limit_memory()
-    # Both may come from the other process.
+    # A handler and a blocked signal may both be inherited from the other process.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     templates: OrderedDict[str, jinja2.Template] = OrderedDict()
@@ -61,7 +61,7 @@ def main() -> None:
 def _answer(body: bytes, templates: OrderedDict[str, jinja2.Template]) -> dict[str, str]:
     try:
         question: dict[str, Any] = json.loads(body)
-        # The signal's default is to end the process, whatever it is doing.
+        # By default the signal ends the process, also within a call into C.
         signal.setitimer(signal.ITIMER_PROF, question["seconds"])
         return _work(question, templates)
     except MemoryError:
@@ -79,7 +79,7 @@ def _work(question: dict[str, Any], templates: OrderedDict[str, jinja2.Template]
             templates[key] = compile_template(question["source"])
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - of a source that is anybody's
+        except Exception as error:  # noqa: BLE001 - the source is not trusted
             return {"broken": str(error) or type(error).__name__}
         while len(templates) > MAX_TEMPLATES:
             templates.popitem(last=False)
@@ -103,8 +103,8 @@ def _limit_memory() -> None:
 
 
 def _read_frame(connection: socket.socket, parent: int) -> bytes | None:
-    """One question; None once the other end is closed. A process that the other one has forked may
-    hold its end open."""
+    """Read a question; None once the other end is closed or the parent is gone. Another child of
+    the parent may hold that end open."""
     data = bytearray()
     size = LENGTH.size
     has_length = False

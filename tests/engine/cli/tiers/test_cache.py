@@ -23,10 +23,10 @@ from stratakv.tiers.ssd.folder.directory import StoreDirectory
 from stratakv.tiers.ssd.folder.inventory import find_stores, look_at, remove
 
 from ....open_files import open_paths
+from ....pages import read_command_pages
 from ....tiers.blocks import ODD, SMALL, make_keys
 from ....tiers.store_contract import SECONDS, put
 
-DOCS = Path(__file__).resolve().parents[4] / "docs" / "commands.md"
 CAPACITY = 2 * 1024**2
 
 
@@ -269,7 +269,7 @@ def test_who_opens_a_store_waits_for_who_looks(home: Path, monkeypatch: pytest.M
 
 
 def test_the_documentation_lists_the_flags() -> None:
-    text = DOCS.read_text()
+    text = read_command_pages()
     section = text[text.index("## stratakv cache\n") : text.index("## stratakv cache-server")]
     flags: set[str] = set()
     for add in (cache.add_look_arguments, cache.add_rm_arguments):

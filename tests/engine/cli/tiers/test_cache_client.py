@@ -22,10 +22,10 @@ from stratakv.tiers.contract import make_keys
 from stratakv.tiers.wire.rpc import Stub
 
 from ....free_ports import free_ports
+from ....pages import read_command_pages
 from ....tiers.cache_server.rig import LAYOUT, RunningServer, running_server, store_blocks
 
 COMMANDS = ("ping", "describe")
-DOCS = Path(__file__).resolve().parents[4] / "docs" / "commands.md"
 TOKEN = "a-token-of-its-own"
 FAST = ("--count", "3", "--interval", "0")
 
@@ -226,6 +226,6 @@ def test_the_documentation_lists_its_flags(module: Any) -> None:
     module.add_arguments(parser)
     flags = {action.option_strings[0] for action in parser._actions if action.option_strings}
     name = module.__name__.rpartition(".")[2]
-    section = DOCS.read_text().split(f"## stratakv {name}\n")[1].split("\n## ")[0]
+    section = read_command_pages().split(f"## stratakv {name}\n")[1].split("\n## ")[0]
     rows = {line.split("`")[1] for line in section.splitlines() if line.startswith("| `--")}
     assert rows == flags - {"-h"}

@@ -16,10 +16,10 @@ from stratakv.tiers.cache_server.layout_note import store_folder, write_layout_n
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd import SsdStore
 
+from ....pages import read_command_pages
 from ....tiers.blocks import SMALL, make_keys
 from ....tiers.store_contract import SECONDS, put
 
-DOCS = Path(__file__).resolve().parents[4] / "docs" / "commands.md"
 CAPACITY = 2 * 1024**2
 RECORD = 8192
 
@@ -122,7 +122,7 @@ def test_the_documentation_lists_its_flags() -> None:
     parser = Parser(prog="probe")
     check.add_arguments(parser)
     flags = {action.option_strings[0] for action in parser._actions if action.option_strings}
-    section = DOCS.read_text().split("## stratakv check\n")[1].split("\n## ")[0]
+    section = read_command_pages().split("## stratakv check\n")[1].split("\n## ")[0]
     rows = {line.split("`")[1] for line in section.splitlines() if line.startswith("| `--")}
     assert rows == flags - {"-h"}
 

@@ -225,7 +225,7 @@ def test_a_step_that_fails_in_the_worker_ends_its_requests_only(make_core: MakeC
     [
         ("answers another step", "answered step 2 where step 1 was due"),
         ("says nonsense", "its answer cannot be read"),
-        ("begins anew", "said Up, which nobody had asked for"),
+        ("begins anew", "said Up, which was not asked for"),
         ("exits", "ended with exit status 7"),
         ("loses its device", "its device is lost: it fell off"),
     ],
@@ -310,7 +310,7 @@ def test_an_engine_whose_worker_hangs_shuts_down_in_its_time(tiny_model: Path) -
     core.add(request("a", prompt_of(20), max_tokens=30))
     core.step()
     os.kill(executor.pid, signal.SIGSTOP)
-    core._dispatch()
+    core.steps.begin_step()
     core.shutdown(2.0)
     assert executor._process.poll() is not None
     assert not executor.is_alive

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calibration at start: what computing a prompt and loading its blocks take, before anybody
-asks.
+"""The calibration at start: seconds of prefill and of loads, measured before the first request.
 
-    one prompt, twice as long each time, while the time for it lasts     how much a token costs
-    as many tokens far into a prompt, whose context nobody computed      how much context costs
-    a few loads, as the connector asks for them                          how much loading costs
+    one prompt, twice as long each time, while the time for it lasts     cost of a token
+    as many tokens far into a prompt, whose context was never computed   cost of context
+    a few loads that the connector plans                                 cost of loading
 
 It runs through the worker as steps do and leaves nothing behind: what it writes lies in blocks
 without a name, and every estimate it seeds goes on moving with what follows.
@@ -20,11 +19,16 @@ from typing import Protocol
 
 import numpy as np
 
-from ...connector.base import KVConnectorScheduler, TierEstimates
-from ...connector.messages import ConnectorMetadata, ConnectorWorkerOutput
-from ..request.sampling_params import SamplingParams
-from ..scheduler.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from .prefill_savings import MIN_PROMPT_TOKENS, PrefillSavings, PromptCost
+from ....connector.base import KVConnectorScheduler, TierEstimates
+from ....connector.messages import ConnectorMetadata, ConnectorWorkerOutput
+from ...request.sampling_params import SamplingParams
+from ...scheduler.output import (
+    CachedRequestData,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from ..prefill_savings import MIN_PROMPT_TOKENS, PrefillSavings, PromptCost
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class Worker(Protocol):
-    """What is needed of an executor."""
+    """The part of an executor that the calibration calls."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput: ...
     def start_copies(self, meta: ConnectorMetadata) -> None: ...
@@ -103,7 +107,8 @@ class Calibration:
             self._execute_step([], {})
 
     def _measure(self, count: int, start: int, seconds: float) -> None:
-        """Once more, since the first time pays for what is made once."""
+        """Note the quicker of two runs: the first one, which took `seconds`, pays for what is made
+        once."""
         if self._spent + seconds < PREFILL_SECONDS:
             seconds = min(seconds, self._run(count, start))
         self._note(PromptCost(count, count * start + count * (count - 1) // 2, seconds))
@@ -136,8 +141,8 @@ def try_loads(
     worker: Worker,
     block_ids: Sequence[int],
 ) -> None:
-    """Have the connector's calibration loads made, to blocks that are nobody's. All have ended when
-    this returns; raises RuntimeError where one does not."""
+    """Make the connector's calibration loads, into blocks that no request holds. All have ended
+    when this returns; raises RuntimeError where one does not."""
     deadline = time.monotonic() + STUCK_SECONDS
     while meta := estimates.build_calibration_meta(block_ids, READ_SECONDS):
         worker.start_copies(meta)

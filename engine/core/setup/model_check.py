@@ -10,24 +10,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...tiers.settings.values import ConfigError
-from ...tiers.slab.host_memory import available_memory_bytes
-from ..cache.group_spec import num_state_slots, plan_groups, state_bytes
-from ..config.engine_config import DEFAULT_POOL_BYTES, EngineConfig
-from ..config.engine_options import has_tier
-from ..config.speculative_config import EAGLE
-from ..models.checkpoint.fingerprint import check_headers
-from ..models.checkpoint.stored_tensors import StoredTensors
-from ..models.checkpoint.tensor_shapes import expected_tensors, name_of
-from ..models.dtypes import choose_dtype, kv_dtype_name
-from ..models.eagle.eagle_spec import check_fusion, check_head, is_eagle_head, load_eagle_spec
-from ..models.model_source import ModelSource
-from ..models.model_spec import ModelSpec, resolve_max_model_len
-from ..models.spec.spec_parser import load_model_spec
-from ..models.vocabulary_match import check_vocabulary
-from ..plan.memory_plan import activation_bytes, weight_bytes
-from ..worker.pool_demand import PoolDemand, check_pool_size, num_blocks_in
-from ..worker.runtime.pool_sizing import HostMemory, host_pool_blocks, longest_context
+from ....tiers.settings.values import ConfigError
+from ....tiers.slab.host_memory import available_memory_bytes
+from ...cache.group_spec import num_state_slots, plan_groups, state_bytes
+from ...config.engine_config import DEFAULT_POOL_BYTES, EngineConfig
+from ...config.engine_options import has_tier
+from ...config.speculative_config import EAGLE
+from ...models.checkpoint.fingerprint import check_headers
+from ...models.checkpoint.stored_tensors import StoredTensors
+from ...models.checkpoint.tensor_shapes import expected_tensors, name_of
+from ...models.dtypes import choose_dtype, kv_dtype_name
+from ...models.eagle.eagle_spec import check_fusion, check_head, is_eagle_head, load_eagle_spec
+from ...models.model_source import ModelSource
+from ...models.model_spec import ModelSpec, resolve_max_model_len
+from ...models.spec.spec_parser import load_model_spec
+from ...models.vocabulary_match import check_vocabulary
+from ...plan.memory_plan import activation_bytes, weight_bytes
+from ...worker.pool_demand import PoolDemand, check_pool_size, num_blocks_in
+from ...worker.runtime.pool_sizing import HostMemory, host_pool_blocks, longest_context
 
 
 def check_model(config: EngineConfig) -> None:
@@ -96,7 +96,7 @@ def check_backend(config: EngineConfig) -> None:
     backend = config.structured_outputs_backend
     if backend == "auto":
         return
-    from ..structured.backends import why_missing
+    from ...structured.backends import why_missing
 
     if why := why_missing(backend):
         raise ConfigError(f"--structured-outputs-backend {backend}: {why}")

@@ -10,11 +10,11 @@ import logging
 
 import torch
 
-from ..config.engine_config import DEFAULT_GPU_SHARE, EngineConfig
-from ..models.dtypes import choose_dtype
-from ..models.model_spec import ModelSpec
-from ..worker.runtime.cuda_probe import choose_gpu, probe_cuda
-from ..worker.runtime.placement import Placement, with_index
+from ...config.engine_config import DEFAULT_GPU_SHARE, EngineConfig
+from ...models.dtypes import choose_dtype
+from ...models.model_spec import ModelSpec
+from ...worker.runtime.cuda_probe import choose_gpu, probe_cuda
+from ...worker.runtime.placement import Placement, with_index
 
 logger = logging.getLogger(__name__)
 
