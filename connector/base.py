@@ -75,9 +75,8 @@ class RequestView(Protocol):
 
     @property
     def tail_hash(self) -> bytes | None:
-        """Digest of the block behind the full ones, of a request whose prompt another engine has
-        computed, as far as that engine computed it; b"" if there is none. None for other
-        requests."""
+        """Digest of the block behind the full ones, of a request whose prompt another engine
+        computed, as far as that engine got; b"" if there is none. None for other requests."""
 
 
 class TierEstimates(ABC):
@@ -107,9 +106,8 @@ class OverlappedLoads(ABC):
 
     @abstractmethod
     def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
-        """Return how far the request may compute. The engine asks in each step before a request
-        with an overlapped load gets tokens. No copy writes to blocks below the limit from now
-        on."""
+        """Return how far the request may compute. The engine asks before each step of a request
+        with an overlapped load. No copy writes to blocks below the limit from now on."""
 
     @abstractmethod
     def end_load(self, request_id: str) -> LoadReport | None:
@@ -136,8 +134,7 @@ class PromptsElsewhere(ABC):
 
     @abstractmethod
     def expect_prompts(self) -> None:
-        """Watch what other engines store from now on: requests will come whose prompts those
-        engines compute."""
+        """Watch what other engines store from now on, for requests whose prompts they compute."""
 
     @abstractmethod
     def follow_blocks(self, block_hashes: Sequence[bytes]) -> bool:
@@ -161,8 +158,7 @@ class HandOver(ABC):
 
     @abstractmethod
     def take_handed_over(self) -> list[HandedOver]:
-        """The requests whose blocks other engines can load by now, or never will: each is named
-        once."""
+        """The requests whose blocks other engines can load by now, or never will; each once."""
 
     @abstractmethod
     def forget_hand_over(self, request_id: str) -> None:
@@ -275,19 +271,16 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Set the function to call, from any thread, when `has_pending_work` may have become
-        True."""
+        """Set the function that any thread calls when `has_pending_work` may have become True."""
 
     def invalidate_blocks(self, keys: Sequence[bytes], cause: str) -> None:  # noqa: B027 - see below
         """Drop from every tier the blocks of one chain (named as by the pool, head first), which
-        may be wrong; copies of them under way to a tier or to the pool are not kept either.
-        `cause`, one word, labels them in the counters. Optional: by default the blocks stay until
-        evicted."""
+        may be wrong. Copies of them under way, to a tier or the pool, are dropped too. `cause`, one
+        word, labels them in the counters. Optional: by default the blocks stay until evicted."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Drop all blocks of all tiers (a prefix-cache reset). Waits a while for disks, so that
-        they stay forgotten."""
+        """Drop all blocks of all tiers (prefix-cache reset). Waits a while for disks to forget."""
 
     @abstractmethod
     def stats(self) -> dict[str, object]:
@@ -367,13 +360,11 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def poll(self) -> ConnectorWorkerOutput | None:
-        """Return the copies that finished since the last call; None if none is ever made. Never
-        waits."""
+        """Return copies finished since the last call; None if none is ever made. Never waits."""
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Wait for copies in flight, `timeout_seconds` at most, and release the pool.
-        Idempotent."""
+        """Wait for copies, `timeout_seconds` at most, and release the pool. Idempotent."""
 
 
 class NullConnectorWorker(KVConnectorWorker):

@@ -67,9 +67,8 @@ def build_offload(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> tuple[OffloadScheduler, OffloadWorker]:
-    """Build the two sides of a connector in one process; the arguments are those of
-    `build_scheduler_side`. On CUDA another thread calls `progress` again, while memory is
-    page-locked."""
+    """Build both sides of a connector in one process, with the arguments of `build_scheduler_side`.
+    On CUDA another thread calls `progress` again, while memory is page-locked."""
     built = build_scheduler_side(layout, settings, progress=progress, **options)
     try:
         worker = build_worker_side(
@@ -97,10 +96,9 @@ def build_scheduler_side(
     identity. `device` is that of the KV pool: cpu, cuda, or one of several GPUs, cuda:1. `progress`
     is called with bytes done and bytes in all while memory is faulted in. `prefill` is the cost of
     computing, where another part measures it. `parts` says how the cache groups of this layout
-    attend, and on which ranks they live; by default there is one that attends to everything.
-    Raises TierConfigError for sizes, paths and names that cannot work; nothing stays open then. A
-    store that is down is opened later in the background, unless the settings require it: then
-    TierDown names the store.
+    attend, and on which ranks they live; by default there is one that attends to everything. Raises
+    TierConfigError for sizes, paths and names that cannot work; nothing stays open then. A store
+    that is down is opened later in the background; TierDown names one that is required.
     """
     choice = Choice(settings.load)
     if choice is Choice.OVERLAP and parts is not None and parts.is_windowed:

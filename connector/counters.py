@@ -80,8 +80,7 @@ class OffloadCounters:
 
     def count_lookup(self, tiers: Sequence[str], found: Sequence[str], num_asked: int) -> None:
         """Count a look-up of `num_asked` blocks in `tiers`, from the fastest down. `found` names
-        the tier of each leading block that some tier has; the first block that none has ends the
-        look-up."""
+        the tier of each leading block; the first block in no tier ends the look-up."""
         reached = min(len(found) + 1, num_asked)
         for tier in tiers:
             hits = found.count(tier)

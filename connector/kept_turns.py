@@ -5,9 +5,8 @@ them into the slab when the next turn is due.
     turn ──► held ──(due: seconds from the end of the turn)──► being read ──► held, in the slab
       └──────────── ended by the next turn, by the job's end, or by the time ────────────┘
 
-A job has one such turn at a time. It is only a hint: blocks that are not held, or not read in time,
-are loaded or computed when a request needs them. Blocks that lie in windows are held but not read
-ahead.
+A job has one such turn at a time. It is a hint: blocks not held, or not read in time, are loaded or
+computed when a request needs them. Blocks that lie in windows are held but not read ahead.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ class KeptTurns(JobRetention):
             self._end_read(turn)
 
     def poll_turns(self) -> None:
-        """Read turns that are due, release reads that have ended, and end turns whose time is
-        over."""
+        """Read turns that are due, release ended reads, and end turns whose time is over."""
         now = time.monotonic()
         for job, turn in list(self.turns.items()):
             if now >= turn.until:

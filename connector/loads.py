@@ -150,8 +150,7 @@ class Loads(OverlappedLoads):
         block_ids: GroupBlockIds,
         compute_blocks: int,
     ) -> None:
-        """Begin a load whose request computes meanwhile, and is expected to reach the loaded part
-        after about `compute_blocks`."""
+        """Begin a load whose request computes about `compute_blocks` up to the loaded part."""
         num_blocks = len(keys) // self._num_parts
         compute_blocks = min(compute_blocks, num_blocks)
         load = Load(
@@ -241,8 +240,7 @@ class Loads(OverlappedLoads):
         return reports
 
     def _learn_copy_rate(self, output: ConnectorWorkerOutput) -> None:
-        """Record the copies of one poll as one transfer, since their ends are not recorded one by
-        one."""
+        """Record the copies of one poll as one transfer: single ends are not recorded."""
         ended = [self._copies[i] for i in (*output.finished_loads, *output.failed_loads)]
         if not output.failed_loads:
             num_bytes = sum(copy.num_blocks for copy in ended) * self._hierarchy.block_bytes
@@ -359,8 +357,7 @@ class Loads(OverlappedLoads):
             meta.loads.append(job)
 
     def _end_blocking(self, load: Load, piece: Piece, failure: str | None) -> None:
-        """Give back the pins and report the request. `failure`: the reason if nothing was
-        loaded."""
+        """Release the pins and report the request. `failure`: why nothing was loaded."""
         if load.is_spoilt:
             failure = SPOILT
         ticket = piece.ticket

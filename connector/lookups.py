@@ -182,8 +182,7 @@ class Lookups:
         self.drop_lookup(offload)
 
     def poll_answers(self) -> bool:
-        """Take in the answers of stores. Return whether a request that was told to ask again
-        should."""
+        """Take in the answers of stores. Return whether requests told to ask again should."""
         for offload in list(self.unanswered):
             request = offload.unanswered
             assert request is not None

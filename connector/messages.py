@@ -22,9 +22,8 @@ class MatchKind(Enum):
 
 
 class Match(NamedTuple):
-    """Tokens, beyond those computed in the pool, that the tiers hold; never the whole request,
-    since one token is always left to compute. A multiple of the block size except for a request
-    with a `tail_hash`."""
+    """Tokens, beyond those computed in the pool, that the tiers hold; at least one token is left to
+    compute. A multiple of the block size except for a request with a `tail_hash`."""
 
     tokens: int
     kind: MatchKind
@@ -92,8 +91,7 @@ NOTHING_TO_MOVE = ConnectorMetadata()
 
 @dataclass(slots=True)
 class ConnectorWorkerOutput:
-    """The jobs that the worker side finished since the last poll, by their ids in
-    ConnectorMetadata."""
+    """The jobs finished by the worker side since the last poll: ids from ConnectorMetadata."""
 
     finished_stores: list[int] = field(default_factory=list)
     failed_stores: list[int] = field(default_factory=list)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side of offloading: the blocks that go out and come back, and the requests that
-wait for them.
+"""The scheduler side of offloading: blocks that go out and come back, and their waiting requests.
 
     request_queued       blocks that only a store has are read while the request waits for its turn
     get_matched_tokens   find ──► none, load, overlap or retry; none too where computing is quicker

@@ -5,8 +5,7 @@ An evicted block is overwritten by the step that evicts it, so the forward pass 
 Blocks near the eviction end are therefore copied ahead, a bounded amount at a time, beside forward
 passes that leave them alone. When such a block is evicted at last, the step waits for the rest of
 its copy at most. Few cold blocks go in one job with the evicted ones. All of them do where a copy
-beside a forward pass takes a processor from it: another job on another thread would only cost
-more.
+beside a forward pass takes a processor from it: another job on another thread would only cost more.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ class Outgoing(StoresAhead):
             self._ahead_job_of.update(dict.fromkeys(keys, job.job_id))
 
     def complete_job(self, job_id: int, ok: bool, digests: Sequence[bytes] | None = None) -> None:
-        """Take in a job that has ended, well or not; `digests` of its blocks, if the device made
-        them."""
+        """Take in a job that ended, well or not; `digests`: its blocks', if the device made any."""
         ticket = self._tickets.pop(job_id)
         for key in self._ahead.pop(job_id, ()):
             self._ahead_job_of.pop(key, None)

@@ -47,8 +47,7 @@ class StatePieces(NamedTuple):
 
 class Parts:
     """The parts of a position of `block_size` tokens. `seen` has an entry for each cache group,
-    None for full attention, and behind those one for states. `ranks` are those served here, of
-    `num_ranks`.
+    None for full attention, then one for states. `ranks`, of `num_ranks`, are served here.
 
     With `whole_only` a load that cannot bring all blocks that were found brings none. Windows and
     states rule out overlapped loads.
@@ -80,8 +79,7 @@ class Parts:
         self.is_windowed = bool(states) or self.has_windows
         # A shorter hit needs other blocks of a window than a longer one.
         self.whole_only = whole_only or self.is_windowed
-        # Suffixes that complete a key of the pool, which carries the group already: one for each
-        # rank.
+        # Suffixes, one a rank, that complete a key of the pool; it has the group already.
         self.shards = tuple(key_suffix(0, rank, num_ranks)[GROUP_BYTES:] for rank in ranks)
         self.block_size = block_size
         self._seen = tuple(groups[part.group] for part in self.all)
@@ -182,8 +180,7 @@ class Parts:
         most_tokens: int | None = None,
         num_kept: int = 0,
     ) -> int:
-        """The longest hit of at most `num_positions`, whose full-attention blocks have all been
-        found."""
+        """The longest hit of up to `num_positions`; their full-attention blocks have been found."""
         if not self.is_windowed:
             return num_positions
         search = _Search(self, hierarchy, first, keys, most_tokens, num_kept)
@@ -233,8 +230,7 @@ class _Search:
         while num_positions:
             missing = self._missing(num_positions) if self.parts.has_windows else None
             if missing is not None:
-                # Every hit that ends behind this position, up to the one that failed, needs its
-                # block.
+                # Every hit that ends behind it, up to the failed one, needs its block.
                 num_positions = missing
             elif self.parts.num_state_keys:
                 end = self._last_with_states(num_positions)
@@ -274,8 +270,7 @@ class _Search:
         return self.keys[position * self.parts.width][:DIGEST_BYTES]
 
     def _last_with_states(self, num_positions: int) -> int:
-        """The most positions, up to `num_positions`, with loadable states behind them; 0 for
-        none."""
+        """The most positions, up to `num_positions`, with loadable states behind them, or 0."""
         answers = self.state_answers
         for position in range(num_positions - 1, -1, -1):
             if position not in answers:

@@ -54,9 +54,8 @@ class RequestOffload:
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """The answer of `Parts.find_longest_hit` for the positions from `first` on of a request. `keys`
-    has the keys of their parts side by side; `prefix.tiers` has an entry for each position of the
-    hit."""
+    """The answer of `Parts.find_longest_hit` for a request's positions from `first` on. `keys` has
+    the keys of their parts side by side; `prefix.tiers` an entry for each position of the hit."""
 
     first: int
     keys: list[bytes]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a JSON schema says that only describes, and what it says in a way that no backend takes.
+"""The annotations of a JSON schema, and its forms that no backend takes.
 
 A `format` that is not checked here is an annotation, by JSON Schema's own rule: it is left out
-before a schema is compiled, and whoever takes the request says so. A `oneOf` of constants is an
-`enum`.
+before a schema is compiled, and the front that takes the request reports that. A `oneOf` of
+constants becomes an `enum`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Callable
 from typing import Any
 
 Schema = dict[str, Any]
-# Answers keep to these. All others say something to people, or to other programs.
+# Formats that answers follow. All others only inform users or other programs.
 FORMATS = frozenset({
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri",
     "uuid",
 })  # fmt: skip
-# They say nothing of an answer.
+# Keywords that do not restrict an answer.
 ANNOTATIONS = frozenset({
     "$comment", "$schema", "default", "deprecated", "description", "example", "examples",
     "externalDocs", "readOnly", "title", "writeOnly", "xml",
 })  # fmt: skip
-TAG_SCHEMAS = ("schema", "json_schema")  # where a structural tag holds one
-# Where a schema holds others: by name, as a list, or one.
+TAG_SCHEMAS = ("schema", "json_schema")  # keys under which a structural tag holds a schema
+# The keywords under which a schema holds others: by name, as a list, or a single one.
 MAPS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 ONES = (
@@ -35,12 +35,12 @@ ONES = (
 
 
 def prepared(schema: Any) -> Any:
-    """The schema as backends take it: the same one where there is nothing to change."""
+    """Return the schema in the form that backends take; the same object if it needs no change."""
     return _mapped(schema, _prepared_one)
 
 
 def with_schemas(tag: Any, change: Callable[[Any], Any]) -> Any:
-    """A structural tag with this change made to each JSON schema in it."""
+    """Return a structural tag with this change applied to each JSON schema in it."""
     if isinstance(tag, list):
         return [with_schemas(each, change) for each in tag]
     if not isinstance(tag, dict):
@@ -52,7 +52,7 @@ def with_schemas(tag: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def ignored_formats(schema: Any) -> list[str]:
-    """The formats in it that no answer is held to, once each."""
+    """Return the formats in a schema that answers do not follow, once each."""
     found: dict[str, None] = {}
 
     def look(one: Schema) -> Schema:
@@ -78,7 +78,8 @@ def _prepared_one(schema: Schema) -> Schema:
 
 
 def _constants(options: list[Any]) -> list[Any] | None:
-    """The values that exactly one of these schemas is for, where each of them is for some."""
+    """Return the values that exactly one of these schemas allows, if all of them list constants;
+    else None."""
     given: list[Any] = []
     for option in options:
         if not isinstance(option, dict):
@@ -94,7 +95,7 @@ def _constants(options: list[Any]) -> list[Any] | None:
 
 
 def _mapped(schema: Any, change: Callable[[Schema], Schema]) -> Any:
-    """With `change` made to it and to all that it holds, but for data in it, such as of `enum`."""
+    """Apply `change` to a schema and to all schemas in it, but not to data such as an `enum`."""
     if not isinstance(schema, dict):
         return schema
     made: Schema = {}

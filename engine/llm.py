@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python API: `LLM(model).generate(prompts)`, and `chat` for conversations.
 
-Plain calls over an engine client, whose event loop runs in a thread of its own, so that this works
-from scripts, threads and notebooks alike.
+Synchronous calls over an engine client, whose event loop runs in a thread of its own. So they work
+in scripts, threads and notebooks.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Beyond the time that the tiers are given to write back.
+# Time beyond that of the tiers to write back.
 _CLOSE_GRACE_SECONDS = 10.0
 
 
 class LLM:
-    """One engine. `options` are the flags of `stratakv serve` with underscores:
+    """An engine. `options` are the flags of `stratakv serve` with underscores:
     `LLM("model", kv_offload="cpu,ssd", kv_offload_cpu_bytes="512MiB")`.
 
-    Without a model it is the embedded one. With `in_process=False` the engine core runs in a
-    process of its own, which logs from `log_level` up; `progress` hears what a start in this
-    process is busy with. Raises ConfigError for what cannot work. Close it, or use it as a context
-    manager; what is still open when Python ends is closed then.
+    Without a model it uses the embedded one. With `in_process=False` the engine core runs in a
+    process of its own, which logs from `log_level` up. A start in this process reports its stages
+    to `progress`. Raises ConfigError for invalid settings. Close it, or use it as a context
+    manager; Python's exit closes engines that are still open.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class LLM:
         """Continue prompts, each a text or a list of token ids; one answer each, in order.
         `priority`, one number for each prompt, needs `scheduling_policy="priority"`.
 
-        A line on standard error counts answers, where that is a terminal and several prompts take
-        longer than a second; `use_tqdm=False` leaves it out. Raises ValueError, before anything
-        runs, for a prompt that cannot be used, and EngineDead. A request that fails later has the
-        finish reason "error", and the others go on.
+        A line on standard error counts answers, if that is a terminal and several prompts take
+        longer than a second; `use_tqdm=False` leaves it out. Raises ValueError for an invalid
+        prompt, before any prompt runs, and EngineDead. A request that fails later has the finish
+        reason "error", and the others go on.
         """
         self._check_open()
         check_switch("use_tqdm", use_tqdm)
@@ -146,8 +146,9 @@ class LLM:
         *,
         cache_salt: str = "",
     ) -> list[BeamSearchOutput]:
-        """The `params.beam_width` best continuations of prompts, each a text or a list of token
-        ids; one output each, in order. See `BeamSearchParams`. Raises as `generate` does."""
+        """Search the `params.beam_width` best continuations of prompts, each a text or a list of
+        token ids; one output each, in order. See `BeamSearchParams`. Raises what `generate` raises.
+        """
         self._check_open()
         check_switch("use_tqdm", use_tqdm)
         if not isinstance(params, BeamSearchParams):
@@ -184,10 +185,11 @@ class LLM:
         order. Messages are dicts as in /v1/chat/completions.
 
         The model's chat template, or `chat_template`, makes the prompt; `chat_template_kwargs` are
-        variables of it. It shows the model `tools`, dicts as in /v1/chat/completions, whose calls
-        stand in the text as the model writes them. `continue_final_message` goes on with the last
-        message, else the answer is a new one, unless `add_generation_prompt` is False. Thoughts are
-        split off as `reasoning` where the model's marks are known. The rest is as in `generate`.
+        variables of it. It shows the model `tools`, dicts as in /v1/chat/completions; their calls
+        are in the text as the model writes them. `continue_final_message` continues the last
+        message; otherwise the answer is a new one, unless `add_generation_prompt` is False.
+        Thoughts are split off as `reasoning` if the model's marks are known. All else is as in
+        `generate`.
         """
         self._check_open()
         check_switch("use_tqdm", use_tqdm)
@@ -206,7 +208,7 @@ class LLM:
         for index, (conversation, own) in enumerate(zip(conversations, params, strict=True)):
             with naming(f"conversation {index}"):
                 text = self._loop.run(renderer.render(conversation, options, shown))
-                # The template has written the special tokens itself.
+                # The template has written the special tokens already.
                 ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
                 request = self.make_request(
                     ids, own, cache_salt, priorities[index], splits_thoughts=True
@@ -224,9 +226,9 @@ class LLM:
         normalize: bool = True,
         cache_salt: str = "",
     ) -> list[EmbeddingRequestOutput]:
-        """The vectors of prompts, each a text or a list of token ids: pooled hidden states, as the
-        option `pooling` says, of length 1 if `normalize`. Raises as `generate` does, and ValueError
-        for fewer `dimensions` where the model's config.json does not allow any."""
+        """Return the vectors of prompts, each a text or a list of token ids: hidden states, pooled
+        by the option `pooling`, of length 1 if `normalize`. Raises what `generate` raises, and
+        ValueError for fewer `dimensions` than the model's config.json allows."""
         self._check_open()
         check_switch("use_tqdm", use_tqdm)
         check_switch("normalize", normalize)
@@ -249,8 +251,8 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Iterator[TextOutput]:
-        """Continue one prompt and yield what is new as it is made. Closing it early aborts the
-        request. Raises as `generate` does, at once."""
+        """Continue one prompt and yield new text as it is made. Closing the iterator early aborts
+        the request. Raises at once what `generate` raises."""
         params = sampling_params or SamplingParams()
         if isinstance(params, SamplingParams) and params.n != 1:
             raise ValueError(f"n must be 1 in a stream, got {params.n}; use generate")
@@ -259,18 +261,18 @@ class LLM:
     def open_session(
         self, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> PromptSession:
-        """A prompt that is given in parts, each of which is computed while the next one is on its
-        way. One that gets no part for `session_idle_seconds` ends. Raises ValueError for
-        parameters that no session has."""
+        """Open a prompt in parts, each of which is computed before the next one arrives. A session
+        without a part for `session_idle_seconds` ends. Raises ValueError for parameters that a
+        session cannot have."""
         params = sampling_params or SamplingParams()
         if isinstance(params, SamplingParams) and params.n != 1:
             raise ValueError(f"n must be 1 in a session, got {params.n}; use generate")
-        self.make_request([0], params, cache_salt)  # raises for what is wrong with them
+        self.make_request([0], params, cache_salt)  # raises for invalid ones
         return PromptSession(self, params, cache_salt)
 
     @property
     def client(self) -> EngineClient:
-        """The engine's client, which lives in the event loop of `wait_for`."""
+        """The engine's client, which belongs to the event loop of `wait_for`."""
         return self._client
 
     @property
@@ -279,7 +281,7 @@ class LLM:
         return self._client.ready.max_model_len - 1
 
     def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await a call of `client`. Raises EngineDead once this was closed."""
+        """Await a call of `client`, and return its result. Raises EngineDead after `close`."""
         try:
             self._check_open()
         except EngineDead:
@@ -292,9 +294,9 @@ class LLM:
         return self._run(prompts, False)
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's authors recommend in its generation_config.json; what they leave out is
-        as in `SamplingParams()`, which is what a call without parameters uses. Raises ConfigError
-        for a file that cannot be used."""
+        """Return the parameters that the model's authors recommend in its generation_config.json;
+        missing ones are as in `SamplingParams()`, the default of all calls. Raises ConfigError for
+        an invalid file."""
         found: dict[str, Any] = load_default_sampling(self.config.model.path)
         if "max_new_tokens" in found:
             found["max_tokens"] = found.pop("max_new_tokens")
@@ -308,26 +310,25 @@ class LLM:
         self._loop.run(self._client.call("reset_prefix_cache", scope))
 
     def pause(self, which: str = "new") -> None:
-        """Let nobody start who has not run yet (`new`), or nobody go on (`all`), until `resume`.
-        Blocks are kept, and generating calls of other threads wait. Raises ValueError for another
-        word."""
+        """Hold back requests that have not run yet (`new`), or all requests (`all`), until
+        `resume`. Blocks are kept, and generating calls of other threads wait. Raises ValueError for
+        another word."""
         self._check_open()
         self._loop.run(self._client.call("pause", which))
 
     def resume(self) -> None:
-        """End a `pause`; does nothing without one."""
+        """Let all requests go on after a `pause`. Without a pause it has no effect."""
         self._check_open()
         self._loop.run(self._client.call("resume"))
 
     def stats(self) -> dict[str, Any]:
-        """The engine's counters and gauges."""
         self._check_open()
         result: dict[str, Any] = self._loop.run(self._client.call("stats"))
         return result
 
     def close(self) -> None:
-        """Shut the engine down; the tiers write back. Idempotent, and nothing in a process that
-        was forked from the one that made it."""
+        """Shut the engine down; the tiers write back. Idempotent. Does nothing in a process that
+        was forked from the engine's."""
         if self._closed or not self._loop.is_here:
             return
         self._closed = True
@@ -399,7 +400,7 @@ class LLM:
             )
         params = with_spelt_bad_words(params, self.tokenizer)
         params = with_reasoning_marks(params, self.marks, are_split=splits_thoughts)
-        OutputProcessor(self.tokenizer, params)  # raises where its stop strings cannot be found
+        OutputProcessor(self.tokenizer, params)  # raises for stop strings without a tokenizer
         self._check_params(params)
         name = f"llm-{next(self._ids)}"
         check_priority(priority, ready.takes_priority)
@@ -409,7 +410,7 @@ class LLM:
         )
 
     def _need_tokenizer(self) -> Tokenizer:
-        """Raises ValueError where the model has none."""
+        """Return the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
             raise ValueError(
                 f"{self.config.model.path} holds no tokenizer.json; copy the model's there, "
@@ -458,7 +459,7 @@ class LLM:
 def _embeds_extras(
     prompt: npt.NDArray[Any], params: SamplingParams, ready: Ready, longest: int
 ) -> RequestExtras:
-    """A prompt of numbers, checked as the core checks it; raises ValueError."""
+    """Check a prompt of numbers like the core, and put it into extras. Raises ValueError."""
     check_params_for_embeds(params)
     data = write_embeds(prompt)
     read_embeds(data, ready.hidden_size, longest, ready.largest_embedding)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log lines on standard error: for people, or one JSON object each.
+"""Log lines on standard error, as text or as one JSON object each.
 
     2026-11-21 13:15:02.123 INFO cli.serve: model tiny, context 256 tokens
     {"time":"2026-11-21T12:15:02.123456Z","level":"info","logger":"cli.serve","message":"..."}
 
-Either way one record cannot pass for two: what follows a line break is indented, or escaped. Every
-process of the program calls `set_up` once.
+In both forms one record cannot look like two: text behind a line break is indented, or escaped.
+Every process of the program calls `set_up` once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class LogLine(msgspec.Struct, omit_defaults=True):
-    """One record as JSON. `exception` is a traceback."""
+    """A log record as JSON. `exception` is a traceback."""
 
     time: datetime
     level: str
@@ -33,7 +33,7 @@ class LogLine(msgspec.Struct, omit_defaults=True):
 
 
 class TextFormatter(logging.Formatter):
-    """For people: local time, level, logger, message."""
+    """The text form: local time, level, logger, message."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = _time_of(record).astimezone().isoformat(" ", "milliseconds")[:23]
@@ -43,7 +43,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """For programs: one object a line, times in UTC."""
+    """The JSON form: one object a line, times in UTC."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = LogLine(
@@ -57,7 +57,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(level: str, *, json: bool = False) -> None:
-    """Log from `level` up, Python's warnings too; not where somebody has set logging up already."""
+    """Log from `level` up, with Python's warnings. No effect if logging is set up already."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if json else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
@@ -65,7 +65,7 @@ def set_up(level: str, *, json: bool = False) -> None:
 
 
 def announce(text: str) -> None:
-    """A line on standard output, whatever the level: the text, or one object that holds it."""
+    """Print a line on standard output at every log level: the text, or an object with it."""
     if is_json():
         line = LogLine(datetime.now(UTC), "info", "stratakv", _encodable(text))
         text = msgspec.json.encode(line).decode()
@@ -74,19 +74,19 @@ def announce(text: str) -> None:
 
 
 def is_json() -> bool:
-    """Whether `set_up` chose JSON."""
+    """Whether log lines are JSON objects, by the handlers that `set_up` installed."""
     return any(isinstance(each.formatter, JsonFormatter) for each in logging.getLogger().handlers)
 
 
 def adopt(name: str) -> None:
-    """Take a library's logger over, whose own handlers would write lines of another form."""
+    """Remove the handlers of a library's logger, which would write lines of another form."""
     logger = logging.getLogger(name)
     logger.handlers.clear()
     logger.propagate = True
 
 
 def short_name(name: str) -> str:
-    """A logger's name without what all of them share."""
+    """Return a logger's name without the prefix that all of them share."""
     for prefix in _PACKAGE_PREFIXES:
         if name.startswith(prefix):
             return name.removeprefix(prefix)
@@ -107,5 +107,5 @@ def _exception_of(formatter: logging.Formatter, record: logging.LogRecord) -> st
 
 
 def _encodable(text: str) -> str:
-    """JSON is UTF-8, and a file name of other bytes is not."""
+    """Return a text that UTF-8 can encode: JSON needs that, and file names may have other bytes."""
     return text.encode("utf-8", "backslashreplace").decode()

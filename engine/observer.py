@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who wants to know what an engine decides: traces, events for routers, statistics.
+"""Observers of an engine's decisions: traces, events for routers, statistics.
 
-An engine has no observer unless it is given one, and then pays nothing for it. Every call is made
-by the engine's step thread and must return at once; an observer that raises hears nothing more.
+An engine without observers has no cost for them. The engine's step thread makes every call, which
+must return at once; an observer that raises is not called again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class Decision(Enum):
-    """What became of a request."""
+    """A change in the life of a request."""
 
     QUEUED = "queued"
-    WAITS = "waits"  # it was its turn, and something was in the way; told in every such step
+    WAITS = "waits"  # it was its turn, and an `Obstacle` kept it back; reported in each such step
     LOADING = "loading"  # blocks are being loaded, and it waits for them or computes meanwhile
     LOADED = "loaded"  # the load it waited for has ended, with blocks or without
     SCHEDULED = "scheduled"  # it runs, for the first time
@@ -33,20 +33,20 @@ class Decision(Enum):
 
 
 class Obstacle(Enum):
-    """What a request whose turn it was waits for."""
+    """The reason why a request does not run although it is its turn."""
 
-    SEATS = "seats"  # as many run as may
+    SEATS = "seats"  # the most requests run already
     BUDGET = "budget"  # the tokens of the step are used up
-    PRESSURE = "pressure"  # too much of the pool is held for anybody to start
-    PROMPT_ROOM = "prompt room"  # its whole prompt would drive somebody out
-    RESERVATION = "reservation"  # room for all that --reserve says
-    ROOM = "room"  # blocks to compute in
-    LOAD_ROOM = "load room"  # blocks to load into
-    LOOKUP = "lookup"  # a tier is still to answer
+    PRESSURE = "pressure"  # too much of the pool is held for a request to start
+    PROMPT_ROOM = "prompt room"  # its whole prompt would preempt another request
+    RESERVATION = "reservation"  # no room for all tokens that --reserve counts
+    ROOM = "room"  # no blocks to compute in
+    LOAD_ROOM = "load room"  # no blocks to load into
+    LOOKUP = "lookup"  # a tier has not answered yet
     WRITER = "writer"  # blocks that it shares are being computed in this step
     PREFILL = "prefill"  # another engine computes its prompt
-    GRAMMAR = "grammar"  # its grammar is being compiled; told once
-    MASK = "mask"  # which tokens its grammar allows next is being found out
+    GRAMMAR = "grammar"  # its grammar is being compiled; reported once
+    MASK = "mask"  # the mask of its next token is being made
 
 
 class Pinned(Protocol):
@@ -58,20 +58,21 @@ class Pinned(Protocol):
 
 
 class StepSnapshot(NamedTuple):
-    """An engine right before a step is made."""
+    """The state of an engine right before it makes a step."""
 
     step_id: int
     num_running: int
-    num_waiting: int  # those whose blocks are being loaded among them
+    num_waiting: int  # including those whose blocks are being loaded
     num_free_blocks: int  # of the pool, those with a name included
     num_cached_blocks: int  # of the pool, with a name
     num_blocks: int  # of the pool
-    pins: Pinned | None = None  # None: there are never any
+    pins: Pinned | None = None  # None: this engine pins no turns
 
 
 class StepMade(NamedTuple):
-    """A step: whom the worker sees first, who comes back, who was sent back, and how many tokens
-    each request computes in it, by id. An observer may keep it, and changes nothing of it."""
+    """A step: the ids of requests that are new to the worker, that come back and that were sent
+    back, and the tokens that each request computes, by id. An observer may keep it, but must not
+    change it."""
 
     step_id: int
     new_ids: Sequence[str]
@@ -82,37 +83,37 @@ class StepMade(NamedTuple):
 
 
 class Observer:
-    """Hears everything and does nothing; a subclass overrides what it wants to hear."""
+    """A receiver of all reports that ignores them; a subclass overrides those it needs."""
 
     def decision(self, request: Request, decision: Decision, cause: str = "") -> None:
-        """The engine has decided this of a request. `cause`: of WAITS, the value of an `Obstacle`;
-        of PREEMPTED and LOAD_GIVEN_UP, the id of the request that took the room, "" for memory
-        pressure; of LOADED, what kept blocks from coming; of FINISHED, the finish reason."""
+        """Report a decision about a request. `cause` of WAITS is the value of an `Obstacle`; of
+        PREEMPTED and LOAD_GIVEN_UP the id of the request that took the room, "" for memory
+        pressure; of LOADED the reason why blocks are missing; of FINISHED the finish reason."""
 
     def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
-        """A request that starts or comes back need not compute so many tokens, by where they were:
-        `pool`, or the name of a tier. Told again when an overlapped load brings more."""
+        """Report tokens that a request, which starts or comes back, need not compute, by their
+        place: `pool`, or the name of a tier. Reported again when an overlapped load brings more."""
 
     def named(self, request: Request, group: int, first: int, block_ids: Sequence[int]) -> None:
-        """Blocks of the pool can be found from now on: `block_ids[i]` holds block `first + i` of
-        the request in a cache group, under `request.block_hashes[first + i]`. Its parent is the
-        hash before, and its tokens are those of `request.all_token_ids` there. The step that
-        computes it may still fail, which `unnamed` tells."""
+        """Report blocks of the pool that can be found from now on: `block_ids[i]` holds block
+        `first + i` of the request in a cache group, under `request.block_hashes[first + i]`. Its
+        parent is the hash before, and its tokens are those of `request.all_token_ids` there. If the
+        step that computes it fails, `unnamed` follows."""
 
     def unnamed(self, keys: Sequence[bytes]) -> None:
-        """No block of the pool has these names any more: hash (32 bytes), then the group (u16,
-        little-endian)."""
+        """Report names that no block of the pool has any more: hash (32 bytes), then the group
+        (u16, little-endian)."""
 
     def snapshot(self, snapshot: StepSnapshot) -> None:
-        """A step is about to be made; what is told until `step` belongs to it."""
+        """Report that a step is about to be made; all reports until `step` belong to it."""
 
     def step(self, made: StepMade) -> None:
-        """The step was made, perhaps one without tokens."""
+        """Report that the step was made, perhaps without tokens."""
 
 
 class GuardedObservers(Observer):
-    """Other observers, whose mistakes cost the engine nothing; each is called only for what it
-    overrides, since most of what is told is told often."""
+    """Other observers, whose exceptions do not harm the engine. Each is called only for methods
+    that it overrides, since most reports are frequent."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = list(observers)
@@ -120,14 +121,14 @@ class GuardedObservers(Observer):
 
     @property
     def hears_names(self) -> bool:
-        """Whether anybody wants to know which blocks have which names."""
+        """Whether an observer uses the names of blocks: it overrides `named` or `unnamed`."""
         return bool(self._named or self._unnamed)
 
     def decision(self, request: Request, decision: Decision, cause: str = "") -> None:
         for observer in self._decision:
             try:
                 observer.decision(request, decision, cause)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is the observer's
+            except Exception as error:  # noqa: BLE001 - any exception is the observer's fault
                 self._give_up(observer, error)
 
     def hit(self, request: Request, tokens: Mapping[str, int]) -> None:

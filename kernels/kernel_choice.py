@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a kernel's implementation: Triton's, the compiled one of the CPU, or the plain twin
-in torch.
+"""The choice of a kernel's implementation: Triton's, the CPU's compiled one, or torch's plain twin.
 
 Triton's runs on CUDA devices that can, the compiled one on CPUs that can, if the installation could
 build it; the plain one runs everywhere, and the others are compared with it. A caller may name one;

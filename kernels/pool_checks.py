@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a layer's pool and of its scales, which every kernel makes, reading or writing.
 
-They look at shapes, types, strides and devices, never at a tensor's contents, so no check waits for
-a device.
+They look at shapes, types, strides and devices, never at contents, so none waits for a device.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ def check_one_device(tensors: Mapping[str, Tensor | None]) -> None:
 
 
 def check_last_axis(name: str, tensor: Tensor) -> None:
-    """Raise KernelRefused unless the last axis is contiguous; the stride of an axis of one element
-    does not count."""
+    """Raise KernelRefused unless the last axis is contiguous, or of one element."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise KernelRefused(
             f"expected {name} contiguous in its last axis, got strides {tensor.stride()}"
@@ -51,8 +49,7 @@ def check_last_axis(name: str, tensor: Tensor) -> None:
 
 
 def check_written(name: str, tensor: Tensor) -> None:
-    """Raise KernelRefused if two elements share a place: of two programs that write one, either may
-    win."""
+    """Raise KernelRefused if two elements share a place: either of two writers may win."""
     if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise KernelRefused(
             f"expected {name}, which is written, with a place for each element, "

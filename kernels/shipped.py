@@ -31,8 +31,7 @@ def shipped_configurations() -> list[Configuration]:
 
 
 def _copies() -> list[Configuration]:
-    """Configurations of all three moves in the widest word, and one in bytes, for blocks of odd
-    sizes."""
+    """Configurations of all three moves in the widest word, and one in bytes for odd sizes."""
     both, to_rows, from_rows = (True, True), (True, False), (False, True)
     return [
         _copy("copy_blocks", "i64", both),
@@ -273,8 +272,7 @@ def _prefill(
 
 
 def _writes() -> list[Configuration]:
-    """Configurations of writes: slices of one qkv tensor into a pool of blocks that hold all
-    layers."""
+    """Configurations of writes: slices of a qkv tensor into a pool of blocks with all layers."""
     found = []
     for head_dim, dtype in ((64, "bf16"), (128, "bf16"), (128, "fp16"), (128, "fp32")):
         found.append(_write(head_dim, dtype, dtype, "none"))
@@ -309,9 +307,8 @@ def _write(head_dim: int, dtype: str, pool_dtype: str, scales: str) -> Configura
 
 
 def _layers() -> list[Configuration]:
-    """Configurations of the norm, gate and rotation: rows of Llama-3 and Qwen3 of 8B (4096), of
-    Qwen3 of 14B (5120), and of Gemma 3 (2560), whose norm weights are float32; heads of 8 to a
-    token's keys."""
+    """Configurations of the norm, gate and rotation: rows of Llama-3 and Qwen3 8B (4096), Qwen3 14B
+    (5120) and Gemma 3 (2560), whose norm weights are float32; heads of 8 to a token's keys."""
     norms = (("bf16", "bf16", 4096), ("fp16", "fp16", 4096), ("bf16", "bf16", 5120))
     gates = (("bf16", False), ("fp16", False), ("bf16", True))
     rotations = [
@@ -366,8 +363,7 @@ def _gate(dtype: str, is_gelu: bool) -> Configuration:
 
 
 def _rotation(dtype: str, pool_dtype: str, head_dim: int, norms: str) -> Configuration:
-    """Make a configuration of the rotation. `norms` is the type of the heads' norm weights, ""
-    without norms."""
+    """Make a configuration of the rotation. `norms`: the type of the norm weights, "" for none."""
     from .layer.rotate_write_triton import rotate_write_kernel
 
     fixed: dict[str, object] = {**layer_launch.rotary_constants(32, 8, head_dim, 16)}

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds slab, stores and admission filter from settings: for an engine, and for each tenant of a
-cache server.
+"""Builds slab, stores and admission filter from settings, for an engine or a server's tenant.
 
 All functions raise TierConfigError for invalid sizes, paths and names.
 """
@@ -90,8 +89,7 @@ def open_ssd(
 ) -> StoreTier:
     """Open the store on the disk, or on all disks. `codecs` are further codecs beside `codecs/`.
     The tier works without disks that are down until they come back; raises TierDown where they are
-    required. `after_opening` is called with the folder of each opened store, and may raise
-    TierDown."""
+    required. `after_opening` is called with each opened store's folder, and may raise TierDown."""
     open_one = partial(
         _open_disk,
         layout,
@@ -284,8 +282,7 @@ def _attached(
     what: str,
     addresses: Sequence[ServerAddress],
 ) -> StoreTier:
-    """Return the store. Where the settings require its tiers, wait until all servers are attached;
-    raises TierDown."""
+    """Return the store. Where its tiers are required, wait for all servers; raises TierDown."""
     if settings.require_tiers and not store.wait_up(REQUIRED_SECONDS):
         store.close(CLOSE_SECONDS)
         raise TierDown(

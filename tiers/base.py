@@ -135,8 +135,7 @@ class StoreTier(ABC):
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
         """Learn from a prompt whose blocks are `chain`, head first, in whatever tier they are, at
-        `now` monotonic seconds. For stores whose policy learns which blocks are used again. Memory
-        only."""
+        `now` monotonic seconds. For stores whose policy learns the reuse of blocks. Memory only."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
@@ -173,15 +172,13 @@ class StoreTier(ABC):
         return None
 
     def watch(self, news: Callable[[Sequence[bytes]], None]) -> bool:
-        """Watch for blocks that others store here: from now on `lookup` knows them soon, and `news`
-        is called, from any thread, after each change, with the new blocks. Optional; False: not
-        supported."""
+        """Watch blocks that others store here: from now on `lookup` knows them soon, and any thread
+        calls `news` with the new blocks after each change. Optional; False: unsupported."""
         return False
 
     def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
         """Keep these blocks, given head first, from eviction for `seconds`. The future ends soon:
-        whether each is here and kept, up to the first that is not. Optional; None: not
-        supported."""
+        whether each is kept, up to the first that is not here. Optional; None: not supported."""
         return None
 
     def trial_read(self, seconds: float) -> ReadSample | None:
@@ -200,8 +197,7 @@ class StoreTier(ABC):
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
         """Wait until the blocks forgotten by `drop` and `clear` stay forgotten even after a kill.
-        False where that took longer or failed. A tier that keeps nothing beyond its process returns
-        at once."""
+        False where that took longer or failed. A tier in memory only returns at once."""
         return True
 
     @abstractmethod
@@ -271,8 +267,7 @@ class SlabTier(ABC):
     @abstractmethod
     def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:
         """Pin committed keys once more. Return their slots; None for a miss. With `touch` false
-        neither the policy nor the hit counters note it: a block being written back is not in
-        use."""
+        neither policy nor hit counters note it: write-back is not a use."""
 
     @abstractmethod
     def unpin(self, keys: Sequence[bytes]) -> None:

@@ -175,8 +175,7 @@ def cut_keys(packed: bytes) -> list[bytes]:
 
 
 def unpack_key(key: bytes) -> KeyParts:
-    """Split a key into its parts. Raises InvalidBlock for bytes that `pack_key` cannot have
-    made."""
+    """Split a key into its parts. Raises InvalidBlock for bytes that `pack_key` never makes."""
     if len(key) != KEY_BYTES:
         raise InvalidBlock(f"a key has {KEY_BYTES} bytes, not {len(key)}")
     group, rank, count, zero = _KEY_SUFFIX.unpack_from(key, DIGEST_BYTES)

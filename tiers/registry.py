@@ -66,8 +66,7 @@ def find_entry(group: str, what: str, name: str, ours: Sequence[str]) -> EntryPo
 
 
 def open_tier(request: TierRequest) -> StoreTier:
-    """Open a tier by name. Raises TierConfigError with cause and cure, TierDown where the cause may
-    pass."""
+    """Open a tier by name. Raises TierConfigError with cause and cure, TierDown if it may pass."""
     point = find_entry(ENTRY_POINTS, "tier", request.name, ("cpu", "ssd"))
     try:
         open_it: OpenTier = point.load()

@@ -39,8 +39,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 LOOK_SECONDS = 1.0
 # Keys in `TierStats.errors`: times that the store could not be opened, and that its disk was gone.
 DOWN, GONE = "down", "disk gone"
-# Most dropped keys that are remembered while the store is down; with more, all its blocks are
-# forgotten.
+# Most dropped keys remembered while the store is down; with more, all its blocks are forgotten.
 MOST_DROPPED = 65536
 _CLOSE_SECONDS = 2.0  # for a store whose disk is gone: its writes cannot end
 _GAUGES = ("capacity_bytes", "used_bytes", "capacity_blocks", "blocks", "pinned_blocks",
@@ -153,8 +152,7 @@ class ReopeningStore(ForwardingStore):
         return stats
 
     def close(self, timeout_seconds: float) -> None:
-        """See StoreTier. If an opening under way takes longer, the thread closes the store it
-        opened."""
+        """See StoreTier. If an opening takes longer, the thread closes the store it opened."""
         deadline = time.monotonic() + timeout_seconds
         self._closing.set()
         with self._lock:
@@ -282,8 +280,7 @@ class DiskStore(StoreTier):
 
     @abstractmethod
     def not_yet_forgotten(self) -> tuple[list[bytes], bool]:
-        """Dropped keys that may still be on the disk, and whether every block is to be
-        forgotten."""
+        """Dropped keys that may still be on the disk, and whether to forget every block."""
 
     @property
     @abstractmethod

@@ -60,8 +60,7 @@ def open_chunk_tiers(
     settings: ChunkSettings, chunk_bytes: int, namespace: bytes, host: str, folder: str
 ) -> ChunkTiers:
     """Open the tiers for chunks of one layout; `folder` is theirs below the directory of the ssd
-    tier. Raises ConfigError or TierConfigError for settings that cannot work; nothing stays open
-    then."""
+    tier. Raises ConfigError or TierConfigError for unusable settings; nothing stays open then."""
     layout, above = chunk_layout(chunk_bytes), settings.ssd.paths
     if settings.cpu.capacity_bytes < LEAST_SLOTS * layout.slot_bytes:
         raise ConfigError(

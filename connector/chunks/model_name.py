@@ -87,8 +87,7 @@ def warn_of_unseen(host: str, model: HostModel, name: ModelName, revision: str |
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
-    """Settings of a host that change numbers, equal for equal ones in every process; 64
-    hexadecimal digits."""
+    """The host's settings that change numbers, as 64 hexadecimal digits, equal in each process."""
     text = json.dumps(settings, sort_keys=True, separators=(",", ":"), default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -60,17 +60,15 @@ class _Arrived(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """The result of a load: the chunks that have not come, and those whose bytes were not the
-    stored ones."""
+    """The result of a load: the chunks that have not come, and those with wrong bytes."""
 
     missing: list[bytes]
     damaged: list[bytes]
 
 
 class ChunkMover(ABC):
-    """Takes over the assembly. `lock` guards hierarchy, `failed` and jobs; a thread holds it for
-    work in memory only, never during a copy. If the thread fails, every chunk is a miss from then
-    on."""
+    """Takes over the assembly. `lock` guards hierarchy, `failed` and jobs; held for work in memory
+    only, never during a copy. After the thread fails every chunk is a miss."""
 
     THREAD: ClassVar[str]
     THEN: ClassVar[str]  # the fate of all chunks once the thread has failed
@@ -86,8 +84,7 @@ class ChunkMover(ABC):
         self._helpers = ThreadPoolExecutor(COPY_THREADS - 1, thread_name_prefix=self.THREAD)
 
     def close(self, seconds: float) -> None:
-        """Fail the jobs that wait, write down what the stores lack within the time, release
-        everything. Idempotent."""
+        """Fail waiting jobs, write what stores lack within the time, release all. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -118,8 +115,7 @@ class ChunkMover(ABC):
 
     @abstractmethod
     def _end_jobs(self) -> None:
-        """End every job with what it has, without a call to the hierarchy, which may have
-        failed."""
+        """End every job with its results so far. The hierarchy may have failed: do not call it."""
 
     def _wait_seconds(self) -> float:
         """The longest sleep of the thread, in seconds."""
@@ -130,8 +126,7 @@ class ChunkMover(ABC):
         return self._closed or self.is_broken
 
     def _copy_in(self, ticket: StoreTicket, chunks: Iterable[Parts]) -> list[bytes]:
-        """Copy the ticket's chunks to their slots. Return the digest of each, of the host's
-        bytes."""
+        """Copy the ticket's chunks to their slots. Return the digests of the host's bytes."""
         digests = []
         for key, slot, parts in zip(ticket.keys, ticket.slots, chunks, strict=True):
             target, at = self._slab.buffer(slot), 0
@@ -150,8 +145,7 @@ class ChunkMover(ABC):
     def _copy_out(
         self, ticket: LoadTicket, proofs: Sequence[Proof | None], chunks: Iterable[Parts]
     ) -> Copied:
-        """Copy the chunks that have come, and compare them in the host's memory. A late chunk has
-        no slot."""
+        """Copy the chunks that came, and compare the host's bytes. A late chunk has no slot."""
         copied = Copied([], [])
         wanted = []
         for key, slot, proof, parts in zip(ticket.keys, ticket.slots, proofs, chunks, strict=True):

@@ -26,8 +26,7 @@ class Supported:
     text: str = ""
 
     def installed(self) -> Version:
-        """The version of the installed package. Raises ConfigError for one that is not
-        supported."""
+        """The version of the installed package. Raises ConfigError for an unsupported one."""
         return self.require_version(importlib.metadata.version(self.package))
 
     def require_version(self, text: str) -> Version:

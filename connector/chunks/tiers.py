@@ -2,8 +2,7 @@
 """Chunks of one size under 40-byte keys: stored, looked up and loaded on behalf of another engine.
 
 Every call returns at once with a future, which ends within `Limits`. The host's bytes are touched
-between the call and that end, and not after. One thread does all the work and alone uses the
-hierarchy.
+only between the call and that end. One thread does all the work; only it uses the hierarchy.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ class ChunkTiers(ChunkMover):
         return self._queue(self._lookups, keys, (), self.limits.lookup_seconds)
 
     def load(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:
-        """Load chunks. Return for each whether it is here now; bytes of the others are
-        undefined."""
+        """Load chunks. Return whether each is here now; bytes of others are undefined."""
         self._check_chunk_sizes(keys, chunks)
         return self._queue(self._loads, keys, chunks, self.limits.read_seconds)
 

@@ -11,9 +11,8 @@ that is quicker than computing them.
 A load ends at a change of tier: at the one where it saves most seconds, if any saves some. The
 computing of other requests before a request's turn hides as many seconds of its load. Near
 break-even the last choice for as many blocks from the same tier stands. A tier that was too slow is
-probed: every `PROBE_EVERY`-th request that could have used it loads a few blocks more, so that a
-tier that is quick again is noticed. All seconds are estimates; requests, keys and tickets do not
-appear here.
+probed: every `PROBE_EVERY`-th request that could have used it loads a few blocks more, to notice a
+tier that is quick again. All seconds are estimates; requests, keys and tickets do not appear here.
 """
 
 from __future__ import annotations

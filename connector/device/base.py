@@ -110,8 +110,7 @@ class CopyDevice(ABC):
     def hold_compute(self, events: Sequence[Event], timeout_seconds: float) -> list[Event]:
         """Make all computing on the pool that is queued from now on run after the events. Return
         the events that were not over in time; these hold nothing, so their bytes may be
-        overwritten. Here the caller waits; a device whose computing has a stream lets that wait
-        instead."""
+        overwritten. Here the caller waits; a device with a stream for computing lets that wait."""
         deadline = time.monotonic() + timeout_seconds
         return [event for event in events if not event.wait(max(0.0, deadline - time.monotonic()))]
 

@@ -161,8 +161,7 @@ class Run(NamedTuple):
 
 
 def merge_runs(sources: Sequence[int], targets: Sequence[int]) -> list[Run]:
-    """The pairs, blocks to slots or slots to blocks, as few copies: neighbours on both sides
-    become one run."""
+    """Merge pairs of block and slot into few copies: neighbours on both sides become one run."""
     if not sources:
         return []
     # Plain Python: for the tens of pairs of a job it takes half the time of arrays.

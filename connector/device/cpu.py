@@ -37,8 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 class CpuEvent:
     """An event that its maker ends by hand.
 
-    One is made for each copy in the step loop and seldom waited for: the first waiter makes the
-    lock.
+    Each copy in the step loop makes one, and few are waited for: the first waiter makes the lock.
     """
 
     __slots__ = ("_ended", "_error", "_gate", "_seconds", "digests", "pages")
@@ -90,8 +89,7 @@ class CpuEvent:
 Parts = Sequence[Bytes]
 
 # A source and its pages, a target and its pages; both once more, if the library can copy and hash
-# their rows; then the events to wait for, and the copy's own event. A plain tuple, because the step
-# loop makes it.
+# their rows; then the events to wait for and the copy's own. A plain tuple, for the step loop.
 _Job = tuple[
     Parts, Sequence[int], Parts, Sequence[int], tuple[Rows, Rows] | None, Sequence[Event], CpuEvent
 ]
@@ -108,8 +106,7 @@ def _run(job: _Job) -> None:
             for source, target in zip(sources, targets, strict=True):
                 _copy_runs(source, target, runs)
         elif rows is not None:
-            # Hashed during the copy, by a thread that takes the interpreter's lock back once for
-            # all.
+            # Hashed during the copy; the thread takes the interpreter's lock back only once.
             event.digests += copy_rows_and_digest(rows[1], target_pages, rows[0], source_pages)
         else:
             for start, end in zip(source_pages, target_pages, strict=True):
@@ -179,8 +176,7 @@ class _StreamThread:
 
 
 class CpuCopyDevice(CopyDevice):
-    """A copy device on the CPU; see `base.py`. `dependency_seconds` bounds the wait for `after`
-    events."""
+    """A copy device on the CPU. `dependency_seconds` bounds the wait for `after` events."""
 
     def __init__(self, dependency_seconds: float = DEPENDENCY_SECONDS) -> None:
         self._streams = {

@@ -113,8 +113,7 @@ class CudaCopyDevice(CopyDevice):
         return store.digests if isinstance(store, CopyEvent) else None
 
     def wait_locked(self, timeout_seconds: float) -> bool:
-        """Wait until the slab is page-locked as far as it can be; False if the time was too
-        short."""
+        """Wait until the slab is page-locked as far as possible; False if time ran out."""
         return self._slab is not None and self._slab.wait(timeout_seconds)
 
     def register_pool(self, pool: torch.Tensor) -> None:
@@ -210,8 +209,7 @@ class CudaCopyDevice(CopyDevice):
             for copier in self._copiers.values():
                 copier.close()
         except CudaError as error:
-            # Nothing runs any more. Memory that CUDA does not unlock now it unlocks with the
-            # process.
+            # Nothing runs any more. Memory still page-locked is unlocked with the process.
             log.warning("page-locked memory was not given back: %s", self._blame(error))
         self._memory = self._slab_rows = None
         self._released = True

@@ -98,8 +98,7 @@ def measure_rates(
 
 
 def _best_seconds(runtime: Runtime, stream: int, launch: Callable[[], None]) -> float:
-    """The best seconds of a few rounds, by the CPU's clock, since the CPU takes part in some
-    ways."""
+    """The best seconds of a few rounds, by the CPU's clock: the CPU takes part in some ways."""
     best = float("inf")
     for _ in range(ROUNDS):
         began = time.perf_counter()

@@ -77,8 +77,7 @@ class Runtime(Protocol):
     def has_ended(self, event: int) -> bool: ...
 
     def synchronise_event(self, event: int) -> None:
-        """Let the caller sleep until the event, without a limit and without the interpreter's
-        lock."""
+        """Sleep until the event, without a limit and without the interpreter's lock."""
 
     def seconds_between(self, start: int, end: int) -> float: ...
 

@@ -2,8 +2,7 @@
 """Events of the CUDA device: those that streams wait for, and those that threads wait for.
 
 A `Point` is an event of CUDA, recorded once. An event of the copy device has one from the moment
-when it is queued. Before that CUDA would take it for reached, so until then only a thread can wait
-for it.
+when it is queued. Before that CUDA takes it for reached, so only a thread can wait for it.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class CopyEvent(CpuEvent):
         self._unqueued.acquire()
 
     def queued(self, point: Point | None) -> None:
-        """Set the point. Called once, also for a copy that cannot be queued, which may have no
-        point."""
+        """Set the point. Called once, also for a copy that cannot be queued: it may have none."""
         self.point = point
         self._unqueued.release()
 

@@ -84,8 +84,7 @@ class Lane:
             thread.start()
 
     def submit(self, job: Job) -> CopyEvent:
-        """Submit a job and return its event, without a wait. Raises DeviceError for a full
-        queue."""
+        """Submit a job and return its event. Never waits. Raises DeviceError for a full queue."""
         with self._lock:
             if self._in_flight >= QUEUE_JOBS:
                 raise DeviceError(f"{QUEUE_JOBS} copies wait already in one stream")
@@ -152,8 +151,7 @@ class Lane:
             self._blame(error)  # and every job will fail by itself
 
     def _wait_as_a_thread(self, job: Job) -> list[Point]:
-        """Wait until only streams have to wait, and return the points. Raises DeviceError if that
-        takes too long."""
+        """Wait until only streams must wait; return the points. Raises DeviceError if late."""
         deadline = time.monotonic() + self._dependency_seconds
         points = []
         try:

@@ -3,8 +3,7 @@
 
     StrataL2Adapter   SSD and cache servers below LMCache's own memory
 
-docs/lmcache.md says how to switch it on. The adapter is imported at its first use, since that
-imports LMCache.
+docs/lmcache.md says how to switch it on. The first use imports the adapter, and so LMCache.
 """
 
 from __future__ import annotations

@@ -55,8 +55,7 @@ class _Task:
 
 
 class StrataL2Adapter(L2AdapterInterface):
-    """`config` is the value of `adapter_params`. Raises ConfigError, or TierConfigError, for values
-    that cannot work."""
+    """`config` is the value of `adapter_params`. Raises ConfigError, TierConfigError."""
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         # LMCache gets no capacity to evict by: the tiers keep within theirs by themselves.
@@ -210,8 +209,7 @@ class StrataL2Adapter(L2AdapterInterface):
         return task.id
 
     def _models_of(self, keys: Sequence[Any]) -> dict[str, str | None]:
-        """The name of each model that the keys mention; None for a model whose chunks are not
-        kept."""
+        """The name of each model of these keys; None for a model whose chunks are not kept."""
         return {
             model: self._models.resolve_name(model) for model in {key.model_name for key in keys}
         }

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a chunk of LMCache: from its name there, and from the other things that decide its
-bytes.
+"""The key of a chunk of LMCache, made from its name there and all else that decides its bytes.
 
     root    = SHA-256( canonical CBOR of the fields of ChunkIdentity )
     digest  = SHA-256( root | canonical CBOR of [hash, model, kv rank, object group, cache salt] )
@@ -28,8 +27,7 @@ _NAMESPACE = b"lmcache-chunk-1\0"
 _SUFFIX = key_suffix()
 _MAX_RANK = 16
 
-# LMCache's dtypes that are read without further numbers, and their widths. `uint8` is its dtype for
-# opaque bytes.
+# Widths of LMCache's dtypes that are read without further numbers. `uint8`: opaque bytes.
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -68,8 +66,7 @@ class ChunkIdentity:
 def read_identity(
     shapes: Sequence[Sequence[int]], dtypes: Sequence[Any], revision: str, salt: str, version: str
 ) -> ChunkIdentity:
-    """Make the identity from shapes and torch dtypes. Raises ConfigError for a layout that cannot
-    be kept."""
+    """Make the identity of shapes and torch dtypes. Raises ConfigError for unsupported layouts."""
     names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
     unknown = sorted(set(names) - DTYPE_BYTES.keys())
     if unknown:

@@ -52,8 +52,7 @@ class ModelNames:
             return list(self._refused)
 
     def resolve_name(self, model: str) -> str | None:
-        """The name of a model. None if its chunks are not kept, or its files are still being
-        hashed."""
+        """The name of a model. None if its chunks are not kept, or while its files are hashed."""
         with self._lock:
             known = self._models.get(model)
             is_new = known is None and len(self._models) < MOST_MODELS

@@ -52,8 +52,7 @@ class Shelf:
         self._thread.start()
 
     def when_open(self, waiter: Waiter) -> None:
-        """Call `waiter` with the tiers, now or once they are open; with None if they are not in
-        time."""
+        """Call `waiter` with the tiers, now or once they are open; with None if they are late."""
         with self._lock:
             tiers = self.tiers
             if tiers is None and self._waiters is not None:

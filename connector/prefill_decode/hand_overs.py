@@ -4,8 +4,7 @@
     hand_over ──► moving ──(the shared store has them, as far as is known)──► leasing ──► ended
 
 This knowledge may be old, so the lease decides: the store reports the blocks that it has, and
-evicts none of them until the lease is over. A hand-over that takes too long ends with its missing
-blocks.
+evicts none of them until the lease is over. A hand-over that is late ends with its missing blocks.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ ALWAYS_SECONDS = 5.0
 
 
 class PrefillWaits(PromptsElsewhere):
-    """The waits of one connector, and the prompts that it follows. It wakes the engine when one is
-    to end."""
+    """The waits of one connector, and the prompts it follows. Wakes the engine to end one."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = hierarchy = context.hierarchy
@@ -75,8 +74,7 @@ class PrefillWaits(PromptsElsewhere):
         offload.elsewhere = Elsewhere.NO
         if len(self.waiting) >= MOST_WAITING or not self._hierarchy.others_are_up:
             return False
-        # Tokens behind the full blocks are computed here, unless their block happens to be there
-        # too.
+        # Tokens behind the full blocks are computed here, unless their block is there too.
         num_full = (request.num_tokens - 1) // self._block_size
         num_full = min(num_full, len(request.block_hashes)) - lookup.first
         num_full = min(num_full, len(lookup.keys) // self._num_parts)
@@ -113,8 +111,7 @@ class PrefillWaits(PromptsElsewhere):
             wait = offload.wait
             assert wait is not None
             num_there = wait.num_there
-            # An earlier alarm may have come, set before more blocks were there; the next one
-            # follows.
+            # An alarm that was set before more blocks were there may come; another follows.
             is_due = now >= min(wait.look_at, wait.alarm_at)
             if num_there == wait.limit.num_there and not is_due and not is_lost:
                 continue

@@ -3,8 +3,7 @@
 
     StrataHiCacheStorage   SSD and cache servers below SGLang's host memory
 
-docs/sglang.md says how to switch it on. The class is imported at its first use, since that imports
-SGLang.
+docs/sglang.md says how to switch it on. The first use imports the class, and so SGLang.
 """
 
 from __future__ import annotations

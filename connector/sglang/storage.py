@@ -2,9 +2,8 @@
 """StrataHiCacheStorage: answers SGLang's cache controller for pages that its host memory lacks.
 
 The controller asks from two threads, one that fetches and one that backs up, and waits for the
-answer; both get one in time. Pages move between the tiers and SGLang's host pool itself, whose
-addresses the pool names: `batch_get_v1` and `batch_set_v1`. The older methods, with tensors, are
-there too.
+answer; both get one in time. `batch_get_v1` and `batch_set_v1` move pages between the tiers and
+SGLang's host pool, whose addresses the pool names. The older methods, with tensors, exist too.
 """
 
 from __future__ import annotations

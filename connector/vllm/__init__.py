@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataKV's tiers below vLLM's own KV offloading, for `spec_module_path` and `module_path` of its
-configuration.
+"""StrataKV's tiers below vLLM's own KV offloading, for its `spec_module_path` and `module_path`.
 
     StrataSpec   the whole: vLLM's region in memory, the tiers below it, and on vLLM's CPU build the
                  copies too
@@ -10,8 +9,7 @@ and, in the place of vLLM's offloading, for `kv_connector_module_path`:
 
     StrataConnector    a KV connector between vLLM's KV cache and our slab
 
-docs/vllm.md says how to switch them on, and which to take. Each is imported at its first use, since
-that imports vLLM.
+docs/vllm.md says how to switch them on, and which to take. Their first use imports vLLM.
 """
 
 from __future__ import annotations

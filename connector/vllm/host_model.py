@@ -40,8 +40,7 @@ def names_of(vllm_config: Any, revision: str | None) -> ModelNames:
 
 
 def names_of_tier(model: str, revision: str | None) -> ModelNames:
-    """The names from a secondary tier's view of vLLM, which has the model's name only. Raises
-    ConfigError."""
+    """The names from a secondary tier's view: only the model's is there. Raises ConfigError."""
     if not revision:
         log.info(
             "vLLM tells StrataSpec the model's files and not its own settings: give another "
@@ -60,8 +59,7 @@ def _named(model: HostModel, revision: str | None) -> str:
 
 def _numbers_of(model: Any, load: Any) -> dict[str, Any]:
     """Settings beside the files that change numbers: overrides of the configuration (rope,
-    windows), the dtype of computing, quantisation while loading, random weights, processing of
-    pictures."""
+    windows), computing dtype, quantisation while loading, random weights, picture processing."""
     config = getattr(model, "hf_config", None)
     known = {} if config is None else dict(config.to_dict())
     for name in _NOT_NUMBERS:

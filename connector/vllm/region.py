@@ -25,8 +25,7 @@ LOCK = ".lock"
 
 
 def marked(engine_id: str) -> str:
-    """The id from which vLLM makes the name of an engine's region, the same in each of its
-    processes."""
+    """The id in vLLM's name of an engine's region, the same in each of its processes."""
     return engine_id + MARK
 
 
@@ -44,15 +43,13 @@ class Hold:
             self._lock.close()  # another engine found it without a lock just now
 
     def release_lock(self) -> None:
-        """Release the lock after an orderly stop, in which vLLM removes the region; the last
-        process of the engine removes the lock file. Idempotent, and without effect in a process
-        that was forked."""
+        """Release the lock after an orderly stop, in which vLLM removes the region; the engine's
+        last process removes the lock file. Idempotent, and without effect in a forked process."""
         self._let_go([])
 
     def abandon(self) -> None:
         """Release the lock after a stop that was not orderly, such as a refused start: the last
-        process removes the region too. Idempotent, and without effect in a process that was
-        forked."""
+        process removes the region too. Idempotent, and without effect in a forked process."""
         self._let_go(_regions(self._place))
 
     def _let_go(self, others: list[Path]) -> None:

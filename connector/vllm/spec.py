@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataSpec: vLLM's tiering spec with our tiers below its region, and with a worker for its CPU
-build.
+"""StrataSpec: vLLM's tiering spec with our tiers below its region, and a worker for CPU builds.
 
 Everything above the region stays vLLM's: its manager, and on a GPU its copies. The settings stand
 under "stratakv" in `kv_connector_extra_config`.
@@ -23,8 +22,7 @@ from .worker import CpuWorker
 
 
 class StrataSpec(TieringOffloadingSpec):
-    """vLLM's tiering spec with StrataTier below. Raises ConfigError for settings that cannot
-    work."""
+    """vLLM's tiering spec with StrataTier below. Raises ConfigError for wrong settings."""
 
     # vLLM's own.
     secondary_tier_configs: list[dict[str, Any]]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataTier: our tiers as a secondary tier of vLLM's TieringOffloadingSpec, in the process of its
-scheduler.
+"""StrataTier: a secondary tier of vLLM's TieringOffloadingSpec, in its scheduler's process.
 
     lookup            is it there, and worth loading?          from memory, at once
     submit_load       promote chunks into vLLM's region        a job, done by a thread
@@ -157,9 +156,8 @@ class StrataTier(SecondaryTierManager):
         return self._metrics.build_stats()
 
     def shutdown(self) -> None:
-        """Write down the chunks that are to survive, and release everything. Idempotent, and
-        without effect in a process that was forked, which has the registration and none of the
-        threads."""
+        """Write the chunks that are to survive, and release everything. Idempotent. No effect in a
+        forked process, which has the registration but none of the threads."""
         atexit.unregister(self.shutdown)
         if self._process_id != os.getpid():
             return

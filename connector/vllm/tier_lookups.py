@@ -57,8 +57,7 @@ class Asked:
 
 
 class TierLookups:
-    """Answers for `hierarchy`, whose lock the caller holds. vLLM's region holds `region_chunks`, of
-    `chunk_tokens` tokens each."""
+    """Answers for `hierarchy`; callers hold its lock. `region_chunks`: chunks in vLLM's region."""
 
     def __init__(
         self,
@@ -162,8 +161,7 @@ class TierLookups:
     def _wanted(
         self, asked: Asked, keys: Sequence[bytes], first_token: int, tiers: Sequence[str]
     ) -> int:
-        """The number of leading chunks, which lie in `tiers`, to load. An earlier decision for the
-        request stands."""
+        """The number of leading chunks, in `tiers`, to load. An earlier decision stands."""
         if keys[0] in asked.declined:
             return 0
         decided = next((i for i in range(len(tiers)) if keys[i] not in asked.accepted), len(tiers))

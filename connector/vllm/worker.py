@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copies between vLLM's KV tensors and its region on vLLM's CPU build, which has none of its
-own.
+"""The copies between vLLM's KV tensors and region for its CPU build, which has none itself.
 
 Each call makes its copy itself: on a CPU the forward pass would wait as long for a thread that
 copies, and no other thread writes to the memory meanwhile. So no job is ever under way, and none

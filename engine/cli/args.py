@@ -104,7 +104,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the server's options, and vLLM's spellings of them."""
     add_options(parser.add_argument_group("server"), SERVER_OPTIONS)
     _add_aliases(parser, is_server=True)
 

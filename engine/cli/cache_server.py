@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv cache-server`: keeps blocks for the engines of a cluster, in a process of its own.
 
-`config/cache_server_options.py` has its options. Without credentials of any other kind it lets in
-clients of its own user, by a token that it leaves for them. SIGHUP has it read tenants, tokens and
-certificates anew; blocks stay. SIGTERM or SIGINT ends it in an orderly way: it says NOT_SERVING,
-running calls may finish, blocks are written down; a second one ends it at once.
-Runs with the base installation and imports neither torch nor the engine's parts.
+`config/cache_server_options.py` has its options. Without other credentials it admits clients of its
+own user, by a token in a file that it leaves for them. After SIGHUP it reads tenants, tokens and
+certificates anew and keeps its blocks. SIGTERM or SIGINT ends it in an orderly way: it reports
+NOT_SERVING, finishes running calls and writes blocks to disk; a second one ends it at once. It runs
+with the base installation and imports neither torch nor the engine's parts.
 """
 
 from __future__ import annotations

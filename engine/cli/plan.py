@@ -314,7 +314,7 @@ def _loading(subject: Subject, rates: Mapping[str, Rate]) -> dict[str, Any]:
 def _notes(
     subject: Subject, given: Mapping[str, Any], rates: Mapping[str, Rate], pool: plan.Capacity
 ) -> list[str]:
-    """Return the assumptions behind the figures, and the objections that `serve` would have."""
+    """Return the assumptions behind the figures, and the limits that `serve` would apply."""
     notes = []
     if "reserve" not in given:
         notes.append("the reserve is an estimate for steps of the default size")

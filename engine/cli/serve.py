@@ -289,7 +289,9 @@ def _tell_start(
     host, port = sock.getsockname()[:2]
     asks_who = server.api_key is not None or server.ssl_cert_reqs == ssl.CERT_REQUIRED
     if not asks_who and not ip_address(host.partition("%")[0]).is_loopback:
-        logger.warning("any client of %s may use this server; --api-key asks for a key", host)
+        logger.warning(
+            "any client that reaches %s may use this server; --api-key asks for a key", host
+        )
     host = f"[{host}]" if ":" in host else host
     scheme = "http" if server.ssl_certfile is None else "https"
     tiers = f"; {tiers_in_short(offload, ready.tiers_down)}" if offload.enabled else ""
@@ -324,7 +326,8 @@ def _in_home(path: Path) -> str:
 
 
 async def _unless(told: asyncio.Event, starting: asyncio.Future[ProcessClient]) -> bool:
-    """Wait for the start. Return False if `told` was set first; the started core is closed then."""
+    """Wait for the start. Return False if `told` was set first; the start is then cancelled and has
+    ended."""
     asking = asyncio.ensure_future(told.wait())
     await asyncio.wait((starting, asking), return_when=asyncio.FIRST_COMPLETED)
     asking.cancel()

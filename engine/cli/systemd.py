@@ -32,7 +32,6 @@ def tell_reloading() -> None:
 
 
 def tell_stopping() -> None:
-    """Tell systemd that the server has begun to end."""
     _tell("STOPPING=1")
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `stratakv cache-server`, and the settings of the server that they become.
+"""The options of `stratakv cache-server`, and the server's settings made from them.
 
-Flags come before the environment (STRATAKV_CACHE_SERVER_PORT=9400 is --port 9400), that before the
-file that --config names.
+Flags override the environment (STRATAKV_CACHE_SERVER_PORT=9400 is --port 9400), which overrides the
+file of --config.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
     from ...tiers.wire.limits import Limits
 
 DEFAULT_SECRET_NAME = "server.secret"  # noqa: S105 - of a file
-# Options that the server takes as they are.
+# Options whose values become settings unchanged.
 _SAME = (
     "host", "port", "metrics_host", "metrics_port", "metrics_exposed", "insecure", "reflection",
     "drain_seconds",
 )  # fmt: skip
-_MOST_TEXT_BYTES = 16 * 1024**2  # of tenants or a token; more are for others to refuse
+_MOST_TEXT_BYTES = 16 * 1024**2  # read of a file of tenants or a token
 
 _CPU = options_of(CpuSettings, "")
 _SSD = options_of(SsdSettings, "")
-_CODECS = (NONE, *CODECS)  # engines bring others
+_CODECS = (NONE, *CODECS)  # engines may have others
 
 _port = readers.integer_within(0, MAX_PORT)
 _count = readers.integer_within(1, 1_000_000)
 
 
 def _as_engines(option: Option, default: str, **changed: Any) -> Any:
-    """A field with the option that engines have for their tiers."""
+    """Make a field with the option that engines have for their tiers."""
     return field(default=default, metadata={Option: replace(option, field="", **changed)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheServerOptions:
-    """The options as they were given, and their defaults."""
+    """The options with their given values, and their defaults."""
 
     cpu_bytes: int = setting(GIB, readers.size, "memory for blocks, of all tenants", "SIZE")
     ssd_path: Path | None = setting(
@@ -104,7 +104,7 @@ class CacheServerOptions:
     )
     insecure: bool = setting(
         False, readers.switch,
-        "let anybody in who reaches it: no token of its own, and any address without TLS",
+        "admit any client that reaches it: no token of its own, and any address without TLS",
     )  # fmt: skip
     metrics_host: str = setting("127.0.0.1", readers.text, "address of /metrics", "ADDRESS")
     metrics_port: int | None = setting(None, _port, "port of /metrics; 0 takes a free one", "N")
@@ -128,8 +128,8 @@ OPTIONS: Mapping[str, Option] = options_of(CacheServerOptions, "")
 
 
 def read_options(flags: Mapping[str, Any], environ: Mapping[str, str]) -> CacheServerOptions:
-    """Every option: as `flags` say, else the environment, else the file, else its default. `flags`
-    are those given, by name, `config` among them. Raises ConfigError."""
+    """Return every option: from `flags`, else the environment, else the file, else its default.
+    `flags` are the given ones, by name, with `config`. Raises ConfigError."""
     given: dict[str, tuple[str, Any]] = {}
     variables = _variables(environ)
     config = variables.pop("config", None)
@@ -152,8 +152,8 @@ def read_options(flags: Mapping[str, Any], environ: Mapping[str, str]) -> CacheS
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Options, and `config`, from the environment, each with its variable. Raises ConfigError for
-    a variable that begins as they do and is none."""
+    """Return the options in the environment, and `config`, each with its variable. Raises
+    ConfigError for an unknown variable with their prefix."""
     found = {}
     for variable, value in environ.items():
         if not variable.startswith(CACHE_SERVER_PREFIX) or is_service_link(variable, value):
@@ -172,9 +172,9 @@ def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 def server_settings(
     options: CacheServerOptions, running: ServerSettings | None = None
 ) -> ServerSettings:
-    """`running`: of a server that runs already, which keeps its secret, its key and the token that
-    it has left for clients; their files are not looked at, for they may be on a disk that is gone.
-    Raises ConfigError or TierConfigError."""
+    """Make the server's settings. A `running` server keeps its secret, its key and the token that
+    it left for clients; their files are not read, since their disk may be gone. Raises ConfigError
+    or TierConfigError."""
     from ...tiers.cache_server.secret_file import read_secret
     from ...tiers.cache_server.server import ServerSettings
 
@@ -213,8 +213,7 @@ def server_settings(
 
 
 def _ssd_settings(options: CacheServerOptions) -> SsdSettings:
-    """The settings of every tenant's store. Those that cannot be used are refused here, at the
-    start."""
+    """Make the settings of every tenant's store. Unusable ones are refused here, at the start."""
     from ...tiers.admission import make_filter
     from ...tiers.block import BlockLayout
     from ...tiers.codecs.known_codecs import make_codec
@@ -242,7 +241,7 @@ def _mac_key(options: CacheServerOptions) -> Any:
     if not disks:
         raise ConfigError("--ssd-mac-key-file is for blocks on a disk; give --ssd-path too")
     keys = [read_mac_key(path, flag_of("ssd_mac_key_file"), disk) for disk in disks]
-    return keys[0]  # the same each time: what differs is the disk that it must not lie on
+    return keys[0]  # all are equal: only the disk that must not hold the key differs
 
 
 def _limits(options: CacheServerOptions) -> Limits:
@@ -270,8 +269,8 @@ def _tls(options: CacheServerOptions) -> Any:
 
 
 def _tenants(options: CacheServerOptions, left_token: str | None) -> tuple[Tenants, str | None]:
-    """All tenants, and the token to be left for clients of this user, if there is to be one:
-    `left_token`, if one was already."""
+    """Return all tenants, and the token for clients of this user, if there is one: `left_token`, if
+    one was left before."""
     from ...tiers.cache_server.access.tenants import (
         check_totals,
         new_token,
@@ -300,7 +299,7 @@ def _tenants(options: CacheServerOptions, left_token: str | None) -> tuple[Tenan
         raise ConfigError("--token-file is for a server without --tenants; give one of the two")
     text = _text_of(path, "--tenants")
     mode = path.stat().st_mode
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):  # who writes it lets in whomever he likes
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):  # a user who can write it can admit any client
         raise ConfigError(
             f"--tenants names {path}, which other users can write (mode {stat.S_IMODE(mode):04o}); "
             f"run: chmod go-w {path}"
@@ -317,7 +316,7 @@ def _tenants(options: CacheServerOptions, left_token: str | None) -> tuple[Tenan
 
 def _token_of(path: Path) -> str:
     token = _text_of(path, "--token-file").strip()
-    if not token:  # never nobody's: that would let anybody in
+    if not token:  # an empty token would admit every client
         raise ConfigError(
             f"--token-file names {path}, which is empty; write a token there, which "
             "`stratakv cache-server --new-token NAME` makes"
@@ -333,7 +332,7 @@ def _token_of(path: Path) -> str:
 
 def _text_of(path: Path, flag: str) -> str:
     try:
-        # An editor may have put a mark of UTF-8 in front.
+        # An editor may have put a byte-order mark in front.
         return read_ordinary(path, _MOST_TEXT_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} names {path}, which cannot be read as text ({error})") from error

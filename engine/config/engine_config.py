@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of an engine: a few frozen value objects with units in their names.
 
-Their fields are the engine's options. Each object checks itself and raises ConfigError with what
-was expected, what came and what to do.
+Their fields are the engine's options. Each object checks itself and raises ConfigError with the
+expected value, the given one and a remedy.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _GPU_BACKENDS = ("triton", "sdpa", "fa3")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 COMPILATIONS = ("none", "elementwise")
 EXECUTORS = ("uni", "mp")  # the model runner in the core's process, or in one of its own
-# What an engine is for where others share its cache. prefill: it answers when others can load the
-# prompt's blocks; decode: others have computed its prompts.
+# The part of an engine among others that share its cache. prefill: it answers when others can load
+# the prompt's blocks; decode: others have computed its prompts.
 ROLES = ("both", "prefill", "decode")
-# What keeps an answer to a schema or a grammar (`structured/backends.py`).
+# The backends that make an answer follow a schema or a grammar (`structured/backends.py`).
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "xgrammar", "guidance")
 POOLINGS = LAST, MEAN = ("last", "mean")
 RESERVES = ("none", "prompt", "full")
 BLOCK_HASHES = ("sha256", "sha256_cbor")
-# On the CPU: the pool that every model gets where the memory is there.
+# The pool of every model on the CPU, if the memory is there.
 DEFAULT_POOL_BYTES = 1 * GIB
 DEFAULT_GPU_SHARE = 0.9
 MAX_BLOCK_SIZE = 256
 MAX_IDLE_SECONDS = 86_400.0
-MAX_GROUPS = 4096  # of as many layers as a model may have
+MAX_GROUPS = 4096  # as many as a model may have layers
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The model, and how it is computed."""
+    """The model and its computation."""
 
     path: Path  # a Hugging Face directory
     served_name: str = setting(
@@ -64,7 +64,7 @@ class ModelConfig:
         "branch, tag or commit of a model on the Hub; separates the blocks of otherwise equal "
         "models", "TEXT",
     )  # fmt: skip
-    # auto: the checkpoint's, where the device is quick in it.
+    # auto: the checkpoint's, if the device is fast in it.
     dtype: str = setting("auto", readers.one_of(*DTYPES), ", ".join(DTYPES), "TYPE")
     device: str = setting(
         "cpu", readers.device, "where to compute: cpu, cuda or one GPU, cuda:1", "DEVICE"
@@ -90,7 +90,7 @@ class ModelConfig:
         False, readers.switch,
         "tell with each answer which experts computed each token, of a model that has some",
     )  # fmt: skip
-    # One token to read and one to answer with at least.
+    # At least one token of a prompt and one of an answer.
     max_model_len: int | None = setting(
         None, readers.integer, "longest prompt and output, in tokens", "N",
         "what the model allows and the pool holds", bounds=(2, MAX_TOKENS),
@@ -143,8 +143,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV pool. `num_blocks` wins over `memory_bytes` where both are given; with neither it is
-    sized from the free memory (`worker/runtime/pool_sizing.py`)."""
+    """The KV pool. `num_blocks` overrides `memory_bytes`; without both the pool is sized by the
+    free memory (`worker/runtime/pool_sizing.py`)."""
 
     block_size: int = setting(16, readers.integer, "tokens in a block", "N")
     num_blocks: int | None = setting(
@@ -175,13 +175,13 @@ class CacheConfig:
         "those at the ends of prompts and where prompts part; 0: none", "N",
     )  # fmt: skip
     watermark: float = 0.01  # fraction of blocks kept free when admitting requests
-    # The layers are split into so many groups with block tables of their own, where all attend
-    # alike; otherwise their kinds decide (`cache/group_spec.py`). Settings count blocks over all
-    # layers; a pool of several groups has a smaller one in each instead.
+    # If all layers attend alike they are split into so many groups with block tables of their own;
+    # otherwise their kinds decide (`cache/group_spec.py`). Settings count blocks over all layers; a
+    # pool of several groups has a smaller block in each instead.
     num_groups: int = 1
     # Attention reads blocks of so many tokens, several of which lie one behind the other in each
-    # block of the pool; None: those of the pool. Another number is another order of the bytes, so
-    # engines with different ones share no blocks.
+    # block of the pool; None: the pool's blocks. It changes the order of the bytes, so engines with
+    # different numbers share no blocks.
     kernel_block_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -216,7 +216,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How much one step may do."""
+    """The limits of a step, and the order of requests."""
 
     max_num_batched_tokens: int = setting(
         2048, readers.integer, "tokens in one step", "N", bounds=(1, MAX_TOKENS)
@@ -232,8 +232,8 @@ class SchedulerConfig:
         True, readers.switch, "spread a prompt over several steps"
     )
     max_waiting_requests: int = 4096
-    # The gap between these shares keeps a request that was just let in from being sent back at
-    # once. Neither counts for the only request that runs.
+    # The gap between these shares keeps a newly admitted request from being sent back at once.
+    # Neither applies to the only request that runs.
     admit_below: float = setting(
         0.8, readers.number, "let requests in while less than this share of the pool is held",
         "SHARE",
@@ -284,13 +284,13 @@ class SchedulerConfig:
 
     @property
     def most_step_tokens(self) -> int:
-        """The tokens that one step computes of one request at most."""
+        """The most tokens of one request that a step computes."""
         return self.long_prefill_token_threshold or self.max_num_batched_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything the engine core needs."""
+    """All settings of the engine core."""
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -355,7 +355,8 @@ class EngineConfig:
             self._check_kv_cache_dtype()
 
     def _check_role(self) -> None:
-        """A prefill node's blocks have to be found by others, a decode node has to find them."""
+        """Raise ConfigError if other engines cannot find a prefill node's blocks, or a decode node
+        cannot find theirs."""
         offload = self.offload
         works = {"prefill": offload.is_read_by_others, "decode": offload.reads_others}
         if works.get(self.role, True):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's options by name, as flags and keyword arguments give them, and the EngineConfig.
+"""The engine's options by name, for flags and keyword arguments, and the EngineConfig.
 
 One table serves `stratakv serve --block-size 32` and `LLM(block_size=32)`. It is made of the fields
-of the value objects in `engine_config.py`, which check values; here unknown names and
-contradictions are refused. Also says which options have no effect.
+of the value objects in `engine_config.py`, which check values; this module refuses unknown names
+and contradictions. It also finds options without effect.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SHOWN_LATE = ("scheduling_policy", "reserve", "pin_tenant_share")
 
 
 def _engine_options() -> dict[str, Option]:
-    """The options in the order in which help shows them, with paths below EngineConfig."""
+    """Return the options in the order of the help, with paths below EngineConfig."""
     own, scheduler = options_of(EngineConfig, ""), options_of(SchedulerConfig, "scheduler")
     last = [scheduler.pop(name) for name in _SHOWN_LATE]
     files = {name: own.pop(name) for name in ("step_trace", "tenant_secret")}
@@ -62,11 +62,11 @@ OPTIONS: Mapping[str, Option] = _engine_options()
 def engine_config(
     model: str | Path | None, given: Mapping[str, Any], *, is_fetched: bool = True
 ) -> EngineConfig:
-    """The settings of an engine from the options given; None means the embedded model. A model of
-    the Hub is downloaded where it is not in the local cache and `is_fetched`; otherwise the path is
-    its id.
+    """Make the settings of an engine from the given options; a `model` of None is the embedded one.
+    A model of the Hub that is not in the local cache is downloaded if `is_fetched`; otherwise the
+    path is its id.
 
-    Raises ConfigError for an unknown option, a value that cannot be, or a contradiction.
+    Raises ConfigError for an unknown option, an invalid value, or a contradiction.
     """
     sections: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
     for name, value in given.items():
@@ -78,13 +78,13 @@ def engine_config(
         sections[option.section][option.field] = option.read(flag_of(name), value)
     _refuse_contradictions(given, sections)
     if "ssd" in sections["offload"].get("tiers", ()) and "path" not in sections["offload.ssd"]:
-        # Only then: a user without a home directory has none.
+        # Only if needed, since a user without a home directory has no default.
         sections["offload.ssd"]["path"] = default_ssd_path()
     path = model_directory(model, sections["model"].get("revision", ""), is_fetched=is_fetched)
     if draft := sections["speculative"].get("model"):
         from ..models.eagle.eagle_spec import (
             is_eagle_head,
-        )  # reads tensors, which a router does not
+        )  # it reads tensors, which a router must not import
 
         directory = model_directory(draft, is_fetched=is_fetched)
         kind = EAGLE if is_eagle_head(directory) else DRAFT_MODEL
@@ -105,7 +105,7 @@ def has_tier(tiers: Iterable[str], tier: str) -> bool:
 
 
 def hides(name: str, value: Any) -> Iterator[str]:
-    """The options that mean nothing once `name` has this value."""
+    """Yield the options that have no effect if `name` has this value."""
     if name in _POOL_SIZES:
         yield from (other for other in _POOL_SIZES if other != name)
     elif name == "speculative_method":
@@ -120,7 +120,7 @@ def hides(name: str, value: Any) -> Iterator[str]:
 
 
 def without_effect(engine: EngineConfig) -> Iterator[str]:
-    """The options that mean nothing to this engine."""
+    """Yield the options that have no effect on this engine."""
     if engine.cache.num_blocks is not None:
         yield from hides("num_blocks", engine.cache.num_blocks)
     yield from hides("speculative_method", engine.speculative.method)
@@ -132,7 +132,7 @@ def without_effect(engine: EngineConfig) -> Iterator[str]:
 
 
 def default_ssd_path() -> Path:
-    """The default folder of the ssd tier. Raises ConfigError where this user has none."""
+    """Return the default folder of the ssd tier. Raises ConfigError for a user without a home."""
     cache = os.environ.get("XDG_CACHE_HOME")
     if not cache:
         cache = os.path.expanduser("~/.cache")
@@ -151,9 +151,9 @@ def model_directory(
     is_fetched: bool = True,
     needs_weights: bool = True,
 ) -> Path:
-    """The directory of a model: a directory of that name or, for an id such as org/model, where the
-    Hub's cache keeps it, downloaded if need be and `is_fetched`. Raises ConfigError where there is
-    none."""
+    """Return the directory of a model: a directory of that name or, for an id such as org/model,
+    that of the Hub's cache, downloaded if necessary and `is_fetched`. Raises ConfigError if there
+    is none."""
     if model is None:
         return EMBEDDED_MODEL
     path = readers.path("MODEL", model)
@@ -166,9 +166,9 @@ def model_directory(
 
 
 def model_aliases(model: str | Path | None, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Other names that clients may use for a model: the path that it was started with, as it was
-    given and in full. Nothing where `given` names the model, where it is the embedded one, and for
-    an id of the Hub, which is its name already."""
+    """Return other names that clients may use for a model: the path at the start, as typed and in
+    full. Empty if `given` names the model, for the embedded one, and for an id of the Hub, which is
+    its name already."""
     if model is None or "served_model_name" in given:
         return ()
     if is_hub_id(str(model)) and not os.path.lexists(model):
@@ -177,7 +177,7 @@ def model_aliases(model: str | Path | None, given: Mapping[str, Any]) -> tuple[s
 
 
 def _served_name(typed: str, path: Path) -> str:
-    """The name of a model that was given none."""
+    """Return the name of a model for which no option gives one."""
     if not typed:
         return EMBEDDED_NAME
     if is_hub_id(typed) and not os.path.lexists(typed):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine does in a second: memory copied, a disk read, numbers multiplied.
+"""Rates of this machine: memory copies, disk reads, multiplications.
 
-Each probe takes some tenths of a second and gives the best of a few tries, since a limit is what
-the hardware reaches when nothing is in its way.
+Each probe takes some tenths of a second and returns the best of a few tries, since the limit of the
+hardware shows only without other load.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _MATRIX_ROWS = 1024
 
 
 def memory_copy_bytes_per_second() -> float:
-    """One thread copying 64 MiB that few caches hold."""
+    """Measure the copy of 64 MiB, more than most caches hold, by one thread."""
     source = np.ones(_COPY_BYTES, np.uint8)
     target = np.zeros(_COPY_BYTES, np.uint8)
     return _COPY_BYTES / _best_seconds(lambda: np.copyto(target, source))
 
 
 def disk_read_bytes_per_second(directory: Path) -> float:
-    """One thread reading a fresh 64 MiB file under `directory` past the page cache, in pieces of
-    4 MiB. The file is gone afterwards. Raises OSError."""
+    """Measure one thread that reads a fresh 64 MiB file under `directory` past the page cache, in
+    pieces of 4 MiB. Removes the file. Raises OSError."""
     with tempfile.TemporaryDirectory(prefix="stratakv-probe-", dir=directory) as folder:
         path = Path(folder) / "probe"
         with mmap.mmap(-1, _READ_BYTES) as buffer, memoryview(buffer) as view:
@@ -44,8 +44,8 @@ def disk_read_bytes_per_second(directory: Path) -> float:
 
 
 def multiply_operations_per_second() -> float:
-    """A float32 product of two square matrices, on as many threads as torch takes, by the fastest
-    library that torch brings: `torch.mm` reaches less than half of it on some processors."""
+    """Measure a float32 product of two square matrices, on torch's number of threads, by the
+    fastest library in torch: `torch.mm` reaches less than half of that on some processors."""
     left, right = (torch.rand(_MATRIX_ROWS, _MATRIX_ROWS) for _ in range(2))
     multiply = Linear(right)
     with torch.inference_mode():
@@ -53,7 +53,7 @@ def multiply_operations_per_second() -> float:
 
 
 def _best_seconds(work: Callable[[], object]) -> float:
-    """The shortest of a few runs after one to warm up."""
+    """Return the seconds of the shortest of a few runs, after one to warm up."""
     work()
     best = float("inf")
     for _ in range(_TRIES):
@@ -64,7 +64,7 @@ def _best_seconds(work: Callable[[], object]) -> float:
 
 
 def _write_file(path: Path, view: memoryview) -> None:
-    view[:] = os.urandom(_READ_BYTES)  # a disk that compresses would be flattered by zeros
+    view[:] = os.urandom(_READ_BYTES)  # random, since a disk may compress zeros
     with path.open("xb", buffering=0) as file:
         for _ in range(_FILE_BYTES // _READ_BYTES):
             file.write(view)

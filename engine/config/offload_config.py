@@ -28,14 +28,14 @@ from ...tiers.tier_settings import (
 from ...tiers.wire.listen import LARGEST_PORT
 
 _LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
-OFFLOAD_TIERS = ("cpu", "ssd")  # beside those that other packages bring
+OFFLOAD_TIERS = ("cpu", "ssd")  # beside the tiers of other packages
 LOAD_FAILURES = ("recompute", "fail")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig(TierSettings):
-    """The tiers below the pool, as the engine's options name them. Raises ConfigError for names and
-    values that cannot work together."""
+    """The tiers below the pool, by the names of the engine's options. Raises ConfigError for names
+    and values that cannot work together."""
 
     tiers: tuple[str, ...] = setting(
         (), readers.tiers,
@@ -74,7 +74,7 @@ class OffloadConfig(TierSettings):
         "refuse to start while a tier below cpu is down, instead of going on without it",
     )  # fmt: skip
     shutdown_seconds: float = 30.0
-    # Read from the texts above.
+    # Parsed from the texts above.
     cache_servers: tuple[ServerAddress, ...] = field(init=False, default=())
     peer_addresses: tuple[ServerAddress, ...] = field(init=False, default=())
     listen_address: ListenAddress | None = field(init=False, default=None)
@@ -113,17 +113,17 @@ class OffloadConfig(TierSettings):
 
     @property
     def reads_others(self) -> bool:
-        """Whether blocks of other engines are found."""
+        """Whether this engine finds blocks of others: on cache servers or peers."""
         return bool(self.cache_servers or self.peers)
 
     @property
     def is_read_by_others(self) -> bool:
-        """Whether other engines find this one's blocks."""
+        """Whether others find this engine's blocks: on cache servers or by `serve_at`."""
         return bool(self.cache_servers or self.serve_at)
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """All tiers below the pool, as metrics and answers call them."""
+        """All tiers below the pool, by their names in metrics and answers."""
         return (*self.tiers[:1], *self.store_names)
 
     def _read_peers(self) -> None:
@@ -210,7 +210,7 @@ def _read_listen_address(text: str) -> ListenAddress:
 
 
 def _offload_options() -> dict[str, Option]:
-    """The options in the order in which help shows them, with paths below OffloadConfig."""
+    """Return the options in the order of the help, with paths below OffloadConfig."""
     own = options_of(OffloadConfig, "")
     cpu = options_of(CpuSettings, "cpu", "kv_offload_cpu_")
     return {

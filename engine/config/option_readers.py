@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of the values that options of the engine and of the servers take, beside those in
+"""Readers of the values of the engine's and the servers' options, beside those in
 `tiers/settings/readers.py`."""
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ...tiers.settings.values import ConfigError
 MAX_PORT = 65535
 ANY = "*"  # any origin, method or header
 _MAX_MARK_CHARACTERS = 256
-_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # what a method and a header may be
+_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # the form of a method and of a header
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _MOST_SECONDS = 3600
 
 
 def model_mark(called: str, value: Any) -> str:
-    """A text of a model, which may have line breaks in it."""
+    """Read a mark of a model's thoughts, a text that may have line breaks."""
     text = value if isinstance(value, str) else ""
     lines = readers.text(called, text.replace("\n", " ").replace("\r", " "))
     if len(lines) > _MAX_MARK_CHARACTERS:
@@ -32,7 +32,7 @@ def model_mark(called: str, value: Any) -> str:
 
 
 def processor_names(called: str, value: Any) -> tuple[str, ...]:
-    """`module:Class`, several with commas between, as a list of them, or of classes."""
+    """Read `module:Class`, several with commas between, a list of them, or of classes."""
     items = value if isinstance(value, list | tuple) else [] if value is None else [value]
     names: list[str] = []
     for item in items:
@@ -54,7 +54,7 @@ def processor_names(called: str, value: Any) -> tuple[str, ...]:
 
 
 def _importable(called: str, kind: type) -> str:
-    """The name by which another process finds this class."""
+    """Return the name by which another process finds this class."""
     found: Any = sys.modules.get(kind.__module__)
     for part in kind.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -67,12 +67,12 @@ def _importable(called: str, kind: type) -> str:
 
 
 def generation_config(called: str, value: Any) -> str:
-    """`vllm`, which is vLLM's word for its own defaults, is none too."""
+    """Read `auto` or `none`; vLLM's word `vllm`, for its own defaults, means `none` too."""
     return readers.one_of("auto", "none")(called, "none" if value == "vllm" else value)
 
 
 def origins(called: str, value: Any) -> tuple[str, ...]:
-    """Origins as browsers send them: without a path, which would match none."""
+    """Read origins in the form of browsers: without a path, which would match none."""
     names = readers.texts(called, value)
     for origin in names:
         if origin != ANY and not _ORIGIN.fullmatch(origin):
@@ -84,7 +84,7 @@ def origins(called: str, value: Any) -> tuple[str, ...]:
 
 
 def http_tokens(called: str, value: Any) -> tuple[str, ...]:
-    """Methods or headers."""
+    """Read names of methods or headers, with commas between or as a list."""
     tokens = readers.texts(called, value)
     for token in tokens:
         if not _TOKEN.fullmatch(token):
@@ -95,7 +95,7 @@ def http_tokens(called: str, value: Any) -> tuple[str, ...]:
 
 
 def http_header(called: str, value: Any) -> str:
-    """The name of a header, in small letters."""
+    """Read the name of a header, and return it in small letters."""
     name = readers.text(called, value).lower()
     if not _TOKEN.fullmatch(name):
         raise ConfigError(
@@ -105,12 +105,12 @@ def http_header(called: str, value: Any) -> str:
 
 
 def http_methods(called: str, value: Any) -> tuple[str, ...]:
-    """The names of HTTP methods, with commas between or as a list, in capitals."""
+    """Read HTTP methods, with commas between or as a list, and return them in capitals."""
     return tuple(method.upper() for method in http_tokens(called, value))
 
 
 def seconds_from_zero(called: str, value: Any) -> float:
-    """A time of an hour at most."""
+    """Read a number of seconds from 0 to an hour."""
     seconds: float = readers.number(called, value)
     if not 0 <= seconds <= _MOST_SECONDS:
         raise ConfigError(f"{called} takes seconds from 0 to {_MOST_SECONDS}, not {seconds}")

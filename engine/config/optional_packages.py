@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which optional installation a missing package belongs to, and how to say so.
+"""The optional installation of a missing package, and the sentence about it.
 
-Knows the package names of `pyproject.toml` and nothing else.
+It uses only the package names of `pyproject.toml`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _EXTRAS = {
 
 
 def install_extra(extra: str) -> str:
-    """The command that installs an extra. StrataKV is published nowhere but as its repository."""
+    """Return the command that installs an extra. StrataKV is published only as its repository."""
     return f"pip install '.[{extra}]'"
 
 
 def explain_missing_module(error: ModuleNotFoundError) -> str:
-    """One sentence for a person: what is missing and what to install."""
+    """Return a sentence for the user: the missing package and the installation to choose."""
     name = (error.name or "").partition(".")[0]
     for extra, packages in _EXTRAS.items():
         if name in packages:

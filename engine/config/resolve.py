@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags, environment and file put together: what was given, by option, with its origin.
+"""The given values of options from flags, environment and file, with their origins.
 
-    flags  >  environment  >  file  >  what aliases imply  >  defaults
+    flags  >  environment  >  file  >  values that aliases imply  >  defaults
 
 The highest layer that gives an option decides it. Where two options exclude each other, the one of
 the higher layer also hides the other of a lower layer; within one layer that is a contradiction,
@@ -38,7 +38,7 @@ _NAMES_IN_TEXT = re.compile(r"--(?:no-)?([a-z][a-z0-9-]*)|\b(MODEL)\b")
 CONFIG_VARIABLE = "STRATAKV_CONFIG"
 # Variables of `stratakv cache-server`, which reads them itself.
 CACHE_SERVER_PREFIX = "STRATAKV_CACHE_SERVER_"
-# Variables that are no options, and what they are for.
+# Variables that are no options, and their purpose.
 OTHER_VARIABLES: Mapping[str, str] = {
     CONFIG_VARIABLE: "the file of options",
     "STRATAKV_ARGS": "arguments that the systemd unit adds",
@@ -54,11 +54,11 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.+")
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One value, read already, and where it came from."""
+    """A value that was read, and its origin."""
 
     value: Any
     kind: str  # FLAG | VARIABLE | FILE
-    origin: str  # as a person knows it: `--port`, `STRATAKV_PORT`, `port of x.yaml`
+    origin: str  # in the user's words: `--port`, `STRATAKV_PORT`, `port of x.yaml`
 
 
 Layer = Mapping[str, Given]
@@ -66,7 +66,7 @@ Layer = Mapping[str, Given]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings after all layers. `notes` name those that were accepted and have no effect."""
+    """The settings of all layers. `notes` name accepted ones that have no effect."""
 
     given: Layer
     notes: tuple[str, ...] = ()
@@ -74,28 +74,28 @@ class Settings:
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """The engine's options, in the form that `LLM` takes."""
+        """The given options of the engine, in the form that `LLM` takes."""
         return {name: each.value for name, each in self.given.items() if name in OPTIONS}
 
     @property
     def server_options(self) -> dict[str, Any]:
-        """The server's options, in the form that `server_config` takes."""
+        """The given options of the server, in the form that `server_config` takes."""
         return {name: each.value for name, each in self.given.items() if name in SERVER_OPTIONS}
 
     def explain(self, error: ConfigError) -> ConfigError:
-        """A refusal with the origins of the options it names."""
+        """Return the error with the origins of the options it names."""
         return ConfigError(_with_origins(str(error), self.given))
 
     @property
     def summary(self) -> str:
-        """How many options each place gave, in words; empty where none was given."""
+        """The number of options from each place, in words; empty if none was given."""
         counts = Counter(each.kind for each in self.given.values())
         places = {FLAG: "the command line", VARIABLE: "the environment", FILE: str(self.file)}
         return ", ".join(f"{counts[kind]} by {places[kind]}" for kind in places if counts[kind])
 
     @property
     def model(self) -> str | None:
-        """None: the embedded model."""
+        """Name or path of the model; None: the embedded model."""
         return self.given[MODEL].value if MODEL in self.given else None
 
 
@@ -105,7 +105,7 @@ def resolve(
     """Read all layers. `flags` are by name, aliases too; `config` is the file that a flag names.
 
     Raises ConfigError for an unknown name, a value of the wrong kind, and two spellings of one
-    option in one layer. Whether the options fit each other is seen when they are used.
+    option in one layer. Contradictions between options are found when they are used.
     """
     place = config if config is not None else environ.get(CONFIG_VARIABLE)
     path, from_file = None, _Read({}, {}, [])
@@ -120,14 +120,14 @@ def resolve(
 
 
 def read_config_settings(path: Path) -> Settings:
-    """The settings of one file alone. Raises ConfigError as `resolve` does."""
+    """Read the settings of one file alone. Raises ConfigError, like `resolve`."""
     read = _read_file(path)
     return Settings(_merge([read.values, read.implied]), tuple(read.notes), path)
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """One layer, read."""
+    """The content of a layer."""
 
     values: dict[str, Given]
     implied: dict[str, Given]
@@ -139,7 +139,7 @@ def _read_file(path: Path) -> _Read:
 
 
 def _read(raw: Mapping[str, Any], kind: str, call: Callable[[str], str]) -> _Read:
-    """Read the values of a layer and replace aliases by what they mean."""
+    """Read the values of a layer, and replace aliases by their meanings."""
     layer = _Read({}, {}, [])
     for name, value in raw.items():
         if name in SCHEMA:
@@ -168,7 +168,7 @@ def _put(values: dict[str, Given], name: str, given: Given) -> None:
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
-    """The options in these variables; raises ConfigError for one that cannot be."""
+    """Read the options in these variables. Raises ConfigError for an invalid one."""
     known = {variable_of(name): name for name in SCHEMA}
     layer = {}
     for variable, value in environ.items():
@@ -184,7 +184,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
 
 
 def is_service_link(variable: str, value: str) -> bool:
-    """Whether Kubernetes has set this variable, for a service whose name begins as ours do."""
+    """Whether Kubernetes has set this variable, for a service whose name begins like ours."""
     if _SERVICE_LINK.fullmatch(variable):
         return True
     return variable.endswith("_PORT") and _SERVICE_URL.fullmatch(value) is not None
@@ -200,7 +200,7 @@ def _explain_unknown(variable: str, known: Mapping[str, str]) -> str:
     explained = explain_not_built(shown, variable.removeprefix(VARIABLE_PREFIX).lower())
     if explained:
         return f"{explained}; unset it"
-    # Without the prefix, which makes any two of them alike.
+    # Without the prefix, which would make any two of them similar.
     ends = [name.removeprefix(VARIABLE_PREFIX) for name in (*known, *OTHER_VARIABLES)]
     near = did_you_mean(variable.removeprefix(VARIABLE_PREFIX), ends)
     near = re.sub(r"\b([A-Z][A-Z_]*)", rf"{VARIABLE_PREFIX}\1", near)
@@ -208,7 +208,7 @@ def _explain_unknown(variable: str, known: Mapping[str, str]) -> str:
 
 
 def _merge(layers: Sequence[Layer]) -> dict[str, Given]:
-    """The value of each option that any layer gives; the first layer is the highest."""
+    """Return the value of each option that a layer gives; the first layer is the highest."""
     merged: dict[str, Given] = {}
     for layer in layers:
         hidden = {other for name, given in merged.items() for other in hides(name, given.value)}
@@ -219,7 +219,7 @@ def _merge(layers: Sequence[Layer]) -> dict[str, Given]:
 
 
 def _with_origins(message: str, given: Layer) -> str:
-    """A refusal with the origins of the options it names, unless all of them were flags."""
+    """Add to a message the origins of the options it names, unless all of them were flags."""
     named = {
         name: given[name]
         for flag, model in _NAMES_IN_TEXT.findall(message)

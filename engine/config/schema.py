@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every option there is, of the engine and of the server, in one table.
+"""All options of the engine and of the server, in one table.
 
-`SCHEMA` is what environment and files may name.
+`SCHEMA` has the options that environment and files may name.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SCHEMA: Mapping[str, Option] = {MODEL: MODEL_OPTION, **OPTIONS, **SERVER_OPTIONS
 
 
 def variable_of(name: str) -> str:
-    """`block_size` → `STRATAKV_BLOCK_SIZE`."""
+    """Return the variable of an option: `STRATAKV_BLOCK_SIZE` for `block_size`."""
     return VARIABLE_PREFIX + name.upper()
 
 
 def value_in(name: str, engine: EngineConfig, server: ServerConfig) -> Any:
-    """The value of an option in these settings."""
+    """Return the value of an option in these settings."""
     option = SCHEMA[name]
     if option.section == "server":
         return getattr(server, option.field)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the HTTP server: each field is an option too."""
+"""The settings of the HTTP server; each field is an option too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .option_readers import (
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """How `stratakv serve` listens, whom it answers, and what it logs."""
+    """The settings of `stratakv serve`: its address, access, requests, and log."""
 
     host: str = setting("127.0.0.1", readers.text, "address to listen on", "ADDRESS")
     port: int = setting(8000, readers.integer_within(0, MAX_PORT), "port; 0 takes a free one", "N")
@@ -98,7 +98,7 @@ class ServerConfig:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for options that mean nothing, or something unwanted, together."""
+        """Raise ConfigError for options that have no effect, or an unsafe one, together."""
         self._check_origins()
         self._check_tls()
 
@@ -146,5 +146,5 @@ SERVER_OPTIONS: Mapping[str, Option] = options_of(ServerConfig, "server")
 
 
 def server_config(given: Mapping[str, Any]) -> ServerConfig:
-    """The server's settings from the options given; those of the engine are left alone."""
+    """Make the server's settings from the given options, without those of the engine."""
     return ServerConfig(**read_fields(SERVER_OPTIONS, given))

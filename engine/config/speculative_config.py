@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of speculation: who proposes draft tokens, and how many of them a step checks."""
+"""The settings of speculation: the source of draft tokens, and how many a step checks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ EAGLE = "eagle"
 OF_MODELS = (DRAFT_MODEL, EAGLE)  # methods that need a model
 METHODS = ("none", "ngram", "suffix", *OF_MODELS)
 MAX_DRAFTS = 64
-# Of a model whose layers carry states, which are kept behind each draft: tens of megabytes.
+# Most drafts of a model whose layers carry states, which take tens of megabytes for each draft.
 MOST_WITH_STATES = 4
 _MAX_LOOKUP = 256  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Draft tokens change how many steps an answer takes, and none of its tokens."""
+    """The settings of draft tokens, which change the number of steps of an answer, but none of its
+    tokens."""
 
     method: str = setting(
         "none", readers.one_of(*METHODS),
@@ -75,8 +76,8 @@ class SpeculativeConfig:
         return self.method != "none"
 
     def most_drafts(self, *, has_states: bool) -> int:
-        """The drafts of a request in a step, at most; 0: none are proposed. Where layers carry
-        states, each takes memory of its own."""
+        """Return the most drafts of a request in a step; 0: none. If layers carry states, each
+        draft takes memory of its own."""
         if not self.is_on:
             return 0
         return min(self.num_tokens, MOST_WITH_STATES) if has_states else self.num_tokens

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of vLLM for what is not built here, and what to do without it.
+"""Options of vLLM for features that StrataKV lacks, and what to do without them.
 
-Whoever brings a command line from there is told so, instead of being sent to an option with a name
-that looks alike.
+A user of a vLLM command line gets this reason, and no hint at an option with a similar name.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ _BY_REASON: Mapping[str, str] = {
 NOT_BUILT: Mapping[str, str] = {
     name: reason for reason, names in _BY_REASON.items() for name in names.split()
 }
-# How vLLM cuts them short on a command line.
+# vLLM's abbreviations on a command line.
 _SHORT: Mapping[str, str] = {
     "tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size",
     "dcp": "decode_context_parallel_size", "ep": "enable_expert_parallel", "q": "quantization",
@@ -112,8 +111,8 @@ _SHORT: Mapping[str, str] = {
 
 
 def explain_not_built(called: str, name: str) -> str:
-    """One sentence on an option of vLLM that is not built, `called` as it was given; empty where
-    `name`, with `_` and without leading dashes, is none."""
+    """Return a sentence on an option of vLLM that is not built, `called` as it was typed. It is
+    empty if `name`, with `_` and without leading dashes, is no such option."""
     bare = name.removeprefix("no_")
     reason = NOT_BUILT.get(_SHORT.get(bare, bare))
     return f"{called} is an option of vLLM that is not built here: {reason}" if reason else ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's names for options, taken as flags and in files so that its command lines work here.
+"""vLLM's names for options, accepted as flags and in files, so that its command lines work here.
 
-Each is another name of an option, or accepted with the values that ask for nothing, or refused
-with the reason and the way to go. Nothing is dropped in silence: what has no effect leaves a note.
+Each is another name of an option, or accepted only with values that change nothing, or refused with
+the reason and a remedy. No option is dropped in silence: one without an effect leaves a note.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Meaning:
     """An alias in terms of StrataKV's own options, already read."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
-    implied: Mapping[str, Any] = field(default_factory=dict)  # where no layer gives the option
+    implied: Mapping[str, Any] = field(default_factory=dict)  # used if no layer gives the option
     note: str = ""  # for the log
 
 
@@ -47,11 +47,11 @@ Translate = Callable[[str, Any], Meaning]  # (how it was called, value)
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """One of vLLM's options."""
+    """An option of vLLM."""
 
     translate: Translate
     metavar: str = ""  # empty: a switch with --no-
-    is_server: bool = False  # no flag of `generate`
+    is_server: bool = False  # not a flag of `generate`
 
 
 _NOTHING = Meaning()
@@ -62,7 +62,7 @@ def _renamed(name: str, read: readers.Reader) -> Translate:
 
 
 def _only(*neutral: str, way: str) -> Translate:
-    """Values that ask for what StrataKV does anyway; any other is refused."""
+    """Accept values that ask for StrataKV's only behaviour, and refuse all others."""
 
     def translate(called: str, value: Any) -> Meaning:
         if readers.word(value) not in neutral:
@@ -74,7 +74,7 @@ def _only(*neutral: str, way: str) -> Translate:
 
 
 def _refused(way: str) -> Translate:
-    """Whatever the value, unless it switches the thing off."""
+    """Refuse all values, except one that switches the feature off."""
 
     def translate(called: str, value: Any) -> Meaning:
         if readers.word(value) in ("0", "0.0", "false", "no", "off"):
@@ -93,7 +93,7 @@ def _without_effect(read: readers.Reader, reason: str) -> Translate:
 
 
 def _offloading_size(called: str, value: Any) -> Meaning:
-    """GiB of CPU memory, which also turns the cpu tier on."""
+    """Read GiB of CPU memory, which also turns the cpu tier on."""
     gibibytes = readers.number(called, value)
     if not 0 < gibibytes <= _MAX_GIB:
         raise ConfigError(
@@ -107,7 +107,7 @@ def _no_log_stats(called: str, value: Any) -> Meaning:
 
 
 def _pooler_config(called: str, value: Any) -> Meaning:
-    """vLLM's object, as far as it says which hidden states are pooled."""
+    """Read vLLM's object, as far as it says which hidden states are pooled."""
     rest = _object_of(value) or {}
     kinds = {str(rest.pop(name, None)).lower() for name in _POOLING_TYPES if name in rest}
     is_neutral = all(name in _ALWAYS_ON and on is True for name, on in rest.items())
@@ -120,7 +120,7 @@ def _pooler_config(called: str, value: Any) -> Meaning:
 
 
 def _speculative_config(called: str, value: Any) -> Meaning:
-    """vLLM's object, where its drafts come from the texts themselves or from a model."""
+    """Read vLLM's object, for drafts from the texts themselves or from a model."""
     given = _object_of(value)
     if given is None or not given.keys() & {"method", "model"}:
         raise ConfigError(
@@ -149,7 +149,7 @@ def _speculative_config(called: str, value: Any) -> Meaning:
 
 
 def _object_of(value: Any) -> dict[str, Any] | None:
-    """An object in JSON, or one that was read; None: it is something else."""
+    """Return an object from JSON, or one that was read already; None for any other value."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

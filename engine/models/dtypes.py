@@ -69,7 +69,6 @@ def choose_dtype(name: str, device_type: str = "cpu", stored: str | None = None)
 
 
 def compute_dtype(name: str, device_type: str = "cpu", stored: str | None = None) -> torch.dtype:
-    """Return the torch type that `choose_dtype` chooses."""
     return choose_dtype(name, device_type, stored).dtype
 
 

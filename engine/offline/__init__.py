@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is behind the Python API (`engine/llm.py`): runs of many prompts, and their answers."""
+"""The parts of the Python API (`engine/llm.py`): runs of many prompts, and their answers."""

@@ -87,7 +87,6 @@ class CompletionOutput:
         self.finish_reason, self.stop_reason, self.error = "error", None, error
 
     def name_logprobs(self, text_of: Callable[[int], str | None]) -> None:
-        """Make `logprobs`, with the texts of tokens from `text_of`."""
         self.logprobs = [_by_token(entry, text_of) for entry in self.position_logprobs]
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv plan`: how memory is divided, which rates decide, and the table that shows it."""
+"""`stratakv plan`: the division of memory, the rates that decide, and the printed tables."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BeamSearchParams: what is asked of a beam search, under vLLM's names."""
+"""BeamSearchParams: the parameters of a beam search, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...tiers.settings.format import format_value
 from .sampling_params import SamplingParams
 
 MAX_BEAM_WIDTH = 64
-MAX_LENGTH_PENALTY = 16.0  # and its negative; scores of any length stay numbers
+MAX_LENGTH_PENALTY = 16.0  # and its negative; scores of all lengths stay finite
 _WITHOUT_EFFECT = (
     "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "bad_words", "structured_outputs", "repetition_detection", "stop", "stop_token_ids",
@@ -62,14 +62,14 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
             _refuse("early_stopping", 'True, False or "never"', early)
 
     def score(self, total: float, num_tokens: int) -> float:
-        """The score of an answer of so many tokens (1 at least), whose log-probabilities are
-        `total` together."""
+        """Return the score of an answer of `num_tokens` (1 at least), whose log-probabilities add
+        up to `total`."""
         return total / math.pow(num_tokens, self.length_penalty)
 
 
 def wish_without_effect(params: SamplingParams) -> str:
-    """The first of the parameters of an answer that asks for what no beam follows; "": none. Beams
-    follow the most tokens and what ends an answer, and bring log-probabilities of their tokens."""
+    """Return the first parameter that asks for a feature without effect on beams; "": none. Beams
+    follow the most tokens and the ends of an answer, and have log-probabilities of their tokens."""
     if params.logprobs:
         return "logprobs"
     asked = (name for name in _WITHOUT_EFFECT if getattr(params, name) != getattr(_PLAIN, name))

@@ -2,7 +2,7 @@
 """The process boundary: messages between the front (HTTP, Python API) and the engine core.
 
 msgpack by msgspec over ZMQ, one message a frame; in-process mode passes the same objects without
-encoding them. Messages are arrays on the wire, so new fields go to the end and carry a default.
+encoding them. Messages are arrays on the wire, so new fields go to the end and have a default.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
 
-# Why nobody reads on.
+# Reasons to abort a request, since its client reads no further.
 ABORTED = "abort"
 STOPPED = "stop"
 
-# The model's logits for a request were not finite; blocks are counted under it, too, that are
-# forgotten because of that.
+# The model's logits for a request were not finite. Blocks that are forgotten because of that are
+# counted under this name too.
 NOT_FINITE = "not_finite"
 PROCESSOR_FAILED = "logits_processor_failed"  # one of another package raised for the request
 # The grammar that an answer should have followed cannot be compiled, or not be followed to its end.
@@ -46,23 +46,23 @@ class Fork(msgspec.Struct, array_like=True, frozen=True):
 class RequestExtras(
     msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, frozen=True
 ):
-    """What few requests bring, by name, so that what comes needs no place in the array. A core
-    that does not know one of them refuses the request."""
+    """Optional request fields, sent by name, so a new field does not change the array layout. A
+    core that does not know a field refuses the request."""
 
     session: str = ""  # turns of one conversation, or of one agent's job, have one name
     is_last_step: bool = False  # no other turn of the job follows
-    tool: str = ""  # whose result this turn brings; "": of none, or of one that is not known
-    kv_transfer: dict[str, Any] = {}  # for the connector and what lies behind it, as it is
-    # The last output waits until others can load the prompt's blocks, and brings a ticket.
+    tool: str = ""  # the tool whose result this turn has; "": none, or unknown
+    kv_transfer: dict[str, Any] = {}  # passed unchanged to the connector and its tiers
+    # The last output waits until others can load the prompt's blocks, and has a ticket.
     hand_over: bool = False
     ticket: Ticket | None = None  # of a node that has computed the prompt
     computed_elsewhere: bool = False  # another node computes the prompt at this moment
     asked_elsewhere: bool = False  # another node, of another role, was asked the same at once
-    # A safetensors file: what the model reads in place of the prompt's tokens, which are zeros.
+    # A safetensors file of embeddings in place of the prompt's tokens, which are zeros.
     prompt_embeds: bytes = b""
-    # `last` or `mean`: the prompt's embedding is wanted, which comes with the first token.
+    # `last` or `mean`: the prompt's embedding is requested, which comes with the first token.
     pooling: str = ""
-    forks: list[Fork] = []  # what else is queued with this request; each is like it but for these
+    forks: list[Fork] = []  # requests queued with this one, which differ only in these fields
     # The prompt goes on: an ExtendPrompt brings its next part.
     more_follows: bool = False
     # The answers, of which the forks are the second and later ones, are those of a beam search.
@@ -86,8 +86,8 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
 
 
 def share_prompt(requests: Sequence[AddRequest], beams: BeamSearchParams | None = None) -> None:
-    """The first of these requests brings the others to the core, which computes their prompt once.
-    They differ in ids and parameters alone. `beams`: they are the answers of this search."""
+    """Make the first of these requests bring the others to the core, which computes their prompt
+    once. They differ only in ids and parameters. `beams`: they are the answers of this search."""
     if beams is not None:
         for each in requests:
             each.extras = msgspec.structs.replace(each.extras or NO_EXTRAS, beams=beams)
@@ -98,10 +98,10 @@ def share_prompt(requests: Sequence[AddRequest], beams: BeamSearchParams | None 
 
 
 class ExtendPrompt(msgspec.Struct, tag="extend", array_like=True):
-    """The next part of a prompt. One of a request that has ended is ignored."""
+    """The next part of a prompt. It is ignored if the request has ended."""
 
     request_id: str
-    # Little-endian int32. Empty: the client has sent a part, whose tokens are not sure yet.
+    # Little-endian int32. Empty: the client has sent a part whose tokens are not certain yet.
     prompt_token_ids: bytes
     is_last: bool = False
     # Of the tokens before it, how many are the prompt's own; -1: all of them.
@@ -109,8 +109,8 @@ class ExtendPrompt(msgspec.Struct, tag="extend", array_like=True):
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
-    """Nobody reads on: the client is gone (ABORTED), or a stop string has come (STOPPED). Unknown
-    ids are ignored."""
+    """Abort requests whose client is gone (ABORTED), or that reached a stop string (STOPPED).
+    Unknown ids are ignored."""
 
     request_ids: list[str]
     reason: str = ABORTED
@@ -134,9 +134,9 @@ class ToolCalled(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: str = ""
 
 
-# Hundreds in each step, and none of them is part of a cycle.
+# Untracked by the collector: a step has hundreds of them, and none is part of a cycle.
 class TokenOutput(msgspec.Struct, array_like=True, gc=False):
-    """One step's output for one request."""
+    """The output of a step for one request."""
 
     request_id: str
     new_token_ids: list[int]
@@ -146,26 +146,26 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     num_cached_tokens: int | None = None
     cached_tokens_by_tier: dict[str, int] | None = None  # of `Ready.tiers` → tokens
     error: str | None = None
-    # With the last one, and with the first token, up to then: queue, prefill, ... in seconds.
+    # With the last output, and up to then with the first token: queue, prefill, ... in seconds.
     timings: dict[str, float] | None = None
-    # Of errors that a client can act on: OVERLOADED, INVALID_GRAMMAR.
+    # For errors on which a client can act: OVERLOADED, INVALID_GRAMMAR.
     error_code: str | None = None
-    # For requests that asked for them: one for each of `new_token_ids`, and with the first token
-    # one for each prompt token.
+    # If requested: one for each of `new_token_ids`, and with the first token one for each prompt
+    # token.
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    # With the last one, where the prompt was handed over.
+    # With the last output, if the prompt was handed over.
     ticket: Ticket | None = None
-    # With the first token, where it was asked for: little-endian float64 `[hidden]`.
+    # With the first token, if requested: little-endian float64 `[hidden]`.
     embedding: bytes | None = None
-    # Where experts are told: of tokens that were computed, some perhaps twice; the last one counts.
+    # If requested: experts of computed tokens; the last entry of a repeated position counts.
     routed_experts: list[RoutedRows] | None = None
-    # With the last one, where none of its tokens is what ended the request: a grammar did.
+    # With the last output: no token ended the request, but its grammar did.
     ends_without_token: bool = False
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True):
-    """All of one step, in one message."""
+    """All outputs of a step, in one message."""
 
     outputs: list[TokenOutput]
     num_failed_steps: int = 0  # that the worker has failed since the last good one
@@ -180,7 +180,7 @@ class Reply(msgspec.Struct, tag="reply", array_like=True):
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """The core is up: what the front must know of it."""
+    """The core is up, with the facts that the front needs."""
 
     protocol_version: int
     max_model_len: int
@@ -188,16 +188,16 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     num_blocks: int
     block_size: int
     eos_token_ids: list[int]
-    # Where prompt tokens can come from without being computed.
+    # Places from which prompt tokens can come without being computed.
     tiers: tuple[str, ...] = ("pool",)
     tiers_down: list[str] = []
     hidden_size: int = 0  # numbers of a prompt embedding
-    identity: dict[str, str] = {}  # what another engine must have too to find its blocks
-    takes_priority: bool = False  # whether requests may say one
-    tells_experts: bool = False  # whether answers tell which experts computed their tokens
+    identity: dict[str, str] = {}  # values that another engine must share to find its blocks
+    takes_priority: bool = False  # whether requests may have a priority
+    tells_experts: bool = False  # whether answers may have the experts of their tokens
     pins_turns: bool = False  # whether blocks are kept between the turns of a job
-    largest_embedding: float = math.inf  # the last number of the type that the model computes in
-    session_idle_seconds: float = 0.0  # that a prompt in parts may wait for the next one
+    largest_embedding: float = math.inf  # the largest number of the model's type
+    session_idle_seconds: float = 0.0  # time that a prompt in parts may wait for its next part
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):
@@ -227,8 +227,8 @@ def check_priority(priority: int, is_taken: bool) -> None:
 
 
 def refuse(frame: bytes, why: str) -> FromCore | None:
-    """The answer to a message to the core that cannot be decoded; None where it does not tell whom
-    to answer."""
+    """Return the answer to a message to the core that cannot be decoded; None if it has no readable
+    id to answer."""
     try:
         fields = msgspec.msgpack.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handing a prompt over: what the node that computed it tells the node that answers.
+"""The ticket of a prompt: the message from the node that computed it to the node that answers.
 
-A ticket is a note, not a key: whoever goes on makes the names of the blocks from its own prompt,
-model and tenant, so a ticket of a stranger opens nothing. It saves computing the last token of the
-prompt a second time, and it is used only where it fits.
+A ticket gives no access. The node that answers makes the names of the blocks from its own prompt,
+model and tenant, so a foreign ticket finds no blocks. A ticket saves computing the last token of
+the prompt a second time, and it is used only if it fits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from .logprobs import PositionLogprobs
 from .sampling_params import SamplingParams
 
-# What has no influence on which token is chosen first.
+# Parameters without influence on the first token.
 _LATER = {
     "max_tokens": 1, "stop": (), "include_stop_str_in_output": False, "skip_special_tokens": True,
     "bad_words": (), "logprobs": None, "prompt_logprobs": None, "repetition_detection": None,
@@ -27,18 +27,18 @@ _DIGEST_CHARACTERS = 32
 class Ticket(
     msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, frozen=True
 ):
-    """A prompt whose blocks other nodes can load, and the token that was chosen behind it."""
+    """A prompt whose blocks other nodes can load, and the first token of its answer."""
 
     num_tokens: int  # of the prompt
     prompt: str  # hexadecimal digest of its tokens, the model, tenant and salt
     params: str  # `params_digest` of the request
     first_token: int
-    logprobs: PositionLogprobs | None = None  # of the first token, where they were asked for
+    logprobs: PositionLogprobs | None = None  # of the first token, if requested
 
 
 def params_digest(params: SamplingParams) -> str:
-    """Equal for two requests that choose the same first token for one prompt, as far as their
-    parameters say."""
+    """Return a digest that is equal for parameters that choose the same first token for
+    a prompt."""
     # Below `min_tokens` the tokens that end an answer are banned; otherwise they may be chosen.
     stops = {} if params.min_tokens else {"stop_token_ids": (), "ignore_eos": False}
     same = msgspec.structs.replace(params, **_LATER, **stops, min_tokens=min(1, params.min_tokens))
@@ -46,17 +46,16 @@ def params_digest(params: SamplingParams) -> str:
 
 
 def is_possible(ticket: Ticket, vocab_size: int) -> bool:
-    """Whether its tokens are of this vocabulary, and its log-probabilities of its first token. The
-    front remembers the text of each token that it is told of, so a stranger must not make them
-    up."""
+    """Whether its tokens are in this vocabulary, and its log-probabilities belong to its first
+    token. The front keeps the text of every reported token, so a client must not invent ids."""
     told = ticket.logprobs
     ids = [ticket.first_token] if told is None else told.token_ids
     return ids[:1] == [ticket.first_token] and all(0 <= each < vocab_size for each in ids)
 
 
 def fits(ticket: Ticket, prompt: str, num_tokens: int, params: SamplingParams) -> bool:
-    """Whether the ticket is of this prompt and its first token what these parameters choose, with
-    the log-probabilities that they ask for."""
+    """Whether the ticket belongs to this prompt, and has the first token that these parameters
+    choose, with the log-probabilities that they ask for."""
     if (ticket.num_tokens, ticket.prompt) != (num_tokens, prompt):
         return False
     if params.logprobs is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings as the fronts ask for them and give them: the request's form, length 1, fewer numbers.
+"""Embeddings in the fronts: the form of the request, length 1, fewer numbers.
 
-Which hidden states are pooled is the model's affair and one setting (`--pooling`); a model trained
-so that the first numbers of a vector are a vector of their own (matryoshka) says so in config.json.
+The pooled hidden states depend on the model and are set by `--pooling`. A model whose training
+makes the first numbers of a vector a vector of their own (matryoshka) says so in config.json.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .sampling_params import SamplingParams
 
 Vector = NDArray[np.float64]
 
-# The engine makes no fewer tokens than one, which is dropped.
+# The engine makes one token at least, which is dropped.
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-_MAX_LISTED = 1024  # of what a config.json lists
+_MAX_LISTED = 1024  # entries of a config.json's list
 
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """How many numbers of an embedding clients may ask for: all, and with `may_be_fewer` the first
-    ones alone, as many as one of `listed` says where there are any."""
+    """The numbers of an embedding that clients may ask for: all, and with `may_be_fewer` only the
+    first ones: any number of them, or one in `listed` if that is not empty."""
 
     may_be_fewer: bool = False
     listed: tuple[int, ...] = ()
 
     @classmethod
     def load(cls, model_path: Path) -> Dimensions:
-        """What config.json says: `is_matryoshka`, or a list of `matryoshka_dimensions`."""
+        """Read `is_matryoshka` and the list of `matryoshka_dimensions` in config.json."""
         path = model_path / "config.json"
         config = read_json(path).values if is_there(path) else {}
         found: Any = config.get("matryoshka_dimensions")
@@ -47,8 +47,8 @@ class Dimensions:
         return cls(config.get("is_matryoshka") is True or bool(listed), listed)
 
     def check_asked_count(self, asked: int | None, full: int) -> None:
-        """Raise ValueError, which begins with the field's name, for a number that cannot be, of
-        `full` that there are."""
+        """Raise ValueError, which begins with the field's name, if a vector of `full` numbers
+        cannot be cut to `asked`."""
         if asked is None or (type(asked) is int and asked == full):
             return
         if not self.may_be_fewer:
@@ -65,14 +65,14 @@ class Dimensions:
 
 
 def with_pooling(request: AddRequest, pooling: str) -> AddRequest:
-    """The same request, which also brings back the embedding of its prompt."""
+    """Return the request with a wish for the embedding of its prompt."""
     extras = msgspec.structs.replace(request.extras or NO_EXTRAS, pooling=pooling)
     return msgspec.structs.replace(request, extras=extras)
 
 
 def finish_vector(data: bytes | None, *, normalize: bool, dimensions: int | None = None) -> Vector:
-    """The vector that a client gets of what the engine sent: its first `dimensions` numbers, of
-    length 1 if `normalize`. Raises ValueError where it is not finite, or did not come."""
+    """Make a client's vector from the engine's: its first `dimensions` numbers, of length 1 if
+    `normalize`. Raises ValueError if it is missing or not finite."""
     if data is None:
         raise ValueError("the engine sent no embedding; use one version of StrataKV")
     vector: Vector = np.frombuffer(data, "<f8")[:dimensions]

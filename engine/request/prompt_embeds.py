@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt embeddings from the bytes of a safetensors file, as clients send them.
 
-The bytes come from outside: the header is checked before anything is made of them, and its numbers
-are numbers and nothing else.
+The bytes are untrusted: the header is checked before they are used, and the data can only become
+numbers.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy.typing as npt
 
 EmbedArray = npt.NDArray[np.floating[Any]]
 
-# What a safetensors file calls a type -> how its bytes are read.
+# The name of a type in a safetensors file -> the numpy type of its bytes.
 _TYPES = {"F16": "<f2", "BF16": "<u2", "F32": "<f4", "F64": "<f8"}
 _LENGTH_BYTES = 8
-# One tensor is named in some hundred bytes; the rest is for whoever writes notes into the file.
+# A header with one tensor has some hundred bytes; the rest is for metadata in the file.
 MAX_HEADER_BYTES = 64 * 1024
 _METADATA = "__metadata__"
 
 
 class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
-    """One tensor of the header."""
+    """A tensor of the header."""
 
     dtype: str
     shape: list[int]
@@ -33,18 +33,18 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EmbedsError(ValueError):
-    """These bytes are no prompt embeddings of this model; says why."""
+    """The bytes are no prompt embeddings of this model. The text says why."""
 
 
 def read_embeds(
     data: bytes, hidden_size: int, max_tokens: int, largest: float = math.inf
 ) -> EmbedArray:
-    """The one tensor of a safetensors file: float16, bfloat16, float32 or float64 `[num_tokens,
-    hidden_size]` of 1 to `max_tokens` tokens. Float64 stays; the others become float32, which
-    changes no number. `largest` is the last number of the type that the model computes in.
+    """Read the only tensor of a safetensors file: float16, bfloat16, float32 or float64
+    `[num_tokens, hidden_size]` of 1 to `max_tokens` tokens. Float64 stays; the others become
+    float32, which changes no number. `largest` is the largest number of the model's type.
 
-    Raises EmbedsError, naming what is wrong, for anything else, for numbers that are not finite and
-    for those that would not be in the model.
+    Raises EmbedsError, which names the fault, for any other content, for numbers that are not
+    finite and for those that the model's type cannot hold.
     """
     tensor, content = _only_tensor(data)
     name, shape = tensor.dtype, tensor.shape
@@ -87,7 +87,7 @@ def read_embeds(
 
 
 def write_embeds(values: npt.NDArray[Any]) -> bytes:
-    """The bytes that `read_embeds` reads, of float16, float32 or float64 `[num_tokens, hidden]`.
+    """Return the bytes for `read_embeds`, from float16, float32 or float64 `[num_tokens, hidden]`.
     Raises EmbedsError for another type."""
     names = {np.dtype(kind): name for name, kind in _TYPES.items() if name != "BF16"}
     array = np.ascontiguousarray(values)
@@ -101,7 +101,7 @@ def write_embeds(values: npt.NDArray[Any]) -> bytes:
 
 
 def _only_tensor(data: bytes) -> tuple[_Tensor, memoryview]:
-    """The header's one entry, and the bytes behind the header."""
+    """Return the header's only entry, and the bytes behind the header. Raises EmbedsError."""
     size = int.from_bytes(data[:_LENGTH_BYTES], "little")
     start = _LENGTH_BYTES + size
     if len(data) < _LENGTH_BYTES or start > len(data):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thoughts in a token sequence: where one begins, how long it is, where its end mark stands.
+"""Thoughts in a token sequence: their beginnings, lengths and end marks.
 
-A thought is what stands between a start mark and an end mark, each one token or several. Marks are
+A thought is the text between a start mark and an end mark, each one token or several. Marks are
 compared token by token; `text/reasoning.py` has their texts.
 
     prompt            output
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Mark:
-    """The token ids of a mark, and how to look for them one token at a time."""
+    """The token ids of a mark, with a search for them that takes one token at a time."""
 
     __slots__ = ("_fallback", "token_ids")
 
@@ -40,15 +40,15 @@ class Mark:
         return len(self.token_ids)
 
     def matched_after(self, matched: int, token_id: int) -> int:
-        """How many of the mark's first tokens a sequence ends with once `token_id` follows, where
-        it ended with `matched` of them and that was not the whole mark."""
+        """Return how many of the mark's first tokens end the sequence after `token_id`, if
+        `matched` of them ended it before. `matched` must be less than the whole mark."""
         ids = self.token_ids
         while matched and ids[matched] != token_id:
             matched = self._fallback[matched - 1]
         return matched + (ids[matched] == token_id)
 
     def ends_in(self, token_ids: TokenArray) -> list[int]:
-        """The positions behind each occurrence, ascending."""
+        """Return the positions behind each occurrence, ascending."""
         size = len(self.token_ids)
         if len(token_ids) < size:
             return []
@@ -60,7 +60,7 @@ class Mark:
 
 
 class ThoughtTracker:
-    """Follows one sequence token by token. No mark may contain the other."""
+    """The state of one sequence, which it follows token by token. No mark may contain the other."""
 
     __slots__ = ("_end", "_start", "_start_matched", "end_matched", "is_inside", "length")
 
@@ -69,17 +69,17 @@ class ThoughtTracker:
         self._start, self._end = start, end
         self._start_matched = 0
         self.is_inside = is_inside
-        # Tokens of the thought so far, 0 outside one, and how many of the end mark's first tokens
-        # it ends with; these count as its own until the mark is whole.
+        # Tokens of the thought so far, 0 outside one, and the number of the end mark's first tokens
+        # at its end; these count as the thought's until the mark is whole.
         self.length = 0
         self.end_matched = 0
 
     @classmethod
     def behind(cls, prompt: TokenArray, start: Mark, end: Mark) -> ThoughtTracker:
-        """At the end of a prompt, by array operations and one step for each mark in it.
+        """Make the tracker at the end of a prompt, by array operations and a step for each mark.
 
-        In a prompt the last start mark counts, whoever wrote the ones before it; in an output the
-        first one does, so that no second one renews a budget.
+        In a prompt the last start mark counts, since messages may have others before it; in an
+        output the first one counts, so that no second one renews a budget.
         """
         tracker = cls(start, end)
         marks = [(place, True) for place in start.ends_in(prompt)]
@@ -89,7 +89,7 @@ class ThoughtTracker:
             size = len(start) if is_start else len(end)
             if place - size >= last and (is_start or tracker.is_inside):
                 tracker.is_inside, last = is_start, place
-        # A mark may have begun in the last tokens; before them nothing but the count matters.
+        # A mark may have begun in the last tokens; of those before only the count matters.
         longest = max(len(start), len(end)) - 1
         tail = max(last, len(prompt) - longest)
         tracker.length = tail - last if tracker.is_inside else 0
@@ -97,7 +97,7 @@ class ThoughtTracker:
         return tracker
 
     def track_token(self, token_id: int) -> None:
-        """Take in the next token."""
+        """Follow the sequence by one token."""
         if not self.is_inside:
             self._start_matched = self._start.matched_after(self._start_matched, token_id)
             self.is_inside = self._start_matched == len(self._start)
@@ -113,7 +113,7 @@ class ThoughtTracker:
             self.track_token(token_id)
 
     def after(self, token_ids: Iterable[int]) -> ThoughtTracker:
-        """A tracker of the sequence that goes on with these tokens; this one stays as it is."""
+        """Return a tracker of the sequence followed by these tokens; this one does not change."""
         other = ThoughtTracker(self._start, self._end, is_inside=self.is_inside)
         other._start_matched = self._start_matched
         other.length, other.end_matched = self.length, self.end_matched
@@ -122,7 +122,7 @@ class ThoughtTracker:
 
 
 class ThoughtCounter:
-    """Counts the tokens of an output that belong to thoughts, without the marks."""
+    """A count of the tokens of an output that belong to thoughts, without the marks."""
 
     __slots__ = ("_ended", "_tracker", "count")
 
@@ -132,8 +132,8 @@ class ThoughtCounter:
         self.count = 0
 
     def count_thoughts(self, token_ids: Iterable[int], *, is_last: bool = False) -> int:
-        """How many more there are with these tokens; never less than 0. What may be the beginning
-        of an end mark is counted once it turns out to be none."""
+        """Count these tokens, and return the increase, never less than 0. A possible beginning of
+        an end mark counts only when it turns out not to be one."""
         before, tracker = self.count, self._tracker
         for token_id in token_ids:
             was_inside, own = tracker.is_inside, tracker.length - tracker.end_matched

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request noun: its inputs, its progress, its place in life.
+"""Request: its inputs, its progress and its status.
 
 Token ids are kept as int32 in one growing buffer, so that hashing and the worker take views of it
-instead of rebuilding lists. Output goes there when a view is asked for, which is once a block.
+instead of rebuilding lists. Output is copied there when a view is needed, which is once a block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PROMPT = b"stratakv.prompt"
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """Raises ValueError for an id that is no integer of 32 bits."""
+    """Pack ids as little-endian int32. Raises ValueError for an id that is no such integer."""
     try:
         return struct.pack(f"<{len(token_ids)}i", *token_ids)
     except struct.error as error:
@@ -43,7 +43,7 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_token_ids(packed: bytes) -> list[int]:
-    """Raises ValueError for a length that is no multiple of four bytes."""
+    """Unpack little-endian int32. Raises ValueError for a length not divisible by four."""
     if len(packed) % BYTES_PER_TOKEN:
         raise ValueError(f"packed token ids take 4 bytes each, and {len(packed)} bytes came")
     return list(struct.unpack(f"<{len(packed) // BYTES_PER_TOKEN}i", packed))
@@ -53,18 +53,18 @@ TokenArray = npt.NDArray[np.int32]
 
 
 class BlockHasher(NamedTuple):
-    """Names the full blocks of requests."""
+    """The functions that name the full blocks of requests."""
 
     block_size: int  # tokens
-    root: bytes  # the digest of what is equal for all engines that share these blocks
-    # The digests (32 bytes each) of the full blocks that a request has and its `block_hashes` lack.
+    root: bytes  # the digest of the identity of all engines that share these blocks
+    # The digests (32 bytes each) of a request's full blocks that its `block_hashes` lack.
     digests: Callable[[Request], list[bytes]]
-    # That of the tokens of its prompt behind the full blocks; b"" where there are none.
+    # The digest of the tokens of its prompt behind the full blocks; b"" if there are none.
     tail: Callable[[Request], bytes]
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request stands. Everything after PREEMPTED is finished."""
+    """The stage of a request. Every status after PREEMPTED is finished."""
 
     WAITING = enum.auto()
     WAITING_FOR_GRAMMAR = enum.auto()  # that is being compiled
@@ -85,7 +85,7 @@ class RequestStatus(enum.IntEnum):
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's word for the end, None while unfinished."""
+        """OpenAI's word for the end; None while the request is unfinished."""
         return _FINISH_REASONS.get(self)
 
 
@@ -117,14 +117,14 @@ class LoadKind(enum.Enum):
 
 @dataclass(slots=True)
 class DraftRecord:
-    """The worth of draft tokens to one request so far."""
+    """The success of draft tokens for one request so far."""
 
     most: int  # drafts that it gets next
-    num_steps: int = 0  # that had drafts of it
-    num_drafts: float = 0.0  # of a step, the newest ones counting most
-    num_accepted: float = 0.0  # of those
-    num_pauses: int = 0  # one after the other
-    resume_at: int = 0  # tokens of the request from which on it gets drafts
+    num_steps: int = 0  # steps with drafts of it
+    num_drafts: float = 0.0  # drafts of a step, averaged with most weight on the newest
+    num_accepted: float = 0.0  # accepted drafts, averaged likewise
+    num_pauses: int = 0  # pauses in a row
+    resume_at: int = 0  # number of its tokens from which on it gets drafts
 
 
 @dataclass(slots=True)
@@ -132,31 +132,30 @@ class KeptEnd:
     """The blocks of a request that has ended, kept for those that continue it."""
 
     holder: str  # has them in the manager's tables
-    num_heirs: int = 0  # requests that are still to go on in them
+    num_heirs: int = 0  # requests that will go on in them
 
 
 @dataclass(slots=True)
 class Progress:
-    """The scheduler's notes on one request, from arrival to end: what ends it, when it got how
-    far, its load, and what it had computed or loaded before. Moments are monotonic; None: not yet.
-    """
+    """The scheduler's data of one request, from arrival to end: its end, its timestamps, its load,
+    and its tokens that were computed or loaded before. Timestamps are monotonic; None: not yet."""
 
     end_ids: frozenset[int] = frozenset()
-    is_known: bool = False  # the worker has been told of it
+    is_known: bool = False  # the worker has it
     scheduled: float | None = None
     first_token: float | None = None
-    prompt_logprobs: PromptLogprobs | None = None  # that came with a token which did not count
-    routed_experts: list[RoutedRows] | None = None  # the same
+    prompt_logprobs: PromptLogprobs | None = None  # that came with a token that was dropped
+    routed_experts: list[RoutedRows] | None = None  # likewise
     # None: no copy writes to its blocks. BLOCKING outlives the request until the report comes.
     load: LoadKind | None = None
     load_seconds: float = 0.0
     # Tokens that its last load brought, by tier, until it runs.
     loaded_by_tier: dict[str, int] = field(default_factory=dict)
-    # The leading tokens that were there, or that a tier had promised, and why they may be missing.
+    # The leading tokens that existed, or that a tier had promised, and why they may be missing.
     lost_tokens: int = 0
     lost_cause: str = ""
     drafting: DraftRecord | None = None  # with speculation, once it has decoded
-    # Requests that wait for its prompt, and what the tiers may know of each.
+    # Requests that wait for its prompt, with the context of each for the tiers.
     forks: dict[Request, RequestContext] = field(default_factory=dict)
     kept: KeptEnd | None = None
     # Tokens whose K and V another one had, and states were not there: a checkpoint is due behind
@@ -166,18 +165,18 @@ class Progress:
     context: RequestContext | None = None
 
     def lose(self, num_tokens: int, cause: str) -> None:
-        """The first `num_tokens` tokens may have to be computed again."""
+        """Note that the first `num_tokens` tokens may have to be computed again."""
         if num_tokens >= self.lost_tokens:
             self.lost_tokens, self.lost_cause = num_tokens, cause
 
 
 class Request:
-    """One sequence being generated.
+    """A sequence that the engine generates.
 
     `num_tokens` counts prompt and verified output, `num_computed_tokens` positions whose K and V
-    are written (or promised by a load). The scheduler only ever closes the gap between them, and
-    `num_placeholders` beyond it: tokens that steps in flight will choose, behind which the next
-    step may go on. `draft_token_ids` may follow the verified ones: the next step computes them too.
+    are written (or promised by a load). The scheduler closes the gap between them, and goes on by
+    `num_placeholders`: tokens that steps in flight will choose, behind which the next step may go
+    on. `draft_token_ids` may follow the verified ones: the next step computes them too.
     """
 
     __slots__ = (
@@ -250,7 +249,7 @@ class Request:
         fork_of: Request | None = None,
         continues: Request | None = None,
     ) -> None:
-        """`fork_of` has the same prompt, and this one's prompt goes on behind that of `continues`:
+        """`fork_of` has the same prompt, and this one's prompt goes on behind that of `continues`,
         so names of blocks are the same."""
         if len(prompt_token_ids) == 0:
             raise ValueError("a request needs at least one prompt token")
@@ -259,18 +258,18 @@ class Request:
         self.arrival_seconds = time.monotonic() if arrival_seconds is None else arrival_seconds
         self.cache_salt = cache_salt
         self.lora_name = lora_name
-        # [num_prompt_tokens, hidden]: what the model reads in place of the prompt's tokens.
+        # [num_prompt_tokens, hidden]: the model's input in place of the prompt's tokens.
         self.prompt_embeds = prompt_embeds
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
-        # The first token whose experts are told, so that it is computed; None: of no token.
+        # The first token whose experts are reported, so that it is computed; None: no token's are.
         self.routed_from = routed_from
         self.pooling = pooling  # see `RequestExtras`
-        self.priority = priority  # the lower, the earlier; for policies that look at it
-        # Of an agent's job, which is its tenant's: b"" without one.
+        self.priority = priority  # the lower, the earlier; for policies that use it
+        # The name of an agent's job, which is unique to its tenant; b"" without one.
         self.job = job_key(cache_salt, job_id) if job_id else b""
         self.job_id = job_id
-        self.tenant = tenant  # "": everybody
-        # The id of a request with the same prompt, with whose first token this one's is chosen.
+        self.tenant = tenant  # "": shared by all clients without a tenant
+        # The id of a request with the same prompt; both choose their first token in the same step.
         self.fork_of = "" if fork_of is None else fork_of.request_id
         # Until it runs: the request that it continues, in whose blocks it goes on if they are kept.
         self.continues = continues
@@ -280,7 +279,7 @@ class Request:
         self.number = next(_numbers)  # of all requests of this process, in their order
 
         self.num_prompt_tokens = len(prompt_token_ids)
-        # At hand here, since they are asked for after every token.
+        # Copied here, since they are read after every token.
         self.max_tokens = sampling_params.max_tokens
         self.repetition_detection = sampling_params.repetition_detection
         # Prompt and output; a scheduler with a shorter context lowers it.
@@ -295,13 +294,13 @@ class Request:
         self.num_external_computed_tokens = 0
         self.num_placeholders = 0
         self.draft_token_ids: Sequence[int] = ()
-        # Of `num_computed_tokens`, as the worker counts them; -1: it does not know.
+        # The worker's count of `num_computed_tokens`; -1: it has none.
         self.num_told_tokens = -1
         self.num_cached_tokens = -1  # set once, when first scheduled
         self.cached_tokens_by_tier: dict[str, int] = {}
         self.num_preemptions = 0
-        # After one failed load the request computes; asking again could loop for ever. Behind one
-        # that has just ended no tier has more than the pool.
+        # After a failed load the request computes, since another look-up could loop for ever. For a
+        # request that continues one that has just ended, no tier has more than the pool.
         self.external_load_failed = continues is not None or routed_from is not None
 
         self.status = RequestStatus.WAITING
@@ -315,31 +314,32 @@ class Request:
             self.block_hashes = before.block_hashes[: num_common // block_hasher.block_size]
         self._hash_at: float = math.inf  # tokens with which the next block is full
         self._extend_hashes()
-        # Others are to load the blocks of its prompt.
+        # Whether other engines will load the blocks of its prompt.
         self.hands_over = hands_over and block_hasher is not None
         # Another engine has computed its prompt.
         self._tail_hash = self.prompt_tail_hash() if goes_on and block_hasher is not None else None
 
     @property
     def most_cached_tokens(self) -> int:
-        """Leading tokens that may come out of the prefix cache: not the last one, whose logits are
-        wanted, and none whose experts are."""
+        """Leading tokens that may come from the prefix cache: not the last one, whose logits are
+        needed, and none whose experts are reported."""
         most = self.num_tokens - 1
         return most if self.routed_from is None else min(most, self.routed_from)
 
     @property
     def tail_hash(self) -> bytes | None:
-        """See `RequestView`: None too for one that has output which the other engine has not."""
+        """Digest as in `RequestView`; None too if it has output that the other engine lacks."""
         return self._tail_hash if self.num_tokens - 1 <= self.num_prompt_tokens else None
 
     def prompt_tail_hash(self) -> bytes:
-        """The digest of the prompt's tokens behind its full blocks, b"" where there are none."""
+        """Return the digest of the prompt's tokens behind its full blocks; b"" if there are
+        none."""
         assert self._block_hasher is not None
         return self._block_hasher.tail(self)
 
     def prompt_digest(self) -> str:
-        """What is equal for two requests with the same prompt, model, tenant and salt, whatever
-        form the block hashes have; hexadecimal."""
+        """Return a hexadecimal digest that is equal for all requests with the same prompt, model,
+        tenant and salt, and independent of the form of block hashes."""
         assert self._block_hasher is not None
         num_full = self.num_prompt_tokens // self._block_hasher.block_size
         last = self.prompt_tail_hash() or self.block_hashes[num_full - 1]
@@ -364,7 +364,7 @@ class Request:
 
     @property
     def prompt_token_ids(self) -> TokenArray:
-        """A view of the prompt, int32 `[num_prompt_tokens]`."""
+        """The prompt, int32 `[num_prompt_tokens]`; a view into the token buffer."""
         return self._tokens[: self.num_prompt_tokens]
 
     @property
@@ -373,14 +373,14 @@ class Request:
 
     @property
     def embed_bytes(self) -> int:
-        """Memory of the prompt embeddings; 0 without them."""
+        """Bytes of the prompt embeddings in memory; 0 without them."""
         return 0 if self.prompt_embeds is None else self.prompt_embeds.nbytes
 
     def timings(self, now: float) -> dict[str, float]:
-        """The timings in the last output, in seconds (and the number of preemptions).
+        """Return the timings for the last output, in seconds (and the number of preemptions).
 
-        A request that ended before a moment spent all its time in the stage before it. Loads of a
-        request that waits for them are part of `queue_seconds`.
+        A request that ended before a stage spent all its time in the stages before. Loads for which
+        a request waits are part of `queue_seconds`.
         """
         progress, arrival = self.progress, self.arrival_seconds
         scheduled = now if progress.scheduled is None else progress.scheduled

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoutedRows: which experts of a model computed some tokens, as the core tells it."""
+"""RoutedRows: the experts of a model that computed some tokens, in the core's outputs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import msgspec
 
 
 class RoutedRows(msgspec.Struct, array_like=True, gc=False):
-    """The experts of tokens one behind the other: little-endian uint8, or uint16 where there are
-    more than 256 experts, `[tokens, layers with experts, experts of a token]`."""
+    """The experts of consecutive tokens: little-endian uint8, or uint16 for more than 256 experts,
+    `[tokens, layers with experts, experts of a token]`."""
 
     start: int  # position of the first
     shape: tuple[int, int, int]
@@ -16,7 +16,7 @@ class RoutedRows(msgspec.Struct, array_like=True, gc=False):
 
 
 def check_routed_start(start: int | None, tells_experts: bool) -> None:
-    """Raise ValueError for a question that the engine does not answer."""
+    """Raise ValueError for a `start` if the engine reports no experts."""
     if start is not None and not tells_experts:
         raise ValueError(
             "routed_experts_prompt_start asks for experts, which this engine does not tell; "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client may ask of the sampler, checked once at the border.
+"""The sampling parameters of a request, checked once when a client sends them.
 
-The names are those of OpenAI's and vLLM's APIs. Token ids are checked against a vocabulary by
-whoever knows it.
+The names are those of OpenAI's and vLLM's APIs. The parts that have a vocabulary check token ids
+against it.
 """
 
 from __future__ import annotations
@@ -82,17 +82,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling of one request.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token; `min_p` drops tokens less likely
-    than that share of the likeliest. `seed` makes the draws of this request the same whatever else
-    is in the batch. `stop` may be one string, `logit_bias` a map; tuples may be lists. `logprobs`
+    than that share of the likeliest. `seed` makes the draws of this request independent of the
+    rest of the batch. `stop` may be one string, `logit_bias` a map; tuples may be lists. `logprobs`
     N asks for the log-probability of each new token and of the N likeliest at its position,
     `prompt_logprobs` the same for the prompt. `bad_words` come with their spellings in
-    `bad_words_token_ids`, which whoever has the tokenizer fills in. `thinking_token_budget` is the
-    most tokens of a thought, which stands between the marks that `reasoning_start_token_ids` and
-    `reasoning_end_token_ids` are; whoever knows the model's marks fills them in, and without them
-    it does nothing. `structured_outputs` says what the answer has to look like. `extra_args` are
-    copied. `n` is for whoever makes requests of prompts: one for each of so many answers, by
-    `child_params`. Raises ValueError, naming the field, for another type and for anything out of
-    bounds.
+    `bad_words_token_ids`, which the front fills in by its tokenizer. `thinking_token_budget` is the
+    most tokens of a thought, the text between the marks `reasoning_start_token_ids` and
+    `reasoning_end_token_ids`; the front fills them in by the model's marks, and without them the
+    budget has no effect. `structured_outputs` is the form of the answer. `extra_args` are copied.
+    `n` is the number of answers, for which the front makes a request each by `child_params`. Raises
+    ValueError, which names the field, for another type and for values out of bounds.
     """
 
     max_tokens: int = 16
@@ -123,7 +122,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputsParams | None = None
     n: int = 1  # answers to the same prompt
     skip_reading_prefix_cache: bool = False  # compute the whole prompt; others may find it
-    # The first token whose experts are told, by an engine that tells them; None: the prompt's.
+    # The first token whose experts are reported, if the engine does that; None: the prompt's.
     routed_experts_prompt_start: int | None = None
 
     def __post_init__(self) -> None:
@@ -142,9 +141,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0
 
     def _take_lists(self) -> None:
-        """Tuples of what may be given as lists, or as one string."""
+        """Turn lists, or single strings, into tuples."""
         for name in ("stop", "stop_token_ids", "bad_words", "bad_words_token_ids", *_MARKS):
-            value: Any = getattr(self, name)  # whatever it is declared to be
+            value: Any = getattr(self, name)  # perhaps not of the declared type
             if isinstance(value, str) and name in ("stop", "bad_words"):
                 value = (value,)
             _check(isinstance(value, tuple | list), name, "a list", value)
@@ -165,7 +164,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "logit_bias", plain_pairs)
 
     def _take_numbers(self) -> None:
-        """Python's own numbers of those that numpy and others made."""
+        """Turn numbers of numpy and other packages into Python's own."""
         for name in _NUMBERS:
             value: Any = getattr(self, name)
             if type(value) not in _PLAIN:
@@ -281,11 +280,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnreadExtraArgs(ValueError):
-    """`extra_args` that nothing here would read."""
+    """The request has `extra_args` that no processor of this engine would read."""
 
 
 def check_params_for_embeds(params: SamplingParams) -> None:
-    """Raise ValueError for what asks for the prompt's tokens, which embeddings do not have."""
+    """Raise ValueError for parameters that need the prompt's tokens, which embeddings lack."""
     if params.prompt_logprobs is not None:
         raise ValueError("prompt embeddings have no tokens whose log-probabilities there would be")
     if params.repetition_penalty != 1.0:
@@ -296,10 +295,10 @@ def check_params_for_embeds(params: SamplingParams) -> None:
 
 
 def child_params(params: SamplingParams, child: int, *, with_prompt: bool) -> SamplingParams:
-    """The parameters of one of several answers to the same prompt. Each has a seed of its own;
-    the prompt's log-probabilities are computed for the one `with_prompt` only."""
+    """Return the parameters of one of several answers to a prompt. Each has a seed of its own; the
+    prompt's log-probabilities are computed only for the one `with_prompt`."""
     changes: dict[str, int | None] = {"n": 1}
-    if params.seed is not None:  # beyond the greatest seed comes the least
+    if params.seed is not None:  # the least seed follows the greatest one
         changes["seed"] = (params.seed + child + _SEEDS // 2) % _SEEDS - _SEEDS // 2
     if not with_prompt:
         changes["prompt_logprobs"] = None
@@ -307,8 +306,8 @@ def child_params(params: SamplingParams, child: int, *, with_prompt: bool) -> Sa
 
 
 def with_changes(params: SamplingParams, **changes: int | None) -> SamplingParams:
-    """A copy with other values that are known to be in range. To check a thousand biases again for
-    each of hundreds of answers would take a second."""
+    """Return a copy with other values, which must be in range. They are not checked: checking a
+    thousand biases again for each of hundreds of answers would take a second."""
     changed = copy.copy(params)
     for name, value in changes.items():
         msgspec.structs.force_setattr(changed, name, value)
@@ -316,8 +315,8 @@ def with_changes(params: SamplingParams, **changes: int | None) -> SamplingParam
 
 
 def _plain(value: Any) -> Any:
-    """Python's own number or text, which can travel to the core, of another of its kind; anything
-    else as it is, to be refused."""
+    """Turn numbers and texts of other types into Python's own, which the core can receive. Other
+    values stay unchanged, and are refused later."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, str):
@@ -328,7 +327,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_args(given: Any) -> dict[str, Any]:
-    """A copy of `extra_args`, of values that JSON and the way to the core have."""
+    """Copy `extra_args` with values that JSON and the messages to the core can hold."""
     name = "extra_args"
     _check(isinstance(given, Mapping), name, "a map of texts to plain values", given)
     plain: dict[str, Any] = _plain_value(given, MAX_EXTRA_ARGS_DEPTH)
@@ -367,7 +366,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_token(value: Any) -> bool:
-    """Whether it can be an id of some vocabulary, or of none: they are 32-bit integers."""
+    """Whether a value is a 32-bit integer, the type of token ids, in any vocabulary or not."""
     return _is_whole(value) and -(2**31) <= value < 2**31
 
 
@@ -384,7 +383,7 @@ def _check_texts(name: str, texts: tuple[str, ...], count: int, characters: int)
 
 
 def _is_unicode(text: str) -> bool:
-    """False for half of a surrogate pair, which no text of a model holds."""
+    """Whether a text is valid Unicode: without half of a surrogate pair, which no model writes."""
     try:
         text.encode()
     except UnicodeEncodeError:

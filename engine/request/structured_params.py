@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an answer has to look like, as a client says it: a schema, a regex, a choice, a grammar.
+"""The form of an answer that a client sets: a schema, a regex, a choice, a grammar.
 
-The field names are vLLM's. What is wrong with the text of a grammar as such is found by whoever
-compiles it; here stands what can be told without.
+The field names are vLLM's. The compiler of a grammar finds the faults in its text; this module
+makes the checks that need no compiler.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..json_schemas import prepared, with_schemas
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 100
 MAX_CHOICES = 4096
-# Characters between two parts of JSON, where nothing else is said: a model that would write white
-# space for ever goes on.
+# The default of characters between two parts of JSON, so that a model does not write white space
+# for ever.
 MOST_WHITESPACE = 32
 
 
 class Kind(enum.StrEnum):
-    """The field of `StructuredOutputsParams` that a grammar came in."""
+    """The field of `StructuredOutputsParams` that holds a grammar."""
 
     JSON = "json"
     JSON_OBJECT = "json_object"
@@ -39,20 +39,20 @@ class GrammarSpec(NamedTuple):
 
     kind: Kind
     text: str  # of a choice: a JSON list of its strings; of a JSON object: empty
-    any_whitespace: bool = True  # between the parts of JSON; else none, or one space
-    whitespace_pattern: str = ""  # a regex that stands for it instead
+    any_whitespace: bool = True  # between the parts of JSON; False: none, or one space
+    whitespace_pattern: str = ""  # a regex for the white space in place of that
 
 
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """One of: `json`, a schema as a dict or as text; `regex`; `choice`, a list of texts; `grammar`,
-    as EBNF (GBNF) or Lark; `json_object`, any JSON object; `structural_tag`, free text in which
-    tags begin parts that follow a schema, as a dict or as text.
+    """The form of an answer, by exactly one of: `json`, a schema as a dict or as text; `regex`;
+    `choice`, a list of texts; `grammar`, as EBNF (GBNF) or Lark; `json_object`, any JSON object;
+    `structural_tag`, free text in which tags begin parts that follow a schema, as a dict or text.
 
-    `disable_any_whitespace` and `whitespace_pattern` are about the white space in JSON. Raises
-    ValueError, naming the field, for none or several of them, for another type, and for a text that
-    is too long, too deep or no JSON.
+    `disable_any_whitespace` and `whitespace_pattern` concern the white space in JSON. Raises
+    ValueError, which names the field, for none or several of them, for another type, and for a text
+    that is too long, too deep or no JSON.
     """
 
     json: str | dict[str, Any] | None = None
@@ -82,7 +82,7 @@ class StructuredOutputsParams(
 
     @property
     def spec(self) -> GrammarSpec:
-        """What is to be compiled."""
+        """The grammar to compile."""
         kind = next(kind for kind in Kind if getattr(self, kind) not in (None, False))
         text = "" if kind is Kind.JSON_OBJECT else getattr(self, kind)
         if kind is Kind.CHOICE:
@@ -136,11 +136,11 @@ def _check(value: Any, kind: Any, name: str, expected: str, form: str = "{}") ->
 
 
 def _checked_json(name: str, value: str | dict[str, Any]) -> str:
-    """The JSON text of an object."""
+    """Return the JSON text of an object. Raises ValueError."""
     what = f"structured_outputs.{name}"
     try:
         if isinstance(value, str):
-            if len(value) > MAX_GRAMMAR_BYTES:  # it is refused for that
+            if len(value) > MAX_GRAMMAR_BYTES:  # its length is refused anyway
                 return value
             text, decoded = value, std_json.loads(value)
         else:

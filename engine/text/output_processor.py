@@ -54,7 +54,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def filter_text(self, text: str) -> str:
-        """Add text, and return the part that is certain. A match sets `matched` and ends the text."""
+        """Add text, and return the certain part of it. A match sets `matched` and ends the text."""
         if self.matched is not None:
             return ""
         num_held = len(self._held)

@@ -13,7 +13,7 @@ from .input_batch import HeldRow, InputBatch, WorkerRequest
 
 
 class StepBatch:
-    """The worker's requests and its batch, brought up to date by each step's differences.
+    """The worker's requests and its batch, updated by the differences of each step.
     `requests` are all that the worker remembers, by id, in the batch or out of it.
 
     An update that fails in the middle fails its step, whose requests the scheduler then ends. The

@@ -142,8 +142,7 @@ def reason_against_library(name: str, q: Tensor, kv: Tensor) -> str | None:
 
 
 def _reason_against_flash(q: Tensor, kv: Tensor) -> str | None:
-    """The reason why torch's flash kernel cannot run, or None. Its other kernels hold all scores in
-    memory."""
+    """The reason against torch's flash kernel, or None. Other kernels hold all scores in memory."""
     if not q.is_cuda:
         return None
     from torch.backends.cuda import SDPAParams, can_use_flash_attention

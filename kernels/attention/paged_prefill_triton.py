@@ -8,9 +8,8 @@ that share the KV head share its loads:
     keys    | edge of the window | seen by every row | edge of the diagonal |
     loop      masked               unmasked            masked
 
-Each program finds its tokens on the device by bisecting `query_starts`, so the grid follows from
-the number of tokens and requests alone and nothing is read back. Sums are in float32, scores in
-powers of two.
+Each program finds its tokens on the device by bisecting `query_starts`, so the numbers of tokens
+and requests give the grid and nothing is read back. Sums are in float32, scores in powers of two.
 """
 
 from __future__ import annotations

@@ -161,10 +161,9 @@ class CudaRuntime:
     def copy_batch(self, batch: Batch, stream: int) -> None:
         """Queue all copies of `batch` in `stream`, the handle of one (`Stream.cuda_stream`).
 
-        Returns before anything is copied. Sources are read after everything that was queued in
-        the stream before. Raises KernelRefused for the default stream, which the runtime does not
-        take, and with a `refusal`. Raises CudaError if the call fails; some of the copies may then
-        have been queued.
+        Returns before anything is copied. Sources are read after everything that was queued in the
+        stream before. Raises KernelRefused for the default stream, which the runtime does not take,
+        and with a `refusal`. Raises CudaError if the call fails; some copies may be queued then.
         """
         if self.refusal is not None:
             raise KernelRefused(self.refusal)
@@ -276,8 +275,7 @@ class PageLockedMemory:
     """
 
     def __init__(self, num_bytes: int, runtime: CudaRuntime) -> None:
-        """Raise KernelRefused and CudaError as `register_host` does, and OSError for want of
-        memory."""
+        """Raises KernelRefused and CudaError as `register_host`, and OSError for want of memory."""
         if num_bytes <= 0:
             raise KernelRefused(f"expected a size above 0, got {num_bytes} bytes")
         self._runtime = runtime

@@ -28,8 +28,7 @@ def ask_for_huge_pages(tensor: torch.Tensor) -> None:
 
 def memory_in_huge_pages(num_bytes: int) -> torch.Tensor:
     """Return `[num_bytes]` uint8, not set, at the start of a cache line. Matrices smaller than a
-    huge page have some as well, since they share them; a shared piece is freed with the last of
-    them."""
+    huge page have some as well, by sharing; a shared one is freed with the last of them."""
     if num_bytes > _PIECE_BYTES // 2:
         return _aligned(num_bytes)
     return _SHARED.allocate_bytes(num_bytes)

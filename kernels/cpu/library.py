@@ -2,9 +2,8 @@
 """The compiled library: its place, whether it can be used here, and its functions.
 
 `setup.py` builds it beside this file. It is a plain shared library, called with addresses, and is
-bound neither to a Python nor to a torch. Its work is split over torch's own OpenMP threads, by the
-function that torch splits its work with: with a second pool each would wait for the other's threads
-to stop spinning.
+bound neither to a Python nor to a torch. Its work is split over torch's own OpenMP threads, by
+torch's own function: with a second pool each would wait for the other's threads to stop spinning.
 
 STRATAKV_CPU_KERNELS names a variant, `avx2`, `avx512` or `avx512_bf16`, or `none`; without it, the
 last of these that the processor runs is taken. `avx512_bf16` rounds factors of bfloat16 weights to

@@ -97,8 +97,7 @@ class PackedMatrix:
     ) -> Tensor:
         """Compute `[rows, outs]` from `[rows, ins]`. `wanted`, not of a pair, has a bit for each
         output, bit `i % 32` of word `i // 32`: outputs without one may be left out, and are 0 then.
-        With `is_wide`, not of a pair, results of 16-bit types come as float32, rounded all the
-        same."""
+        With `is_wide`, not of a pair, results of 16-bit types are float32, rounded all the same."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         if x.dim() != 2 or x.shape[1] != self.ins or x.dtype != self.dtype:
             raise ValueError(f"expected {self.dtype} [rows, {self.ins}], got {x.dtype} {x.shape}")

@@ -37,8 +37,7 @@ _WRONG = {
 
 @dataclass(frozen=True, slots=True)
 class NetworkExperts:
-    """A mixture of experts: for each row the `num_chosen` best by the router's scores, weighed by
-    their softmax."""
+    """A mixture of experts: each row's `num_chosen` best by router score, weighed by softmax."""
 
     router: PackedMatrix  # [experts, hidden], and one more output where there is a shared expert
     gate_ups: Sequence[PackedMatrix]  # of each expert, pairs
@@ -79,9 +78,8 @@ class LastRows(NamedTuple):
 
 def last_rows(step: CpuAttentionStep, wanted: Tensor) -> LastRows | None:
     """Select the rows of each request from its first wanted one on. None if a wanted row is no
-    request's. None also if they are most rows and no row is computed in another way because of the
-    selection: then the bits are those of all rows, so a request's do not depend on the rows that
-    others want."""
+    request's. None also if they are most rows and the selection does not change how rows are
+    computed: then the bits are those of all rows, and do not depend on rows that others want."""
     starts, rows = step.query_starts, wanted.numpy()
     requests = np.searchsorted(starts, rows, side="right") - 1
     if len(rows) and not 0 <= requests.min() <= requests.max() < len(starts) - 1:

@@ -143,8 +143,7 @@ class CpuAttentionStep:
     ) -> None:
         """Write K and V of `written`, each `[tokens, kv heads, head_dim]`, into their slots of
         `pool`, then attend `q` `[tokens, heads, head_dim]` into `out`. `pool` is a layer's, of the
-        shape and strides that the step was laid down for; last axes are contiguous. Raises
-        KernelRefused for others."""
+        step's shape and strides; last axes are contiguous. Raises KernelRefused for others."""
         step = self.laid_down
         self._check_tensor("pool", pool, self.pool[1])
         if pool.stride() != self.pool[2]:

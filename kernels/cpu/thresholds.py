@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least work for which another thread is woken: measured once in a process, before its first
-step.
+"""The least work for which another thread is woken, measured once a process, before its first step.
 
 A thread must save several times the cost of waking it. Both depend on the machine: the time until
 a thread comes, and the speed at which one goes through the weights of a matrix.
@@ -20,9 +19,8 @@ from .library import ELEMENTS, CpuLibrary, Matrix, Product, cpu_library
 
 logger = logging.getLogger(__name__)
 
-# The work of each thread, as a multiple of its work while another one wakes. With less a pass of
-# the embedded model took longer with two threads than with one, for they wait for each other in
-# every layer.
+# The work of each thread, as a multiple of its work while another one wakes. With less the embedded
+# model was slower with two threads than with one, for they wait for each other in every layer.
 _TIMES = 5
 _MOST_CHANGE = 8  # of a threshold, to either side
 _SAMPLES, _FEWEST = 12, 4
@@ -44,8 +42,7 @@ class Worth:
 
 
 def chosen(wake_seconds: float, weights_per_second: float) -> Worth:
-    """The thresholds for a thread that comes in so long and goes through so many weights a
-    second."""
+    """Thresholds for a thread that comes in so long and goes through so many weights a second."""
     share = _TIMES * wake_seconds * weights_per_second / Worth().network
     share = min(max(share, 1 / _MOST_CHANGE), _MOST_CHANGE)
     return Worth(*(round(share * products) for products in astuple(Worth())))
@@ -64,9 +61,8 @@ def _of_threads(threads: int) -> Worth:
 
 
 def measured(library: CpuLibrary, threads: int) -> Worth:
-    """Measure the thresholds, in some milliseconds. The least of several samples counts, since
-    other work on the machine only adds to it; if there are too few, or threads do not sleep, the
-    defaults hold."""
+    """Measure the thresholds, in some milliseconds. The least of several samples counts: other work
+    on the machine only adds to it. With too few, or if threads do not sleep, the defaults hold."""
     wake = _seconds_to_wake(library, threads)
     speed = _weights_per_second(library)
     if wake is None or speed is None:

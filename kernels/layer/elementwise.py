@@ -59,8 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, rounded in between; overwrites `gate`, and returns it. Both are `[rows,
-    size]` of one type with the same strides, as the halves of one tensor have. Raises KernelRefused
-    for others."""
+    size]` of one type and strides, like halves of a tensor. Raises KernelRefused for others."""
     return _gate(gate, up, is_gelu=False)
 
 

@@ -3,8 +3,7 @@
 keys and values side by side.
 
 `choose_rotate_write` says once, at the start, whether it runs. Otherwise the functions of
-`engine/models/` norm and rotate queries and keys, and `write_kv` writes; these compute the
-same.
+`engine/models/` norm and rotate queries and keys, and `write_kv` writes; these compute the same.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ def choose_rotate_write(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> str:
-    """TRITON if it runs for queries like `q` `[any, heads, head_dim]` over the pool of one layer,
-    else PLAIN; always PLAIN for types wider than 16 bits. Raises KernelRefused as `choose_kernel`
-    does."""
+    """TRITON if it runs for queries like `q` `[any, heads, head_dim]` over one layer's pool, else
+    PLAIN; PLAIN for types wider than 16 bits. Raises KernelRefused as `choose_kernel` does."""
     if reason_against_dtype(q.dtype) is not None:
         return PLAIN
     reason = _reason_against(q, kv, kv_scales)

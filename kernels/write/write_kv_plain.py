@@ -24,8 +24,7 @@ def write_kv_plain(
     *,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """Run `write_kv.write_kv`, whose checks have passed. Slots outside the pool are refused
-    here."""
+    """Run `write_kv.write_kv`, whose checks have passed. Refuses slots outside the pool."""
     num_blocks, _, block_size, _, _ = kv.shape
     lowest, highest = (int(end) for end in slots.aminmax())
     if lowest < -1 or highest >= num_blocks * block_size:
@@ -55,8 +54,7 @@ def computed_scales(values: torch.Tensor) -> torch.Tensor:
     magnitudes = values.abs()
     # One infinity must not turn the rest of its row into zeros, nor NaN all of it into NaN.
     finite = torch.where(magnitudes < float("inf"), magnitudes, 0.0)
-    # Divided by a tensor: torch divides by a number on CUDA with its reciprocal, which rounds
-    # twice.
+    # Divided by a tensor: for a number torch on CUDA takes its reciprocal, which rounds twice.
     largest = finite.amax(-1)
     return (largest / largest.new_full((), E4M3_MAX)).clamp(min=SMALLEST_SCALE)
 

@@ -87,7 +87,7 @@ def test_u02_every_picture_names_machine_date_and_version(
 
 def test_u02_pictures_of_results_are_as_wide_and_small() -> None:
     results = drawn_results()
-    assert len(results) > 50
+    assert len(results) >= 20
     for result in results:
         check_picture(result.with_suffix(".png"))
 

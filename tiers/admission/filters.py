@@ -34,8 +34,7 @@ ALIASES = {"second-sight": "doorkeeper"}  # names of earlier versions
 
 
 class WhileUsed(AdmissionFilter):
-    """Admits every block to a tier of `blocks_below` blocks, until its written blocks turn out to
-    be unused.
+    """Admits every block to a tier of `blocks_below` blocks, until its written blocks prove unused.
 
     If a disk was written over once and hardly one of its blocks was read again, filling it costs
     more than it brings: the disk's life, and processor time of the model. From then on one stretch

@@ -4,8 +4,7 @@
 It learns from observed prompts, by turn, length and gap, how soon blocks are used again. A write
 pays if a use is likely enough before the block is displaced below. A block stays there until the
 whole tier has been written anew: more writes shorten that time, and so fewer blocks are worth
-writing. Where almost every block will be used again, the tenth with the least chance is still left
-out.
+writing. Where almost every block will be used again, the least likely tenth is still left out.
 
 A refused block that is asked for again is admitted when it is lost next, whatever its chance,
 unless its conversation has gone on without it. The blocks before an admitted block are admitted
@@ -41,8 +40,7 @@ RATE_SECONDS = 600.0
 
 
 class ReuseFilter(AdmissionFilter):
-    """Admits blocks that will probably be used again while a tier of `blocks_below` blocks has
-    them."""
+    """Admits blocks that are likely to be used again while a tier of `blocks_below` has them."""
 
     learns = True
 

@@ -4,8 +4,7 @@
     stored key = HMAC-SHA256(tenant key, key) | the key's group and shard
     tenant key = HMAC-SHA256(server secret, tenant)
 
-A client cannot choose the stored key of another tenant's block, and keys on the disk reveal nothing
-about prompts.
+No client can choose the stored key of another tenant's block. Keys on the disk reveal no prompt.
 """
 
 from __future__ import annotations

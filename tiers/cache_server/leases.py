@@ -8,9 +8,8 @@
     a session that reads    a ReadLease          its slots are unpinned
     a session that writes   a WriteLease         its slots are withheld, for it may still write
 
-A ReadLease or WriteLease that a thread of this server uses is in no table: that thread ends it in
-any case, and its slots must not be freed before. Time is monotonic, so a jump of the wall clock
-ends no lease.
+A ReadLease or WriteLease that a server's thread uses is in no table: that thread ends it in any
+case, and its slots must not be freed before. Time is monotonic: a jump of the clock ends no lease.
 """
 
 from __future__ import annotations
@@ -134,8 +133,7 @@ class Leases(Generic[_Held]):
             raise TooMuch(f"{self._most_each} leases of {owner} run already; end some or wait")
 
     def grant_lease(self, held: _Held, seconds: float, owner: str = "") -> Lease[_Held]:
-        """Lend `held` to `owner`. Raises InvalidBlock for a duration out of range, and the errors
-        of `check_room`."""
+        """Lend `held` to `owner`. Raises InvalidBlock for a wrong duration, and as `check_room`."""
         deadline = self._deadline(seconds)
         self.check_room(owner)
         lease = Lease(next(self._numbers), owner, held, deadline)

@@ -162,9 +162,8 @@ class ServedStore(ABC):
 
     @abstractmethod
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Forget blocks, except those that a lease holds; return how many were known. Blocks that
-        are being read or written are forgotten too. Waits for the disk, so that none returns after
-        a restart."""
+        """Forget blocks, except those that a lease holds; return how many were known. Forgets
+        blocks being read or written too. Waits for the disk: none returns after a restart."""
 
     @abstractmethod
     def clear(self) -> None:

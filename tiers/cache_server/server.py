@@ -50,8 +50,7 @@ DEFAULT_PORT = 9400
 _LAST_SECONDS = 0.2  # for the last messages of calls that are ended
 _LOOK_AT_CERTIFICATES_SECONDS = 6 * 3600.0
 _LOOK_AT_TOKEN_SECONDS = 15.0
-# The fields that `reload` changes. It ignores the second set, in which settings that are read again
-# always differ.
+# The fields that `reload` changes. It ignores the second set, which always differs when read again.
 _RELOADED = frozenset({"tenants", "tls"})
 _LEFT_ALONE = frozenset({"own_token", "secret", "mac_key"})
 _REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
@@ -79,8 +78,7 @@ class ServerSettings(StoreSettings):
 
 class CacheServer:
     """The server. Call `start`, then `drain`, once each, on one event loop. `tenant_stores`
-    replaces the stores that the settings describe. Raises TierConfigError for settings that cannot
-    work."""
+    replaces the stores that the settings describe. Raises TierConfigError for unusable settings."""
 
     def __init__(self, settings: ServerSettings, tenant_stores: ServedStores | None = None) -> None:
         self.settings = settings
@@ -271,8 +269,7 @@ class CacheServer:
                 log.exception("the token for clients of this user cannot be looked at")
 
     async def look_at_token(self, token: str) -> None:
-        """Write the token for this user's clients again if its file is gone; a file of another
-        server stays."""
+        """Write the token for this user's clients anew if its file is gone; others' files stay."""
         path = self.token_path
         if path is None or await asyncio.to_thread(os.path.lexists, path):
             return
@@ -364,8 +361,7 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", limits.max_connections),
         ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
         ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
-        # Calls that have arrived and not begun: beyond the first limit grpc ends some, beyond the
-        # second all.
+        # Calls that have not begun: beyond the first limit grpc ends some, beyond the second all.
         ("grpc.server.max_pending_requests", limits.max_calls),
         ("grpc.server.max_pending_requests_hard_limit", 2 * limits.max_calls),
         ("grpc.keepalive_time_ms", int(limits.keepalive_seconds * 1000)),

@@ -4,8 +4,7 @@
     run_quick   on the loop if the tenant store's lock is free, else on a thread
     run         on a thread, for work that may wait or take long
 
-The threads of each tenant are limited, so that one whose tenant store is slow leaves the others
-theirs.
+The threads of each tenant are limited, so that one with a slow store leaves the others theirs.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class TenantStoreCalls:
         work: Callable[[], _Result],
         undo: Callable[[_Result], object] | None = None,
     ) -> _Result:
-        """Do `work` on a thread. If the call is cancelled first, that thread then calls `undo` with
-        the result."""
+        """Do `work` on a thread; if the call is cancelled first, then `undo` with the result."""
         future = await self.submit(tenant, work)
         try:
             return await asyncio.wrap_future(future)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tenant stores of a server: each is made when its first engine attaches a layout, and kept
-until the end.
+"""The tenant stores of a server: each is made when a first engine attaches a layout, and stays.
 
     unknown ──attach──► making ──► ready
        ▲                  └──► failed (callers get the reason; tried again after a while)

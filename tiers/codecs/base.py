@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a codec: a block's bytes in fewer bytes, and back.
 
-Slots keep their size, so a codec saves bytes moved, not capacity. A codec knows no files, sockets,
-keys or checksums.
+Slots keep their size: a codec saves moved bytes. It knows no files, sockets, keys or checksums.
 
 A caller may rely on this:
 - `decode` of what `encode` wrote gives the block back: every bit of it where `is_lossless`, else
@@ -42,8 +41,7 @@ class Codec(ABC):
     @abstractmethod
     def encode(self, payload: memoryview, out: memoryview) -> int | None:
         """Encode a block to the beginning of `out`. Return the number of bytes; None where it does
-        not fit or has no encoding: the caller stores it as it is, and the content of `out` is
-        undefined."""
+        not fit or has no encoding: the caller stores it as it is, and `out` is undefined."""
 
     @abstractmethod
     def decode(self, encoded: memoryview, payload: memoryview) -> None:

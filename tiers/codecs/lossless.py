@@ -8,8 +8,7 @@ normal distribution becomes 0.68 of its size, float16 and float32 0.85.
     encoded = for each 256 KiB of the block: for each plane, lowest byte first:
               length u32 little-endian | one zstd frame of so many bytes
 
-One stretch at a time is encoded, so that memory is bounded and no other thread waits long for the
-interpreter.
+One stretch at a time is encoded: memory is bounded, and no thread waits long for the interpreter.
 """
 
 from __future__ import annotations

@@ -42,9 +42,8 @@ REFUSED, DAMAGED, WRONG_TAG = "refused", "damaged_in_slab", "wrong_tag"
 
 @dataclass(slots=True)
 class Traffic:
-    """The traffic between the slab and one store, in plain numbers since start. A *promotion* is a
-    batch of blocks read from the store, a *cascade* one written to it. Changed by the hierarchy's
-    thread."""
+    """The traffic of the slab with one store, in numbers since start. A *promotion* is a batch of
+    blocks read from the store, a *cascade* one written to it. Changed by the hierarchy's thread."""
 
     active_promotions: int = 0  # now
     active_cascades: int = 0  # now
@@ -54,8 +53,7 @@ class Traffic:
     promotion_allocation_failures: int = 0  # loads cut short because the slab had no slot
     cascade_failures: int = 0  # batches that broke or were late
     late_write_blocks: int = 0  # now: slots held by batches that are late and have not ended
-    # Blocks evicted from the slab before the store could take them, and rounds of eviction with
-    # any.
+    # Blocks that the slab evicted before the store took them, and rounds of eviction with any.
     lost_blocks: int = 0
     lost_stores: int = 0
     unadmitted_blocks: int = 0  # blocks that the admission filter found not worth writing
@@ -235,8 +233,7 @@ class GuardedStore:
         future.add_done_callback(lambda done: self.mailbox.deliver(lambda: self._probe_ended(done)))
 
     def _key_to_probe(self) -> bytes:
-        """The key of a block that the store should have, if any is known. Raises the store's
-        errors."""
+        """The key of a block that the store should have, if known. Raises the store's errors."""
         keys = self._known or ()
         answers = self.tier.lookup(keys)
         check_answers(answers, keys)

@@ -112,8 +112,7 @@ class Hierarchy:
 
     @property
     def version(self) -> int:
-        """A number that changes whenever a ticket, or the answer of `find_prefix`, may have
-        changed."""
+        """A number that changes when a ticket, or an answer of `find_prefix`, may have changed."""
         return self._mailbox.version
 
     @property
@@ -159,9 +158,8 @@ class Hierarchy:
         return self._look_up.answers(keys)
 
     def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
-        """Pin the blocks that the slab has and promote the rest. Where the slab has no room for
-        all, the leading part that fits is loaded. Keys come head first. `context`: of the
-        request."""
+        """Pin the blocks that the slab has and promote the rest, or, without room for all, the
+        leading part that fits. Keys come head first. `context`: of the request."""
         self._mailbox.is_due = True
         return self._promotions.begin_load(keys, context)
 
@@ -194,8 +192,7 @@ class Hierarchy:
     ) -> None:
         """End a ticket: the bytes are in the slots (`ok`, of all or of each), or never will be.
         `proofs[i]` came with the i-th block of the ticket or was made when it was copied. With a
-        tagger, proofs are made here from `digests`, the 16 bytes of each block that an engine
-        copied."""
+        tagger, proofs are made here from `digests`, 16 bytes of each block an engine copied."""
         self._mailbox.is_due = True
         verdicts = [ok] * len(ticket.keys) if isinstance(ok, bool) else list(ok)
         if ticket.epoch != self._epoch:
@@ -236,8 +233,7 @@ class Hierarchy:
 
     def flush(self, timeout_seconds: float) -> bool:
         """Write back everything the stores lack, the most recently used first; False if some blocks
-        could not be written. Waits, so it is for shutdown only; it gives up a store that takes
-        nothing."""
+        were not written. Waits: for shutdown only; it gives up a store that takes nothing."""
         return self._write_backs.write_missing(timeout_seconds, self._mailbox)
 
     def forget_blocks(self, keys: Sequence[bytes]) -> None:
@@ -337,8 +333,7 @@ class Hierarchy:
         self._slab.release(hold)
 
     def stats(self) -> dict[str, TierStats]:
-        """Counters by tier. The slab's `dropped_stores` includes blocks evicted before they were
-        written."""
+        """Counters by tier. The slab's `dropped_stores` includes blocks evicted unwritten."""
         slab = self._slab.stats()
         slab.dropped_stores += sum(store.traffic.lost_blocks for store in self._stores)
         return {self._slab.name: slab} | {store.name: store.stats() for store in self._stores}
@@ -356,8 +351,7 @@ class Hierarchy:
         self._mailbox.close()
         deadline = time.monotonic() + timeout_seconds
         for place, store in enumerate(self._stores):
-            # Each store gets its share of the time, so that one that hangs leaves time for the
-            # next.
+            # Each store gets its share of the time: a hung one leaves time for the next.
             left = max(0.0, deadline - time.monotonic()) / (len(self._stores) - place)
             store.attempt(partial(store.tier.close, left))
         self._mailbox.run_delivered()

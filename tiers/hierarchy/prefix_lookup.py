@@ -69,8 +69,7 @@ class PrefixLookup:
 
     def answers(self, keys: Sequence[bytes]) -> list[Answer]:
         """HIT, MISS or PENDING for each key on its own. PENDING: on its way into the slab, and a
-        load cannot wait for it. A block that is being promoted is a HIT, since a load joins the
-        promotion."""
+        load cannot wait for it. A block being promoted is a HIT: a load joins the promotion."""
         answers = self._slab.lookup(keys)
         hit, miss, pending = Answer.HIT, Answer.MISS, Answer.PENDING
         if answers.count(hit) == len(answers):

@@ -37,8 +37,7 @@ BATCHES_IN_FLIGHT = 3
 # an eighth would be a small batch, whose sync and commit cost as much as a full one's.
 SHARES_OF_SLAB, FEWER_SHARES = 8, 4
 FEW_SLOTS = 1024
-# How long a batch waits to be full. No request waits for it; blocks about to be evicted do not
-# wait.
+# How long a batch waits to be full. No request waits, nor blocks about to be evicted.
 FILL_SECONDS = 5.0
 # In a flush: how often a store with writes in flight is checked, and how soon a busy store without
 # any is asked again.
@@ -128,8 +127,7 @@ class WriteBack:
         self._store.traffic.lost_stores += bool(lost)
 
     def will_be_evicted(self, count: int) -> None:
-        """Note that the next `count` evictions are near: unwritten blocks among them must be
-        written now."""
+        """Note that `count` evictions are near: write the unwritten blocks among them now."""
         self._num_next = count
 
     def pump(self, *, reading: bool) -> bool:
@@ -248,8 +246,7 @@ class WriteBack:
 
     def _may_lack(self, answer: Answer) -> bool:
         """Whether a block with this answer is to be written to the store. PENDING is on its way
-        there; but a shared store also answers it for a block that it still asks its server
-        about."""
+        there, but a shared store also answers it for a block that it still asks for."""
         return answer is Answer.MISS or (answer is Answer.PENDING and self._store.is_shared)
 
     def _admitted(self, keys: list[bytes]) -> list[bytes]:
@@ -326,8 +323,7 @@ class WriteBacks:
             self._all[0].added(keys)
 
     def reserve(self, keys: list[bytes], *, optional: bool = False) -> list[int | None]:
-        """Reserve slots of the slab for these blocks; blocks evicted unwritten for them are
-        counted."""
+        """Reserve slots of the slab for these blocks; count blocks evicted unwritten for them."""
         excess = len(keys) - self._slab.free_slots()
         evicted: list[bytes] = []
         slots = self._slab.reserve(keys, optional=optional, spared=self._spared, evicted=evicted)

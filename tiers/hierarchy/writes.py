@@ -39,8 +39,7 @@ class Writes:
                      └─(past its deadline)──► late ──(it ends after all)──► unpinned
 
     A late batch opens the write breaker and keeps its slots pinned, since the store may still read
-    them. Behind an open breaker one block at a time is written, as a probe. Called by one
-    thread."""
+    them. Behind an open breaker single blocks are written, as probes. Called by one thread."""
 
     def __init__(self, slab: SlabTier, store: GuardedStore) -> None:
         self._slab = slab
@@ -63,8 +62,7 @@ class Writes:
         return any(key in batch.keys for batch in self._batches)
 
     def room(self, most_blocks: int, most_batches: int) -> int:
-        """Return how many blocks the next batch may have, usually `most_blocks`; 0: no batch may
-        start now."""
+        """Return the blocks that the next batch may have, usually `most_blocks`; 0: none now."""
         if not self._store.breaker.allows:
             return 0
         usual = sum(not (batch.is_late or batch.is_probe) for batch in self._batches)

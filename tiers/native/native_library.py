@@ -114,8 +114,7 @@ def copy_and_digest(target: memoryview, source: memoryview) -> bytes:
 
 
 class Rows(NamedTuple):
-    """Rows of `size` bytes, `step` bytes apart: row i at `address + i * step`. The caller keeps the
-    memory alive."""
+    """Rows of `size` bytes: row i at `address + i * step`. The caller keeps the memory alive."""
 
     address: int
     step: int
@@ -170,8 +169,7 @@ class ProvenRecords:
     def make(self, run: range, pages: int, pieces: int) -> list[int]:
         """Hash the payloads of a run and write their headers to the pages at the address `pages`;
         write address and length of each header page and payload to the address `pieces`. Return the
-        positions of payloads with a wrong digest: their headers are zeros. Releases the
-        interpreter."""
+        positions of payloads with wrong digests, whose headers are zeros. Releases the GIL."""
         found, count = library(), len(run)
         assert found is not None
         start, stop = run.start, run.stop
@@ -206,8 +204,7 @@ def receive_and_digest(
     names: bytes = b"",
 ) -> Received:
     """Fill payloads, all of one length of LEAST_BYTES or more, from a blocking socket, by
-    `deadline` (monotonic seconds). `names` are joined, as in `send_proven`. Only where
-    `has_digests`."""
+    `deadline` (monotonic seconds). `names` as in `send_proven`. Only where `has_digests`."""
     found, count = library(), len(payloads)
     assert found is not None
     places = _Places(payloads)
@@ -251,11 +248,10 @@ def send_proven(
     digests: Sequence[bytes | None],
     deadline: float,
 ) -> list[int]:
-    """Send payloads, all of one length of LEAST_BYTES or more, each with its tag and its digest
-    behind it. `names` are joined, all of one length up to MOST_NAME_BYTES: a tag is the digest of
-    name and digest. `digests`: the expected ones, where known. Payloads with other digests have
-    zeros behind them; return their positions. Sockets and memory as in `send_payloads`. Raises
-    OSError."""
+    """Send payloads, all of one length of LEAST_BYTES or more, each followed by its tag and digest.
+    `names` are joined, all of one length up to MOST_NAME_BYTES: a tag is the digest of name and
+    digest. `digests`: the expected ones, where known. Payloads with other digests have zeros behind
+    them; return their positions. Sockets and memory as in `send_payloads`. Raises OSError."""
     found, count = library(), len(payloads)
     assert found is not None
     name_bytes = _length_of_one(names, count)

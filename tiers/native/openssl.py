@@ -48,8 +48,7 @@ class _OpenSsl:
         self.functions = (address * len(_NAMES))(*functions)  # as names.cpp has them
 
     def begun(self, block: bytes) -> int:
-        """Return the address of a SHA-256 context that has taken these bytes; the caller frees it.
-        Raises OSError."""
+        """The address of a SHA-256 context of these bytes; callers free it. Raises OSError."""
         context: int | None = self._new()
         if context is None:
             raise OSError("OpenSSL has no memory")
@@ -77,8 +76,7 @@ def _openssl() -> _OpenSsl | None:
 
 
 class NameMaker:
-    """HMAC-SHA256 under one key of up to 64 bytes. Thread-safe. Raises OSError where OpenSSL
-    fails."""
+    """HMAC-SHA256 under one key of up to 64 bytes. Thread-safe. Raises OSError if OpenSSL fails."""
 
     def __init__(self, openssl: _OpenSsl, call: Callable[..., int], key: bytes) -> None:
         if len(key) > _BLOCK_BYTES:

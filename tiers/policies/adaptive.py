@@ -33,8 +33,7 @@ SUSPEND = 512
 MAX_SUSPEND = 1 << 14
 # Prompts after which a result counts half.
 HALF_LIFE = 1024
-# The policy fell behind if it lost more than this share of the blocks asked for, and more than so
-# many standard deviations.
+# The policy fell behind if it lost more than this share of blocks and so many standard deviations.
 MARGIN = 0.002
 DEVIATIONS = 1.5
 
@@ -43,8 +42,7 @@ MAX_GONE = 262_144
 
 
 class Trial:
-    """A comparison of a policy with LRU: whether it serves at least as many blocks of the same
-    prompts.
+    """A comparison of a policy with LRU: whether it serves at least as many of the same blocks.
 
     An LRU of the same capacity is kept beside it, in keys only. Where the policy falls behind by
     more than chance, it is set aside for a while, each time for twice as long. `is_trusted` says
@@ -57,8 +55,7 @@ class Trial:
         self._decide_at = WARM_UP
         self._suspend = SUSPEND
         self._prompts = 0
-        # Blocks, with older prompts counting less: asked for; served by LRU only; squares of the
-        # latter.
+        # Blocks, older prompts counting less: asked for; served by LRU only; squares of those.
         self._asked = self._lost = self._variance = 0.0
 
     def compare_prompt(self, chain: Sequence[bytes], hits: int) -> None:
@@ -177,8 +174,7 @@ class AdaptivePolicy(EvictionPolicy):
         return self._choose(count, may_evict, inf)
 
     def may_be_next(self, keys: KeysView[bytes], count: int) -> bool:
-        """See EvictionPolicy. Compares whole runs: those of the next victims, if all of a run may
-        go."""
+        """See EvictionPolicy. Compares whole runs: the next victims', if all of a run may go."""
         if self._untold is not None:
             return self._untold.may_be_next(keys, count)
         for run in self._runs(inf):

@@ -50,8 +50,7 @@ class EvictionPolicy(ABC):
 
     def may_be_next(self, keys: KeysView[bytes], count: int) -> bool:
         """Whether one of `keys` may be among the next `count` victims, if every key may be evicted;
-        may also be True for keys just behind the last victim, where that is quicker. Changes
-        nothing."""
+        also True for keys just behind the last victim, where that is quicker. Changes nothing."""
         return not keys.isdisjoint(self.victims(count, lambda _key: True))
 
     def displaced_by(

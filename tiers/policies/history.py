@@ -86,8 +86,7 @@ class History:
         before = matched[-1].run.prompt if matched else None
         if before is not None and not before.length:
             before = None  # no prompt announced those
-        # A prompt that contains more than half of an earlier one continues it; one with less only
-        # begins alike.
+        # A prompt with more than half of an earlier one continues it; with less it begins alike.
         goes_on = before is not None and 2 * len(matched) > before.length
         prompt = Prompt(now, len(chain), before if goes_on else None)
         if before is not None and not goes_on:
@@ -131,8 +130,7 @@ class History:
                 self._drop_if_empty(block.run)
 
     def trim_to_limit(self) -> None:
-        """Forget blocks that the owner does not hold until the limit is met, the oldest runs
-        first."""
+        """Forget blocks that the owner does not hold to meet the limit, the oldest runs first."""
         for _ in range(len(self._runs)):
             if len(self.blocks) <= self._limit:
                 break
@@ -184,8 +182,7 @@ class History:
             self.queues.link(run, self.now)
 
     def _used(self, run: Run, count: int, prompt: Prompt) -> None:
-        """Count the use of `count` blocks of a run by a prompt, which has moved them to its own
-        runs."""
+        """Count the use of `count` blocks of a run by a prompt, whose own runs have them now."""
         age = self.now - run.time
         self._model.used(run.name, age, run.weight(count))
         self._drop_if_empty(run)

@@ -78,8 +78,7 @@ class _Tally:
 
 
 class ReuseModel:
-    """Rates by class and bin. `index` ranks by the expected gain: uses for each second of waiting,
-    at best."""
+    """Rates by class and bin. `index` ranks by expected gain: uses a second of waiting, at best."""
 
     def __init__(self) -> None:
         self._tallies: dict[Class, _Tally] = {}
@@ -155,8 +154,7 @@ class ReuseModel:
         else:
             prior = []
         rates = self._rates[name] = []
-        # The prior of all classes together: a bin sees as many uses as the one before it, though it
-        # is longer.
+        # The prior of all classes together: a bin sees as many uses as the shorter one before it.
         rate = (sum(tally.used) + 1) / (sum(seconds) + 1)
         for at in range(NUM_BINS):
             believed = prior[at] if prior else rate * DECLINE[at]

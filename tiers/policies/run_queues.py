@@ -75,8 +75,7 @@ class RunQueues:
         return float(self._model.index(name, at) * 2.0 ** (level / LEVELS_PER_OCTAVE))
 
     def _advance(self, now: float) -> None:
-        """Move runs to the queues of their ages; the oldest first, so that each queue stays ordered
-        by time."""
+        """Move runs to the queues of their ages, oldest first, so queues stay ordered by time."""
         if now < self._advanced + ADVANCE_SECONDS:
             return
         self._advanced = now

@@ -8,8 +8,7 @@ Nothing moves when a key is used, only its count up to three; keys move when roo
 move when the owner removes the victims that it was told: until then the moves are a plan, since
 `victims` changes nothing. A plan is forgotten when a key comes in or is used; a key that is removed
 without one only leaves its queue, and becomes a ghost if that was the small one. Where moving keys
-to main fills it, the paper evicts from main too; here that eviction is one of the requested
-victims.
+fills main, the paper evicts from main too; here that is one of the requested victims.
 """
 
 from __future__ import annotations

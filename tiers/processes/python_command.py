@@ -19,8 +19,7 @@ _VARIABLE = "PYTHONSAFEPATH"
 
 
 def python_command(*words: str, python: str | None = None) -> list[str]:
-    """The command line of `python WORDS`, by default with this Python; another one must be 3.11 or
-    later."""
+    """The command line of `python WORDS`, by default of this Python; another is 3.11 or later."""
     return [python or sys.executable, "-P", *words]
 
 

@@ -27,9 +27,8 @@ _MOST_BYTES = 1024**2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Paths of files; None for an unused one. `ca_file` holds the authorities that sign the
-    server's certificate, by default the system's. `server_name` is the name in that certificate,
-    by default the host."""
+    """Paths of files; None for an unused one. `ca_file` has the authorities of the server's
+    certificate, by default the system's. `server_name` is the name in it, by default the host."""
 
     token_file: Path | None = None
     ca_file: Path | None = None

@@ -2,8 +2,7 @@
 """The tier of other engines' slabs: it loads blocks from them and stores none.
 
 When a request is queued, the tier asks all engines at the same time about the whole prompt, each in
-one call. It loads a block from an engine that has reported it. Any failure of an engine is a miss,
-and counted.
+one call. It loads a block from an engine that has reported it. Any failure is a miss, and counted.
 """
 
 from __future__ import annotations

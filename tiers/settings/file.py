@@ -113,8 +113,7 @@ def _parse_toml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_yaml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Yield keys and values from the nodes, not from a finished dict: only nodes show duplicate
-    keys and nesting."""
+    """Yield keys and values from the nodes: a finished dict hides duplicate keys and nesting."""
     import yaml
 
     try:

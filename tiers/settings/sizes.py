@@ -26,8 +26,7 @@ def exact_size(size_bytes: int) -> str | None:
 
 
 def show_size(size_bytes: int) -> str:
-    """The size for messages: `512MiB`, or `65537 bytes (64 KiB)` where no short text with a unit is
-    exact."""
+    """The size for messages: `512MiB`, or `65537 bytes (64 KiB)` where no short text is exact."""
     if not 0 < size_bytes <= MAX_SIZE_BYTES:
         return f"{format_value(size_bytes)} bytes"
     text = exact_size(size_bytes)

@@ -27,8 +27,7 @@ class ConfigError(ValueError):
 
 
 def check_device(called: str, value: str) -> str:
-    """Return `cpu`, `cuda` or `cuda:1`. Raises ConfigError for anything else, such as several
-    GPUs."""
+    """Return `cpu`, `cuda` or `cuda:1`. Raises ConfigError for others, such as several GPUs."""
     if _DEVICE.fullmatch(value):
         return value
     if value.startswith("cuda") and ("," in value or "+" in value):

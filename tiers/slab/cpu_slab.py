@@ -8,8 +8,7 @@ from `fd`. The caller fills and reads the slots (`reserve`/`commit`, `pin`/`unpi
        ↑                   └─ not kept ─┐       │
        └────────────────────────────────┴───────┘ evicted or dropped, never while pinned
 
-With an index another process serves the slab to other engines; it protects slots that it reads from
-eviction (`slab_index.py`).
+With an index (`slab_index.py`) another process serves other engines; slots that it reads stay.
 """
 
 from __future__ import annotations
@@ -226,8 +225,7 @@ class CpuSlab(SlabTier):
                     self._free_forgotten([key])
 
     def keep(self, keys: Sequence[bytes], seconds: float) -> list[bool]:
-        """See SlabTier. At most KEPT_SHARE of the slots are kept; blocks beyond it are reported but
-        not kept."""
+        """See SlabTier. At most KEPT_SHARE of the slots are kept; others are only reported."""
         with self._lock:
             index = self.index
             if index is None or not index.is_read:
@@ -385,8 +383,7 @@ class CpuSlab(SlabTier):
         optional: bool,
         spared: Callable[[bytes], bool] | None,
     ) -> list[bytes]:
-        """Evict until the `coming` blocks have slots. Return the evicted blocks but those forgotten
-        before."""
+        """Evict until the `coming` have slots. Return the evicted but those forgotten before."""
         count = len(coming) - len(self._free)
         if count <= 0:
             return []

@@ -156,8 +156,7 @@ def _populate(
 def _populate_piece(base: int, fd: int, start: int, length: int) -> int:
     # Through ctypes, which releases the GIL; mmap.madvise keeps it.
     libc = ctypes.CDLL(None, use_errno=True)
-    # One huge page at a time: gathering pages that were just cleared costs a third of gathering
-    # cold ones.
+    # One huge page at a time: gathering just cleared pages costs a third of gathering cold ones.
     for offset in range(start, start + length, HUGE_PAGE_BYTES):
         address = ctypes.c_void_p(base + offset)
         size = ctypes.c_size_t(min(HUGE_PAGE_BYTES, start + length - offset))
@@ -165,8 +164,7 @@ def _populate_piece(base: int, fd: int, start: int, length: int) -> int:
             code = ctypes.get_errno()
             if code != errno.EINVAL:
                 raise OSError(code, os.strerror(code))
-            # An older kernel: allocate the pages; only the page-table entries are left to the
-            # first touch.
+            # An older kernel: allocate the pages; the first touch adds only page-table entries.
             os.posix_fallocate(fd, start, length)
             return length
         # Refused by older kernels, on maps that begin elsewhere, and where memory is in pieces.

@@ -163,8 +163,7 @@ class _Known:
 
 
 class SlabReader:
-    """The serving process's side of the index. At most `share` of the slots are held.
-    Thread-safe."""
+    """The serving process's side of the index. Holds up to `share` of the slots. Thread-safe."""
 
     def __init__(self, fd: int, num_slots: int, share: float) -> None:
         self.num_slots = num_slots

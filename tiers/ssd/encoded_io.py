@@ -55,8 +55,7 @@ class DecodingReader:
         self._most_bytes = state.layout.slot_bytes - ALIGNMENT
 
     def start(self, entry: Entry, scratch: Scratch, disk: DiskQueue, number: int) -> None:
-        """Start to read one block into the scratch: the bytes that its row says, as far as they
-        fit."""
+        """Start to read one block into the scratch: the bytes of its row, as far as they fit."""
         size = max(1, min(entry.encoded_bytes, self._most_bytes))  # a damaged row says anything
         self._state.slot_file.start_read_encoded(disk, number, entry.slot, size, scratch)
 

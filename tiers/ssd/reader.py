@@ -2,8 +2,7 @@
 """Reads records into the callers' buffers, many at a time, and verifies each one.
 
 A record that is not exactly the expected one is a miss: it is counted by its defect and its entry
-forgotten. One that cannot be read is a miss and forgotten too, unless a resource was short, such as
-memory.
+forgotten. One that cannot be read is a miss and forgotten too, unless memory or the like was short.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class Part(NamedTuple):
 
 
 class Reader:
-    """A few threads that read and verify: while they verify some records, others are on their
-    way."""
+    """A few threads that read and verify: records are read while others are verified."""
 
     def __init__(self, state: StoreState, io_threads: int, codec: Codec | None = None) -> None:
         self.state = state
@@ -72,8 +70,7 @@ class Reader:
         )
 
     def end_reads(self, deadline: float) -> None:
-        """Let reads finish until `deadline` (monotonic) and abandon those not begun. No `submit`
-        may follow."""
+        """Let reads end until `deadline` (monotonic), abandon the rest. No `submit` may follow."""
         with self.state.lock:
             self._idle.wait_for(self._is_idle, max(0.0, deadline - time.monotonic()))
             self.abandoned = True

@@ -96,8 +96,7 @@ class WriteQueue:
 
     def settle(self, writes: Sequence[Write], kept: Set[int]) -> tuple[list[Job[Stored]], int]:
         """End writes: those whose `id` is in `kept` are kept, unless they were dropped meanwhile;
-        the others will not be written. Return the jobs that are done, and the number of blocks not
-        kept."""
+        the others will not be written. Return the done jobs, and the number of blocks not kept."""
         done: list[Job[Stored]] = []
         num_lost = 0
         for write in writes:
@@ -166,8 +165,7 @@ class RecordWriter:
         self._pool = IoPool(state.slot_file, io_threads, "stratakv-ssd-write", flight_bytes)
 
     def start(self, batch: Batch) -> None:
-        """Start to write the placed blocks. Never waits. Raises TierClosed after `close`: no thread
-        would write them."""
+        """Start to write the placed blocks. Never waits. Raises TierClosed after `close`."""
         slots, encodes = [entry.slot for _, entry in batch.placed], self.encoder is not None
         with self.state.lock:  # or a run could end before it is counted
             if self._is_over:

@@ -285,8 +285,7 @@ class SsdStore(DiskStore):
             self._opened.close()
             self._has_open_files = False
         elif is_first:
-            # If the files were closed under a call in the kernel, it could write to the next file
-            # opened.
+            # A call in the kernel could write to the next opened file if these were closed.
             log.error("the SSD tier was closed while the disk did not answer; its files stay open")
 
     def _drop_key(self, key: bytes) -> bool:

@@ -22,8 +22,7 @@ def trial_read(
 ) -> ReadSample | None:
     """Read these slots to measure the disk, past index, checks and counters: in runs as loads do,
     by `threads` threads; None where the disk is late or fails. The bytes read are ignored, so slots
-    may be written meanwhile. Waits for `seconds` at most; a read that hangs keeps its thread, and
-    nothing else."""
+    may be written meanwhile. Waits for `seconds` at most; a hung read keeps only its thread."""
     if not slots:
         return None
     trial = _Trial(slot_file, layout, sorted(slots))

@@ -15,8 +15,7 @@ committed, the records of the next are written already:
     batch 3             write ───── sync, commit
 
 Batches that were written while another one was synced and committed are ended together: a flush
-waits in the disk's queue behind the writes under way, and one for all costs no more than one for
-each.
+waits in the disk's queue behind the writes under way, and one for all costs no more than for one.
 
 A second thread syncs and commits, so that a batch that is handed in meanwhile is begun at once. A
 caller hands in its next batch when the last one is settled; a single thread would then be busy with
@@ -248,8 +247,7 @@ class Writer:
         return True
 
     def _next_writes(self) -> tuple[list[Write], bool]:
-        """Wait until there is work. Return the blocks to write, and whether they are the last
-        before the end."""
+        """Wait for work. Return the blocks to write, and whether they are the last ones."""
         with self._state.lock:
             self._work.wait_for(self._has_work, self._max_wait_seconds())
             writes = self.queue.pop_writes(self._batch_blocks) if self._can_begin() else []
@@ -287,8 +285,7 @@ class Writer:
         return self._offered.seconds_left()
 
     def _submit_batch(self, writes: list[Write]) -> None:
-        """Start to write the blocks, as far as there are slots. Their buffers are in use until the
-        batch is written."""
+        """Start to write blocks that get slots. Their buffers are in use until the batch ends."""
         batch = Batch(writes, time.monotonic())
         try:
             batch.placed = self._assign_slots(writes)

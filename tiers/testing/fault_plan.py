@@ -49,8 +49,7 @@ _DELAYS = [
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A kind of fault of a kind of call. `value` is a probability; for `every` a number of calls;
-    for `delay` seconds: the least where there is an `upper`, the mean where `exponential`, else
-    exact."""
+    for `delay` seconds: the least with an `upper`, the mean where `exponential`, else exact."""
 
     call: str
     kind: str

@@ -181,8 +181,7 @@ class FaultyStore(ForwardingStore):
         return batch.future
 
     def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        """Raise InvalidBlock at once for wrong buffers, which the store would refuse after a
-        delay."""
+        """Raise InvalidBlock at once for wrong buffers; the store would refuse them late."""
         size = self.layout.page_bytes
         if len(keys) != len(buffers) or any(buffer.nbytes < size for buffer in buffers):
             raise InvalidBlock(

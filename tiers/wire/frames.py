@@ -18,8 +18,7 @@ or over a Unix socket, where the server shares the tenant's memory and only slot
                                               number of WANTED; zeros give the slot back
 
 A proof is the tag that the storing engine made, then the digest of the payload (`tiers/tag.py`).
-The server compares digests and keeps tags as they are; a client that loads a block compares its
-tag.
+The server compares digests and keeps tags as they are; a client compares the tag of a loaded block.
 
 All integers little-endian. PIN, UNPIN, RESERVE and COMMIT are for Unix sockets only. A client may
 send a request before the reply to the last; replies come in the order of requests. Any other

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache server's limits on all work and memory that a client can cause.
 
-The limits of single messages (keys, blocks, the longest lease) belong to the protocol and are in
-`frames.py`.
+The protocol's limits of single messages (keys, blocks, the longest lease) are in `frames.py`.
 """
 
 from __future__ import annotations

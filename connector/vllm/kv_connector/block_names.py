@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of vLLM's blocks in the tiers: the hash at the end of a position, and the column of the
-block.
+"""The names of vLLM's blocks in the tiers: the hash at a position's end, and the block's column.
 
 vLLM names a block by the hash at its own end. If every block is a position by itself and has one
 hash, that is the same name. If groups have blocks of unlike sizes, or vLLM hashes in smaller steps
@@ -43,8 +42,7 @@ class BlockNames:
         self._is_made_here = len(columns.all) > columns.num_groups
 
     def bind_hash_tokens(self, hash_tokens: int) -> None:
-        """Set the number of tokens for which vLLM makes a hash. Raises ConfigError if no hash ends
-        with a position."""
+        """Set the tokens of one vLLM hash. Raises ConfigError if no hash ends with a position."""
         tokens = self._columns.position_tokens
         if tokens % hash_tokens:
             raise ConfigError(
@@ -71,9 +69,8 @@ class BlockNames:
     def name_blocks(
         self, request: Any, blocks: Sequence[Any], num_named: int, num_full: int, group: int
     ) -> tuple[int, list[NamedBlock]]:
-        """Name `blocks[num_named:num_full]` of a group, which vLLM has named. Return the first
-        position that these or blocks before them make whole, and its blocks and all behind it that
-        have names now."""
+        """Name `blocks[num_named:num_full]` of a group; vLLM has named them. Return the first
+        position that these or earlier blocks make whole, its blocks, and all named ones behind."""
         step = self._columns.blocks_per_position(group)
         start = num_named // step * step
         end = num_full // step * step

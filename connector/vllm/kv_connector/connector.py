@@ -91,9 +91,8 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     # Both
 
     def shutdown(self) -> None:
-        """Write down the blocks that are to survive, and release everything. Idempotent, and
-        without effect in a process that was forked, which has the registration and none of the
-        threads."""
+        """Write the blocks that are to survive, and release everything. Idempotent. No effect in a
+        forked process, which has the registration but none of the threads."""
         atexit.unregister(self.shutdown)
         if self._process_id != os.getpid():
             return
@@ -161,8 +160,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._role_in_scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Begin the load of a request that has all its blocks now; it waits if tokens are to be
-        loaded."""
+        """Begin the load of a request with all its blocks; it waits if tokens are to be loaded."""
         if num_external_tokens:
             block_ids = blocks.get_block_ids()
             self._role_in_scheduler.allocated(request, block_ids, num_external_tokens)

@@ -51,16 +51,14 @@ class PagePart:
         return self.offset + (len(self.layers) - 1) * self.layer_stride + self.page_bytes
 
     def places(self) -> list[tuple[int, int, int]]:
-        """The layers' places, one each: where block 0 begins, a page's bytes, and the step to the
-        next block."""
+        """Each layer's place: start of block 0, bytes of a page, step to the next block."""
         starts = [self.offset + i * self.layer_stride for i in range(len(self.layers))]
         return [(start, self.page_bytes, self.block_stride) for start in starts]
 
 
 @dataclass(frozen=True, slots=True)
 class PagePlan:
-    """The layout of blocks in a buffer. `groups` has the parts of each cache group, `parts` those
-    of a block."""
+    """The layout of blocks in a buffer: the parts by cache group (`groups`) and of a block."""
 
     num_blocks: int
     parts: tuple[PagePart, ...]

@@ -35,8 +35,7 @@ class Naming(NamedTuple):
 class PoolWatch:
     """Watches one pool, whose blocks have these `names`. `named` is called with the request, the
     first position whose blocks got names, and the tokens up to the last; `dropped` with blocks that
-    lost them without being evicted. Neither may raise. All calls come on the thread of vLLM's
-    scheduler."""
+    lost them without being evicted. Neither may raise. vLLM's scheduler thread makes all calls."""
 
     def __init__(
         self,

@@ -13,8 +13,7 @@ from ...costs.rates import PrefillRate
 from ..identity import ChunkKeys
 from .block_names import BlockNames
 
-# vLLM's key of a block of its first cache group, behind the hash; our digests of all groups come
-# from it.
+# vLLM's key of a block of its first cache group, behind the hash. It gives all groups' digests.
 _FIRST_GROUP = bytes(4)
 MAX_STEPS = 16  # in flight, whose times are measured
 

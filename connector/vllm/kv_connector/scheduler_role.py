@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side of StrataConnector in vLLM's scheduler: our own scheduler side, called with vLLM's
-requests and blocks.
+"""StrataConnector in vLLM's scheduler: our scheduler side, called with its requests and blocks.
 
     on_new_request     the prompt is looked up, and blocks that only a disk has are read
     matched            what can be loaded; vLLM asks again until that is known

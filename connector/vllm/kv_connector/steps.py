@@ -53,8 +53,7 @@ class MappedSlab:
 
 @dataclass(slots=True)
 class PartLoad:
-    """A copy job among those that bring a request's blocks: the part of one cache group on one
-    rank."""
+    """One of the copy jobs that bring a request's blocks: a cache group's part on one rank."""
 
     job_id: int
     rank: int
@@ -90,8 +89,7 @@ class StepReport:
 
     number: int  # of the step that has just run
     output: ConnectorWorkerOutput
-    # Blocks of loads whose bytes in the slab were not the stored ones: positions in the job, by its
-    # id.
+    # Blocks of loads whose bytes in the slab were wrong: positions in the job, by its id.
     damaged: dict[int, list[int]] = field(default_factory=dict)
     error: str | None = None  # why this worker moves nothing at all
 

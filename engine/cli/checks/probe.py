@@ -62,7 +62,7 @@ def vllm(hash_algorithm: str) -> dict[str, Any]:
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core import kv_cache_utils
 
-        # Processes with different random seeds give different results.
+        # Initialised twice: a random seed gives different roots.
         function = get_hash_fn_by_name(hash_algorithm)
         roots = []
         for _ in range(2):

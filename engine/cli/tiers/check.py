@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv check PATH`: reads a whole SSD tier, says what is wrong, and mends it when asked to.
+"""`stratakv check PATH`: reads a whole SSD tier, reports its faults, and repairs them on request.
 
-`stratakv check PATH --tenants FILE` looks at the folder of a cache server instead, and names what
-tenants have left there who are not in the file any more.
+`stratakv check PATH --tenants FILE` reads the folder of a cache server instead, and names the data
+of tenants that are no longer in the file.
 
-Exit codes: 0 nothing is wrong, 1 something was, also where it is mended now.
+Exit codes: 0 no fault, 1 at least one fault, even if it was repaired.
 """
 
 from __future__ import annotations

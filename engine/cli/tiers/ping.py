@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask(client: CacheClient, count: int, interval: float) -> dict[str, Any]:
-    """All that is shown. Raises NoAnswer."""
+    """Return all values that are printed. Raises NoAnswer."""
     from ....proto.v1 import cache_service_pb2 as messages
 
     status = client.health()  # connects, too

@@ -25,8 +25,8 @@ def explain_no_config(path: Path) -> str:
 
 
 def explain_no_weights(path: Path) -> str:
-    """Return which weights a directory with config.json has in place of safetensors; empty if none
-    are recognised."""
+    """Return what a directory with config.json holds in place of safetensors, in a sentence; empty
+    if it holds no known form."""
     names = sorted(_names(path))
     if "adapter_config.json" in names:
         return _adapter(path)

@@ -57,8 +57,8 @@ def host_pool_blocks(
     memory: HostMemory, demand: PoolDemand, context: int, max_requests: int, *, is_asked: bool
 ) -> int:
     """Return the blocks of a pool on the host, the null block included. `context` is the longest
-    request in tokens; if it `is_asked` by the user, the pool holds one such request. Raises
-    ConfigError if the memory holds no pool at all."""
+    request in tokens; if it `is_asked` by the user, the pool takes memory for one such request, up
+    to HOST_SHARE_AT_MOST. Raises ConfigError if the memory holds no pool at all."""
     request = demand.blocks(context) * demand.block_bytes
     useful = min(WEIGHTS_IN_POOL * memory.weight_bytes, max_requests * request)
     size = min(max(DEFAULT_POOL_BYTES, request, useful), int(HOST_SHARE * memory.left_bytes))

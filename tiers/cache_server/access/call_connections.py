@@ -53,8 +53,7 @@ class _Connection:
 
 
 class CallConnections:
-    """The thread that limits connections, between `start` and `close`. Each authenticated call
-    calls `note_tenant`."""
+    """Limits connections from `start` to `close`. Each authenticated call calls `note_tenant`."""
 
     def __init__(
         self, limits: Limits, num_tenants: int, count: Callable[[str], None] = lambda _why: None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's TLS: one pair of files, for gRPC and for the data connection.
 
-With a client CA every client must show a certificate of that CA; an expired one ends the handshake.
-`LiveTls` changes the files while the server runs: later handshakes use them, and open connections
-stay.
+With a client CA every client must show its certificate; an expired one ends the handshake.
+`LiveTls` changes the files while the server runs: later handshakes use them; open connections stay.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class TlsFiles:
     client_ca: Path | None = None
 
     def ends_at(self) -> dict[Path, datetime]:
-        """The end of each file's first certificate to end; files without one are left out. Raises
-        TierConfigError."""
+        """The first end of a certificate by file, for files with any. Raises TierConfigError."""
         files = {self.cert: "--tls-cert"}
         if self.client_ca is not None:
             files[self.client_ca] = "--tls-client-ca"
@@ -161,8 +159,7 @@ def end_of(pem: bytes) -> datetime | None:
 
 def _not_after(der: bytes) -> datetime:
     """The end of a certificate in X.509: a sequence of a sequence of version, serial number,
-    algorithm, issuer and validity, which is two times. Raises ValueError or IndexError for anything
-    else."""
+    algorithm, issuer and validity, which is two times. Raises ValueError, IndexError for others."""
     _, certificate, _ = _element(der, _SEQUENCE)
     _, rest, _ = _element(certificate, _SEQUENCE)
     if rest[0] == _VERSION:

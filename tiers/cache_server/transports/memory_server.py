@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Unix socket that shares a tenant store's memory with processes of the same user on the same
-host.
+"""The Unix socket that shares a tenant store's memory with processes of the same user on a host.
 
 The socket is in a folder of its own that only the user can enter, and the kernel gives the user of
 each client. The ticket names the tenant store, so that no client gets the memory of another tenant.
-The server holds a lock on its folder; a later server removes unlocked folders, which killed servers
-have left.
+The server locks its folder; a later server removes unlocked folders, which killed servers left.
 """
 
 from __future__ import annotations

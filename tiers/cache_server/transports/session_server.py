@@ -82,8 +82,7 @@ class SessionServer(ABC):
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._sessions: dict[threading.Thread, Connection | None] = {}
-        # Connections without a ticket yet, the oldest first, each with a duplicate of its socket
-        # for its shutdown.
+        # Connections without a ticket yet, the oldest first, with a duplicate socket for shutdown.
         self._strangers: dict[threading.Thread, socket.socket] = {}
         self._draining = Draining()
         self._closed = False
@@ -119,8 +118,7 @@ class SessionServer(ABC):
         self._acceptor.start()
 
     def close(self, timeout_seconds: float) -> None:
-        """Accept no more connections, let requests under way end within the time, then end every
-        connection. Idempotent."""
+        """Accept no more connections, let requests end in time, then end all. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -245,8 +243,7 @@ class SessionServer(ABC):
         return logging.WARNING if is_new else logging.DEBUG
 
     def _open_session(self, connection: Connection, deadline: float) -> tuple[Session, str] | None:
-        """Take the greeting; return the session and its tenant, None for a client that was
-        refused."""
+        """Take the greeting; return the session and its tenant, None for a refused client."""
         version, ticket = decode_greeting(connection.receive(GREETING.size, deadline))
         opened = self._resolve(ticket) if version == VERSION else None
         status = Status.BAD_VERSION if version != VERSION else Status.BAD_TICKET

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a client's connection to a tenant store: blocks in and out of the caller's
-buffers.
+"""The contract of a client's connection to a tenant store: blocks in and out of its buffers.
 
 `DataConnection` moves them through a socket, `MemoryConnection` through memory that both ends map,
 `StreamConnection` through gRPC. A caller may rely on this:

@@ -60,8 +60,7 @@ class SocketConnection(BlockConnection):
         return RequestFrame(verb, blocks, self._number, argument)
 
     def _take_reply(self, request: RequestFrame, deadline: float) -> ReplyFrame:
-        """Receive the head of the reply to `request`. Raises Refused, or ConnectionLost for a reply
-        to another request."""
+        """Receive the reply's head. Raises Refused; ConnectionLost for another request's reply."""
         reply = decode(decode_reply, self._connection.receive(REPLY.size, deadline))
         if reply.verb is not request.verb or reply.number != request.number:
             raise ConnectionLost("the server answered something that was not asked")

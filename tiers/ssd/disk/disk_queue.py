@@ -63,12 +63,10 @@ class AioContext:
     `depth` requests, numbered 0 to `depth - 1`. Belongs to one thread.
 
     One system call begins any number of direct reads and writes, another waits for whichever ends
-    first; both release the interpreter. io_uring could do the same, but containers are commonly
-    denied it, and it needs memory barriers that Python has not. See io_submit(2) and
-    <linux/aio_abi.h>.
+    first; both release the interpreter. io_uring could do the same, but containers are often denied
+    it, and Python lacks its memory barriers. See io_submit(2) and <linux/aio_abi.h>.
 
-    Raises OSError where the machine, the kernel or a limit (`/proc/sys/fs/aio-max-nr`) does not
-    allow it.
+    Raises OSError where machine, kernel or a limit (`/proc/sys/fs/aio-max-nr`) does not allow it.
     """
 
     def __init__(self, depth: int) -> None:
@@ -121,8 +119,7 @@ class AioContext:
         self._prepared.append(self._first + place)
 
     def submit(self) -> None:
-        """Begin the prepared requests. A request that the kernel refuses ends with the kernel's
-        error."""
+        """Begin the prepared requests. One that the kernel refuses ends with its error."""
         prepared, done = self._prepared, 0
         while done < len(prepared):
             first = prepared.buffer_info()[0] + done * prepared.itemsize
@@ -182,8 +179,7 @@ class DiskQueue(Protocol):
 
     @property
     def is_blocking(self) -> bool:
-        """Whether the thread waits for each request, so that only more threads make several at
-        once."""
+        """Whether the thread waits for each request: only more threads make several at once."""
 
     def start(self, number: int, is_write: bool, vector: Vector, offset: int) -> None:
         """Fill the buffers from the file at `offset`, or write them there. Does not wait for the

@@ -34,8 +34,7 @@ _MOST_LANES = 2  # lanes that may fail before the waiting shares fail too
 # Runs in hand: those with the disk, and as many that are prepared or finished.
 _HELD = 2 * DEPTH
 
-# One run that has ended: its positions, its pages, its result. The pages of a failed run have no
-# meaning.
+# An ended run: its positions, its pages, its result. A failed run's pages have no meaning.
 Done = tuple[range, Scratch, Result]
 
 # Stands for the pages of a run that could get none.
@@ -65,8 +64,7 @@ class IoLane:
 
     A disk may give back everything it had at once (the one of a small virtual machine does,
     whenever it has run dry). So prepared runs go to the disk before ended runs are looked at, and
-    the disk works while the thread does. The disk has no more than `most_bytes` at a time, or one
-    run."""
+    both work at once. The disk has no more than `most_bytes` at a time, or one run."""
 
     def __init__(self, slot_file: SlotFile, most_bytes: int) -> None:
         self._slot_file = slot_file
@@ -102,8 +100,7 @@ class IoLane:
         self._prepare()
 
     def turn(self) -> None:
-        """Wait for the first run to end, and move all runs on to their next station. The lane must
-        be busy."""
+        """Wait for a run to end, and move all on to their next station. The lane must be busy."""
         ended: list[tuple[int, Result]] = []
         if self._flying and not self._failed:
             ended = self._disk.wait_completions()
@@ -129,8 +126,7 @@ class IoLane:
         self._disk.close()
 
     def _prepare(self) -> None:
-        """Prepare the runs that there is room for; each goes to the disk at once where that has
-        room."""
+        """Prepare the runs that have room; each goes to the disk at once where that has room."""
         while self._waiting and self._has_room():
             work, run = self._waiting.popleft()
             number, scratch = self._free.pop(), NO_PAGES
@@ -147,8 +143,7 @@ class IoLane:
         self._launch()
 
     def _launch(self) -> None:
-        """Hand the disk the runs that it has room for, the first one at once: the disk may be
-        idle."""
+        """Hand the disk the runs that it has room for, the first at once: it may be idle."""
         unsent = RUN_BYTES
         while self._ready and self._fits(self._bytes_of(self._ready[0][2])):
             number, work, run = self._ready.popleft()
@@ -238,8 +233,7 @@ class IoPool:
             self._tokens.put(False)
 
     def close(self, deadline: float) -> bool:
-        """Let the threads end and wait for them; False if one has not ended by `deadline`
-        (monotonic)."""
+        """Let the threads end, and wait; False if one has not ended by `deadline` (monotonic)."""
         self.stop_workers()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -289,8 +283,7 @@ class IoPool:
             return None
 
     def _try(self, call: Callable[[], _T]) -> _T | None:
-        """Return what `call` returns. An exception is logged and gives None, so the thread goes
-        on."""
+        """Return `call`'s result. An exception is logged and gives None: the thread goes on."""
         try:
             return call()
         except Exception as error:

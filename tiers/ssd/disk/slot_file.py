@@ -30,8 +30,7 @@ from .space import HEADER_PAGE_BYTES
 log = logging.getLogger(__name__)
 
 # One call moves about this much: several at a time keep a disk busy, and a sync or a read behind
-# them waits only briefly. A little over 1 MiB, so that four blocks of 256 KiB fit with their header
-# pages.
+# them waits only briefly. A little over 1 MiB: four blocks of 256 KiB with header pages fit.
 RUN_BYTES = 1024**2 + 64 * 1024
 _SHORTAGES = (errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ENOBUFS)
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -138,16 +137,14 @@ class SlotFile:
     def start_read_encoded(
         self, disk: DiskQueue, number: int, slot: int, size: int, scratch: Scratch
     ) -> None:
-        """Start to read one record, header and encoded payload of `size` bytes, into the
-        scratch."""
+        """Start to read a record, header and encoded payload of `size` bytes, to the scratch."""
         disk.start(number, False, _encoded_vector(size, scratch), slot * self.record_bytes)
 
     def start_write_encoded(
         self, disk: DiskQueue, number: int, slot: int, size: int, scratch: Scratch
     ) -> None:
-        """Start to write one record, whose header and encoded payload of `size` bytes are in the
-        scratch; the rest of its last page is zeroed. The record is on the disk only after
-        `sync`."""
+        """Start to write a record, header and encoded payload of `size` bytes, from the scratch;
+        the rest of its last page is zeroed. The record is on the disk only after `sync`."""
         scratch.encoded[size : _whole_pages(size)] = bytes(_whole_pages(size) - size)
         disk.start(number, True, _encoded_vector(size, scratch), slot * self.record_bytes)
 

@@ -109,8 +109,7 @@ class StoreDirectory:
         return sum(each.lstat().st_blocks * 512 for each in self._ours())
 
     def note_opened(self) -> None:
-        """Note device and inode of the files that are open now, for `is_in_place`. May raise
-        OSError."""
+        """Note device and inode of the files open now, for `is_in_place`. May raise OSError."""
         for each in (self.path / "lock", self.slot_file, self.index / INDEX_DATA):
             status = each.lstat()
             self._opened[each] = (status.st_dev, status.st_ino)
@@ -226,8 +225,7 @@ class StoreDirectory:
 
 
 def _is_gone(owner: str) -> bool:
-    """Whether no process has this id. An owner in another container looks gone too, though it holds
-    the lock."""
+    """Whether no process has this id. A lock's owner in another container looks gone too."""
     try:
         os.kill(int(owner), 0)
     except (ValueError, OverflowError, PermissionError):

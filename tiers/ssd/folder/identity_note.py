@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The identity of a store: its layout, namespace, codec and key.
 
-A lossy codec and the key of a seal are appended to the caller's namespace in the identity. So a
-version without them sees another store and does not use it, and a store without them keeps its
-name.
+A lossy codec and the key of a seal are appended to the caller's namespace in the identity. A
+version without them sees another store and does not use it; a store without them keeps its name.
 
 The identity is in the index, and a second time in the file `identity`. The file serves four ends: a
 damaged identity in the index is told from another model's store; a lost index can be made again

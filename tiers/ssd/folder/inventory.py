@@ -79,9 +79,8 @@ def look_at(path: Path) -> StoreEntry:
 
 
 def remove(path: Path) -> int:
-    """Remove the store in `path`, and `path` itself where it is empty then. Return the bytes that
-    the store had. Raises TierConfigError where there is none or it is in use, and may raise
-    OSError."""
+    """Remove the store in `path`, and `path` itself where it is empty then. Return the store's
+    bytes. Raises TierConfigError where there is none or it is in use, and may raise OSError."""
     if not is_store(path):
         raise TierConfigError(f"{path} holds no SSD tier; give the directory of one")
     lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -155,8 +154,7 @@ def _owner(path: Path) -> str | None:
 
 
 def _num_rows(data: Path) -> int | None:
-    """The number of rows in the newest snapshot of an index, read from two of its pages; None where
-    that fails."""
+    """The number of rows in an index's newest snapshot, by two pages; None where that fails."""
     try:
         descriptor = os.open(data, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:

@@ -99,8 +99,7 @@ def open_store(
     create: bool = True,
 ) -> OpenedStore:
     """Open the store in `path`; with `create` false a directory without a store is refused. Raises
-    TierConfigError with cause and cure, TierDown where the disk is the cause; no file is open
-    then."""
+    TierConfigError with cause and cure, TierDown if the disk causes it; no file is open then."""
     make_policy = policy_factory(policy)  # first: an unknown policy must change nothing
     plan = plan_space(layout, capacity_bytes)
     stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=plan.num_slots)
@@ -116,8 +115,7 @@ def open_store(
             if note is not None and note.identity.is_same(wanted):
                 cleared_up_to = note.cleared_up_to
             elif index is None:
-                # No file says that the records are this store's, and a later repair would use them
-                # all.
+                # No file shows whose records these are, and a later repair would use all.
                 directory.slot_file.unlink(missing_ok=True)
             if index is None:
                 index = SlotIndex(plan.num_slots)

@@ -59,8 +59,7 @@ def keep(path: Path, format_version: int) -> Path:
 
 
 def bring_back(path: Path, wanted: Identity) -> bool:
-    """Move the kept store of this identity into `path`, which holds no store. False where none was
-    kept."""
+    """Move the kept store of this identity into `path`, which has none. False: none was kept."""
     folder = _folder(path, wanted.format_version)
     note = read_note(folder) if _is_folder(folder) else None
     if note is None or not note.identity.is_same(wanted) or not _has_index(folder):

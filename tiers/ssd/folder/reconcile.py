@@ -97,8 +97,7 @@ class Found(NamedTuple):
 class RecordFile:
     """A slot file opened for reading only, past the page cache where that can be.
 
-    `seal` is the seal of its records. With `verifies` false, for a seal that is unknown, only
-    headers are checked.
+    `seal` is its records' seal. With `verifies` false, for an unknown seal, it checks headers only.
     """
 
     def __init__(self, path: Path, seal: Seal | None = None, *, verifies: bool = True) -> None:
@@ -238,8 +237,7 @@ class Reconciler:
             self._result.notes.append(f"{unreadable} slots without a row cannot be read")
 
     def rows_of_records(self) -> Iterator[Row]:
-        """Yield a row for the latest record of each key; the order of writes stands for the order
-        of uses."""
+        """Yield a row for each key's latest record; the order of writes stands for that of uses."""
         for use, key in enumerate(sorted(self._latest, key=self._latest.__getitem__), 1):
             generation, slot = divmod(self._latest[key], 1 << _SLOT_BITS)
             yield Row(slot, key, generation, use, self._encoded_bytes.get(slot, 0))
@@ -290,8 +288,7 @@ class Reconciler:
             self._remember(header.key, header.generation, found.slot)
 
     def _remember(self, key: bytes, generation: int, slot: int) -> int | None:
-        """Keep the later one of two records for a key. Return the slot of the other one, None for a
-        new key."""
+        """Keep the later of two records for a key. Return the other's slot, None for a new key."""
         mine, known = generation << _SLOT_BITS | slot, self._latest.get(key)
         if known is None:
             self._latest[key] = mine

@@ -96,8 +96,7 @@ class RowStream:
             self.write_pending()
 
     def write_pending(self) -> None:
-        """Write the collected rows. Raises Damage where they are not in the order of their
-        slots."""
+        """Write the collected rows. Raises Damage if they are not in the order of slots."""
         slots, values = self._slots, self._values
         if not slots:
             return
@@ -131,8 +130,7 @@ class RowStream:
 
 
 class PageScan:
-    """Walks the newest snapshot of one file; raises Damage at the first fault. The rows go to
-    `rows`."""
+    """Walks the newest snapshot of a file; raises Damage at the first fault. Rows go to `rows`."""
 
     def __init__(self, data: mmap.mmap, rows: RowStream) -> None:
         self._data = data
@@ -254,8 +252,7 @@ class PageScan:
         return count
 
     def _check_page(self, page: int, kind: int) -> tuple[int, tuple[int, ...]]:
-        """Return the offset of the page in the file, and the offsets of its nodes, all within the
-        page."""
+        """Return the page's offset in the file, and its nodes' offsets, all within the page."""
         self._claim(page)
         base = page * self._size
         number, _pad, flags, lower, upper = _PAGE.unpack_from(self._data, base)
@@ -322,9 +319,8 @@ def newest_meta(data: mmap.mmap | bytes, page_size: int) -> Meta:
 
 
 def count_rows(read: Callable[[int, int], bytes]) -> int:
-    """The number of rows in the newest snapshot, by `read(size, offset)` of a few pages: fewer than
-    a check reads, so it may be wrong for a damaged file. Raises Damage, ValueError,
-    struct.error."""
+    """The number of rows in the newest snapshot, by `read(size, offset)` of a few pages. A check
+    reads more, so damage may give a wrong number. Raises Damage, ValueError, struct.error."""
     head = read(2 * _LARGEST_PAGE, 0)
     size = _page_size(head)
     root = newest_meta(head, size).main.root
@@ -343,8 +339,7 @@ def count_rows(read: Callable[[int, int], bytes]) -> int:
 
 
 def read_with_lmdb(folder: str, num_rows: int) -> None:
-    """Read everything as the store would. Raises Damage where LMDB finds other rows than the
-    scan."""
+    """Read everything as the store would. Raises Damage if LMDB finds other rows than the scan."""
     import lmdb  # found only where `main` has put its place
 
     try:

@@ -91,8 +91,7 @@ class RowBatch(NamedTuple):
             yield Row(slot, *value)
 
     def columns(self, num_slots: int) -> Columns:
-        """The rows of slots below `num_slots`, as columns: a million row objects take long to
-        make."""
+        """The rows of slots below `num_slots`, as columns: a million row objects are slow."""
         slots, words = array("I", self.slots), array("Q", self.values)
         (slots if sys.byteorder == "little" else words).byteswap()
         count = bisect_left(slots, num_slots)
@@ -236,9 +235,8 @@ class IndexFile:
             raise
 
     def _change_rows(self) -> Any:
-        """Begin a transaction. After some disk errors LMDB refuses every further transaction until
-        the file is opened anew; the next call here opens it, so that the index works again with the
-        disk."""
+        """Begin a transaction. After some disk errors LMDB refuses every transaction until the file
+        is opened anew; the next call here opens it, so the index works again with the disk."""
         if self._is_refused:
             self._env.close()
             self._open_env()
@@ -281,8 +279,7 @@ def rebuild(folder: Path, map_bytes: int, identity: Identity, rows: Iterable[Row
 
 
 def finish_rebuild(folder: Path) -> None:
-    """Finish `rebuild` after a crash: use the new index where the old one is gone, else remove
-    it."""
+    """Finish `rebuild` after a crash: use the new index if the old one is gone, else remove it."""
     fresh = fresh_folder(folder)
     if not fresh.exists():
         return

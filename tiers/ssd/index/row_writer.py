@@ -50,8 +50,7 @@ class OfferedBlocks:
         return max(0.0, self._due_at - time.monotonic())
 
     def drain_entries(self) -> list[Entry]:
-        """Take all entries, the newest batch first, each head first: the order of last use in
-        rows."""
+        """Take all entries, newest batch first, each head first: the rows' order of last use."""
         entries = list(reversed(self._entries.values()))
         self._entries.clear()
         return entries

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index in memory: the block of each slot, the free slots, and the reads under way.
 
-It answers every look-up of the store; the index on disk is its copy for the next start. A slot goes
-through these states, and is never written while a row on the disk or a reader refers to its earlier
-block:
+It answers every look-up of the store; the index on disk is its copy for the next start. A slot has
+these states, and is never written while a row on the disk or a reader refers to its earlier block:
 
     free → allocate → (written, row committed) → publish → in use ⇄ pin/unpin
       ↑                                                       │ forget (evicted, dropped, damaged)
@@ -13,8 +12,7 @@ A million blocks would take gigabytes as objects, so the fields of a slot lie in
 number, and one dict maps keys to slots.
 
 The order of last use is always kept, since the disk stores it. It is the order of eviction too,
-unless a policy chooses the victims (`choose_by`); the policy is told of every block that is used,
-added or removed.
+unless a policy chooses the victims (`choose_by`), which is told of blocks used, added or removed.
 
 In memory only; its owner calls it under one lock.
 """
@@ -96,8 +94,7 @@ class SlotIndex:
         return bool(self._leaving)
 
     def choose_by(self, policy: EvictionPolicy) -> None:
-        """Let this empty policy choose the victims from now on. It gets all blocks in the order of
-        last use."""
+        """Let this empty policy choose the victims from now on. It gets all blocks by last use."""
         policy.insert(self._keys[slot] or b"" for slot in self._recency)
         self._policy = policy
         self.learns = policy.learns
@@ -122,8 +119,7 @@ class SlotIndex:
         return list(islice(self._recency, limit))
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Note the use of keys, given head first: of a chain the tail is evicted first. Unknown
-        ones are ignored."""
+        """Note uses of keys, head first: a chain's tail is evicted first. Ignores unknown keys."""
         known = self._slots
         tail_first = [key for key in keys if key in known][::-1]
         slots = [known[key] for key in tail_first]
@@ -203,8 +199,7 @@ class SlotIndex:
         return [key for key in found if key is not None], len(self._dropped) < _MOST_DROPPED
 
     def make_room(self, count: int) -> int:
-        """Evict until `count` slots will be free when the leaving rows are removed. Return how
-        many."""
+        """Evict until `count` slots are free when leaving rows are removed. Return how many."""
         wanted = count - self.free.count
         for slot in self._leaving:
             if wanted <= 0:
@@ -215,8 +210,7 @@ class SlotIndex:
         return len(victims)
 
     def take_leaving(self, limit: int | None = None) -> list[Entry]:
-        """Take entries whose rows must be removed. The caller ends each with `free_entries` or
-        `keep_leaving`."""
+        """Take entries whose rows must go; each ends with `free_entries` or `keep_leaving`."""
         slots = self._leaving[:limit]
         del self._leaving[:limit]
         return [self._entry(slot) for slot in slots]

@@ -203,7 +203,7 @@ def test_it_asks(
 ) -> None:
     path = home / "ssd"
     assert main(["cache", "rm", str(path)]) == 2
-    assert re.search(r"takes --yes where nobody can be asked", capsys.readouterr().err)
+    assert re.search(r"takes --yes without a terminal to ask at", capsys.readouterr().err)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     questions: list[str] = []
 
