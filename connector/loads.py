@@ -150,7 +150,8 @@ class Loads(OverlappedLoads):
         block_ids: GroupBlockIds,
         compute_blocks: int,
     ) -> None:
-        """Begin a load whose request computes about `compute_blocks` up to the loaded part."""
+        """Begin a load whose request computes meanwhile, and is expected to reach the loaded part
+        after about `compute_blocks`."""
         num_blocks = len(keys) // self._num_parts
         compute_blocks = min(compute_blocks, num_blocks)
         load = Load(
@@ -357,7 +358,7 @@ class Loads(OverlappedLoads):
             meta.loads.append(job)
 
     def _end_blocking(self, load: Load, piece: Piece, failure: str | None) -> None:
-        """Release the pins and report the request. `failure`: why nothing was loaded."""
+        """Release the pins and report the request. `failure`: the reason if nothing was loaded."""
         if load.is_spoilt:
             failure = SPOILT
         ticket = piece.ticket

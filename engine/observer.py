@@ -180,5 +180,5 @@ class GuardedObservers(Observer):
         self._step = self._hearers("step")
 
     def _hearers(self, name: str) -> tuple[Observer, ...]:
-        nobody = getattr(Observer, name)
-        return tuple([o for o in self._observers if getattr(type(o), name) is not nobody])
+        default = getattr(Observer, name)
+        return tuple([o for o in self._observers if getattr(type(o), name) is not default])

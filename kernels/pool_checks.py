@@ -49,7 +49,7 @@ def check_last_axis(name: str, tensor: Tensor) -> None:
 
 
 def check_written(name: str, tensor: Tensor) -> None:
-    """Raise KernelRefused if two elements share a place: either of two writers may win."""
+    """Raise KernelRefused if two elements share a place: of two writing programs either may win."""
     if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise KernelRefused(
             f"expected {name}, which is written, with a place for each element, "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds slab, stores and admission filter from settings, for an engine or a server's tenant.
+"""Builds slab, stores and admission filter from settings, for an engine or a cache server's tenant.
 
 All functions raise TierConfigError for invalid sizes, paths and names.
 """

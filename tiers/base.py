@@ -197,7 +197,7 @@ class StoreTier(ABC):
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
         """Wait until the blocks forgotten by `drop` and `clear` stay forgotten even after a kill.
-        False where that took longer or failed. A tier in memory only returns at once."""
+        False where that took longer or failed. A tier that is only in memory returns at once."""
         return True
 
     @abstractmethod
@@ -267,7 +267,7 @@ class SlabTier(ABC):
     @abstractmethod
     def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:
         """Pin committed keys once more. Return their slots; None for a miss. With `touch` false
-        neither policy nor hit counters note it: write-back is not a use."""
+        neither the policy nor the hit counters note it: write-back is not a use."""
 
     @abstractmethod
     def unpin(self, keys: Sequence[bytes]) -> None:

@@ -54,7 +54,7 @@ class MacKey:
 def read_mac_key(path: Path, flag: str, store: Path | None = None) -> MacKey:
     """Read the key at `path`: all bytes of the file, a line end too. `flag` is the option that
     named it; `store` a directory that must not hold the file, since its writers could exchange it.
-    A file that other users can access gives a warning. Raises TierConfigError with a cure."""
+    A file open to other users gives a warning in the log. Raises TierConfigError with a cure."""
     if store is not None and _lies_in(store, path):
         raise TierConfigError(
             f"{flag} names {path}, which lies in {store}, where any writer could exchange "

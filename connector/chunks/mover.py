@@ -68,7 +68,7 @@ class Copied(NamedTuple):
 
 class ChunkMover(ABC):
     """Takes over the assembly. `lock` guards hierarchy, `failed` and jobs; held for work in memory
-    only, never during a copy. After the thread fails every chunk is a miss."""
+    only, never during a copy. After the thread fails, every chunk is a miss."""
 
     THREAD: ClassVar[str]
     THEN: ClassVar[str]  # the fate of all chunks once the thread has failed

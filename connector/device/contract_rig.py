@@ -115,7 +115,6 @@ def expect(is_so: bool, what: str) -> None:
 
 
 def expect_end(event: Event) -> None:
-    """Expect that a copy ends, and ends well."""
     expect(event.wait(WAIT_SECONDS) and event.done(), "a copy ends")
     expect(event.error() is None, f"a copy ends well, not with {event.error()!r}")
     expect(event.seconds() >= 0.0, "a copy takes time")

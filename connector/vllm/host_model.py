@@ -40,7 +40,7 @@ def names_of(vllm_config: Any, revision: str | None) -> ModelNames:
 
 
 def names_of_tier(model: str, revision: str | None) -> ModelNames:
-    """The names from a secondary tier's view: only the model's is there. Raises ConfigError."""
+    """The names from a secondary tier's view of vLLM: the model's only. Raises ConfigError."""
     if not revision:
         log.info(
             "vLLM tells StrataSpec the model's files and not its own settings: give another "

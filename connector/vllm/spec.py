@@ -22,7 +22,7 @@ from .worker import CpuWorker
 
 
 class StrataSpec(TieringOffloadingSpec):
-    """vLLM's tiering spec with StrataTier below. Raises ConfigError for wrong settings."""
+    """vLLM's tiering spec with StrataTier below. Raises ConfigError for unusable settings."""
 
     # vLLM's own.
     secondary_tier_configs: list[dict[str, Any]]

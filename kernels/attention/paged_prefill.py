@@ -59,7 +59,7 @@ def paged_prefill(
     beyond a request's length, or before the window of its first row, never reach a result (but with
     scales of tokens, NaN before a window does). The same call gives the same bits; with the same
     `max_query_len` a request's bits do not depend on the other requests. Lengths, starts and block
-    ids are on the device, unchecked: a length must fit its table, its ids the pool.
+    ids are on the device, unchecked: a length must fit its table, its block ids the pool.
     """
     check_query_and_pool(q, kv, "tokens")
     _check_batch(block_tables, seq_lens, query_starts)

@@ -275,7 +275,7 @@ class PageLockedMemory:
     """
 
     def __init__(self, num_bytes: int, runtime: CudaRuntime) -> None:
-        """Raises KernelRefused and CudaError as `register_host`, and OSError for want of memory."""
+        """Raise KernelRefused and CudaError as `register_host`, and OSError for want of memory."""
         if num_bytes <= 0:
             raise KernelRefused(f"expected a size above 0, got {num_bytes} bytes")
         self._runtime = runtime

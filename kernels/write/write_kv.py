@@ -43,10 +43,11 @@ def write_kv(
     written. The plain kernel refuses slots beyond the pool; Triton's cannot report them, and
     writes nothing for them.
 
-    An fp8 pool needs float32 `kv_scales`, where value = stored * scale. Per head, `[2,
-    num_kv_heads]`, they are given, positive, and only read. Per token and head, `[num_blocks, 2,
-    block_size, num_kv_heads]`, they are computed here from each row's largest finite magnitude and
-    stored beside it. A number beyond the range, infinities too, becomes its end; NaN stays NaN.
+    An fp8 pool needs float32 `kv_scales`, where value = stored * scale. Per head,
+    `[2, num_kv_heads]`, they are given, positive, and only read. Per token and head,
+    `[num_blocks, 2, block_size, num_kv_heads]`, they are computed here from each row's largest
+    finite magnitude and stored beside it. A number beyond the range becomes the end of the range,
+    infinities too; NaN stays NaN.
 
     Raises KernelRefused for arguments that do not fit together.
     """

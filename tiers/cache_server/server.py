@@ -269,7 +269,7 @@ class CacheServer:
                 log.exception("the token for clients of this user cannot be looked at")
 
     async def look_at_token(self, token: str) -> None:
-        """Write the token for this user's clients anew if its file is gone; others' files stay."""
+        """Write the token for this user's clients anew if its file is gone; other servers' stay."""
         path = self.token_path
         if path is None or await asyncio.to_thread(os.path.lexists, path):
             return

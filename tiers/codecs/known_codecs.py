@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codecs by name: the values of the flag, and the factories.
 
-It has the codecs of plain bytes. Modules above pass in others: connector/device/fp8_codec.py.
+It has the codecs of plain bytes. Modules above pass in others, as connector/device/fp8_codec.py.
 """
 
 from __future__ import annotations

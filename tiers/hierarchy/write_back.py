@@ -37,7 +37,7 @@ BATCHES_IN_FLIGHT = 3
 # an eighth would be a small batch, whose sync and commit cost as much as a full one's.
 SHARES_OF_SLAB, FEWER_SHARES = 8, 4
 FEW_SLOTS = 1024
-# How long a batch waits to be full. No request waits, nor blocks about to be evicted.
+# How long a batch waits to be full. No request waits for it, nor blocks about to be evicted.
 FILL_SECONDS = 5.0
 # In a flush: how often a store with writes in flight is checked, and how soon a busy store without
 # any is asked again.
@@ -246,7 +246,7 @@ class WriteBack:
 
     def _may_lack(self, answer: Answer) -> bool:
         """Whether a block with this answer is to be written to the store. PENDING is on its way
-        there, but a shared store also answers it for a block that it still asks for."""
+        there, but a shared store also answers it for a block it still asks its server about."""
         return answer is Answer.MISS or (answer is Answer.PENDING and self._store.is_shared)
 
     def _admitted(self, keys: list[bytes]) -> list[bytes]:
@@ -269,7 +269,6 @@ class WriteBack:
         return [key for key in keys if key in dirty] if refused else keys
 
     def _forget_evicted(self) -> None:
-        """Forget refused blocks that the slab has evicted."""
         refused = list(self._refused)
         answers = self._slab.lookup(refused)
         self._refused = {k for k, a in zip(refused, answers, strict=True) if a is Answer.HIT}

@@ -62,7 +62,7 @@ class Writes:
         return any(key in batch.keys for batch in self._batches)
 
     def room(self, most_blocks: int, most_batches: int) -> int:
-        """Return the blocks that the next batch may have, usually `most_blocks`; 0: none now."""
+        """Return the blocks that the next batch may have, usually `most_blocks`; 0: no batch."""
         if not self._store.breaker.allows:
             return 0
         usual = sum(not (batch.is_late or batch.is_probe) for batch in self._batches)

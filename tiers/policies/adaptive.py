@@ -55,7 +55,7 @@ class Trial:
         self._decide_at = WARM_UP
         self._suspend = SUSPEND
         self._prompts = 0
-        # Blocks, older prompts counting less: asked for; served by LRU only; squares of those.
+        # Blocks, older prompts counting less: asked for; served by LRU only; squares of the latter.
         self._asked = self._lost = self._variance = 0.0
 
     def compare_prompt(self, chain: Sequence[bytes], hits: int) -> None:

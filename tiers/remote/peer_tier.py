@@ -70,7 +70,6 @@ class PeerTier(StoreTier):
 
     @property
     def is_up(self) -> bool:
-        """Whether at least one engine is attached."""
         return any(peer.link.is_up for peer in self._peers)
 
     def wait_up(self, timeout_seconds: float) -> bool:

@@ -383,7 +383,7 @@ class CpuSlab(SlabTier):
         optional: bool,
         spared: Callable[[bytes], bool] | None,
     ) -> list[bytes]:
-        """Evict until the `coming` have slots. Return the evicted but those forgotten before."""
+        """Evict until `coming` have slots. Return the evicted blocks but those forgotten before."""
         count = len(coming) - len(self._free)
         if count <= 0:
             return []

@@ -237,7 +237,6 @@ class SlabReader:
         return found
 
     def is_still(self, key: bytes, slot: int) -> bool:
-        """Whether the slot still holds the block now."""
         return self._read_record(slot)[1] == key
 
     def release_slots(self, slots: Sequence[int]) -> None:

@@ -59,7 +59,6 @@ class StrataWorkerMetadata(KVConnectorWorkerMetadata):
     report: StepReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Merge the report of another rank."""
         if isinstance(other, StrataWorkerMetadata):
             self.report.merge(other.report)
         return self

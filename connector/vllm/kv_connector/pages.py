@@ -42,7 +42,6 @@ class PagePart:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of all its layers."""
         return len(self.layers) * self.page_bytes
 
     @property

@@ -53,7 +53,7 @@ class MappedSlab:
 
 @dataclass(slots=True)
 class PartLoad:
-    """One of the copy jobs that bring a request's blocks: a cache group's part on one rank."""
+    """A copy job of a load: the blocks of one cache group on one rank."""
 
     job_id: int
     rank: int

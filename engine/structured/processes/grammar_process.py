@@ -80,12 +80,9 @@ def main() -> int:
         gc.collect()
         gc.freeze()  # children collect only their own objects, and copy no pages of the others
         send_packet(control, Started())
-        child = _fork_children(control)
+        connection, is_last = _fork_children(control)
     except (EOFError, OSError):
         return 0
-    if child is None:
-        return 0
-    connection, is_last = child
     try:
         _serve(connection, backend, start, is_last=is_last)
     except (EOFError, OSError):
@@ -95,7 +92,7 @@ def main() -> int:
     os._exit(1)
 
 
-def _fork_children(control: socket.socket) -> tuple[socket.socket, bool] | None:
+def _fork_children(control: socket.socket) -> tuple[socket.socket, bool]:
     """Fork and reap children in the first process until the other end is gone, which raises
     EOFError. Return only in a child: its socket, and whether it `is_last`."""
     parent = os.getpid()

@@ -119,8 +119,8 @@ class InputBuffers:
             tokens, requests = step.num_tokens, len(step.rows)
             self._stage(step, tokens, requests)
         padded = requests + num_rows - tokens if num_requests is None else num_requests
-        for buffer, nobody in self._by_token:
-            buffer.arrays[self._turn][tokens:num_rows] = nobody
+        for buffer, padding in self._by_token:
+            buffer.arrays[self._turn][tokens:num_rows] = padding
             self._copy_to_device(buffer, num_rows)
         lengths = self._seq_lens.arrays[self._turn]
         lengths[requests:padded] = 0

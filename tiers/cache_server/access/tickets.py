@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets for the data connection: each opens one connection of one tenant, for a short time.
+"""Tickets for the data connection: each opens one connection of a tenant, once, for a short time.
 
 A ticket identifies the caller, so that the data connection needs no other credentials; while it is
 valid it must be kept as secret as a token. Thread-safe.

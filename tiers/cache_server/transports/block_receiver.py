@@ -94,7 +94,6 @@ class BlockReceiver:
 
     @property
     def is_full(self) -> bool:
-        """Whether the whole blocks have GROUP_BYTES or more."""
         return len(self._whole) * self._tenant_store.page_bytes >= GROUP_BYTES
 
     def begin_block(self, piece: Piece) -> None:

@@ -118,7 +118,7 @@ class SessionServer(ABC):
         self._acceptor.start()
 
     def close(self, timeout_seconds: float) -> None:
-        """Accept no more connections, let requests end in time, then end all. Idempotent."""
+        """Accept no more connections, let requests end within the time, end all. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -63,8 +63,8 @@ class IoLane:
         checksums     `most_bytes`      answered
 
     A disk may give back everything it had at once (the one of a small virtual machine does,
-    whenever it has run dry). So prepared runs go to the disk before ended runs are looked at, and
-    both work at once. The disk has no more than `most_bytes` at a time, or one run."""
+    whenever it has run dry). So prepared runs go to the disk before ended runs are looked at: disk
+    and thread work at once. The disk has no more than `most_bytes` at a time, or one run."""
 
     def __init__(self, slot_file: SlotFile, most_bytes: int) -> None:
         self._slot_file = slot_file

@@ -154,7 +154,7 @@ def _owner(path: Path) -> str | None:
 
 
 def _num_rows(data: Path) -> int | None:
-    """The number of rows in an index's newest snapshot, by two pages; None where that fails."""
+    """The number of rows in an index's newest snapshot, from two pages; None where that fails."""
     try:
         descriptor = os.open(data, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
