@@ -70,6 +70,8 @@ class RequestView(Protocol):
     @property
     def num_tokens(self) -> int: ...
     @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
     def block_hashes(self) -> Sequence[bytes]:
         """Digests (32 bytes) of the full blocks so far."""
 

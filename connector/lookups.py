@@ -262,11 +262,12 @@ class Lookups:
     def _end_of(self, request: RequestView) -> int:
         """The number of leading blocks that may be loaded. One token is always left to compute, so
         that there are logits to sample from. After another engine's prefill the block of this token
-        counts too, if its digest is known."""
+        counts too, if its digest is known; not its states, which have that token already."""
         num_tokens = request.num_tokens - 1
         end = num_tokens // self._block_size
         if request.tail_hash is not None and num_tokens % self._block_size:
-            end += 1
+            has_states = self._parts.num_state_keys > 0
+            end += not has_states or num_tokens >= request.num_prompt_tokens
         return min(end, len(self._digests_of(request)))
 
     def _digests_of(self, request: RequestView) -> Sequence[bytes]:

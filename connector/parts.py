@@ -292,6 +292,8 @@ class _Search:
         unknown = [key for key, each in zip(keys, answers, strict=True) if each is Answer.MISS]
         if unknown and self.prefetch is not None:
             self.asked |= self.prefetch(unknown)
+            # An earlier search asked, and its answer is still to come.
+            self.asked |= self.hierarchy.find_prefix(unknown).asked
         return False
 
     def _find_first_pieces(self, last: int) -> None:

@@ -67,7 +67,7 @@ All four on this machine, for a try: deploy/cluster.sh --demo"""
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came, how many tokens of the prompt were found where, and when the first token came."""
+    """An answer, the prompt's tokens that were cached and loaded, and its first token's time."""
 
     text: str
     first_token_seconds: float
@@ -78,7 +78,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Of the nodes and the proxy."""
+    """The ports of the nodes and the proxy."""
 
     prefill: int
     decode: int
@@ -122,7 +122,7 @@ def demo(model: str | None) -> None:
         words = ["--prefill", f"http://{HOST}:{ports.prefill}"]
         words += ["--decode", f"http://{HOST}:{ports.decode}", "--port", str(ports.proxy)]
         started.start("proxy", ["route", *words]).wait_for_health(ports.proxy)
-        for role, port in zip(roles, node_ports, strict=True):  # what a node does but once
+        for role, port in zip(roles, node_ports, strict=True):  # work that a node does once
             ask(f"{role} node", port, STORY, salt="first")
         print(TITLE, flush=True)
         differ = [number for number in SENTENCES if not compare(ports, number)]
@@ -147,7 +147,7 @@ def compare(ports: Ports, sentences: int) -> bool:
 
 
 def ask(name: str, port: int, prompt: str, salt: str | None = None) -> Answer:
-    """One streamed completion."""
+    """Ask for a streamed completion."""
     body = {
         "prompt": prompt,
         "max_tokens": OUTPUT_TOKENS,
@@ -195,7 +195,7 @@ def events_of(response: Any) -> Iterator[Any]:
 
 
 def computed_tokens(port: int) -> int:
-    """Prompt tokens that a node has computed."""
+    """Prompt tokens that the node at this port has computed itself."""
     return sum(int(float(count)) for count in COMPUTED.findall(get(port, "/metrics", 5.0)))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of StrataKV on this machine: started, looked after, asked and ended.
 
-What two_engines.py and cluster.py share. Needs nothing but an installed StrataKV.
+The part that two_engines.py and cluster.py share. Needs nothing but an installed StrataKV.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ STRAIGHT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STORY = (
     "The lighthouse keeper wrote down every ship that passed, its flag, its course and the "
-    "weather, and in the evening he read the day aloud to nobody. "
+    "weather, and in the evening he read the day aloud to himself. "
 )
 
 
 class Failed(Exception):
-    """Something did not start, or did not answer; in words."""
+    """A program did not start or did not answer; the message says which."""
 
 
 class Told(Exception):
-    """Somebody wants it to end."""
+    """A signal asked for the end of this process."""
 
 
 class Program:
-    """One of them, with its output in a file."""
+    """A program, with its output in a file."""
 
     def __init__(self, name: str, words: list[str], log: Path) -> None:
         self.name = name
@@ -62,15 +62,15 @@ class Program:
             raise Failed("\n".join([f"the {self.name} ended with code {code}:", *lines]))
 
     def wait_for_port(self, port: int) -> None:
-        """Until something listens there."""
+        """Wait until something listens at the port. Raises Failed after START_SECONDS."""
         self._wait(lambda: socket.create_connection((HOST, port), 1.0).close())
 
     def wait_for_health(self, port: int) -> None:
-        """Until it says that it is well."""
+        """Wait until the program reports its health. Raises Failed after START_SECONDS."""
         self._wait(lambda: get(port, "/health", 2.0))
 
     def end(self) -> None:
-        """Ask it to end, and see to it."""
+        """Send SIGTERM; kill the program if it has not ended after END_SECONDS."""
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(END_SECONDS)
@@ -91,33 +91,33 @@ class Program:
 
 
 class Programs(list[Program]):
-    """Those that were started, in the order of their start; their logs are in `folder`."""
+    """The programs in the order of their start; their logs are in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
 
     def start(self, name: str, words: list[str]) -> Program:
-        """One more."""
+        """Start a program, with a log of its own, and add it."""
         with _signals_later():  # or one that runs already would not be in the list
             self.append(Program(name, words, self._folder / f"{name.replace(' ', '-')}.log"))
         return self[-1]
 
     def start_cache_server(self, port: int, data_port: int, cpu_bytes: str) -> None:
-        """A cache server that listens."""
+        """Start a cache server, and wait until it listens at `port`."""
         words = ["cache-server", "--port", str(port), "--data-port", str(data_port)]
         self.start("cache server", [*words, "--cpu-bytes", cpu_bytes]).wait_for_port(port)
 
     def start_engine(
         self, name: str, port: int, model: str | None, cache_port: int, *flags: str
     ) -> Program:
-        """An engine with that cache server below a small slab."""
+        """Start an engine with that cache server below a small slab."""
         words = ["serve", *([] if model is None else [model]), "--host", HOST, "--port", str(port)]
         tiers = ["--kv-offload", f"cpu,grpc://{HOST}:{cache_port}"]
         return self.start(name, [*words, *tiers, "--kv-offload-cpu-bytes", "128MiB", *flags])
 
     def end(self) -> None:
-        """All of them, the last one first: the engines hand over what they have."""
+        """End all programs, the last one first: engines hand their blocks over."""
         for number in SIGNALS:  # it is ending, and a second signal should leave nothing behind
             signal.signal(number, signal.SIG_IGN)
         for program in reversed(self):
@@ -126,7 +126,7 @@ class Programs(list[Program]):
 
 @contextlib.contextmanager
 def programs() -> Iterator[Programs]:
-    """None yet. All are ended, whatever happens."""
+    """A list for programs, empty at first. All in it are ended, whatever happens."""
     with tempfile.TemporaryDirectory(prefix="stratakv-deploy-") as folder:
         started = Programs(Path(folder))
         try:
@@ -168,7 +168,7 @@ def run(work: Callable[[], object]) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many ports that nobody listens at."""
+    """Ports at which no process listens."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -177,7 +177,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def get(port: int, path: str, seconds: float) -> str:
-    """The body of a GET."""
+    """The body of the answer to a GET on this machine, as text."""
     with STRAIGHT.open(f"http://{HOST}:{port}{path}", timeout=seconds) as response:
         body: bytes = response.read()
         return body.decode()

@@ -66,7 +66,7 @@ def parse() -> argparse.Namespace:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """All three, until somebody wants them to end."""
+    """Run all three, until a signal ends them."""
     with programs() as started:
         cache_port, data_port = two_ports(options.cache_port)
         ports = two_ports(options.port)
@@ -118,7 +118,7 @@ def how_to_try(ports: tuple[int, int], cache_port: int) -> str:
 
 
 def demo(ports: tuple[int, int]) -> None:
-    """One prompt, and its continuation by the other engine."""
+    """Ask one engine to complete a prompt, and the other one to go on."""
     text = STORY * 40
     answer = complete("first", ports[0], text)
     wait_shared(ports[0])
@@ -126,7 +126,7 @@ def demo(ports: tuple[int, int]) -> None:
 
 
 def complete(name: str, port: int, prompt: str) -> str:
-    """One completion; says what was found in a cache."""
+    """Ask for a completion; print what was found in a cache."""
     began = time.monotonic()
     body = json.dumps({"prompt": prompt, "max_tokens": 24, "temperature": 0}).encode()
     request = urllib.request.Request(
@@ -153,7 +153,7 @@ def complete(name: str, port: int, prompt: str) -> str:
 
 
 def wait_shared(port: int) -> None:
-    """Until the engine has nothing left to hand to the server."""
+    """Wait until the engine has nothing left to hand to the server."""
     deadline = time.monotonic() + SHARE_SECONDS
     before = 0.0
     while time.monotonic() < deadline:

@@ -22,7 +22,7 @@ from stratakv.engine.models.dtypes import dtype_name
 
 from .tiny_models import VOCAB, greedy_reference, make_model, reference_logits
 
-OUTPUT_TOKENS = 64
+OUTPUT_TOKENS = 40
 BLOCK_SIZE = 8
 GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
 
@@ -174,6 +174,17 @@ def test_greedy_tokens_equal_transformers(checkpoint: Path) -> None:
         assert second.token_ids == expected
         whole_blocks = (len(text) - 1) // BLOCK_SIZE * BLOCK_SIZE
         assert (first.num_cached_tokens, second.num_cached_tokens) == (0, whole_blocks)
+
+
+def test_a_head_that_differs_from_tied_embeddings_is_used(tmp_path: Path) -> None:
+    """config.json says that they are one; transformers 5 takes both as they are stored."""
+    model = make(tmp_path / "model", "llama-grouped-sharded")
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | TIED))
+    text = prompt(5, 40)
+    with running(model) as llm:
+        [answer] = llm.generate([text], GREEDY)
+    assert answer.token_ids == greedy_reference(model, text, OUTPUT_TOKENS)
 
 
 def largest_error(directory: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> float:

@@ -53,7 +53,7 @@ from .stepping import Driver, noted
 
 LARGEST_N = 200
 # In CI each of the first calls, then every fourth. A store takes a while to be opened.
-CI_N, CI_SSD_N = (*range(1, 13), *range(13, 41, 4)), range(1, 41, 16)
+CI_N, CI_SSD_N = (*range(1, 10), *range(10, 41, 8)), range(1, 41, 16)
 FAULTS = ["lookup:error=1", "drop:error=1"] + [
     f"{call}:{way}" for call in ("load", "store")
     for way in ("error=1", "busy=1", "partial=1", "delay=0.2", "hang=1")

@@ -34,8 +34,8 @@ from .random_life import SSD_BASE_BYTES
 from .stepping import noted
 from .threads import check_threads
 
-TREES = {"ci": 36, "long": 10_000}
-TREES_OF_OTHER_PROCESSES = {"ci": 3, "long": 1_000}
+TREES = {"ci": 24, "long": 10_000}
+TREES_OF_OTHER_PROCESSES = {"ci": 2, "long": 1_000}
 PARTS = 6  # so that a failing tree does not hide the others
 RATES = (0.0, 0.1, 1.0)
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 8  # of `small_llama`: K and V, layers, heads, head size, float64

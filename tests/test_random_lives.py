@@ -25,12 +25,12 @@ from .random_wishes import OUTPUT_TOKENS, World, penalised_reference
 from .stepping import noted
 from .tiny_models import VOCAB, greedy_reference
 
-LIVES = 25
+LIVES = 16
 # Of steps that overlap, in tests of so many.
-OVERLAPPING_LIVES, LIVES_A_TEST = 300, 15
-LIVES_OF_OTHER_PROCESSES = 12
-GROUPED_LIVES = 8
-STATE_LIVES = 6
+OVERLAPPING_LIVES, LIVES_A_TEST = 120, 15
+LIVES_OF_OTHER_PROCESSES = 8
+GROUPED_LIVES = 5
+STATE_LIVES = 4
 # Some lives are over before the worker was to die in them.
 LIVES_TO_DIE_IN = 8
 

@@ -41,7 +41,7 @@ FAULT_SECONDS = 0.6
 # Between two rounds of a loop that is over when the server has noticed something, or by the clock.
 PAUSE_SECONDS = 0.05
 # Faults in CI, and in a long run.
-FAULTS, DRILL_ROUNDS, LAYOUTS = (4, 200), (15, 1500), (1, 5)
+FAULTS, DRILL_ROUNDS, LAYOUTS = (4, 200), (8, 1500), (1, 5)
 
 DRILLS = (
     "remote:lookup:error=0.2,remote:load:error=0.2,remote:store:error=0.2,remote:load:miss=0.3,"

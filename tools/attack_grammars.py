@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four clients send hostile grammars to a server for a while; what do the others get of it?
+"""Four clients send hostile grammars to a server for a while; what do the other clients get?
 
     .venv/bin/python tools/attack_grammars.py --seconds 600 [--backend xgrammar] [--one-tenant]
 
 It starts `stratakv serve` on the embedded model. One honest client reads streams: alone, beside
 clients without grammars, and beside the attack. Another asks every few seconds for an answer to a
-schema that nobody has asked for before. At the end no schema may be refused, and no process and no
+schema that is new each time. At the end no schema may be refused, and no process and no
 thread may be left that was not there before. Prints JSON; the exit status is 1 where something is
 not kept.
 
@@ -45,7 +45,7 @@ Grammar = dict[str, Any]
 
 
 def hostile_grammars(number: int) -> dict[str, Grammar]:
-    """Sixty, by name, which nobody has asked for before where the number is a new one."""
+    """Sixty hostile grammars by name; each `number` gives other ones, which no cache has."""
     made: dict[str, Grammar] = {}
     for kind in (_regexes, _schemas, _rules, _choices):
         for name, grammar in kind(number):
@@ -127,7 +127,7 @@ def _choices(number: int) -> Iterator[tuple[str, Grammar]]:
 
 
 def honest_schema(number: int) -> Grammar:
-    """As a program asks for an answer."""
+    """A schema such as programs ask for, another for each number."""
     names = {f"field_{number}": {"type": "integer"}, "kind": {"enum": ["a", "b"]}}
     schema = {"type": "object", "properties": names, "required": list(names)}
     return {"json": schema | {"additionalProperties": False}}
@@ -167,7 +167,7 @@ class Served:
             connection.close()
 
     def waits(self, is_over: Callable[[], bool]) -> Iterator[float]:
-        """Of one stream after the other, the seconds between tokens."""
+        """The seconds between tokens, of one stream after the other."""
         while not is_over():
             connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)
             fields = {"prompt": "On and on", "stream": True, "max_tokens": 1500}
@@ -186,7 +186,7 @@ class Served:
             connection.close()
 
     def threads_and_processes(self) -> tuple[int, list[int]]:
-        """Of the server and all that it has started: threads together, and process ids."""
+        """The number of threads of the server and all that it has started, and the process ids."""
         found, left = [], [self.process.pid]
         while left:
             pid = left.pop()
@@ -197,7 +197,7 @@ class Served:
         return sum(len(_files(f"/proc/{pid}/task")) for pid in found), sorted(found)
 
     def stop(self) -> bool:
-        """Whether it ended by itself, and everything with it."""
+        """Stop the server; whether it ended by itself, and everything with it."""
         _, pids = self.threads_and_processes()
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -232,7 +232,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def _beside_free_requests(served: Served, seconds: float) -> list[float]:
-    """What the reader waits between tokens beside as many clients that ask without grammars."""
+    """The reader's seconds between tokens beside as many clients that ask without grammars."""
     end = time.monotonic() + seconds
 
     def ask(client: int) -> None:
@@ -250,7 +250,7 @@ def _beside_free_requests(served: Served, seconds: float) -> list[float]:
 
 
 def attack(served: Served, seconds: float, one_tenant: bool) -> dict[str, Any]:
-    """The figures."""
+    """Attack the server for so many seconds; the figures."""
     alone_until = time.monotonic() + min(ALONE_SECONDS, seconds)
     served.ask({"structured_outputs": honest_schema(10**6), "max_tokens": 64}, "honest")
     alone = list(served.waits(lambda: time.monotonic() > alone_until))

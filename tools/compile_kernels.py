@@ -51,14 +51,14 @@ NEEDS_TARGET = 90  # where a configuration's `needs` are looked for
 
 
 def declared() -> Iterator[Any]:
-    """The shipped configurations, which `kernels/shipped.py` lists."""
+    """The configurations that the package ships, as `kernels/shipped.py` lists them."""
     from stratakv.kernels.shipped import shipped_configurations
 
     yield from shipped_configurations()
 
 
 def read_from(path: Path) -> Iterator[Any]:
-    """Those of one file that is no part of the package."""
+    """The configurations of one file that is no part of the package."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise SystemExit(f"expected a Python file, got {path}")
@@ -68,10 +68,10 @@ def read_from(path: Path) -> Iterator[Any]:
 
 
 def compile_for(configuration: Any, target: int) -> tuple[dict[str, Any], bytes]:
-    """What the compiler says, and the machine code.
+    """Compile a configuration: the figures of the compiler, and the machine code.
 
-    Of the configuration itself it has warps and the work of a tile, so that a reader of the table
-    needs nothing else."""
+    The figures have its warps and the work of a tile too, so that a reader of the table needs
+    nothing else."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -111,7 +111,7 @@ def compile_for(configuration: Any, target: int) -> tuple[dict[str, Any], bytes]
 
 
 def side_by_side(target: int, registers: int, shared_bytes: int, num_warps: int) -> int:
-    """How many programs a multiprocessor of this target has room for."""
+    """The number of programs that a multiprocessor of this target has room for."""
     of_a_thread = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
     return min(
         REGISTERS // (of_a_thread * 32 * num_warps),
@@ -122,7 +122,7 @@ def side_by_side(target: int, registers: int, shared_bytes: int, num_warps: int)
 
 
 def table_of(version: str) -> Path:
-    """Where the resources by this Triton are kept."""
+    """The file of the resources by this version of Triton."""
     pinned = PINNED.search((ROOT / "constraints.txt").read_text())
     if pinned is None or pinned[1] == version:
         return TABLE
@@ -139,7 +139,7 @@ def _number(pattern: str, log: str) -> int:
 def faults(
     configuration: Any, target: int, found: dict[str, Any], mnemonics: set[str]
 ) -> Iterator[str]:
-    """What is wrong with one result, one sentence each."""
+    """Faults of one result, one sentence each."""
     if found["registers"] > MAX_REGISTERS:
         yield f"expected at most {MAX_REGISTERS} registers, got {found['registers']}"
     if found["spilled_bytes"]:
@@ -159,7 +159,7 @@ def faults(
 
 
 def worse(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """In what one result costs more than the table says, one sentence each."""
+    """Costs of a result that exceed those of the table, one sentence each."""
     if after["programs"] < before["programs"]:
         yield (
             f"expected room for {before['programs']} programs on a multiprocessor as before, "

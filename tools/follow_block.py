@@ -55,7 +55,7 @@ class Follower:
         sys.setprofile(self._hear)
 
     def close(self) -> None:
-        """Hear no more, and start no thread that does."""
+        """Note no more calls, and start no thread that notes them."""
         self.is_on = False
         threading.setprofile(None)
         sys.setprofile(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows three ways through the code as a reader would, and counts how often he changes files.
+"""Follows three ways through the code as a reader would, and counts how often the file changes.
 
     python tools/follow_walks.py                the counts, and the files in the order of reading
     python tools/follow_walks.py chat --list    the functions too, of one of them
@@ -53,7 +53,7 @@ WAIT_SECONDS = 60.0
 
 @dataclass(slots=True)
 class Call:
-    """One call of a function of ours, with those made in it."""
+    """A call of a function of ours, with those made in it."""
 
     file: str
     name: str = ""
@@ -62,13 +62,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """One way through the code: where it begins, what is followed, and what makes it happen."""
+    """A way through the code: its roots, what is followed, and what makes it happen."""
 
     roots: tuple[tuple[str, str], ...]  # files and functions, in the order of reading
     followed: tuple[str, ...]  # files and folders
     doors: tuple[str, ...]
     happen: Callable[[Follower], None]
-    apart: tuple[str, ...] = ()  # neither, in a folder that is
+    apart: tuple[str, ...] = ()  # neither, in a followed folder
     end: tuple[str, str] = ("", "")  # what it leads to: the last function that is opened
     is_wanted: Callable[[FrameType], bool] = lambda _: True  # calls of the roots that count
     opens_once: bool = True
@@ -91,7 +91,7 @@ class Follower:
         sys.setprofile(self._hear)
 
     def close(self) -> None:
-        """Hear no more, and start no thread that does."""
+        """Note no more calls, and start no thread that notes them."""
         threading.setprofile(None)
         sys.setprofile(None)
 
@@ -166,8 +166,8 @@ def stays(walk: Walk, calls: Sequence[Call]) -> list[tuple[str, list[str]]]:
 
 
 def _let_in(follower: Follower) -> None:
-    """Have a request's blocks in the tier alone, then let it in. Raises RuntimeError where they did
-    not come from the tier."""
+    """Bring a request's blocks into the tier alone, then let it in. Raises RuntimeError where they
+    did not come from the tier."""
     from stratakv.engine import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -196,7 +196,7 @@ def _is_followed_request(frame: FrameType) -> bool:
 
 
 def _command(*words: str) -> None:
-    """One run of the command line in this process."""
+    """Run the command line once, in this process."""
     from stratakv.engine.cli.main import main as command_line
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -240,7 +240,7 @@ def _chat(follower: Follower) -> None:
 
 
 def _open_store(follower: Follower) -> None:
-    """One command whose engine is in this process, with an SSD tier."""
+    """Run a command whose engine is in this process, with an SSD tier."""
     with tempfile.TemporaryDirectory() as folder:
         tiers = ["--kv-offload", "cpu,ssd", "--kv-offload-cpu-bytes", "16MiB"]
         disk = ["--kv-offload-ssd-path", folder, "--kv-offload-ssd-bytes", "64MiB"]

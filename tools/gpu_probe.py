@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first thing on a machine with a GPU: what is there, and whether its simplest calls work.
+"""Probes a machine with a GPU: what is there, and whether its simplest calls work.
 
     python tools/gpu_probe.py --json FILE [--lock-gib N] [--rehearse]
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
-# Page-locked in all, a part in each way of locking, beside the 128 MiB of the copies. The first
+# GiB to lock in all, a part in each way of locking, beside the 128 MiB of the copies. The first
 # touch of a virtual machine's memory may run at 1 GB/s.
 LOCKED_GIB, TINY_GIB, MOST_GIB = 1.0, 1 / 32, 1024.0
 PIECES = (256 << 20, 64 << 20)  # the slab's own, and the next thing to try where it fails
@@ -44,7 +44,7 @@ MODULES = (
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that matter here and are installed."""
+    """Versions of the packages that matter here, or that one is not installed."""
     found = {}
     for name in PACKAGES:
         try:
@@ -70,7 +70,7 @@ def imports() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """What decides about page-locking beside the driver."""
+    """Properties of the machine that decide about page-locking, beside the driver."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {
         "python": platform.python_version(),
@@ -85,7 +85,7 @@ def machine() -> dict[str, Any]:
 
 
 def text_of(path: str) -> str:
-    """What a file of the kernel says."""
+    """The text of a file of the kernel, or why there is none."""
     try:
         return Path(path).read_text().strip()
     except OSError as error:
@@ -130,7 +130,7 @@ def one_kernel() -> dict[str, Any]:
 
 
 def both_names() -> dict[str, str]:
-    """What takes a device, with `cuda` and with `cuda:0`."""
+    """Try all classes that take a device, with `cuda` and with `cuda:0`."""
     import torch
 
     from stratakv.connector.device.cuda_copy_runtime import TorchRuntime
@@ -234,7 +234,7 @@ def unlock(address: int, num_bytes: int, piece: int) -> None:
 
 
 def checks(lock_gib: float, *, is_rehearsal: bool) -> dict[str, Callable[[], Any]]:
-    """By name, in the order in which they run."""
+    """Checks by name, in the order in which they run."""
     found: dict[str, Callable[[], Any]] = {
         "versions": versions,
         "machine": machine,

@@ -49,7 +49,7 @@ OK, WRONG, FAILED, LEFT_OUT = "ok", "wrong", "failed", "left out"
 
 @dataclass
 class Check:
-    """One line: `wrong` is another token than it must be, `failed` is everything else."""
+    """A line: `wrong` is another token than it must be, `failed` is everything else."""
 
     name: str
     result: str
@@ -66,7 +66,7 @@ class Report:
     seconds: dict[str, Any] = field(default_factory=dict)
 
     def add(self, name: str, result: str, said: object = "") -> None:
-        """A check that is done."""
+        """Add a check that is done, print it and write the file."""
         self.checks.append(Check(name, result, str(said)))
         print(f"{result:8}  {name}{f': {said}' if str(said) else ''}", flush=True)
         self.write()
@@ -91,19 +91,19 @@ class Report:
             self.add(name, FAILED, f"{type(error).__name__}: {words}")
 
     def equal(self, name: str, got: Answers, expected: Answers) -> None:
-        """The tokens must be the same."""
+        """Check that the tokens are the same."""
         near = agreed(got, expected)
         total = sum(map(len, expected.tokens))
         said = f"{near} of {total} tokens"
         self.add(name, OK if got.tokens == expected.tokens else WRONG, said)
 
     def near(self, name: str, got: Answers, expected: Answers) -> None:
-        """Many of the tokens should be the same."""
+        """Check that LEAST_NEAR of the tokens agree, up to the first that differs."""
         near, total = agreed(got, expected), sum(map(len, expected.tokens))
         self.add(name, OK if near >= LEAST_NEAR * total else FAILED, f"{near} of {total} tokens")
 
     def found(self, tier: str, answers: Answers, name: str) -> None:
-        """The prompts were loaded out of that tier."""
+        """Check that LEAST_FOUND of the prompts' tokens came out of that tier."""
         got, most = answers.found[tier], FOUND_TOKENS * len(answers.tokens)
         said = f"{got} of {most} tokens, of all places {dict(answers.found)}"
         self.add(name, OK if got >= LEAST_FOUND * most else FAILED, said)
@@ -111,7 +111,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one engine to all prompts, in order."""
+    """The answers of one engine to all prompts, in order."""
 
     tokens: list[list[int]]
     found: Counter[str]  # tokens of the prompts that were not computed, by place
@@ -147,7 +147,7 @@ def make_prompts(count: int) -> list[list[int]]:
 
 
 def ask(llm: LLM, prompts: Sequence[list[int]], answer_tokens: int) -> Answers:
-    """One prompt after the other, so that every engine computes the same batches."""
+    """Ask one prompt after the other, so that every engine computes the same batches."""
     params = SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True)
     answers = Answers([], Counter(), [], [])
     for prompt in prompts:

@@ -64,7 +64,7 @@ class House:
     stamps: list[str] = field(default_factory=list)
 
     def numbers(self) -> dict[str, int]:
-        """Every count that has a limit."""
+        """Every count that has a limit, by the name of its limit."""
         found = {name: len(each) for name, each in self.findings.items()}
         return found | {"stamps": len(self.stamps), "words": len(self.words)} | self.sizes
 

@@ -68,12 +68,12 @@ class Module:
         return self.path.startswith(FLOORS) and not self.path.startswith(APART)
 
     def of_kind(self, *kinds: type[Node]) -> Iterator[Node]:
-        """Its nodes of these types, at any depth."""
+        """The nodes of these types in the module, at any depth."""
         return (node for node in self.nodes if isinstance(node, kinds))
 
 
 def read_module(root: Path, path: str) -> Module:
-    """The file at `path` below `root`. Raises SyntaxError."""
+    """Read and parse the file at `path` below `root`. Raises SyntaxError."""
     text = (root / path).read_text(encoding="utf-8")
     tree = ast.parse(text, path)
     return Module(path, text, tree, tuple(ast.walk(tree)))
@@ -154,7 +154,7 @@ def floating_comments(module: Module) -> Iterator[str]:
 
 
 def documented(module: Module) -> Iterator[tuple[Definition, str]]:
-    """Functions and classes with their docstrings."""
+    """Functions and classes that have docstrings, and the docstrings of these."""
     for node in module.of_kind(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):
         if docstring := ast.get_docstring(node):
             yield node, docstring
@@ -179,7 +179,7 @@ def short_docstrings(module: Module) -> Iterator[str]:
 
 
 def people(module: Module) -> Iterator[str]:
-    """Each word of PEOPLE, in code, strings and comments."""
+    """Each use of a word of PEOPLE, in code, strings and comments."""
     for number, line in enumerate(module.text.splitlines(), 1):
         for _ in PEOPLE.finditer(line):
             yield f"{module.path}:{number} {line.strip()}"
@@ -223,13 +223,13 @@ def family(name: str, bases: dict[str, str], known: set[str]) -> str:
 
 
 def repeated_names(files: Sequence[Module]) -> list[str]:
-    """File names that stand in two folders or more."""
+    """File names that stand in two folders or more, with counts."""
     counted = Counter(Path(module.path).name for module in files)
     return [f"{name}: {times} times" for name, times in sorted(counted.items()) if times > 1]
 
 
 def full_folders(files: Sequence[Module]) -> list[str]:
-    """Folders with more than FULL_MODULES modules of their own."""
+    """Folders with more than FULL_MODULES modules of their own, with counts."""
     counted = Counter(Path(module.path).parent.as_posix() for module in files)
     return [f"{name}/: {size} modules" for name, size in counted.items() if size > FULL_MODULES]
 

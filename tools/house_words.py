@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What carries a name."""
+    """The kind of code that carries a name."""
 
     MODULE = "module"
     CLASS = "class"
@@ -41,7 +41,7 @@ def words_of(identifier: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One word of the table. Its folders stand for their mirrors below tests/ too."""
+    """A word of the table. Its folders stand for their mirrors below tests/ too."""
 
     pattern: str
     better: str

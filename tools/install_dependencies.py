@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 def requirements(extras: Sequence[str], project: dict[str, object]) -> Iterator[str]:
-    """Those of the project and of these extras, which may name others of the project's."""
+    """Requirements of the project and of these extras, which may name others of the project's."""
     optional = project["optional-dependencies"]
     assert isinstance(optional, dict)
     listed = [project["dependencies"], *(optional[extra] for extra in extras)]

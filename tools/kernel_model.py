@@ -69,7 +69,7 @@ KV_HEADS = 8
 
 
 class Prediction(NamedTuple):
-    """Of one kernel on one device; cycles of a multiprocessor for one tile."""
+    """The prediction of one kernel on one device; cycles of a multiprocessor for one tile."""
 
     cycles: dict[str, float]
     useful: float  # of the resource that the kernel should be limited by: bytes, or products
@@ -85,7 +85,7 @@ class Prediction(NamedTuple):
 
     @property
     def worst(self) -> float:
-        """The share if none do."""
+        """The share of that resource's rate if no terms overlap."""
         return self.useful / sum(self.cycles.values())
 
 
@@ -109,7 +109,7 @@ def predict(name: str, found: dict[str, Any], device: str) -> Prediction:
 
 
 def _tensor_cycles(instruction: str, count: int) -> float:
-    """What the products of one warp take. "HGMMA.64x128x16" is of four warps together, and of
+    """The cycles of one warp's products. "HGMMA.64x128x16" is of four warps together, and of
     "HMMA.16816" the last two sizes are 8 and 16."""
     mnemonic, shape = instruction.split(".")
     if mnemonic == "HGMMA":
@@ -121,8 +121,8 @@ def _tensor_cycles(instruction: str, count: int) -> float:
 
 
 def used(name: str, found: dict[str, Any], requests: int, tokens: int) -> tuple[int, float]:
-    """Into how many splits contexts are cut, and the share of its time that a device full of
-    programs would be at work, by the waves that they run in."""
+    """The number of splits that contexts are cut into, and the share of its time that a device full
+    of programs would be at work, by the waves that they run in."""
     _, pool, head_dim, *_ = name.split(".")
     element = {"fp8e4nv": 1, "bf16": 2, "fp16": 2, "fp32": 4}[pool]
     tile = found["tile_bytes"] // (2 * int(head_dim[1:]) * element)  # tokens, K and V of each
@@ -180,7 +180,7 @@ def report(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def read_rows(table: Path, patterns: tuple[str, ...] = USUAL) -> dict[str, dict[str, Any]]:
-    """What the table says of sm_90, of the kernels that match and whose tiles are known."""
+    """Rows of the table for sm_90, of the kernels that match and whose tiles are known."""
     configurations = json.loads(table.read_text())["configurations"]
     found = {
         name: row[TARGET]

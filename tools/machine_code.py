@@ -50,7 +50,7 @@ class Instruction(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """What one thread loads or stores."""
+        """The bits that one thread loads or stores; 32 without a width."""
         return next((_WIDTHS[part] for part in self.opcode.split(".") if part in _WIDTHS), 32)
 
 
@@ -105,7 +105,7 @@ def read(printed: str, lengths: Sequence[int]) -> list[list[Instruction]]:
 
 
 def passes(code: Sequence[Instruction]) -> list[dict[str, Any]]:
-    """One pass of each inner loop that does the work, in the order of the code."""
+    """The passes of the inner loops that do the work, one of each, in the order of the code."""
     ends: dict[int, int] = {}  # by the first instruction of a loop
     for index, one in enumerate(code):
         if one.leads_to is not None and one.leads_to < index:
@@ -154,7 +154,7 @@ def _shared_words(one: Instruction) -> int:
 
 
 def worse(before: Sequence[Any], after: Sequence[Any]) -> Iterator[str]:
-    """In what the passes of a kernel cost more than they did, one sentence each."""
+    """Costs of a kernel's passes that exceed the earlier ones, one sentence each."""
     if len(before) != len(after):
         yield f"expected {len(before)} inner loops, got {len(after)}"
         return
@@ -174,7 +174,7 @@ def worse(before: Sequence[Any], after: Sequence[Any]) -> Iterator[str]:
 
 
 def _narrower(old: dict[str, int], new: dict[str, int], where: str) -> Iterator[str]:
-    """Whether less goes through the widest accesses of a kind than did."""
+    """A sentence for each kind whose widest accesses carry less than they did."""
     for kind in sorted({key.partition(".")[0] for key in old}):
         widest = max(_bits(kind, old))
         if _carried(kind, new, widest) < _carried(kind, old, widest):
@@ -182,7 +182,7 @@ def _narrower(old: dict[str, int], new: dict[str, int], where: str) -> Iterator[
 
 
 def _bits(kind: str, memory: dict[str, int]) -> dict[int, int]:
-    """How many accesses of a kind there are, by their width."""
+    """The number of accesses of a kind, by their width in bits."""
     parts = ((*key.split("."), count) for key, count in memory.items())
     return {int(bits): count for name, bits, count in parts if name == kind}
 

@@ -48,7 +48,7 @@ Source = Callable[[str], str]
 
 
 def record(host: str, source: Source, version: str, origin: str) -> dict[str, Any]:
-    """All of it. `source` gives the text of a file."""
+    """The record of one host. `source` gives the text of a file."""
     classes: dict[str, Any] = {}
     for path, names in CLASSES[host].items():
         found = {
@@ -114,7 +114,7 @@ def _arguments(tree: ast.Module, name: str) -> list[list[str]]:
 
 
 def _open(host: str, place: Path) -> tuple[Source, str] | None:
-    """How a file of the host's is read there, and the version; None where it is not there."""
+    """A reader of the host's files at this place, and the version; None where it is not there."""
     if place.suffix == ".whl":
         if not place.name.startswith(host + "-"):
             return None

@@ -76,7 +76,7 @@ CALLS = {OFFLOAD + "tiering/factory.py": "tier_cls", OFFLOAD + "tiering/manager.
 
 
 def record(source: Callable[[str], str], version: str, origin: str) -> dict[str, Any]:
-    """All of it. `source` gives the text of a file."""
+    """The record of one version. `source` gives the text of a file."""
     return {
         "version": version,
         "taken_from": origin,
@@ -172,7 +172,7 @@ def _keywords(tree: ast.Module, name: str) -> list[list[str]]:
 
 
 def _open(place: Path) -> tuple[Callable[[str], str], str]:
-    """How a file of vLLM's is read there, and the version."""
+    """A reader of vLLM's files at this place, and the version."""
     if place.suffix == ".whl":
         wheel = zipfile.ZipFile(place)
         version = place.name.split("-")[1]

@@ -72,7 +72,6 @@ def build() -> Path:
 
 
 def package_path() -> Path:
-    """The folder that the package is imported from."""
     return PLACE / "path"
 
 

@@ -155,7 +155,7 @@ def load_checkpoint(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Indented JSON, complete or absent."""
+    """Write indented JSON into a file, which is either complete or absent."""
     text = json.dumps(content, indent=2) + "\n"
     write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
@@ -173,7 +173,7 @@ def export(out: Path, model: Llama, tokenizer: Tokenizer) -> None:
 
 
 def encode(tokenizer: Tokenizer, documents: list[corpus.Document]) -> Tensor:
-    """One stream of all documents, with the end token before, between and after them."""
+    """Encode all documents as one stream, with the end token before, between and after them."""
     end = corpus.end_id(tokenizer)
     encoded = tokenizer.encode_batch([d.text for d in documents])
     return torch.tensor([end] + [i for e in encoded for i in (*e.ids, end)], dtype=torch.int32)
@@ -265,7 +265,7 @@ def train(
 def progress_line(
     state: dict[str, float], length: int, loss: float, speed: float, budget: float
 ) -> str:
-    """One line for the log."""
+    """A line of the log: counters, loss, speed and the time left."""
     left = max(0.0, budget - state["elapsed"]) / 60
     return (
         f"step {state['steps']:.0f} length {length} loss {loss:.3f} "

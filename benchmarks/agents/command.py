@@ -30,16 +30,16 @@ SHORT: Mapping[str, tuple[float, float]] = {
     "grep": (0.2, 1.0), "read": (0.3, 1.2), "edit": (0.5, 2.0),
 }  # fmt: skip
 LONG: Mapping[str, tuple[float, float]] = {"test": (5.0, 60.0), "build": (10.0, 40.0)}
-TIER_POOLS = 4  # of the pool's blocks, those that the tier holds
-# The pool that the gates are of: a fifth of what all jobs together write.
+TIER_POOLS = 4  # the tier's blocks over the pool's
+# Blocks of the pool that the gates apply to: a fifth of all blocks that the jobs write.
 GATED_BLOCKS = 2500
-TRACE_SHARE = 0.05  # of a recorded trace's blocks, those that the pool holds
+TRACE_SHARE = 0.05  # the pool's blocks over the distinct blocks of a recorded trace
 NO_WORSE = Gate(most=1.02)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is done."""
+    """The size of a run: seeds, jobs and pools."""
 
     seeds: int
     jobs: int
@@ -61,7 +61,7 @@ class Scene:
     tier_blocks: int
 
     def gates(self) -> dict[str, Gate]:
-        """What each ratio is promised to be."""
+        """The gate of each ratio, by the ratio's name."""
         if self.has_long_tools:
             return dict.fromkeys(("recomputed", "reloaded", "ttft_p99"), NO_WORSE)
         if self.tier_blocks:
@@ -70,7 +70,7 @@ class Scene:
 
 
 def compare(runs: Sequence[Sequence[Job]], scene: Scene) -> dict[str, Any]:
-    """What both policies made of the same jobs, run by run, and the ratios."""
+    """Figures of both policies on the same jobs: sums of tokens, times of each run, and ratios."""
     found: list[list[Outcome]] = []
     for jobs in runs:
         simulations = [
@@ -143,7 +143,7 @@ def _longest(jobs: Sequence[Job]) -> int:
 
 
 def print_agents(report: Report) -> None:
-    """The table that a person reads."""
+    """Print the table of all scenes."""
     rows = []
     for name, figures in report.figures["scenes"].items():
         tokens, ratios = figures["tokens"], figures["ratios"]

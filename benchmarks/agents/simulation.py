@@ -55,14 +55,14 @@ STEP_SECONDS = 0.010
 TOKEN_SECONDS = 0.0001
 BLOCK_SECONDS = 2 * 2**20 / 25e9
 _TOKEN = 7
-SCALE = 512 // BLOCK_SIZE  # of recorded traces, whose blocks have 512 tokens
-MOST_TURNS = 40  # of a recorded session
+SCALE = 512 // BLOCK_SIZE  # a recorded trace has blocks of 512 tokens
+MOST_TURNS = 40  # that are read of a recorded session
 _GROUP = (0).to_bytes(2, "little")
 
 
 class Turn(NamedTuple):
-    """Tokens of the answer, and how long the tool behind it takes. The prompt is what was read and
-    written before and as many new tokens; or `prompt`, where that is recorded."""
+    """The length of an answer, and the seconds of the tool call after it. The prompt is the text so
+    far and `new_tokens` random tokens; or `prompt`, where a trace records it."""
 
     new_tokens: int
     output_tokens: int
@@ -79,31 +79,31 @@ class Turn(NamedTuple):
 
 
 class Job(NamedTuple):
-    """An agent at work: it arrives, and one turn follows another."""
+    """The job of one agent: its arrival, and turns that follow each other."""
 
     job_id: str
     arrival_seconds: float
-    prefix: Sequence[int]  # that many jobs share
+    prefix: Sequence[int]  # other jobs may begin with it too
     turns: Sequence[Turn]
 
 
 @dataclass
 class Outcome:
-    """What a run came to."""
+    """The results of one run."""
 
     prompt_tokens: int = 0
-    recomputed_tokens: int = 0  # of those, what the turn before had computed, in whole blocks
-    reloaded_tokens: int = 0  # that came from the tier
+    recomputed_tokens: int = 0  # computed by the turn before too, in whole blocks
+    reloaded_tokens: int = 0  # loaded from the tier
     first_token_seconds: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
     def p99(self) -> float:
-        """Seconds to the first token."""
+        """The 99th percentile of the seconds to the first token."""
         return float(np.percentile(self.first_token_seconds, 99))
 
 
 class Clock:
-    """Stands still until it is set."""
+    """Takes the place of `time`; stands still until `now` is set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -124,7 +124,7 @@ class ListedTier(KVConnectorScheduler, StoresAhead):
         self._loads: deque[tuple[float, LoadReport]] = deque()
 
     def due_at(self) -> float | None:
-        """When the next load ends."""
+        """The time at which the oldest load ends; None without loads."""
         return self._loads[0][0] if self._loads else None
 
     def get_matched_tokens(
@@ -190,8 +190,8 @@ class ListedTier(KVConnectorScheduler, StoresAhead):
 
 
 def make_jobs(seed: int, count: int, tools: dict[str, tuple[float, float]]) -> list[Job]:
-    """Jobs that come at random, a third of them with one of two prefixes; each tool takes between
-    so many seconds."""
+    """Jobs that arrive at random, two thirds of them with one of two shared prefixes. The range of
+    each tool's seconds is in `tools`."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(1, 50_000) for _ in range(512)] for _ in range(2)]
     jobs, now = [], 0.0
@@ -214,7 +214,7 @@ def longest_of(job: Job) -> int:
 
 
 def num_shared(text: Sequence[int], prompt: np.ndarray[Any, Any]) -> int:
-    """How many tokens both begin with."""
+    """The number of tokens that `text` and `prompt` have in common from the start."""
     count = min(len(text), len(prompt))
     differ = np.flatnonzero(np.asarray(text[:count], np.int32) != prompt[:count])
     return int(differ[0]) if len(differ) else count
@@ -222,8 +222,8 @@ def num_shared(text: Sequence[int], prompt: np.ndarray[Any, Any]) -> int:
 
 def read_jobs(path: Path) -> list[Job]:
     """The sessions of a recorded trace (JSON Lines with `session_id`, `timestamp` in milliseconds,
-    `hash_ids` and `output_length`, plain or gzip). Each id is one block here; a tool takes as long
-    as lies between two requests of a session. Raises TraceError."""
+    `hash_ids` and `output_length`, plain or gzip). Each id is one block here; a tool takes the time
+    between two requests of its session. Raises TraceError."""
     sessions: dict[str, list[_Recorded]] = {}
     try:
         is_packed = path.name.endswith(".gz")
@@ -270,7 +270,7 @@ def _job(name: str, records: Sequence[_Recorded]) -> Job:
 
 
 class Simulation:
-    """One run of jobs through one engine. `tier_blocks` of 0: without a tier."""
+    """Runs jobs through one engine. `tier_blocks` of 0: without a tier."""
 
     def __init__(self, jobs: Sequence[Job], policy: str, num_blocks: int, tier_blocks: int) -> None:
         self._clock = Clock()
@@ -291,12 +291,13 @@ class Simulation:
         for number, job in enumerate(jobs):
             heapq.heappush(self._events, (job.arrival_seconds, number, job, 0))
         self._texts: dict[str, Sequence[int]] = {job.job_id: job.prefix for job in jobs}
-        self._known = dict.fromkeys(self._texts, 0)  # tokens of those that were computed
+        self._known = dict.fromkeys(self._texts, 0)  # computed tokens of each text
         self._turns: dict[str, tuple[Job, int, Request, int]] = {}
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
-        """To the end of the last job. Raises WrongWork where nothing goes on."""
+        """Run until the last job ends. Raises WrongWork where requests wait for nothing, or where
+        blocks are still held at the end."""
         with self._patched():
             while self._events or self._scheduler.requests:
                 self._take_arrivals()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `stratakv bench cluster` measures, case by case; `command.py` says what each figure counts.
+"""The cases of `stratakv bench cluster`; `command.py` says what each figure counts.
 
-A run that was not answered from where it should be raises WrongWork, and so does a prompt that was
-given other tokens than before.
+A run raises WrongWork where blocks come from another place than its case wants, or where a
+prompt gets other tokens than it got before.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MIB = 2**20
 BLOCK_TOKENS = 16
 # The first token may come out of a ticket; the second one takes the blocks of the prompt.
 OUTPUT_TOKENS = 2
-# Much KV and little to compute, so that bytes are what a link takes its time for. Random weights.
+# Much KV and little to compute, so that a link's time depends on bytes alone. Random weights.
 WIDE_MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096,
     "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 32,
@@ -56,7 +56,7 @@ WIDE_TOKEN_BYTES = 2 * 32 * 4 * 128 * 4
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is done."""
+    """The size of a run."""
 
     pairs: int
     prompt_tokens: int = 3600
@@ -68,7 +68,7 @@ class Scale:
     longs_per_second: float = 0.8
     chat_tokens: tuple[int, int] = (96, 64)  # of prompt and answer
     long_answer_tokens: int = 8
-    step_tokens: int = 512  # most in a step, where inter-token times are measured
+    step_tokens: int = 512  # the limit of a step in `take_itl`
     slab_mib: int = 256  # of each engine that hands over; the cache server has twice as much
 
 
@@ -78,19 +78,19 @@ QUICK = Scale(pairs=1, prompt_tokens=1200, wide_tokens=640, arrival_seconds=2.0,
 
 @dataclass(slots=True)
 class Pairs:
-    """Seconds of both sides of a ratio, pair by pair, and what else was seen."""
+    """Seconds of both sides of a ratio, pair by pair, and further values by name."""
 
     ours: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
     seen: dict[str, list[float]] = field(default_factory=dict)
 
     def see(self, **values: float) -> None:
-        """Beside the ratio."""
+        """Keep values of the current pair that are not part of its ratio."""
         for name, value in values.items():
             self.seen.setdefault(name, []).append(value)
 
     def take(self, count: int, ours: Callable[[int], float], other: Callable[[int], float]) -> None:
-        """So many, who comes first in turn; both once before, uncounted."""
+        """Take `count` pairs, the sides first in turn, after one pair that is not counted."""
         for number in range(count + 1):
             turns = [(ours, self.ours), (other, self.others)]
             for run, taken in reversed(turns) if number % 2 else turns:
@@ -128,7 +128,7 @@ _INCOMPLETE = ("stratakv:handed_over_incomplete_total",)
 
 
 class Watch:
-    """How far some of a node's counters have moved since it was made."""
+    """Increases of some of a node's counters since the watch was made."""
 
     def __init__(self, node: Node, *figures: tuple[str, ...]) -> None:
         self._node, self._figures = node, figures
@@ -158,7 +158,7 @@ def _check_loaded(answer: StreamedAnswer, computed: float) -> None:
 
 
 class Wish(NamedTuple):
-    """A node to be started: its flags, perhaps the only core that it gets."""
+    """A node to be started: flags, model, and the core that it is pinned to, if any."""
 
     words: Sequence[str]
     model: Path = EMBEDDED_MODEL
@@ -166,7 +166,7 @@ class Wish(NamedTuple):
 
 
 def start(stack: ExitStack, scratch: Path, *wishes: Wish) -> list[Node]:
-    """The nodes, all started at once. Raises ServerFailed."""
+    """Start all nodes at once. Raises ServerFailed."""
     common = ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--num-threads", "1"]
 
     def one(wish: Wish) -> Node:
@@ -193,12 +193,13 @@ def hand_over(node: Node, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
 
 
 def second_token(answer: StreamedAnswer) -> float:
-    """Seconds; where one event has two tokens, its own."""
+    """Seconds to the second token; where one event holds both tokens, that event's."""
     return answer.event_seconds[min(1, len(answer.event_seconds) - 1)]
 
 
 def take_handover(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
-    """A prompt through router, prefill node, server and decode node; computed by the latter."""
+    """Pairs of a prompt: through router, prefill node, server and decode node; on the decode node
+    alone."""
     cache = stack.enter_context(open_cache(2 * scale.slab_mib * MIB))
     flags = (*cache.flags(HOST, f"{scale.slab_mib}MiB"), "--num-blocks", "600", "--role")
     roles = (Wish((*flags, "prefill")), Wish((*flags, "decode")))
@@ -293,7 +294,7 @@ def take_push(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
         node.settle()
         return seconds, watch.moved()[0]
 
-    # First as fast as it goes: that is the prefill, and says how many bytes there are.
+    # The first runs have no limit: they give the seconds of the prefill and the number of bytes.
     free = [take(by_chunk, -number) for number in range(1, 4)]
     prefill_seconds, num_bytes = sorted(free)[1]
     link.set_rate(8 * num_bytes / prefill_seconds)
@@ -311,7 +312,7 @@ def take_push(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
 
 
 class Arrival(NamedTuple):
-    """One request of the mix."""
+    """A request of the mix, and when it arrives."""
 
     at_seconds: float
     prompt: list[int]
@@ -319,7 +320,7 @@ class Arrival(NamedTuple):
 
 
 def make_arrivals(scale: Scale, seed: int) -> list[Arrival]:
-    """Short chats, and long prompts now and then: two Poisson processes, each with one at least."""
+    """Short chats and long prompts: two Poisson processes, each with one arrival at least."""
     rng = random.Random(f"arrivals {seed}")
     chats = (scale.chats_per_second, *scale.chat_tokens)
     longs = (scale.longs_per_second, scale.prompt_tokens, scale.long_answer_tokens)

@@ -45,7 +45,7 @@ WHOLE, ONCE = "whole_over_recompute", "computed_once"
 
 
 class Case(NamedTuple):
-    """A ratio, what takes its pairs, and what both sides are called."""
+    """A ratio, the function that takes its pairs, and the names of both sides."""
 
     ratio: str
     take: Callable[[Scale, Path, ExitStack], Pairs]
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, scale: Scale, wanted: Sequence[str]) -> None:
-    """One case after the other, each in processes of its own."""
+    """Take one case after the other, each in processes of its own."""
     plan = asdict(scale) | {"load_average_before": os.getloadavg()}
     report.figures |= {"plan": plan, "pairs": {}, "spreads": {}}
     for case in map(CASES.__getitem__, wanted):
@@ -102,7 +102,7 @@ def measure(report: Report, scale: Scale, wanted: Sequence[str]) -> None:
 
 
 def add_pairs(report: Report, case: Case, pairs: Pairs) -> None:
-    """The ratio, its spread, its limit, and what was seen beside it."""
+    """Add the ratio, its spread, its limit, and the further values of the pairs."""
     report.figures["pairs"][case.ratio] = {
         case.ours: pairs.ours, case.other: pairs.others, "seen": pairs.seen,
     }  # fmt: skip
@@ -120,7 +120,7 @@ def add_pairs(report: Report, case: Case, pairs: Pairs) -> None:
 
 
 def print_cluster(report: Report) -> None:
-    """What a person reads: both sides, ratio, spread, gate."""
+    """Print both sides, ratio, spread and gate of each figure."""
     rows = []
     for name, ratio in report.ratios.items():
         taken = report.figures["pairs"].get(name, {})
@@ -136,7 +136,7 @@ def print_cluster(report: Report) -> None:
 
 
 def plot_cluster(report: Report, path: Path) -> Path:
-    """A bar for each ratio, and what is promised of it."""
+    """Draw a bar for each ratio, with its gate."""
     figure, panels = plots.new_figure(1, 1, 3.4)
     axes, names = panels[0, 0], list(report.ratios)
     met = [name not in GATES or GATES[name].is_met(report.ratios[name]) for name in names]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A link of a known rate between two processes of this machine: a relay of TCP in one of its own.
+"""A link of a known rate between two processes of this machine: a relay of TCP in its own process.
 
-What listens at a port of 127.0.0.1 is reached through the relay at the same port of 127.0.0.2, so
-that ports which a server tells its clients lead through the link too. All connections share one
-token bucket for each direction. Beside it stands a source of bare bytes, in a process of its own:
-what they take through the link is the limit of whatever else goes through it.
+The relay listens at the same ports of 127.0.0.2 as the server at 127.0.0.1, so that ports which a
+server tells its clients lead through the link too. All connections share one token bucket for each
+direction. A source of bare bytes runs in another process: their time through the link is the limit
+of all other traffic through it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ..harness.served import HOST, free_ports
 LINK_HOST = "127.0.0.2"
 PIECE_BYTES = 64 * 1024
 _START_SECONDS = 30.0
-# What was not used may be made up for by so much: a sleep that was too long costs nothing then.
+# Time of this length that went unused is given back: a sleep that was too long costs nothing.
 _BURST_SECONDS = 0.004
 _COUNT_BYTES = 8
 _BITS = 8
 
 
 class Link:
-    """The relay to these ports and the source; a context manager. `bits_per_second` is that of
-    either direction, 0 for as fast as it goes."""
+    """The relay to these ports and the source; a context manager. `bits_per_second` limits each
+    direction; 0 is no limit."""
 
     def __init__(self, ports: Sequence[int], scratch: Path, bits_per_second: float = 0) -> None:
         [self._source_port] = free_ports(1)
@@ -56,14 +56,14 @@ class Link:
         self._stack.close()
 
     def set_rate(self, bits_per_second: float) -> None:
-        """From now on."""
+        """Limit each direction to this rate from now on; 0 is no limit."""
         self.bits_per_second = bits_per_second
         self._relay.send({"bits_per_second": bits_per_second})
         self._relay.read(_START_SECONDS)
 
     def bare_seconds(self, num_bytes: int) -> float:
-        """So many bytes through the link, on one connection, from the request to the last byte.
-        Raises OSError."""
+        """Seconds of `num_bytes` through the link, on one connection, from the request to the last
+        byte. Raises OSError."""
         memory = memoryview(bytearray(PIECE_BYTES))
         with socket.create_connection((LINK_HOST, self._source_port), _START_SECONDS) as sock:
             began = time.perf_counter()
@@ -83,10 +83,10 @@ class Bucket:
     def __init__(self) -> None:
         self.bytes_per_second = 0.0
         self._lock = threading.Lock()
-        self._free_at = 0.0  # monotonic: all that was taken has left by then
+        self._free_at = 0.0  # monotonic: the time at which all bytes taken so far have left
 
     def take(self, num_bytes: int) -> None:
-        """Wait until so many bytes have left."""
+        """Wait until `num_bytes` more have left."""
         with self._lock:
             if not self.bytes_per_second:
                 return
@@ -110,7 +110,7 @@ def _pump(source: socket.socket, sink: socket.socket, bucket: Bucket) -> None:
 
 
 def _carry(near: socket.socket, port: int, up: Bucket, down: Bucket) -> None:
-    """One connection, until both sides have ended it."""
+    """Relay one connection until both sides have ended it."""
     with near:
         try:
             far = socket.create_connection((HOST, port), _START_SECONDS)
@@ -142,7 +142,7 @@ def _accept(listener: socket.socket, serve: Callable[..., None], *more: Any) -> 
 
 
 def main() -> int:
-    """In the child: listen, say so, and obey until the input ends."""
+    """Run the child: listen, report it, and obey orders until the input ends."""
     tell = answerer()
     kind, *ports = sys.argv[1:]
     up, down = Bucket(), Bucket()

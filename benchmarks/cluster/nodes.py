@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of a cluster on one machine: nodes, the router, and the cache server between them.
 
-Blocks go through TCP, as between machines: the server lends nobody its memory. Caches are never
-reset; every request has a salt of its own instead, under which no node has anything.
+Blocks go through TCP, as between machines: the server shares no memory with a node. Caches are
+never reset; each request has its own salt instead, under which no node has blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..harness.served import HOST, Server, ServerFailed, cache_server, free_port
 
 COMPLETIONS = "/v1/completions"
 TICKETS = "kv_transfer_params"
-# What asks a node to hand a prompt over.
+# Fields that ask a node to hand a prompt over.
 HAND_OVER: dict[str, Any] = {TICKETS: {"do_remote_decode": True}}
 _SALTS = itertools.count()
 _REQUEST_SECONDS = 300.0
@@ -43,13 +43,13 @@ class Node(Server):
         super().__init__(command, port, scratch / f"{words[0]}-{port}.log")
 
     def figure(self, name: str, *labels: str) -> float:
-        """The sum of one metric over what has these labels."""
+        """The sum of one metric over the rows that have these labels."""
         text = self._exchange("GET", "/metrics").decode()
         rows = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for shown, value in rows if all(each in shown for each in labels))
 
     def post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A completion, whole. Raises ServerFailed."""
+        """The answer to a completion that is not streamed. Raises ServerFailed."""
         answer: dict[str, Any] = json.loads(self._exchange("POST", COMPLETIONS, body))
         return answer
 
@@ -96,15 +96,15 @@ class Cache(NamedTuple):
     data_port: int
 
     def flags(self, host: str, slab: str) -> list[str]:
-        """Of a node that reaches it at this address. What is handed over is loaded: whether that
-        is quicker than computing is what is measured."""
+        """Flags of a node that reaches the server at this address. The node loads all blocks that
+        are handed over: the benchmark measures whether that is quicker than computing them."""
         tiers = ["--kv-offload", f"cpu,grpc://{host}:{self.port}", "--kv-offload-cpu-bytes", slab]
         return [*tiers, "--kv-offload-load", "always"]
 
 
 @contextmanager
 def open_cache(cpu_bytes: int) -> Iterator[Cache]:
-    """A cache server of so much memory, reached by TCP alone. Raises ServerFailed."""
+    """A cache server with `cpu_bytes` of memory, reached by TCP alone. Raises ServerFailed."""
     [data_port] = free_ports(1)
     flags = ("--data-port", str(data_port), "--no-shared-memory", "--log-level", "warning")
     with cache_server(cpu_bytes, *flags) as server:
@@ -112,7 +112,7 @@ def open_cache(cpu_bytes: int) -> Iterator[Cache]:
 
 
 def open_router(prefill: Sequence[Node], decode: Sequence[Node], scratch: Path) -> Node:
-    """`stratakv route` in front of them."""
+    """`stratakv route` in front of these nodes."""
     words = ["route"]
     for role, nodes in (("--prefill", prefill), ("--decode", decode)):
         words += [word for node in nodes for word in (role, f"http://{HOST}:{node.port}")]
@@ -127,7 +127,7 @@ def body_of(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
 
 @contextmanager
 def pinned(core: int | None) -> Iterator[None]:
-    """Processes that are started meanwhile run on this core alone."""
+    """Pin processes that are started meanwhile to this core; None changes nothing."""
     before = os.sched_getaffinity(0)
     if core is not None:
         os.sched_setaffinity(0, {core})

@@ -2,10 +2,10 @@
 """`stratakv bench core`: how fast the engine names blocks, hands them out and makes up steps.
 
 No model is computed: the real block hasher, cache manager and scheduler do their work, and the
-worker's answers are made up; or the whole engine does, beside a device that is a clock
-(`device.py`). All figures are taken in turn, in as many rounds as there are repeats, so that what
-else the machine does meets them alike; each is the median of its rounds, and a ratio is the median
-of the ratios within a round. Token ids are int32 throughout.
+worker's answers are made up; or the whole engine runs beside a device that is a clock
+(`device.py`). All figures are taken in turn, once a round, so that other work of the machine
+affects them alike; each is the median of its rounds, and a ratio is the median of the ratios
+within a round. Token ids are int32 throughout.
 """
 
 import argparse

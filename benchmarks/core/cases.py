@@ -30,7 +30,7 @@ VOCABULARY = 128_000
 NUM_RUNNING = 256
 NUM_WAITING = 4096
 DECODE_PROMPT_TOKENS = 512
-# Requests of the cycles; enough that the pool has dropped what one left before it comes again.
+# Requests of the cycles: enough that the pool drops the blocks of each before it comes again.
 REQUESTS = 24
 POOL_REQUESTS = 8
 SEED = 11
@@ -49,7 +49,7 @@ class WrongWork(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One figure: `work` does `count` units, after `prepare`, which is not timed."""
+    """The work of a figure: `work` does `count` units, after `prepare`, which is not timed."""
 
     name: str
     unit: str
@@ -64,8 +64,8 @@ def hash_cases(num_tokens: int) -> list[Case]:
     request = Request("hash", tokens, SamplingParams(max_tokens=1))
     ids: list[int] = tokens.tolist()
     count = num_tokens // BLOCK_SIZE
-    # As many bytes as the blocks and their parents have, in one piece; several times, or it would
-    # be over so soon that, unlike the others, it seldom has to share its processor.
+    # The bytes of all blocks and their parents in one piece, `times` over: a shorter run would
+    # share its processor less often than the other cases do.
     times = 8
     raw = times * (request.all_token_ids.tobytes() + bytes(count * DIGEST_BYTES))
 
@@ -119,7 +119,7 @@ def cycle_case(
 
 
 def evicting_case(count: int) -> Case:
-    """The same with nothing cached and a full pool: every block that is taken drops a name."""
+    """The cycle with nothing cached and a full pool: every block that is taken drops a name."""
     rng = np.random.default_rng(SEED)
     requests = cycle([prompt(f"r{i}", _tokens(rng, PROMPT_TOKENS)) for i in range(REQUESTS)])
     manager = _manager(POOL_REQUESTS * PROMPT_BLOCKS)
@@ -138,7 +138,7 @@ def evicting_case(count: int) -> Case:
 
 
 def look_up_cases(count: int) -> list[Case]:
-    """Finding a prefix of 4,096 tokens, and finding that there is none."""
+    """Look-ups of 4,096 tokens that are cached, and of tokens that are not."""
     rng = np.random.default_rng(SEED)
     manager = _manager(2 * PROMPT_BLOCKS)
     known = prompt("known", _tokens(rng, PROMPT_TOKENS))
@@ -169,8 +169,8 @@ def step_case(
     *,
     attention: Sequence[LayerAttention] = ONE_GROUP,
 ) -> Case:
-    """Steps of 256 requests that each get one token, with others waiting; at most `max_steps`
-    in all calls together, or the requests would come to their end."""
+    """Steps of 256 requests that each get one token, with `waiting` others. The requests end after
+    `max_steps` steps in all calls together."""
     decodes = Decodes(waiting, max_steps, attention=attention)
 
     def work() -> None:
@@ -181,12 +181,12 @@ def step_case(
 
 
 def decode_lengths() -> list[int]:
-    """Of the prompts: they differ, so that as many requests begin a block in each step."""
+    """Lengths of the prompts: they differ, so that as many requests begin a block in each step."""
     return [DECODE_PROMPT_TOKENS + i % BLOCK_SIZE for i in range(NUM_RUNNING)]
 
 
 class Decodes:
-    """A scheduler with as many running requests as may run, all of them past their prompts."""
+    """A scheduler with NUM_RUNNING requests, as many as may run, all of them past their prompts."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Decodes:
         attention: Sequence[LayerAttention] = ONE_GROUP,
     ) -> None:
         lengths = decode_lengths()
-        # The step of the prompts gives a token too, and nobody comes to the end.
+        # The step of the prompts gives a token too, and no request may come to its end.
         max_tokens = max_steps + 2
         longest = max(lengths) + max_tokens
         manager = KVCacheManager(
@@ -222,7 +222,7 @@ class Decodes:
         self.step(sum(lengths[:NUM_RUNNING]))
 
     def step(self, num_tokens: int = NUM_RUNNING) -> None:
-        """One `schedule` and the update from what a worker would have answered."""
+        """Run one `schedule` and the update from a worker's made-up answer. Raises WrongWork."""
         scheduled = self.scheduler.schedule()
         outputs = self.scheduler.update_from_output(scheduled, self._sampled)
         done = (scheduled.total_num_scheduled_tokens, len(outputs), self.scheduler.num_running)
@@ -231,7 +231,7 @@ class Decodes:
 
 
 def run_through(manager: KVCacheManager, request: Request) -> int:
-    """One request from look-up to free, with what a step does in between; its cached tokens."""
+    """Take a request from look-up to free, with a step's calls in between; its cached tokens."""
     hits, num_cached = manager.get_computed_blocks(request)
     added = manager.allocate_slots(request, request.num_tokens - num_cached, num_cached, hits)
     if added is None:
@@ -255,7 +255,7 @@ def _tokens(rng: np.random.Generator, count: int) -> TokenArray:
 
 
 def _manager(num_blocks: int, attention: Sequence[LayerAttention] = ONE_GROUP) -> KVCacheManager:
-    """`num_blocks` for each group, so that a pool drops what is as old."""
+    """A manager with `num_blocks` for each group, so that each drops blocks of the same age."""
     return KVCacheManager(
         num_blocks * len(attention) + 1,
         BLOCK_SIZE,

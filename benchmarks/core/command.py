@@ -55,7 +55,7 @@ from .vllm_cases import PEERS, Seconds, VllmPeer, add_peers, interpreter, print_
 
 
 def device_cases(engines: Mapping[str, DeviceSteps]) -> list[Case]:
-    """Whole steps of the engines."""
+    """Whole steps, a case for each engine."""
 
     def stepping(engine: DeviceSteps, count: int) -> Callable[[], None]:
         def work() -> None:
@@ -65,7 +65,7 @@ def device_cases(engines: Mapping[str, DeviceSteps]) -> list[Case]:
 
         return work
 
-    # The others have had their turns: until its queue is as full as it stays, the device was idle.
+    # The device is idle while other cases have their turns: `prepare` fills its queue again.
     return [
         Case(f"device_steps_{name}", "steps/s", _DEVICE_STEPS,
              stepping(engine, _DEVICE_STEPS), stepping(engine, _FILLING_STEPS))
@@ -98,7 +98,7 @@ RATIOS: Mapping[str, tuple[str, str]] = {
     "hash_over_sha256_alone": ("hash", "sha256_alone"),
     "steps_with_waiting_over_without": ("steps_with_waiting", "steps"),
 }
-# comparison → the case with two groups, and that with one; of both, processor seconds
+# comparison → the case with two groups, the case with one; processor seconds of both
 TWO_OVER_ONE: Mapping[str, tuple[str, str]] = {
     "steps": ("steps_two_groups", "steps"),
     "steps_full_and_window": ("steps_full_and_window", "steps"),
@@ -122,7 +122,7 @@ _PANELS = (
 
 @dataclass(slots=True)
 class Rounds:
-    """What one case took, round by round."""
+    """Seconds of one case, round by round."""
 
     wall_seconds: list[float] = field(default_factory=list)
     busy_seconds: list[float] = field(default_factory=list)  # of the thread, on a processor
@@ -166,13 +166,13 @@ def _figures(case: Case, taken: Rounds) -> dict[str, Any]:
         "median": case.count / median(taken.wall_seconds),
         "lowest": case.count / max(taken.wall_seconds),
         "highest": case.count / min(taken.wall_seconds),
-        # Below 1, others had the processor meanwhile, and the rate is lower for it.
+        # Below 1 other programs had the processor meanwhile, which lowers the rate.
         "processor_share": busy,
     }
 
 
 def print_core(report: Report) -> None:
-    """The tables a person reads."""
+    """Print the tables of rates, ratios, the trace and the peer."""
     rows = [
         [
             TITLES.get(name) or PEERS[name].title,
@@ -210,7 +210,7 @@ def plot_core(report: Report, path: Path) -> Path:
 
 HASHED_TOKENS = 2**18
 MAX_REPEATS = 1000
-# How much one timing of each does: some tens of milliseconds.
+# Units of one timing of each case: some tens of milliseconds.
 _CYCLES, _EVICTING, _LOOK_UPS, _STEPS, _DEVICE_STEPS, _FILLING_STEPS = 400, 200, 1000, 50, 20, 2
 _TRACED_STEPS = 100  # of a turn: its records are made and written while it lasts
 
@@ -229,8 +229,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, repeats: int, python: str | None = None) -> None:
-    """Fill the report, with vLLM's core where a Python has it. Raises WrongWork where something did
-    not do what it should, and PeerFailed."""
+    """Fill the report, with vLLM's core where `python` is given. Raises WrongWork where a piece of
+    work did not do what it should, and PeerFailed."""
     with ExitStack() as stack:
         peer = None
         if python is not None:
@@ -243,7 +243,7 @@ def measure(report: Report, repeats: int, python: str | None = None) -> None:
         traced = stack.enter_context(traced_steps((trace_rounds + 1) * TURNS * _TRACED_STEPS))
         if peer is not None:
             cases = with_peers(cases, peer)
-        # As the engine does before its first step: what is there is not looked at again.
+        # The engine does this before its first step: the collector skips all older objects.
         gc.collect()
         gc.freeze()
         try:
@@ -256,7 +256,7 @@ def measure(report: Report, repeats: int, python: str | None = None) -> None:
 
 
 def peer_plan(repeats: int) -> dict[str, Any]:
-    """What the peer must know to do the same."""
+    """The plan by which the peer does the same work."""
     lengths = decode_lengths()
     return {
         "seed": SEED, "vocabulary": VOCABULARY, "token": TOKEN, "block_size": BLOCK_SIZE,
@@ -278,7 +278,7 @@ def with_peers(cases: Sequence[Case], peer: VllmPeer) -> list[Case]:
 
 
 def make_cases(repeats: int) -> list[Case]:
-    """What is measured, ready to be called once to warm up and `repeats` times after it."""
+    """The cases to measure. Each may be called once to warm up and `repeats` times after it."""
     steps = (repeats + 1) * _STEPS
     return [
         *hash_cases(HASHED_TOKENS),

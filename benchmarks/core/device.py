@@ -45,7 +45,7 @@ _MODEL: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
-# The system's timer may be late by so much; the rest is waited for awake.
+# A sleep may end late by so much, so a busy loop takes the rest of the wait.
 _TIMER_SECONDS = 0.0005
 
 
@@ -76,7 +76,7 @@ class ClockedExecutor(InProcessExecutor):
 
 
 class DeviceSteps:
-    """An engine whose requests are all past their prompts; `max_steps` of them do not end."""
+    """An engine whose requests are past their prompts and do not end within `max_steps` steps."""
 
     def __init__(self, model: Path, max_steps: int, *, is_async: bool) -> None:
         max_tokens = max_steps + 4
@@ -103,13 +103,13 @@ class DeviceSteps:
         self.core.step()
 
     def step(self) -> int:
-        """The tokens that came out."""
+        """Make one step; return the number of tokens that came out."""
         return sum(len(output.new_token_ids) for output in self.core.step())
 
 
 @contextmanager
 def device_engines(max_steps: int) -> Iterator[dict[str, DeviceSteps]]:
-    """One that makes each step after the one before, and one that makes it beside it."""
+    """Two engines: `sync` makes each step after the one before, `async` beside it."""
     with TemporaryDirectory(prefix="stratakv-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
         engines = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step trace costs the steps of 256 decodes: the same scheduler with and without it, in
+"""The cost of a step trace for steps of 256 decodes: the same scheduler with it and without, in
 turns.
 
     round     without   with ──── until all is written    without
@@ -54,7 +54,7 @@ class TraceRound:
 
 
 class TracedSteps:
-    """Decodes that a trace follows when it is told to; `max_steps` in all, or they would end."""
+    """Decodes that a trace follows in some turns; they end after `max_steps` steps in all."""
 
     def __init__(self, trace: StepTrace, max_steps: int) -> None:
         self._trace = trace
@@ -68,7 +68,7 @@ class TracedSteps:
         )
 
     def _turn(self, count: int, heard: GuardedObservers | None) -> Spent:
-        # One scheduler for both: the memory of another lies elsewhere, which is 5 % of a step.
+        # One scheduler for all turns: another's memory lies elsewhere, which makes 5 % of a step.
         self._decodes.scheduler._observer = heard
         process, thread = time.process_time(), time.thread_time()
         for _ in range(count):
@@ -91,7 +91,7 @@ def traced_steps(max_steps: int) -> Iterator[TracedSteps]:
 
 
 def take_trace_rounds(steps: TracedSteps, rounds: int, count: int) -> list[TraceRound]:
-    """That many, behind one that is not counted."""
+    """Take `rounds` rounds of `count` steps a turn, after one uncounted round."""
     steps.take_round(count)
     return [steps.take_round(count) for _ in range(rounds)]
 
@@ -111,7 +111,7 @@ def add_trace_ratios(report: Report, rounds: Sequence[TraceRound]) -> None:
 
 
 def print_trace(report: Report) -> None:
-    """The ratios of the trace, and what is promised of the first of them."""
+    """Print the ratios of the trace, and the gate of the first."""
     rows = []
     for name, (low, high) in report.figures["trace"]["quartiles"].items():
         ratio = report.ratios[name]

@@ -23,7 +23,7 @@ START_SECONDS, CASE_SECONDS = 600.0, 300.0
 
 
 class Pair(NamedTuple):
-    """Our case that one of the peer's is held against; how the table calls theirs, and the aim."""
+    """Our case that a case of the peer's is compared with, the title of theirs, and the aim."""
 
     ours: str
     title: str
@@ -39,7 +39,7 @@ PEERS: Mapping[str, Pair] = {
 
 
 class Seconds(NamedTuple):
-    """What a piece of work took by the clock, and of its thread's processor."""
+    """Seconds of a piece of work: by the clock, and of its thread on a processor."""
 
     wall: float
     busy: float
@@ -55,7 +55,7 @@ def interpreter(given: str, flag: str = FLAG) -> str:
 
 
 class VllmPeer(Child):
-    """Does cases of vLLM's; a context manager. Raises ConfigError for what is no program."""
+    """Does vLLM's cases; a context manager. Raises ConfigError where `python` cannot be run."""
 
     def __init__(self, python: str, plan: Mapping[str, Any]) -> None:
         self._python, self._plan = python, plan
@@ -68,12 +68,12 @@ class VllmPeer(Child):
             raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
 
     def close(self) -> None:
-        """End of input ends the child."""
+        """End the child by the end of its input, and remove the folder."""
         super().close()
         self._folder.cleanup()
 
     def start(self) -> dict[str, Any]:
-        """Once: vLLM's version and hash algorithm, when all is ready. Raises PeerFailed."""
+        """Start once; vLLM's version and hash algorithm, when all is ready. Raises PeerFailed."""
         self.send(dict(self._plan))
         try:
             answer = self.read(START_SECONDS)
@@ -85,7 +85,7 @@ class VllmPeer(Child):
             raise PeerFailed(f"{error}: {advice} a Python interpreter that has it") from error
 
     def take(self, case: str, count: int) -> Seconds:
-        """Have `count` units of a case done. Raises PeerFailed."""
+        """Let the child do `count` units of a case; return its seconds. Raises PeerFailed."""
         self.send({"case": case, "count": count})
         return Seconds(**self.read(CASE_SECONDS))
 

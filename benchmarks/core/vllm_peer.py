@@ -19,7 +19,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-# The newest with which all cases were run.
+# The newest version of vLLM with which all cases were run.
 TRIED = "0.33"
 # Any model will do: the scheduler reads of it how long it is, and that it is text only.
 MODEL = {
@@ -41,7 +41,7 @@ def fitting(make: Callable[..., Any], **given: Any) -> Any:
 
 
 class Bench:
-    """The cases by name, built from what the plan says of ours."""
+    """The cases by name, with the sizes of our cases from the plan."""
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
         from vllm.config import CacheConfig
@@ -160,7 +160,7 @@ class Bench:
         return work
 
     def _scheduler(self, lengths: Sequence[int], max_tokens: int) -> Any:
-        """Steps one after the other, as ours are taken, and the defaults in all else."""
+        """A scheduler that makes one step after the other, as ours does; defaults in all else."""
         from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
@@ -194,10 +194,10 @@ class Bench:
 
 
 def prepare(plan: Mapping[str, Any]) -> tuple[Bench, dict[str, Any]]:
-    """The bench and what is said of it. Raises WrongWork where vLLM is not what is expected."""
+    """The bench, vLLM's version and hash algorithm. Raises WrongWork where vLLM cannot run it."""
     try:
         import vllm
-    except Exception as error:  # what a broken package raises is its own affair
+    except Exception as error:  # a broken package may raise anything
         raise WrongWork(f"{sys.executable} cannot import vLLM ({brief(error)})") from error
     try:
         bench = Bench(plan)
@@ -206,14 +206,14 @@ def prepare(plan: Mapping[str, Any]) -> tuple[Bench, dict[str, Any]]:
             f"vLLM {vllm.__version__} lacks a package, or has other classes than vLLM {TRIED}, "
             f"with which this was tried ({brief(error)})"
         ) from error
-    # As its engine does before its first step, and ours.
+    # vLLM's engine does this before its first step, as ours does.
     gc.collect()
     gc.freeze()
     return bench, {"version": vllm.__version__, "algorithm": bench.algorithm}
 
 
 def brief(error: Exception) -> str:
-    """The first line of what an error says."""
+    """The type of an error and the first line of its message."""
     return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
 
 

@@ -29,7 +29,7 @@ CHECKED_ROWS = 64  # of the matrix product
 
 
 def run(place: Place, results: Results) -> None:
-    """Every ceiling; one that there is no memory for leaves a note."""
+    """Measure every ceiling; one that there is no memory for leaves a note."""
     for measure in (measure_device_copy, measure_pinned, measure_matmul):
         place.check_time()
         try:
@@ -115,7 +115,7 @@ def measure_matmul(place: Place, results: Results) -> None:
 
 
 def _set(results: Results, name: str, value: float, **sizes: int) -> None:
-    """A row, and the ceiling where no other size has reached more."""
+    """Add a row, and raise the ceiling where no other size has reached more."""
     results.add_row(NAME, {"case": name, "value": value, **sizes})
     results.set_ceiling(name, max(value, results.ceilings.get(name, 0.0)))
 

@@ -92,7 +92,7 @@ def choose_place(arguments: argparse.Namespace) -> Place:
 
 
 def run_section(section: Section, place: Place, results: Results) -> bool:
-    """False where it failed. The other sections run whatever happens in this one."""
+    """Run one section; False where it failed. The other sections run in any case."""
     print(f"{section.title} …", flush=True)
     place.start_section()
     try:

@@ -183,7 +183,7 @@ def draw_sweep(rows: Sequence[Row], _: Ceilings) -> Any:
 
 
 def draw_peers(rows: Sequence[Row], _: Ceilings) -> Any:
-    """How fast each peer is where we are 1, case by case; None without a peer."""
+    """Draw how fast each peer is where we are 1, case by case; None without a peer."""
     rows = [row for row in rows if row["peers"]]
     if not rows:
         return None
@@ -210,7 +210,7 @@ def bytes_name(size: int) -> str:
 
 
 def _points(rows: Sequence[Row], x: str, y: str, *names: str) -> dict[str, list[Any]]:
-    """What lines are drawn through, one for all rows with the same names."""
+    """The points of each line; rows with the same names are one line."""
     series: dict[str, list[Any]] = {}
     for row in rows:
         label = ", ".join(row[name] for name in names)

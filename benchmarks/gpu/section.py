@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sections of `stratakv bench gpu` are made of, where they run, and their clock.
+"""The sections of `stratakv bench gpu`: their parts, the place where they run, and their clock.
 
 A rehearsal runs every section on the CPU with the plain kernels, at sizes of a few kilobytes: it
 shows that the benchmark works and says nothing of any GPU. The JSON is written after every case, so
@@ -30,7 +30,7 @@ Choice = TypeVar("Choice")
 
 
 class WrongResult(Exception):
-    """Something that was to be timed gave a wrong answer; says which and how far off."""
+    """A launch that was to be timed gave a wrong result; the message says which and how far off."""
 
 
 class SectionOver(Exception):
@@ -55,11 +55,11 @@ class Place:
         return quick if self.is_quick else full
 
     def start_section(self, seconds: float = SECTION_SECONDS) -> None:
-        """Called before every section."""
+        """Set the deadline of a section. Called before each of them."""
         self._deadline = min(time.monotonic() + seconds, self.run_ends)
 
     def check_time(self) -> None:
-        """Called by sections before every case. Raises SectionOver."""
+        """Raise SectionOver past the deadline. Called by sections before every case."""
         if time.monotonic() > self._deadline:
             raise SectionOver
 
@@ -69,12 +69,12 @@ class Place:
         return "plain" if self.is_rehearsal else "triton"
 
     def synchronise(self) -> None:
-        """Wait for everything given to the device."""
+        """Wait for all work on the device; a rehearsal has nothing to wait for."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def release_memory(self) -> None:
-        """Give back what the last section's tensors held."""
+        """Give the cached memory of the last section's tensors back to the device."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -111,7 +111,7 @@ class Timing:
         return cls(median(seconds), percentile(seconds, 10), percentile(seconds, 90), len(seconds))
 
     def figures(self) -> dict[str, float]:
-        """The entries of a row."""
+        """The entries of a row: median, 10th and 90th percentile in seconds."""
         return {"seconds": self.median, "seconds_p10": self.p10, "seconds_p90": self.p90}
 
 
@@ -142,7 +142,7 @@ def time_launches(
 
 
 def record_event() -> torch.cuda.Event:
-    """A point of the current stream, with its time."""
+    """A timed event, recorded at this point of the current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -182,7 +182,7 @@ class Target(Gate):
 
 
 class Results:
-    """One run's results; sections add to it as they go."""
+    """The results of a run; sections add to them as they go."""
 
     def __init__(self, report: Report, directory: Path) -> None:
         self.report = report
@@ -190,24 +190,24 @@ class Results:
 
     @property
     def ceilings(self) -> Mapping[str, float]:
-        """What the device can do at most, by name (`device_copy_gb_per_second`, …)."""
+        """Figures that the device reaches at most, by name (`device_copy_gb_per_second`, …)."""
         return self.report.limits
 
     def set_ceiling(self, name: str, value: float) -> None:
-        """Set by the first section only."""
+        """Set what the device can do at most. Only the first section does so."""
         self.report.limits[name] = value
 
     def add_row(self, section: str, row: Row) -> None:
-        """One measured case of a section, written at once. Raises OSError."""
+        """Add a measured case to a section and write the report. Raises OSError."""
         self.report.figures.setdefault(section, {"rows": []})["rows"].append(row)
         self.write()
 
     def add_note(self, section: str, note: str) -> None:
-        """Something a reader of the section must know: a case left out, a peer not found."""
+        """Add a remark to a section: a case left out, a peer not found."""
         self.report.figures.setdefault(section, {"rows": []}).setdefault("notes", []).append(note)
 
     def rows(self, section: str) -> list[Row]:
-        """What a section has measured."""
+        """Measured rows of a section, in order; empty where it has none."""
         found: list[Row] = self.report.figures.get(section, {}).get("rows", [])
         return found
 
@@ -216,12 +216,12 @@ class Results:
         self.report.ratios[name] = value
 
     def ratio_to_ceiling(self, value: float, ceiling: str) -> float | None:
-        """None where the ceiling was not measured, so that no number is made up."""
+        """The value over a ceiling; None where the ceiling was not measured."""
         limit = self.report.limits.get(ceiling)
         return value / limit if limit else None
 
     def write(self) -> Path:
-        """Write what there is so far. Raises OSError."""
+        """Write the results so far; return the path. Raises OSError."""
         return self.report.write(self._directory)
 
 
@@ -255,9 +255,9 @@ def run_cases(
     cases: Sequence[Any],
     measure: Callable[[Any], None],
 ) -> None:
-    """Each in turn, by its `name`. Too little memory is a note; another fault is one too, and
-    raises RuntimeError after all other cases. A wrong result stops everything. Raises SectionOver,
-    WrongResult."""
+    """Measure each case in turn, by its `name`. Too little memory becomes a note; another fault
+    too, and raises RuntimeError after all other cases. A wrong result ends the run. Raises
+    SectionOver, WrongResult."""
     failed = []
     for case in cases:
         place.check_time()
@@ -276,6 +276,6 @@ def run_cases(
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong, without the pages that a compiler may add."""
+    """Type and message of an error on one line, MAX_REASON characters of it at most."""
     words = " ".join(str(error).split())[:MAX_REASON]
     return f"{type(error).__name__}: {words}" if words else type(error).__name__

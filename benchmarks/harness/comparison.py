@@ -26,12 +26,12 @@ LEAST_ROUNDS = 4
 
 
 class WrongWork(RuntimeError):
-    """Something did not do what its figure would claim."""
+    """A piece of work did not do what its figure would claim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """At least, or at most, so much."""
+    """A limit of a value: at least, or at most, so much."""
 
     least: float | None = None
     most: float | None = None
@@ -39,26 +39,25 @@ class Gate:
 
     @property
     def wanted(self) -> str:
-        """In words of the table."""
+        """The limit as the tables write it, with its unit: `>= 0.8`."""
         sign, value = (">=", self.least) if self.least is not None else ("<=", self.most)
         return f"{sign} {value:,g}{self.unit}"
 
     def is_met(self, value: float) -> bool:
-        """Whether the value keeps it."""
         if self.least is not None:
             return value >= self.least
         return self.most is not None and value <= self.most
 
     def verdict(self, value: float) -> str:
-        """In a word of the table."""
+        """The tables' word for a value of this gate: `met` or `missed`."""
         return "met" if self.is_met(value) else "missed"
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`ours` and `limit` do one round's work and give its rate; so do `rivals`, other limits by
-    name, any of which may be the strictest but those of `shown`, and `beside`, on which nothing
-    stands."""
+    """`ours` and `limit` do one round's work and give its rate; so do `rivals`, further limits by
+    name, and `beside`, which decides nothing. The strictest limit decides; none of `shown` can be
+    it."""
 
     name: str
     unit: str
@@ -82,17 +81,17 @@ class Outcome:
 
     @property
     def by_limit(self) -> dict[str, list[float]]:
-        """The rates of each limit, in rounds."""
+        """Rates of each limit by its name, one for every round."""
         return {self.comparison.limit_name: self.limits, **self.rivals}
 
     @property
     def strictest(self) -> str:
-        """The limit that decides."""
+        """The name of the limit that decides: its median ratio is least."""
         names = [name for name in self.by_limit if name not in self.comparison.shown]
         return min(names, key=lambda name: median(self.ratios_to(name)))
 
     def ratios_to(self, name: str) -> list[float]:
-        """Ours over one limit, round by round."""
+        """Our rates over those of the limit `name`, round by round."""
         return ratios(self.ours, self.by_limit[name])
 
     @property
@@ -117,7 +116,7 @@ class Outcome:
         ]
 
     def figures(self) -> dict[str, Any]:
-        """What the JSON holds of it."""
+        """Entries of this figure in the JSON."""
         strictest = self.by_limit[self.strictest]
         figures = {
             "unit": self.comparison.unit,
@@ -171,7 +170,7 @@ COMPARISON_COLUMNS = ("what", "GB/s / limit", "limit", "ratio", "quartiles", "A/
 
 
 def comparison_row(report: Report, name: str, gate: Gate | None) -> list[str]:
-    """A row of COMPARISON_COLUMNS: what a person reads of a ratio."""
+    """A row of COMPARISON_COLUMNS for one ratio."""
     ratio, rates = report.ratios[name], ["", ""]
     comparison = report.figures["contests"].get(name)
     if comparison is not None:
@@ -191,8 +190,9 @@ def _spread(quarters: Sequence[float] | None) -> str:
 
 
 def take_rounds(comparison: Comparison, rounds: int, seconds: float = math.inf) -> Outcome:
-    """Both in each round; who comes first changes from round to round. Both once before, uncounted:
-    threads, files and processors are warm then. After so many `seconds` LEAST_ROUNDS are enough."""
+    """Run both sides in each round; the first one changes from round to round. Both run once
+    before, uncounted: threads, files and processors are warm then. After `seconds` LEAST_ROUNDS are
+    enough."""
     over = time.monotonic() + seconds
     outcome = Outcome(comparison, rivals={name: [] for name in comparison.rivals})
     comparison.ours()

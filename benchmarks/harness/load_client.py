@@ -28,7 +28,7 @@ from .workloads import Session
 
 MAX_ANSWER_BYTES = 64 * 2**20
 _MAX_QUOTED_BYTES = 300
-# In the body of every request: always as many tokens as asked for.
+# Part of every request's body: greedy, and always as many tokens as asked for.
 GREEDY: dict[str, Any] = {
     "temperature": 0,
     "ignore_eos": True,
@@ -43,7 +43,7 @@ class RequestFailed(RuntimeError):
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """One answer. Times are in seconds since before the connection was opened."""
+    """An answer. Times are in seconds since before the connection was opened."""
 
     text: str = ""
     event_seconds: list[float] = field(default_factory=list)  # of events that hold a choice
@@ -52,7 +52,7 @@ class StreamedAnswer:
     output_tokens: int = 0
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     cached_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)  # where they were asked for
+    token_ids: list[int] = field(default_factory=list)  # where the request asked for them
 
     @property
     def first_token_seconds(self) -> float:
@@ -87,7 +87,7 @@ async def ask(
 
 
 class _Pieces(asyncio.Protocol):
-    """What came until the server closed the connection."""
+    """The bytes of a response and when they came, until the server closed the connection."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -239,7 +239,7 @@ class Target:
 
 @dataclass(slots=True)
 class LoadRun:
-    """What came of it. A session whose request fails ends there."""
+    """Answers and errors of a run. A session whose request fails ends there."""
 
     by_session: list[list[StreamedAnswer]]
     errors: list[str] = field(default_factory=list)
@@ -247,7 +247,6 @@ class LoadRun:
 
     @property
     def answers(self) -> list[StreamedAnswer]:
-        """Of all sessions."""
         return [answer for answers in self.by_session for answer in answers]
 
 

@@ -56,7 +56,7 @@ class Child:
         self.close()
 
     def close(self) -> None:
-        """End of input ends the child."""
+        """End the child by the end of its input."""
         with suppress(BrokenPipeError):  # it is gone already
             self._process.stdin.close()
         try:
@@ -67,13 +67,13 @@ class Child:
         self._process.stdout.close()
 
     def send(self, order: dict[str, Any]) -> None:
-        """One line. Where the child has ended, `read` says so."""
+        """Write `order` as one line. Where the child has ended, `read` says so."""
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
 
     def read(self, timeout_seconds: float | None = None) -> dict[str, Any]:
-        """The next line. Raises PeerFailed."""
+        """The child's next answer. Raises PeerFailed."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while b"\n" not in self._pending:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -119,7 +119,7 @@ class Peer(Child):
         super().__init__(["-m", module, str(model), str(threads)], log, name)
 
     def wait_ready(self, timeout_seconds: float = 120.0) -> None:
-        """Once, until the model is loaded. Raises PeerFailed."""
+        """Wait until the model is loaded; called once, first. Raises PeerFailed."""
         self.read(timeout_seconds)
 
     def run(
@@ -134,8 +134,8 @@ class Peer(Child):
 
 
 def answerer() -> Callable[[dict[str, Any]], None]:
-    """In the child: writes lines to the parent. Libraries print; from now on only answers reach it,
-    and the rest its log."""
+    """A function by which the child writes lines to the parent. Libraries print too: from now on
+    their output goes to the child's log."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -150,7 +150,7 @@ Work = Callable[[str, list[list[int]], int], PeerRun]
 
 
 def serve(make_work: Callable[[Path, int], Work]) -> int:
-    """A peer's side: load, say so, then answer line by line until the input ends."""
+    """Run a peer's side: load, report it, then answer line by line until the input ends."""
     tell = answerer()
     try:
         work = make_work(Path(sys.argv[1]), int(sys.argv[2]))

@@ -90,7 +90,7 @@ def draw_lines(
 
 
 def caption(axes: Any, title: str, x: str = "", y: str = "", *, legend: bool = False) -> None:
-    """What a panel shows, and what its axes are."""
+    """Label a panel: its title, the names of its axes, perhaps a legend."""
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)
@@ -99,7 +99,7 @@ def caption(axes: Any, title: str, x: str = "", y: str = "", *, legend: bool = F
 
 
 def add_legend(figure: Any, axes: Any, columns: int, handles: Sequence[Any] = ()) -> None:
-    """One legend for all panels, above them: of what `axes` has, and of further handles."""
+    """Add a legend above all panels: entries of `axes`, and further handles."""
     drawn, _ = axes.get_legend_handles_labels()
     figure.legend(handles=[*drawn, *handles], loc="outside upper center", ncols=columns, fontsize=8,
                   frameon=False)  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark does and leaves behind: `DIR/NAME.json`, a table on the terminal, a plot.
+"""Results that every benchmark leaves behind: `DIR/NAME.json`, a table on the terminal, a plot.
 
 The JSON always has `environment`, `limits`, `figures` and `ratios`; ratios map a name to a number,
 the others may nest.
@@ -78,7 +78,7 @@ class Report:
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """What `write` has written. Raises OSError, ValueError."""
+        """Read a report that `write` has written. Raises OSError, ValueError."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -90,7 +90,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Of what was taken in the same round."""
+    """`ones` over `others`, pair by pair, both taken in the same rounds."""
     return [one / other for one, other in zip(ones, others, strict=True)]
 
 
@@ -117,7 +117,7 @@ def _cpu_name() -> str:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Of those that are installed."""
+    """Versions of the packages that are installed."""
     versions = {}
     for name in names:
         with suppress(metadata.PackageNotFoundError):
@@ -126,7 +126,7 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """$STRATAKV_COMMIT, or git's word, marked where the tree differs; empty without .git."""
+    """$STRATAKV_COMMIT, or the commit by git, marked where the tree differs; empty without .git."""
     if given := os.environ.get("STRATAKV_COMMIT", "").strip():
         return given
     root = Path(__file__).resolve().parents[2]
@@ -159,7 +159,7 @@ def run_and_tell(
 def measure_and_write(
     report: Report, out: Path, measure: Callable[[], object], *failures: type[Exception]
 ) -> Path | None:
-    """Where the JSON is; None with the reason of a failure on the terminal. Raises ConfigError."""
+    """The JSON's path; None with the reason of a failure on the terminal. Raises ConfigError."""
     expected: tuple[type[Exception], ...] = (*failures, OSError)
     try:
         measure()
@@ -183,12 +183,12 @@ def chosen(flag: str, given: str | None, known: Sequence[str]) -> list[str]:
 
 
 def tell_failure(name: str, error: object) -> None:
-    """In red on standard error. No markup: errors name extras, as in '.[test]'."""
+    """Print a failure in red on standard error. No markup: errors name extras, as in '.[test]'."""
     console = Console(stderr=True)
     console.print(f"bench {name}: {error}", style="red", markup=False, soft_wrap=True)
 
 
 def progress(console: Console) -> Progress:
-    """A bar with what is done at present, and how many are done."""
+    """A progress bar with the current item and the count of those done."""
     columns = (TextColumn("{task.description:26}"), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeElapsedColumn(), console=console)

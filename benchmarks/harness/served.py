@@ -65,7 +65,7 @@ class Server:
         self.stop()
 
     def stop(self, timeout_seconds: float = 60.0) -> None:
-        """SIGTERM: tiers are written back. Raises ServerFailed where that takes too long."""
+        """Send SIGTERM: tiers are written back. Raises ServerFailed where that takes too long."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -76,7 +76,7 @@ class Server:
             raise ServerFailed(f"did not stop in {timeout_seconds:.0f} s\n{self._tail()}") from None
 
     def _check_ready(self) -> None:
-        """Raises OSError while it does not listen."""
+        """Raises OSError while the process does not listen at its port."""
         socket.create_connection((HOST, self.port), 2.0).close()
 
     def _wait_until_ready(self, timeout_seconds: float) -> None:
@@ -108,11 +108,11 @@ class ServedModel(Server):
         super().__init__(command, port, log, start_seconds)
 
     def reset(self, tiers: str = "all") -> None:
-        """Forget cached blocks: `pool`, or `all` the tiers."""
+        """Forget cached blocks: those of the pool, or with `all` those of tiers too."""
         self._exchange("POST", f"/reset_prefix_cache?tiers={tiers}")
 
     def metric(self, name: str) -> float:
-        """The sum over labels of one metric."""
+        """The sum of one metric's values over all of its labels."""
         text = self._exchange("GET", "/metrics").decode()
         rows = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for value in rows)
@@ -124,7 +124,7 @@ class ServedModel(Server):
     def ask(
         self, prompt: Sequence[int], max_tokens: int, timeout_seconds: float = 120.0
     ) -> StreamedAnswer:
-        """One greedy completion of token ids, streamed; the clock runs from before the request."""
+        """A greedy completion of token ids, streamed; the clock runs from before the request."""
         body = {"prompt": list(prompt), "max_tokens": max_tokens, "return_token_ids": True}
         path = "/v1/completions"
         try:
@@ -157,7 +157,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def cache_server(cpu_bytes: int, *flags: str) -> Iterator[Server]:
-    """A cache server with so much memory. Raises ServerFailed where it does not start."""
+    """A cache server with `cpu_bytes` of memory. Raises ServerFailed where it does not start."""
     port, data_port = free_ports(2)
     words = f"--port {port} --data-port {data_port} --drain-seconds 1 --cpu-bytes {cpu_bytes}"
     command = python_command("-m", "stratakv.engine.cli.main", "cache-server", *words.split())
@@ -180,7 +180,7 @@ def redis_server(binary: str) -> Iterator[Server]:
 
 
 def find_redis(given: str | None) -> tuple[str, str]:
-    """The binary, or why there is none."""
+    """The path of Redis and no reason, or no path and the reason why."""
     binary = shutil.which(given or REDIS)
     return (binary, "") if binary else ("", f"{given or REDIS} is not installed")
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 
 class Timer:
-    """Of work that does `count` of something, whose rate is told; None: seconds are."""
+    """Times work that does `count` of something and tells the rate; None tells seconds."""
 
     def __init__(self, count: int | None = None) -> None:
         self._count = count
         self.by_clock: list[float] = []  # of each call, in the order of the calls
 
     def rate_of(self, work: Callable[[], object]) -> float:
-        """Do it; by the processors' time."""
+        """Do the work once; its rate in processor time."""
         wall, cpu = time.perf_counter(), time.process_time()
         work()
         cpu = time.process_time() - cpu

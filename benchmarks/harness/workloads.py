@@ -117,7 +117,7 @@ CORPUS_DOCUMENTS, CORPUS_DOCUMENT_TOKENS = 16, 8192
 
 @dataclass(frozen=True, slots=True)
 class PromptSession:
-    """One prompt of token ids, by the route that takes them."""
+    """A prompt of token ids, and the route that takes it."""
 
     token_ids: list[int]
     path: str = COMPLETIONS
@@ -162,13 +162,13 @@ class Text:
         self._ids = list(itertools.chain.from_iterable(made))
 
     def ids(self, least: int, most: int | None = None) -> list[int]:
-        """`least` token ids, or up to `most`."""
+        """Token ids of a random passage: `least` of them, or up to `most`."""
         count = self.rng.randint(least, most or least)
         start = self.rng.randrange(len(self._ids) - count)
         return self._ids[start : start + count]
 
     def message(self, least: int, most: int | None = None) -> str:
-        """As much as text; encoded again it may be a few tokens more or less."""
+        """The text of as many tokens; encoded again it may be a few tokens more or less."""
         return self._decode(self.ids(least, most))
 
 
@@ -178,7 +178,7 @@ def _chat_system_prompt(text: Text, count: int) -> list[Session]:
 
 
 def _multi_turn(text: Text, count: int) -> list[Session]:
-    # Each conversation has instructions of its own, so all that is found was said in it.
+    # Each conversation has its own instructions, so a hit comes from the same conversation.
     return [
         ChatSession(
             text.message(INSTRUCTION_TOKENS), [text.message(*MESSAGE_TOKENS) for _ in range(TURNS)]

@@ -51,7 +51,7 @@ from .scale import PHASES as PHASES_SECTION
 from .sections import measure_in_child
 
 SERVER_TO_SPARE = 1.5
-# What a warm phase must find of the document in its tier; the rest is block rounding.
+# The share of its document that a warm phase must find in its tier; the rest is block rounding.
 _EXPECTED_HIT = 0.95
 
 Ask = Callable[[str, int, str], StreamedAnswer]
@@ -64,7 +64,7 @@ class BenchmarkFailed(RuntimeError):
 def ask_cold(
     server: ServedModel, ask: Ask, count: int, phase: Phase
 ) -> dict[tuple[str, int], list[int]]:
-    """Every question of every warm phase with empty caches; the tokens all must agree on."""
+    """Ask every question of every warm phase with empty caches; the tokens that all must give."""
     server.warm_up()
     expected = {}
     for document in range(count):
@@ -78,14 +78,14 @@ def ask_cold(
 
 
 def ask_pool(server: ServedModel, ask: Ask, count: int, phase: Phase) -> None:
-    """Each document right after another question about it."""
+    """Ask about each document right after another question about it."""
     for document in range(count):
         ask("pool: first question", document, "prime")
         phase.answers.append(ask("pool", document, "pool"))
 
 
 def ask_tier(server: ServedModel, ask: Ask, count: int, tier: str, phase: Phase) -> None:
-    """Each document in turn, so that the ones before it have taken its place in the pool."""
+    """Ask about each document in turn: the ones before it have taken its place in the pool."""
     paid = server.metric("stratakv:load_seconds_paid_total")
     for document in range(count):
         phase.answers.append(ask(tier, document, tier))
@@ -119,7 +119,7 @@ MIN_DOCUMENTS = 3
 # The tiers hold all documents and the questions asked about them.
 ROOM_TO_SPARE = 2.0
 MIN_TIER_BYTES = 64 * 2**20
-# So that what a hit leaves out, less than one block, stays below what `check_phases` allows.
+# A hit leaves out less than one block, and so less than `check_phases` allows.
 MIN_PREFIX_BLOCKS = 20
 
 
@@ -161,7 +161,7 @@ def sections_for(arguments: argparse.Namespace) -> list[str]:
 
 
 def show(report: Report, path: Path) -> None:
-    """Tables and plots of what was measured; the JSON lies at `path`."""
+    """Print tables and draw plots of the figures; the JSON lies at `path`."""
     plots: list[Callable[[], Path]] = []
     if PHASES_SECTION in report.figures:
         print_phases(report)
@@ -269,7 +269,7 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
                 ask = asker(server)
                 for document in range(len(texts)):
                     ask("remote: first engine", document, "prime")
-            # It has gone in an orderly way, so the cache server has everything.
+            # The first server ended in an orderly way, so the cache server has all blocks.
             with ServedModel(words, server_log) as server:
                 bar.advance(steps)
                 server.warm_up()

@@ -63,7 +63,7 @@ _MAX_SEQS = 4
 
 
 def make_model(folder: Path) -> Path:
-    """A directory with the config.json; the directory."""
+    """Make the folder with the config.json of the model; return it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder

@@ -30,7 +30,7 @@ _PLACES = {
     "ssd": "SSD, after a restart",
     "remote": "cache server",
 }
-# What a phase's loads are held against.
+# phase → the limit that its loads are compared with
 LOAD_LIMITS = {
     "cpu": "memory_copy_gb_per_second",
     "ssd": "disk_read_gb_per_second",
@@ -40,7 +40,7 @@ LOAD_LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is asked, of what."""
+    """The work of a run: model, documents, questions and the room of the tiers."""
 
     model: Path
     num_documents: int
@@ -59,7 +59,7 @@ class Plan:
         return 1 + int(1.25 * -(-longest // self.block_size))
 
     def serve_arguments(self, ssd_path: Path) -> list[str]:
-        """The command line of the server under test."""
+        """The command line of the server under test, with both local tiers."""
         ssd = ["--kv-offload-ssd-path", str(ssd_path), "--kv-offload-ssd-bytes"]
         return self.arguments("cpu,ssd", *ssd, str(self.ssd_bytes))
 
@@ -131,7 +131,7 @@ def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
 
 
 def phase_figures(phase: Phase, cold_seconds_per_token: float) -> dict[str, object]:
-    """One row of the table; seconds saved are cached tokens at the cold phase's rate."""
+    """A row of the table; seconds saved are cached tokens at the cold phase's rate."""
     first = phase.first_token_seconds
     cached = sum(answer.cached_tokens for answer in phase.answers)
     generated = sum(len(answer.token_ids) for answer in phase.answers)
@@ -147,7 +147,7 @@ def phase_figures(phase: Phase, cold_seconds_per_token: float) -> dict[str, obje
 
 
 def print_phases(report: Report) -> None:
-    """The table a person reads, and under it the rates held against the machine's limits."""
+    """Print the phases, and under them the rates beside the machine's limits."""
     rows = []
     for name, figures in report.figures["phases"].items():
         tiers = figures["cached_tokens_by_tier"]
@@ -176,7 +176,7 @@ def print_phases(report: Report) -> None:
 
 
 def print_limits(report: Report) -> None:
-    """What was reached, the limit measured in this run, and their ratio."""
+    """Print each rate, the limit measured in this run, and their ratio."""
     figures, limits, ratios = report.figures, report.limits, report.ratios
     rows = [
         ("cold prefill, GFLOP/s", "cold_gflops_per_second", "matmul_gflops_per_second",

@@ -50,8 +50,8 @@ class CostScale:
     warm_up: int  # pairs before those
     processes: int  # that measure no_hit one after the other, each from its start
     more_pairs: int  # after them, in cells of the worst case that come near the gate
-    # Of the CPU tier where blocks are to pass through it, at least. It is written down in batches
-    # of a quarter, each of which costs a commit, so a tiny one would cost as nobody's does.
+    # The CPU tier has at least so many blocks where blocks pass through it. Each quarter of it is
+    # one batch and costs a commit, so a tiny tier would cost more than a real one.
     slab_blocks: int
     # no_hit: unique prompts, all at once.
     requests: int
@@ -114,7 +114,7 @@ def pairs_of(mix: int, scale: CostScale) -> int:
 
 
 def chosen_sections(text: str | None, quick: bool) -> list[str]:
-    """In the order in which they are measured; raises ConfigError for unknown names."""
+    """The sections in the order of a run; raises ConfigError for unknown names."""
     return chosen("--sections", PHASES if text is None and quick else text, SECTIONS)
 
 

@@ -2,7 +2,7 @@
 """What offloading costs where it cannot help, and what it gives to requests that come together.
 
     no_hit      unique prompts at once, a pool and tiers that are full all the time: an SSD that was
-                written over once by blocks that nobody read, and beside it one to which everything
+                written over once by unread blocks, and beside it one to which everything
                 is written
     worst_case  one request after the other, some of their prefixes on the SSD, also on one that
                 is a hundred times slower; by length of prefix and share of hits. A pair has hits
@@ -98,7 +98,7 @@ def read_seconds(folder: Path, layout: BlockLayout, count: int) -> float:
 
 
 def expect_nothing_cached(pairs: Pairs, what: str) -> None:
-    """Raise RunFailed where the engine without tiers found anything."""
+    """Raise RunFailed where the engine without tiers found any cached token."""
     for run in pairs.without:
         if found := sum(run.cached_tokens.values()):
             raise RunFailed(f"{what}: the engine without tiers found {found} tokens cached")
@@ -116,7 +116,7 @@ def no_hit(bench: Bench) -> tuple[Figures, dict[str, float]]:
 
 
 def _no_hit(bench: Bench, admission: str) -> tuple[Pairs, Figures]:
-    """With one admission filter, which has seen the SSD written over."""
+    """Pairs with one admission filter, which has seen the SSD written over."""
     scale = bench.scale
     request_tokens = scale.prompt_tokens + scale.output_tokens
     round_blocks = scale.requests * blocks_of(request_tokens)
@@ -246,7 +246,7 @@ def _num_found(engine: MeasuredEngine) -> int:
 
 
 def convoy(bench: Bench) -> tuple[Figures, dict[str, float]]:
-    """One prefix for all, in either tier, against computing it once for all."""
+    """Compare prompts with one prefix, in either tier, with computing it once for all."""
     figures = {tier: _convoy_from(bench, tier) for tier in ("cpu", "ssd")}
     ratios = {f"convoy_from_{tier}": figures[tier]["wall_ratio"] for tier in figures}
     return figures, {"convoy": min(ratios.values()), **ratios}
@@ -357,8 +357,8 @@ MEASURE: Mapping[str, Callable[[Bench], tuple[Figures, dict[str, float]]]] = {
 def measure_in_child(
     sections: Sequence[str], model: Path, scratch: Path, quick: bool, told: Callable[[str], None]
 ) -> dict[str, Any]:
-    """`{"figures": {section: ...}, "ratios": {name: value}}`; `told` hears after every pair what
-    it was a part of. Raises PeerFailed."""
+    """`{"figures": {section: ...}, "ratios": {name: value}}`; `told` is called after every pair
+    with the name of its part. Raises PeerFailed."""
     order = {"sections": list(sections), "model": str(model), "scratch": str(scratch)}
     with Child(["-m", __name__], scratch / "child.log", "the measuring process") as child:
         child.send(order | {"quick": quick})
@@ -382,7 +382,7 @@ def measure_here(
 def main() -> int:
     """The child's side."""
     tell = answerer()
-    # That a close in no time writes nothing back is what is wanted here.
+    # The closing has no time to write back, as is intended: no warning of it.
     logging.basicConfig(level=logging.ERROR)
     order = json.loads(sys.stdin.readline())
     given = order["sections"], Path(order["model"]), Path(order["scratch"]), order["quick"]

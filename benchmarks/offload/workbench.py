@@ -56,7 +56,7 @@ class RunFailed(RuntimeError):
 
 @dataclass(slots=True)
 class Step:
-    """One step that computed tokens."""
+    """A step that computed tokens."""
 
     tokens: int
     wall_seconds: float
@@ -72,7 +72,7 @@ class Run:
     cached_tokens: Counter[str] = field(default_factory=Counter)  # by tier, of all prompts
     cpu_seconds: float = 0.0
     wall_seconds: float = 0.0
-    steps: list[Step] = field(default_factory=list)  # if they were asked for
+    steps: list[Step] = field(default_factory=list)  # where the run watches them
 
 
 class _Threads:
@@ -82,7 +82,7 @@ class _Threads:
         self._charged = self._now()
 
     def take(self) -> float:
-        """What they have used since the last call."""
+        """Processor seconds that these threads used since the last call."""
         before, self._charged = self._charged, self._now()
         return self._charged - before
 
@@ -91,7 +91,7 @@ class _Threads:
 
 
 class MeasuredEngine:
-    """One engine core. `wrap_store` is put around the stores below its slab."""
+    """An engine core. `wrap_store` wraps the stores below its slab."""
 
     def __init__(
         self, model: Path, options: dict[str, Any], wrap_store: WrapStore | None = None
@@ -145,7 +145,7 @@ class MeasuredEngine:
                 for each in output.logprobs or ():
                     # The chosen token comes first, and again in its rank.
                     found = dict(zip(each.token_ids[1:], each.logprobs[1:], strict=True))
-        self.forget("pool")  # whoever asks next is to find what was there: nothing
+        self.forget("pool")  # the next request must find nothing there
         return found
 
     def rest(self) -> None:
@@ -164,12 +164,11 @@ class MeasuredEngine:
         self.core.call("reset_prefix_cache", scope)
 
     def stats(self) -> dict[str, Any]:
-        """The connector's counters."""
         found: dict[str, Any] = self.core.call("stats", "")["connector"]
         return found
 
     def close(self) -> None:
-        """Without writing back what nobody will ask for."""
+        """Shut down without writing back: no request follows that would load."""
         self.core.shutdown(0.0)
 
     def _answer(
@@ -218,7 +217,7 @@ class MeasuredEngine:
                 del names[output.request_id]
 
     def _settle(self) -> None:
-        """Take in what copies and disks have ended, so that a run begins with nothing waiting."""
+        """Take in ended copies and disk I/O, so that a run begins with nothing waiting."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < deadline:
             while self.core.has_work() and time.monotonic() < deadline:
@@ -244,12 +243,12 @@ Ask = Callable[[MeasuredEngine, Prompts], Run]
 
 
 class OtherTokens(RuntimeError):
-    """With tiers an engine said something else than without."""
+    """An engine gave other tokens with tiers than without."""
 
 
 @dataclass(slots=True)
 class Pairs:
-    """The runs of all pairs. `window`: so many neighbours together hold what is to be compared."""
+    """The runs of all pairs. A ratio is of `window` neighbouring pairs together."""
 
     with_tiers: list[Run] = field(default_factory=list)
     without: list[Run] = field(default_factory=list)
@@ -257,8 +256,8 @@ class Pairs:
     window: int = 1
 
     def ratios(self, cost: str) -> list[float]:
-        """Of every window, what it costs without tiers over what it costs with; `cost` is a field
-        of its runs."""
+        """Costs without tiers over costs with tiers, one for every window; `cost` is a field of a
+        run."""
         sides = [[getattr(run, cost) for run in runs] for runs in (self.without, self.with_tiers)]
         return [
             sum(sides[0][i : i + self.window]) / sum(sides[1][i : i + self.window])
@@ -275,7 +274,7 @@ class Pairs:
         return median(self.ratios("wall_seconds"))
 
     def figures(self, tokens: int) -> dict[str, Any]:
-        """What the JSON holds of them; `tokens` are those of one run, prompts and outputs."""
+        """Entries of the JSON; `tokens` are those of one run, prompts and outputs."""
         found: Counter[str] = Counter()
         for run in self.with_tiers:
             found.update(run.cached_tokens)
@@ -314,8 +313,8 @@ def take_pairs(
     more: int = 0,
     needs_more: Callable[[Pairs], bool] = lambda _: False,
 ) -> Pairs:
-    """Who comes first changes from pair to pair. Where those taken leave something open, `more` of
-    them are. Raises OtherTokens and RunFailed."""
+    """Take pairs; the engine that begins changes from pair to pair. `more` pairs follow where
+    `needs_more`. Raises OtherTokens and RunFailed."""
     taken = Pairs(window=window)
     number, total = -1, warm_up + pairs
     while (number := number + 1) < total:
@@ -337,7 +336,7 @@ def take_pairs(
 def count_ties(
     plain: MeasuredEngine, prompts: Prompts, got: list[list[int]], expected: list[list[int]]
 ) -> int:
-    """How many answers differ by a tie. Raises OtherTokens where one differs otherwise."""
+    """The number of answers that differ by a tie. Raises OtherTokens for another difference."""
     ties = 0
     for prompt, tokens, others in zip(prompts, got, expected, strict=True):
         if tokens == others:
@@ -363,7 +362,7 @@ def _is_tie(plain: MeasuredEngine, context: Sequence[int], token: int, other: in
 
 
 class Bench:
-    """Where a section works. `told` is called after each pair."""
+    """Engines, texts and pairs of a section. `told` is called after each pair."""
 
     def __init__(
         self, model: Path, scratch: Path, scale: CostScale, told: Callable[[str], None]
@@ -379,11 +378,11 @@ class Bench:
         self._numbers = itertools.count()
 
     def of_model(self, model: Path) -> Bench:
-        """The same place for another model."""
+        """A bench for another model, with the same folder and scale."""
         return Bench(model, self.scratch, self.scale, self._told)
 
     def tokens(self, count: int) -> list[int]:
-        """A text nobody has asked about."""
+        """Random token ids, drawn anew, so that no engine has seen them."""
         drawn: list[int] = self._rng.integers(1, self._vocabulary, count, np.int32).tolist()
         return drawn
 
@@ -397,8 +396,8 @@ class Bench:
         window: int = 1,
         needs_more: Callable[[Pairs], bool] = lambda _: False,
     ) -> Pairs:
-        """As many as the scale wants, or as give so many windows, and more where those taken leave
-        something open."""
+        """Take pairs for as many windows as the scale has pairs; `more_pairs` follow where
+        `needs_more`."""
         scale = self.scale
         return take_pairs(
             engine, plain, prompts_of, ask, window=window,
@@ -407,17 +406,17 @@ class Bench:
         )  # fmt: skip
 
     def slab_for(self, request_blocks: int) -> tuple[int, int]:
-        """Blocks of a slab, and how many prefixes of that length are more than it holds."""
+        """Blocks of a slab, and a number of prefixes of that length that is more than it holds."""
         slab = max(2 * request_blocks, self.scale.slab_blocks)
         return slab, slab // request_blocks + _MORE_KNOWN
 
     def ssd_room(self, blocks: int) -> int:
-        """Blocks of an SSD that is to have so many: one below a certain size is not to be had."""
+        """Blocks of an SSD tier with room for `blocks`: a tier has a least size."""
         return max(blocks, _MIN_SSD_BYTES // self.layout.slot_bytes)
 
     @contextmanager
     def plain(self, options: Figures) -> Iterator[MeasuredEngine]:
-        """An engine without tiers."""
+        """An engine without tiers, with one thread, closed at the end."""
         with closing(MeasuredEngine(self._model, {"num_threads": 1, **options})) as engine:
             yield engine
 
@@ -430,7 +429,7 @@ class Bench:
         wrap_store: WrapStore | None = None,
         **more: Any,
     ) -> Iterator[MeasuredEngine]:
-        """The same engine with tiers of so many blocks; `more` are options of its own."""
+        """The same engine with tiers of these sizes; `more` are options of its own."""
         slot_bytes = self.layout.slot_bytes
         disk = self.scratch / f"ssd{next(self._numbers)}"
         tiers: Figures = {"kv_offload": "cpu", "kv_offload_cpu_bytes": cpu_blocks * slot_bytes}
@@ -451,19 +450,19 @@ class Bench:
 
 
 def blocks_of(tokens: int) -> int:
-    """That hold so many."""
+    """The number of blocks that this many tokens fill or begin."""
     return -(-tokens // BLOCK_SIZE)
 
 
 def greedy(output_tokens: int) -> SamplingParams:
-    """Always as many tokens as asked for."""
+    """Greedy parameters by which an answer has exactly `output_tokens` tokens."""
     return SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
 
 
 def prime(
     bench: Bench, engine: MeasuredEngine, prefix: int, count: int, *, questions: int = 1
 ) -> list[list[int]]:
-    """Prefixes that have left the pool for the tiers, after so many questions about each."""
+    """Prefixes that have left the pool for the tiers, after `questions` questions about each."""
     known = [bench.tokens(prefix) for _ in range(count)]
     for text in (*known, *[bench.tokens(prefix) for _ in range(FILLERS)]):
         for _ in range(questions):

@@ -44,7 +44,7 @@ PROMPT, OUTPUT = 256, 64  # tokens of each request
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is done."""
+    """The size of a run."""
 
     rows: int
     vocab_size: int
@@ -74,7 +74,7 @@ class Requests:
         self.logits = torch.from_numpy(logits).mul_(3.0)
 
     def update(self, **wishes: Any) -> BatchUpdate:
-        """All of them come, with the wishes that differ where these ask for any."""
+        """An update that adds all requests with their own wishes, or `wishes` in place of these."""
         added = []
         for row, text in enumerate(self.texts):
             params = SamplingParams(max_tokens=1024, **self._own(row, wishes))
@@ -97,16 +97,16 @@ class Requests:
 
 
 class TimedComparison(NamedTuple):
-    """A comparison, and what took the time of both sides."""
+    """A comparison, and the timers of both sides."""
 
     comparison: Comparison
     ours: Timer
     limit: Timer
 
     def take(self, report: Report, rounds: int) -> None:
-        """Its figures, by both clocks."""
+        """Add the figures, by both clocks."""
         take_rounds(self.comparison, rounds).add_to(report)
-        # The first of each side was for warmth.
+        # The first call of each side is a warm-up.
         clock = median(ratios(self.ours.by_clock[1:], self.limit.by_clock[1:]))
         report.figures["by_clock"][self.comparison.name] = clock
 
@@ -200,7 +200,7 @@ def _sampler(requests: Requests, **wishes: Any) -> Sampler:
 
 
 def _their_processors(added: AddedRow) -> Any:
-    """What transformers has for one request's wishes, in our order."""
+    """The processors of transformers for one request's wishes, in our order."""
     from transformers.generation import logits_process as theirs
 
     params = added.params
@@ -218,7 +218,7 @@ def _their_processors(added: AddedRow) -> Any:
 
 
 def print_sampling(report: Report) -> None:
-    """What a person reads: both sides, ratio, gate."""
+    """Print both sides, ratio and gate of each figure."""
     rows = []
     for name, gate in GATES.items():
         comparison, ratio = report.figures["contests"][name], report.ratios[name]
@@ -259,7 +259,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @torch.inference_mode()
 def measure(report: Report, scale: Scale) -> None:
-    """Fill the report. Raises WrongWork where a side made something else than the other."""
+    """Fill the report. Raises WrongWork where the sides give different results."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -54,7 +54,7 @@ SCHEMA: dict[str, Any] = {
 
 @dataclass(slots=True)
 class Decodes:
-    """A core all of whose requests decode, one token of each a step."""
+    """A core whose requests all decode, one token of each a step."""
 
     core: EngineCore
     num_rows: int
@@ -62,7 +62,7 @@ class Decodes:
     timer: Timer = field(default_factory=Timer)
 
     def start(self, asked: StructuredOutputsParams | None) -> None:
-        """Have all requests, and be past their prompts."""
+        """Add all requests, and step until they are past their prompts."""
         chosen = random.Random(17)
         for row in range(self.num_rows):
             prompt = chosen.choices(range(4, 4000), k=PROMPT)
@@ -85,7 +85,7 @@ class Decodes:
                 time.sleep(AHEAD_SECONDS)
 
     def run(self, steps: int) -> float:
-        """So many steps; processor seconds of all threads."""
+        """Make `steps` steps; return processor seconds of all threads."""
         outputs: list[list[TokenOutput]] = []
 
         def work() -> None:
@@ -140,7 +140,7 @@ def compare(name: str, rows: int, rounds: int, backend: str = "auto") -> tuple[O
         tokenizer = Tokenizer.load(EMBEDDED_MODEL)
         for text in ours.texts.values():
             check_begins_as_asked(tokenizer.decode(text))
-        # The first of each side was for warmth.
+        # The first call of each side is a warm-up.
         return outcome, median(ratios(ours.timer.by_clock[1:], free.timer.by_clock[1:]))
 
 
@@ -148,7 +148,7 @@ def compare(name: str, rows: int, rounds: int, backend: str = "auto") -> tuple[O
 def decodes(
     rows: int, num_tokens: int, backend: str, asked: StructuredOutputsParams | None
 ) -> Iterator[Decodes]:
-    """They have room for `num_tokens` tokens each."""
+    """Decodes with room for `num_tokens` tokens each."""
     with open_core(rows, PROMPT + num_tokens, backend) as core:
         made = Decodes(core, rows)
         made.start(asked)
@@ -157,7 +157,7 @@ def decodes(
 
 @contextmanager
 def open_core(rows: int, length: int, backend: str) -> Iterator[EngineCore]:
-    """One on the embedded model, with room for so many requests of `length` tokens."""
+    """A core on the embedded model, with room for `rows` requests of `length` tokens."""
     config = engine_config(EMBEDDED_MODEL, {
         "dtype": "float32", "num_threads": 1, "max_num_seqs": rows, "block_size": 16,
         "num_blocks": rows * (length // 16 + 2) + 1, "max_model_len": length,

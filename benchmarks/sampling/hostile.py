@@ -39,7 +39,7 @@ _FIRST_STEPS = 16
 
 
 def hostile_grammars(number: int) -> dict[str, dict[str, Any]]:
-    """One of each kind, which nobody has asked for before."""
+    """A grammar of each kind; each `number` gives grammars that are new to every cache."""
     letter, least = chr(ord("a") + number % 26), 100 + number
     deep: dict[str, Any] = {"type": "integer", "minimum": number}
     for _ in range(40):
@@ -69,7 +69,7 @@ def hostile_grammars(number: int) -> dict[str, dict[str, Any]]:
 
 
 class Beside:
-    """A core, the requests that decode in it, and how those ended that came beside them."""
+    """A core, the requests that decode in it, and the ends of those that came beside them."""
 
     def __init__(self, core: EngineCore, num_steps: int) -> None:
         self.core = core
@@ -126,7 +126,7 @@ class Beside:
         return AddRequest(name, pack_token_ids(prompt), params)
 
     def _step(self) -> bool:
-        """Whether a request that decodes throughout got a token."""
+        """Make one step; whether a request that decodes throughout got a token."""
         outputs = self.core.step()
         self._note(outputs)
         return any(output.request_id in self._victims for output in outputs)

@@ -41,7 +41,7 @@ from .report import fill_comparison, load_figures, plot_serve, print_comparison,
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is asked, of what, by how many at once."""
+    """The work of a run: model, workloads, requests, and how many of them at once."""
 
     model: Path
     workloads: tuple[str, ...]
@@ -98,7 +98,7 @@ def _or(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-# Of the workloads' server: the documents without the questions about them.
+# Tokens in the pool of the workloads' server: the documents without the questions about them.
 POOL_TOKENS = 12 * 1024
 CPU_TIER, SSD_TIER = "256MiB", "1GiB"
 BLOCK_TOKENS = 16
@@ -107,7 +107,7 @@ NO_TRANSFORMERS = (
     "transformers is not installed, so nothing is held against it; "
     "run in a clone of StrataKV: pip install '.[test]'"
 )
-# Who does the work → what the peer calls it.
+# The way of doing the work → the peer's name for it.
 MODES = {"engine": "all", "transformers_padded": "padded", "transformers_serial": "serial"}
 
 
@@ -160,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
 def measure_workloads(
     plan: Plan, coding: Coding, scratch: Path, report: Report, console: Console
 ) -> None:
-    """Each class of work, from empty caches."""
+    """Measure each class of work, from empty caches."""
     figures = report.figures["workloads"] = {}
     console.print("starting the server of the workloads")
     arguments = [
@@ -184,7 +184,7 @@ def measure_workloads(
 def measure_comparison(
     plan: Plan, coding: Coding, scratch: Path, report: Report, console: Console
 ) -> None:
-    """The same prompts in every way, in turn, so that what else the machine does hits all alike."""
+    """Time the same prompts in every way, in turn, so that other work affects all alike."""
     prompts = unique_prompts(plan, coding)
     texts: dict[str, list[str]] = {}
     rates: dict[str, list[float]] = {}
@@ -214,7 +214,7 @@ def measure_comparison(
 
 
 def common_arguments(plan: Plan) -> list[str]:
-    """Of both servers."""
+    """Arguments of both servers."""
     threads, context = str(plan.threads), str(CONTEXT_TOKENS)
     # In the number type of the peers, whatever the checkpoint's.
     common = ["--num-threads", threads, "--max-model-len", context, "--dtype", "float32"]
@@ -222,7 +222,7 @@ def common_arguments(plan: Plan) -> list[str]:
 
 
 def start_peers(plan: Plan, scratch: Path, stack: ExitStack, console: Console) -> dict[str, Peer]:
-    """The name of each way of doing the work, and who does it."""
+    """Start the peers; return them by the name of their way of doing the work."""
 
     def start(module: str) -> Peer:
         log = scratch / f"{module}.log"
@@ -237,7 +237,7 @@ def start_peers(plan: Plan, scratch: Path, stack: ExitStack, console: Console) -
 
 
 def unique_prompts(plan: Plan, coding: Coding) -> list[list[int]]:
-    """One for each of the users at once."""
+    """A prompt for each of the users at once; they share nothing."""
     sessions = make_sessions("unique", coding.encode, coding.decode, plan.concurrency, plan.seed)
     return [session.token_ids for session in sessions if isinstance(session, PromptSession)]
 

@@ -21,7 +21,7 @@ def make_work(model_path: Path, threads: int) -> Work:
     )
 
     def work(mode: str, prompts: list[list[int]], max_tokens: int) -> PeerRun:
-        # What was kept of the round before would make this one cheaper.
+        # Blocks that were kept from the round before would make this one cheaper.
         engine.forget("pool")
         run = engine.run(prompts, greedy(max_tokens))
         return PeerRun(run.wall_seconds, run.token_ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--limits`: what one request's work reaches of what the machine can do, in alternating rounds.
+"""`--limits`: one request's work over what the machine can do, in alternating rounds.
 
     decode        bytes of weights a second, against reading a buffer of that size
     attention     bytes of K and V a second at a context of 4,000, against reading as many
@@ -34,7 +34,7 @@ START_SECONDS, ANSWER_SECONDS = 300.0, 300.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A work, what limits it, and what is promised. Units of a thousand million."""
+    """A work, its limit and its gate. Units of a thousand million."""
 
     work: str
     limit: str
@@ -54,7 +54,7 @@ _UNUSED = ("model", "workload", "requests", "request_rate", "output_tokens", "pe
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is done, how often."""
+    """The size of a run."""
 
     threads: int
     rounds: int
@@ -98,11 +98,11 @@ class Worker(Child):
         self.send({"model": str(folder)} | asdict(plan))
 
     def wait_ready(self) -> dict[str, Any]:
-        """What there is. Raises PeerFailed."""
+        """Wait for the works that the process offers. Raises PeerFailed."""
         return self.read(START_SECONDS)
 
     def rate_of(self, work: str) -> Callable[[], float]:
-        """Does it once, and gives how much a second by the clock."""
+        """A function that does the work once, and gives its rate by the clock."""
 
         def do() -> float:
             self.send({"work": work})
@@ -113,7 +113,7 @@ class Worker(Child):
         return do
 
     def processor_rates(self, work: str, rounds: int) -> list[float]:
-        """How much a second of processors, in the last rounds."""
+        """Amounts of work a processor second, of the last `rounds` rounds."""
         taken = self.taken[work][-rounds:]
         return [each["amount"] / each["processor_seconds"] for each in taken]
 
@@ -133,7 +133,7 @@ def run_limits(arguments: argparse.Namespace) -> int:
 
 
 def measure_limits(report: Report, plan: Plan, scratch: Path, console: Console) -> None:
-    """Every case. Raises PeerFailed."""
+    """Measure every case. Raises PeerFailed."""
     figures = report.figures
     figures["contests"], figures["spreads"] = {}, {}
     figures["load_average_before"] = os.getloadavg()
@@ -157,7 +157,7 @@ def measure_limits(report: Report, plan: Plan, scratch: Path, console: Console) 
 
 
 def _by_processors(worker: Worker, case: Case, outcome: Outcome) -> dict[str, Any]:
-    """The same ratio of processor seconds, which say what a busy machine hides."""
+    """The same ratio of processor seconds, which a busy machine changes less."""
     rounds = len(outcome.ours)
     ours, limit = (worker.processor_rates(work, rounds) for work in (case.work, outcome.strictest))
     found = ratios(ours, limit)

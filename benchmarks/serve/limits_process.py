@@ -57,7 +57,7 @@ Work = Callable[[], float]  # how much was done; what it does first is not timed
 
 @dataclass(slots=True)
 class Done:
-    """One piece of work."""
+    """A piece of work that was done."""
 
     amount: float
     seconds: float
@@ -65,7 +65,7 @@ class Done:
 
 
 def weight_bytes(spec: ModelSpec) -> int:
-    """Of all weights that a step reads: of an embedding that is not the output matrix, nothing."""
+    """Bytes of all weights that a step reads; an embedding that is no output matrix adds none."""
     return DTYPE.itemsize * sum(
         torch.Size(shape).numel()
         for name, shape in expected_tensors(spec).items()
@@ -95,7 +95,7 @@ class Reading:
         self._memchr.restype = ctypes.c_void_p
 
     def scan(self, num_bytes: int) -> float:
-        """For a byte that is nowhere in it. Raises WrongWork where it is found."""
+        """Seek a byte that is nowhere in the buffer. Raises WrongWork where it is found."""
         size, found = num_bytes // self._threads, list[int | None]()
 
         def piece(number: int) -> None:
@@ -186,7 +186,7 @@ class Matrices:
 
 
 class Works:
-    """All of it, by name."""
+    """All works, by name."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         """Raises WrongWork without the compiled kernels."""
@@ -233,7 +233,7 @@ class Works:
         self._products = matrices.products
 
     def do(self, name: str) -> Done:
-        """Once. Raises WrongWork."""
+        """Do a work once. Raises WrongWork."""
         if name == "decode":
             return self._engine(DECODE_PROMPT_TOKENS, self._decode_tokens)
         if name == "prefill":
@@ -254,7 +254,7 @@ class Works:
         used = time.process_time() - processor
         if not decode_tokens:
             return Done(self._products, found["first_seconds"], used)
-        # Of processors only both phases together are known; their share by the clock is close.
+        # Processor seconds are known of both phases together; the shares by the clock are close.
         share = found["decode_seconds"] / (found["decode_seconds"] + found["first_seconds"])
         tokens = found["decode_tokens"]
         return Done(tokens * self.weight_bytes, found["decode_seconds"], used * share)

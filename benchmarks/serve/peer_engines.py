@@ -88,8 +88,8 @@ class Subject:
 
 
 def subjects(is_quick: bool) -> tuple[Subject, ...]:
-    """All models. What vLLM's build computes in bfloat16 takes it seconds a step on a processor
-    without units for that, so there is little of it."""
+    """All models. In bfloat16 vLLM's build takes seconds a step on a processor without units for
+    it, so there is little of that."""
     if is_quick:
         return (
             Subject(EMBEDDED, None, "float32", 4096, 4096, 3600, 64, {1: 64, 16: 32, 64: 16}),
@@ -110,7 +110,7 @@ def subjects(is_quick: bool) -> tuple[Subject, ...]:
 
 
 class Engine(Child):
-    """One side in a process of its own. Raises ConfigError for what is no program."""
+    """An engine in a process of its own. Raises ConfigError where `python` cannot be run."""
 
     def __init__(self, python: str | None, log: Path, name: str) -> None:
         try:
@@ -122,7 +122,7 @@ class Engine(Child):
             raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
 
     def begin(self, engine: str, threads: int, arguments: Mapping[str, Any]) -> None:
-        """Once, first."""
+        """Start the engine; called once, first."""
         environment = VLLM_ENVIRONMENT | {
             "OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"
         }  # fmt: skip
@@ -136,13 +136,13 @@ class Engine(Child):
         )
 
     def wait_ready(self) -> None:
-        """Until the engine is there. Raises PeerFailed."""
+        """Wait until the engine is there; keep its version. Raises PeerFailed."""
         self.version = self.read(START_SECONDS)["version"]
 
     def answer(
         self, prompts: Sequence[list[int]], max_tokens: int, *, forget: bool = True
     ) -> dict[str, Any]:
-        """See `phases_process.answer`. Raises PeerFailed."""
+        """Let the child run `phases_process.answer`; return its result. Raises PeerFailed."""
         self.send({"prompts": list(prompts), "max_tokens": max_tokens, "forget": forget})
         return self.read(ANSWER_SECONDS)
 
@@ -170,7 +170,7 @@ def make_model(folder: Path, config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Who takes turns, and how often."""
+    """Settings of the turns of both engines."""
 
     python: str  # vLLM's
     threads: int
@@ -208,7 +208,7 @@ def run_peer(arguments: argparse.Namespace) -> int:
 
 
 def measure_peer(report: Report, turns: Turns, scratch: Path, console: Console) -> None:
-    """All models. Raises PeerFailed, ConfigError."""
+    """Measure all models. Raises PeerFailed, ConfigError."""
     peer = report.figures["peer"] = {"models": {}, "load_average_before": os.getloadavg()}
     for subject in subjects(turns.is_quick):
         folder = EMBEDDED_MODEL
@@ -283,7 +283,7 @@ def _take_rounds(
     same: list[bool] = []
     for turn in range(turns.rounds):
         console.print(f"round {turn + 1} of {turns.rounds}")
-        # Now one goes first, now the other.
+        # The sides take turns at being first.
         names = list(sides) if turn % 2 else list(sides)[::-1]
         _take_round(subject, sides, names, draw, rates, same)
         found = {case: rates["stratakv"][case][-1] / rates["vllm"][case][-1] for case in CASES}
@@ -295,7 +295,7 @@ def _take_round(
     subject: Subject, sides: Mapping[str, Engine], names: Sequence[str], draw: random.Random,
     rates: Mapping[str, Mapping[str, list[float]]], same: list[bool],
 ) -> None:  # fmt: skip
-    """Every case once on each side, in this order of sides."""
+    """Take every case once on each side, in this order of sides."""
 
     def prompt(length: int) -> list[int]:
         return [draw.randrange(3, subject.vocab_size) for _ in range(length)]

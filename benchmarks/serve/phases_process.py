@@ -25,11 +25,11 @@ from typing import Any, NamedTuple, Protocol
 
 
 class WrongWork(RuntimeError):
-    """Something did not do what its figure would claim."""
+    """A piece of work did not do what its figure would claim."""
 
 
 class NewTokens(NamedTuple):
-    """What a step has made of one request."""
+    """The tokens that a step has made of one request."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -37,12 +37,12 @@ class NewTokens(NamedTuple):
 
 
 class Side(Protocol):
-    """One engine."""
+    """An engine, ours or vLLM's."""
 
     version: str
 
     def forget(self) -> None:
-        """Nothing is in its KV cache any more."""
+        """Empty the engine's KV cache."""
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None: ...
     def step(self) -> Iterator[NewTokens]: ...
@@ -113,7 +113,7 @@ SIDES: dict[str, Callable[[Mapping[str, Any]], Side]] = {"stratakv": StrataKvSid
 
 
 def answer(side: Side, prompts: Sequence[list[int]], max_tokens: int) -> dict[str, Any]:
-    """Run these prompts together: seconds to the last first token, and tokens and seconds behind.
+    """Run these prompts together: seconds to the last first token, and tokens and seconds after it.
     Raises WrongWork where not all tokens came."""
     made: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
     unfinished = set(made)
@@ -150,7 +150,7 @@ def open_side(plan: Mapping[str, Any]) -> Side:
         raise WrongWork(f"{sys.executable} cannot import {plan['engine']} ({error})") from error
     import torch
 
-    torch.set_num_threads(plan["threads"])  # whatever was found best; the same on both sides
+    torch.set_num_threads(plan["threads"])  # the same on both sides, whatever each finds best
     return made
 
 

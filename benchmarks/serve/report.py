@@ -23,7 +23,7 @@ from ..harness.plots import COLOURS, PLAIN, caption, draw_bars, label_bars, new_
 from ..harness.report import Report, median, percentile, print_table, ratios
 
 TIERS = ("pool", "cpu", "ssd")
-# What HTTP is held against → the name of the ratio.
+# The peer that HTTP is compared with → the name of the ratio.
 _RATIOS = {
     "engine": "http_vs_engine",
     "transformers_serial": "tokens_vs_transformers_serial",
@@ -45,7 +45,7 @@ _LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 def load_figures(run: LoadRun) -> dict[str, Any]:
-    """One column of the table. A run without any answer has no latencies."""
+    """A column of the table. A run without any answer has no latencies."""
     answers = run.answers
     prompt_tokens = sum(answer.prompt_tokens for answer in answers)
     output_tokens = sum(answer.output_tokens for answer in answers)
@@ -69,9 +69,9 @@ def load_figures(run: LoadRun) -> dict[str, Any]:
 def fill_comparison(
     report: Report, rates: Mapping[str, list[float]], same_text: Mapping[str, float]
 ) -> None:
-    """Medians of the rounds' rates, how many outputs over HTTP are the very text that a peer made,
-    and what HTTP reaches of each peer: the median of the ratios within a round, since what else the
-    machine does changes from round to round."""
+    """Add the medians of the rounds' rates, how many outputs over HTTP equal a peer's text, and
+    HTTP over each peer: the median of the ratios within a round, since other work of the machine
+    changes from round to round."""
     report.figures["comparison"] = {
         name: {"output_throughput": median(rates[name]), "rounds": rates[name]}
         | ({"same_text": same_text[name]} if name in same_text else {})
@@ -183,7 +183,7 @@ _LABELS = {
 
 
 def plot_serve(report: Report, path: Path) -> Path:
-    """Left: output tokens a second by who made them. Right: hit rates, measured and usual."""
+    """Left: output tokens a second, by ways to make them. Right: hit rates, measured and usual."""
     figures = report.figures
     panels = [name for name in ("comparison", "workloads") if name in figures]
     figure, axes = new_figure(1, len(panels), 4.0)

@@ -36,7 +36,7 @@ TRANSPORTS: dict[str, Any] = {
 
 
 class Moved(NamedTuple):
-    """When a client moved its blocks (monotonic), and what that took of the processor."""
+    """The begin and end of a client's moves (monotonic), and their processor seconds."""
 
     began: float
     ended: float
@@ -78,7 +78,7 @@ class _Client:
         self._stamps: dict[str, list[bytes]] = {}
 
     def ready(self) -> None:
-        """Said when the memory is there."""
+        """The answer to this order comes when the memory is there."""
 
     def open(self, name: str, plan: transports.Plan) -> None:
         """Open a transport, and store every block once; where that fails it is closed again."""
@@ -90,7 +90,6 @@ class _Client:
             raise
 
     def shut(self, name: str) -> None:
-        """Close a transport."""
         self._transports.pop(name).close()
 
     def move(self, name: str, verb: str, passes: int) -> Moved:
@@ -113,14 +112,14 @@ class _Client:
         return moved
 
     def look_up(self, name: str, calls: int, keys: int) -> list[float]:
-        """Seconds of each call."""
+        """Seconds of each look-up of `keys` keys, on a connection."""
         transport = self._transports[name]
         assert isinstance(transport, transports.ConnectionTransport)
         return transport.look_up(calls, keys)
 
 
 class Round(NamedTuple):
-    """What all clients did together."""
+    """The work of all clients together in a round."""
 
     bytes_per_second: float
     num_bytes: int
@@ -128,7 +127,7 @@ class Round(NamedTuple):
 
 
 class Clients:
-    """So many clients, each with `count` blocks."""
+    """Processes of `clients` clients, each with `count` blocks."""
 
     def __init__(self, clients: int, block_bytes: int, count: int) -> None:
         self.count = count
@@ -150,7 +149,7 @@ class Clients:
 
     @contextlib.contextmanager
     def transport(self, name: str, plans: Sequence[transports.Plan]) -> Iterator[None]:
-        """Have a transport open, by a plan for each client."""
+        """Keep a transport open, by a plan for each client."""
         self._order("open", [(name, plan) for plan in plans])
         yield
         self._order("shut", [(name,)] * len(self))
@@ -163,11 +162,11 @@ class Clients:
         return Round(num_bytes / seconds, num_bytes, sum(move.cpu_seconds for move in moves))
 
     def look_up(self, name: str, calls: int, keys: int) -> list[float]:
-        """Seconds of each call of the first client."""
+        """Seconds of each look-up of `keys` keys, by the first client."""
         return list(*self._order("look_up", [(name, calls, keys)]))
 
     def close(self) -> None:
-        """End the processes. Idempotent."""
+        """End the processes of all clients. A second call does nothing."""
         for each in self._clients:
             each.close()
 
@@ -176,7 +175,7 @@ class Clients:
             each.pipe.send((order, given))
         answers = [each.take() for each in self._clients[: len(arguments)]]
         for answer in answers:
-            # Others had to give up because this one did.
+            # A broken barrier follows from the fault of another client.
             if isinstance(answer, WrongWork) and not str(answer).startswith("BrokenBarrierError"):
                 raise answer
         return answers
@@ -190,7 +189,7 @@ class Child:
         self.pipe = pipe
 
     def take(self) -> Any:
-        """Its next answer. Raises WrongWork where none comes."""
+        """The process's next answer. Raises WrongWork where none comes."""
         try:
             if self.pipe.poll(transports.SECONDS):
                 return self.pipe.recv()
@@ -220,7 +219,7 @@ def start(target: Callable[..., None], *arguments: Any) -> Child:
 
 @contextlib.contextmanager
 def far_ends(target: Callable[..., None], *arguments: Any, clients: int) -> Iterator[list[Any]]:
-    """One such process for each client: what each of them says first, and the child."""
+    """A far end for each client: the child, and its first answer."""
     children = [start(target, *arguments) for _ in range(clients)]
     try:
         yield [(child, child.take()) for child in children]
@@ -230,5 +229,5 @@ def far_ends(target: Callable[..., None], *arguments: Any, clients: int) -> Iter
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has taken of the processor, in all its threads."""
+    """Processor seconds that a process has used, in all its threads."""
     return time.clock_gettime(~pid << 3 | _CPU_OF_ALL_THREADS)

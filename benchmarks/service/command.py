@@ -47,7 +47,7 @@ FOUR = 4  # clients that have gates of their own
 
 
 class Case(NamedTuple):
-    """One row: `transport` moves blocks as `verb` says, `limit` the same without a service."""
+    """A row: `transport` moves blocks as `verb` says, `limit` the same without a service."""
 
     name: str
     transport: str
@@ -106,12 +106,10 @@ QUICK = Scale(
 
 
 def row_name(case: str, size: str, clients: int) -> str:
-    """The name of a ratio."""
     return f"{case}_{size}" + (f"_{clients}" if clients > 1 else "")
 
 
 def look_up_name(keys: int) -> str:
-    """The name of a rate of look-ups."""
     return f"lookup_{keys}_keys_per_second"
 
 
@@ -135,7 +133,7 @@ _COST_COLUMN = COMPARISON_COLUMNS.index("A/A")
 
 
 def print_service(report: Report) -> None:
-    """What a person reads: figure, limit, ratio, gate."""
+    """Print figure, limit, ratio and gate of each row."""
     rows = []
     for name in report.ratios:
         row = comparison_row(report, name, GATES.get(name))
@@ -155,7 +153,7 @@ def print_service(report: Report) -> None:
 
 
 def plot_service(report: Report, path: Path) -> Path:
-    """For each size of block a panel: the cases, a bar for each number of clients, and gates."""
+    """A panel for each size of block: the cases, a bar for each number of clients, and gates."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -241,7 +239,7 @@ def _clients(given: str | None) -> list[int]:
 
 
 class Measurement:
-    """One run, on its way into the report."""
+    """A run on its way into the report."""
 
     def __init__(
         self, report: Report, scale: Scale, cases: Sequence[Case], redis: str | None
@@ -289,7 +287,7 @@ class Measurement:
     def _transports(
         self, clients: Clients
     ) -> Generator[tuple[str, list[Plan], list[int]], None, None]:
-        """One after the other: its name, a plan for each client, and the processes beside them."""
+        """Open one after the other: its name, a plan for each client, and processes beside them."""
         every = len(clients)
         if self._is_wanted("shm", "tier", "data"):
             with self._server(clients) as (pid, address):
@@ -332,7 +330,7 @@ class Measurement:
     def _limits(
         self, clients: Clients, *names: str, files: tuple[Path, Path] | None = None
     ) -> Iterator[dict[str, list[int]]]:
-        """Those limits of the wanted cases that are named; each with the processes beside it."""
+        """Open the limits of `names` that the cases want; each with the processes beside it."""
         wanted = {case.limit for case in self._cases} & set(names)
         ca_file = files[0] if files else None
         pids: dict[str, list[int]] = {}
@@ -408,7 +406,7 @@ def _plan(address: ServerAddress, kind: str, ca_file: Path | None = None) -> Pla
 
 
 class _Meter:
-    """One side of a comparison: the rate of a round, and what rounds took of the processor."""
+    """The meter of one side: the rate of a round, and the processor seconds of its rounds."""
 
     def __init__(
         self, clients: Clients, transport: str, verb: str, pids: Sequence[int], passes: int

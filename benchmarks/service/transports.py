@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What carries blocks out of a client's memory and back: memcpy, a connection, a tier.
+"""Transports that carry blocks out of a client's memory and back: memcpy, a connection, a tier.
 
 And what others do between two processes: raw sockets, with TLS or without, Redis and Mooncake.
 Each has room for as many blocks as the client has, and moves any of them in any order. Raw sockets
@@ -86,13 +86,13 @@ class Blocks:
         return stamps
 
     def scrub(self) -> None:
-        """Take all stamps off."""
+        """Overwrite all stamps with zeros, so that an old one cannot pass."""
         none = bytes(STAMP_BYTES)
         for buffer in self.buffers:
             buffer[:STAMP_BYTES] = buffer[-STAMP_BYTES:] = none
 
     def check(self, stamps: Sequence[bytes]) -> None:
-        """Raise WrongWork unless each block has its stamp."""
+        """Raise WrongWork unless each block has its stamp at both ends."""
         for index, (buffer, stamp) in enumerate(zip(self.buffers, stamps, strict=True)):
             if not buffer[:STAMP_BYTES] == buffer[-STAMP_BYTES:] == stamp:
                 raise WrongWork(f"block {index} was loaded, but its buffer does not hold it")
@@ -100,7 +100,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a client opens a transport: which one, and what that needs."""
+    """The transport that a client opens, and the options that it needs."""
 
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Transport(ABC):
         """Bring these blocks as they were stored last."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to let go of
-        """At the end."""
+        """Close the transport; called at the end."""
 
 
 class CopyTransport(Transport):
@@ -303,7 +303,7 @@ def serve_raw(pipe: Pipe, block_bytes: int, count: int, files: tuple[Path, Path]
 
 
 def prepare(sock: socket.socket) -> None:
-    """As the service has its own."""
+    """Set the options that the service's own sockets have: no timeout, no delay."""
     sock.settimeout(None)  # with a timeout MSG_WAITALL does not wait
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -386,10 +386,10 @@ class RedisTransport(Transport):
 
 
 def why_no_mooncake() -> str:
-    """Why Mooncake cannot be measured here; empty if it can."""
+    """The reason why Mooncake cannot be measured here; empty if it can."""
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake-transfer-engine-non-cuda is not installed"
-    # Apart, for it may want libraries that are not here.
+    # In a process of its own, for it may want libraries that are not here.
     done = subprocess.run(
         python_command("-c", "import mooncake.engine"),
         capture_output=True, text=True, timeout=SECONDS, check=False,
@@ -423,7 +423,7 @@ class MooncakeTransport(Transport):
 
 
 def serve_mooncake(pipe: Pipe, block_bytes: int, count: int) -> None:
-    """The far end's process, until the parent has had enough."""
+    """Run the far end's process until the parent ends it."""
     blocks = Blocks(block_bytes, count)
     engine = _mooncake(blocks)
     pipe.send((f"127.0.0.1:{engine.get_rpc_port()}", blocks.addresses))

@@ -114,7 +114,7 @@ def params_of(asked: Asked, number: int, length: int, *, is_drawn: bool) -> Samp
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A model, and who proposes its tokens."""
+    """A model, and the proposer of its draft tokens."""
 
     method: str
     model: Path = EMBEDDED_MODEL

@@ -17,7 +17,7 @@ UNIQUE = 200
 
 
 class Asked(NamedTuple):
-    """A prompt, and what is said behind it; nothing: what the model says."""
+    """A prompt, and the answer it is to get; an empty one leaves the answer to the model."""
 
     prompt: list[int]
     quote: list[int]
@@ -40,7 +40,7 @@ def repetitive(tokenizer: Tokenizer, count: int) -> list[Asked]:
 
 
 def unique(tokenizer: Tokenizer, count: int) -> list[Asked]:
-    """Words in an order that no text has."""
+    """Prompts of random words, in an order that no text has."""
     chosen = random.Random(11)
     words = range(4, tokenizer.vocab_size)
     return [Asked(chosen.choices(words, k=UNIQUE), []) for _ in range(count)]

@@ -34,7 +34,7 @@ LOOK_UPS = "index_lookups_per_second"
 LOOK_UPS_WHILE_CHURNING = "index_lookups_per_second_while_churning"
 BYTES_PER_ENTRY = "index_bytes_per_entry"
 REOPEN = "reopen_over_sequential_read"
-# What a picture calls them.
+# case → its name in a picture
 _FAMILIES = {
     "slab_put": "slab, put",
     "slab_get": "slab, get",
@@ -63,7 +63,7 @@ GATES: Mapping[str, Gate] = _gates()
 
 
 def print_tiers(report: Report) -> None:
-    """What a person reads: figure, limit, ratio, gate."""
+    """Print figure, limit, ratio and gate of each row."""
     rows = [comparison_row(report, name, GATES[name]) for name in report.ratios]
     rows = [[name.replace("_", " "), *cells] for name, *cells in rows]
     title = (
@@ -173,7 +173,7 @@ def file_system_of(path: Path, mounts: Path = MOUNTS) -> str | None:
 
 
 def check_huge_pages(needed_bytes: int, meminfo: Path = MEMINFO) -> None:
-    """Raises ConfigError where the host's pool has not so much free."""
+    """Raises ConfigError where the host's pool has less than this free."""
     found = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     free = int(found.get("HugePages_Free", "0"))
     needed = -(-needed_bytes // HUGE_PAGE_BYTES)
@@ -191,7 +191,7 @@ _SMALLEST, _MIDDLE = "256KiB", "2MiB"
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """Where the disk is measured, and how."""
+    """The place of the disk, and the way of measuring it."""
 
     folder: Path
     limit: str | None  # "fio", "loop", or whichever there is

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the disk does at most with blocks of one size: random, O_DIRECT, eight at a time or more.
+"""Limits of the disk for blocks of one size: random, O_DIRECT, eight at a time or more.
 
 fio where it is installed; a plain loop of eight threads where it is not. Both overwrite and read
 a file that was written once before. A sync follows, or the first sync of the store would wait for
@@ -73,7 +73,7 @@ class LoopLimit:
         _lay_out(path, num_blocks * block_bytes)
 
     def write(self, num_bytes: int) -> float:
-        """Overwrite about so many bytes, at random places."""
+        """Overwrite about so many bytes at random places; bytes a second."""
         return self._loop(os.O_WRONLY, os.pwritev, num_bytes, QUEUE_DEPTH)
 
     def write_durably(self, num_bytes: int, batch_bytes: int) -> float:
@@ -81,19 +81,18 @@ class LoopLimit:
         return self.write_in_turn(num_bytes, batch_bytes)
 
     def write_in_turn(self, num_bytes: int, batch_bytes: int) -> float:
-        """The same by the loop, whichever limit it is."""
+        """The same by the loop, also where this limit is fio."""
         return self._loop(os.O_WRONLY, os.pwritev, num_bytes, QUEUE_DEPTH + 1, batch_bytes)
 
     def read(self, num_bytes: int) -> float:
-        """Read about so many bytes, at random places."""
+        """Read about so many bytes at random places; bytes a second."""
         return self.read_in_turn(num_bytes, QUEUE_DEPTH)
 
     def read_in_turn(self, num_bytes: int, requests: int) -> float:
-        """The same by the loop, whichever limit it is, with so many requests at a time."""
+        """The same by the loop, also where this limit is fio, by so many requests at a time."""
         return self._loop(os.O_RDONLY, os.preadv, num_bytes, requests)
 
     def close(self) -> None:
-        """Remove the file."""
         self._path.unlink()
 
     def _loop(
@@ -104,7 +103,8 @@ class LoopLimit:
         requests: int,
         batch_bytes: int = 0,
     ) -> float:
-        """With `batch_bytes`, one of the threads at a time syncs whenever so much was written."""
+        """Move the bytes. With `batch_bytes`, one of the threads at a time syncs whenever so much
+        was written."""
         buffers = self.most_buffers
         requests = min(requests, buffers)
         count = max(requests, num_bytes // self._block_bytes)
@@ -187,7 +187,7 @@ class FioLimit(LoopLimit):
 
 
 def _sync(path: Path) -> float:
-    """The seconds that it takes."""
+    """Sync the file; return the seconds that it takes."""
     descriptor, began = os.open(path, os.O_RDWR), time.perf_counter()
     try:
         os.fdatasync(descriptor)

@@ -3,7 +3,7 @@
 
 The index is real and so is the opening, with its scan in a child process. The slot file is not: it
 has the right size and no contents (sparse), because opening reads no payloads and a million blocks
-would be gigabytes. What opening is held against is one pass over the rows that decodes each and
+would be gigabytes. The limit of opening is one pass over the rows that decodes each and
 does nothing with it. Both find the index in the page cache.
 """
 
@@ -70,7 +70,7 @@ class IndexCase:
         return self.entries / seconds
 
     def pass_over(self) -> float:
-        """One pass over the rows, each of them decoded; rows a second. What a cursor yields is two
+        """Rate of one pass over the rows, each of them decoded; rows a second. A cursor yields two
         byte strings: counting those is not yet reading an index, and takes a third of the time in
         which a dict is filled with as many keys."""
         began = time.perf_counter()

@@ -32,7 +32,7 @@ class Scale:
 
     @property
     def needed_bytes(self) -> int:
-        """What the run has on the disk at most, with something to spare."""
+        """Bytes that the run has on the disk at most, with some to spare."""
         return 2 * self.store_bytes + 300 * self.index_entries + 256 * MIB
 
 

@@ -64,7 +64,7 @@ class SlabCase:
         ]
 
     def put(self) -> float:
-        """As many new blocks as the slab has slots, which lie free in random order."""
+        """Put as many new blocks as the slab has slots, which lie free in random order."""
         self._empty()
         keys, slab, size = self._keys[: self.num_blocks], self.slab, self.block_bytes
         began = time.perf_counter()
@@ -105,7 +105,6 @@ class SlabCase:
         return self._rate(began)
 
     def close(self) -> None:
-        """Give the memory back."""
         del self._slots
         self.slab.close()
 

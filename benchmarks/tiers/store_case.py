@@ -103,7 +103,7 @@ class StoreCase:
                 self.limit.name,
                 self.read,
                 partial(self.limit.read, moved),
-                # What the limit itself does with its requests may be its slowest setting.
+                # The number of requests that the limit itself takes may be its slowest setting.
                 rivals={
                     f"loop x{requests}": partial(self.limit.read_in_turn, moved, requests)
                     for requests in READ_DEPTHS
@@ -113,12 +113,12 @@ class StoreCase:
         ]
 
     def churn_comparison(self, name: str) -> Comparison:
-        """One turnover a round."""
+        """A comparison whose rounds turn the whole store over once each."""
         turned = self.num_live * self._size
         return self._written(f"ssd_churn_{name}", self.churn, turned)
 
     def write(self) -> float:
-        """New blocks into an empty store; bytes a second."""
+        """Store new blocks into an empty store; return bytes a second."""
         self.clear()
         return self._timed_store(self._round_blocks)
 
@@ -134,19 +134,19 @@ class StoreCase:
         return self._move(keys, self.store.load, check)
 
     def churn(self) -> float:
-        """As many new blocks as there are, each batch in place of blocks chosen at random."""
+        """Store as many new blocks as there are, each batch in place of blocks chosen at random."""
         self.fill()
         return self._timed_store(self.num_live, evicting=True)
 
     def fill(self) -> None:
-        """To 90 % of the slots, unless it has as much."""
+        """Fill the store to 90 % of the slots, unless it has as much."""
         missing = self.num_live - len(self._live)
         if missing > 0:
             self._timed_store(missing)
 
     def clear(self) -> None:
-        """Empty the store, on the disk too: rows are removed by a commit, and that is none of the
-        next round's."""
+        """Empty the store, on the disk too: the commit that removes rows is not part of the next
+        round."""
         self.store.clear()
         self._live.clear()
         index = self.store._state.index
@@ -190,8 +190,8 @@ class StoreCase:
             raise WrongWork(f"the store met faults: {stats.rejected} {stats.errors}")
 
     def _written(self, name: str, ours: Callable[[], float], num_bytes: int) -> Comparison:
-        """Against what the disk can make durable where the store does, else against what it can
-        write; the other limit is shown."""
+        """Compare with the disk's durable writes where the store is durable, else with its plain
+        writes; the other limit is shown."""
         kind, size = self.limit.name, self._batch * self._size
         written: dict[str, Callable[[], float]] = {kind: partial(self.limit.write, num_bytes)}
         durable: dict[str, Callable[[], float]] = {
@@ -285,7 +285,7 @@ _SEED = 5
 
 
 def measure_codecs(rounds: int = _ROUNDS) -> dict[str, dict[str, Any]]:
-    """By codec and dtype: `ratio` of bytes, rates in bytes of the block a second."""
+    """Figures by codec and dtype: `ratio` of bytes, rates in bytes of the block a second."""
     found = {}
     for dtype in DTYPES:
         layout = BlockLayout(32, 16, 8, 2**8 // DTYPES[dtype].itemsize, dtype)

@@ -95,7 +95,7 @@ def fill_report(
 
 
 def row_name(cell: replay.PairCell) -> str:
-    """What a row of two tiers is called."""
+    """The name of a row of two tiers."""
     name = cell.arrangement.value
     if cell.lower != replay.LRU:
         name += f", {cell.lower} below"
@@ -105,7 +105,7 @@ def row_name(cell: replay.PairCell) -> str:
 
 
 def _in_order(rows: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Capacities ascend, policies come before what they are held against."""
+    """Rows with ascending capacities, policies before the limits that they are compared with."""
     names = [name for name in rows if name not in _BASELINES] + list(_BASELINES)
     return {name: dict(sorted(rows[name].items(), key=lambda item: int(item[0]))) for name in names}
 
@@ -152,7 +152,7 @@ def _add_admission_ratios(report: Report) -> None:
 
 
 def print_traces(report: Report) -> None:
-    """The tables a person reads."""
+    """Print the tables of one tier and of two."""
     percents = [str(percent) for percent in report.figures["plan"]["capacities_percent"]]
     for name, rows in report.figures["one_tier"].items():
         infinite = report.limits[f"infinite_{name}"]
@@ -220,7 +220,7 @@ _DASHED = (replay.OPT, replay.HEADS_FIRST)
 
 
 def plot_traces(report: Report, path: Path) -> Path:
-    """One column for each trace: one tier above, two tiers below."""
+    """A column for each trace: one tier above, two tiers below."""
     names = list(report.figures["one_tier"])
     figure, panels = new_figure(2, len(names), 6.0)
     for column, name in enumerate(names):

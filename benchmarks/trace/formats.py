@@ -42,7 +42,7 @@ KEY_BYTES = 40
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request: when it came, its blocks head first, and how many tokens they hold."""
+    """A request: its arrival, its blocks head first, and the tokens that they hold."""
 
     arrival_seconds: float
     chain: Sequence[int]
@@ -63,12 +63,11 @@ class Trace:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Distinct blocks."""
+        """The number of distinct blocks, which have the numbers from 0 on."""
         return 1 + max((max(prompt.chain, default=-1) for prompt in self.prompts), default=-1)
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last."""
         return self.prompts[-1].arrival_seconds - self.prompts[0].arrival_seconds
 
     @cached_property
@@ -79,8 +78,8 @@ class Trace:
 
     @cached_property
     def next_uses(self) -> list[array[int]]:
-        """For each block of each prompt the index of the next prompt that has it; past the last
-        prompt where there is none."""
+        """The index of the next prompt that has a block, for each block of each prompt; past the
+        last prompt where there is none."""
         coming = array("q", [len(self.prompts)]) * self.num_blocks
         result: list[array[int]] = []
         for index in range(len(self.prompts) - 1, -1, -1):
@@ -92,12 +91,11 @@ class Trace:
         return result
 
     def capacity_blocks(self, percent: float) -> int:
-        """A share of the distinct blocks, at least one."""
+        """A share of the distinct blocks, `percent` % of them; one at least."""
         return max(1, int(self.num_blocks * percent / 100))
 
 
 def key_of(block: int) -> bytes:
-    """The key of a block."""
     return hashlib.blake2b(block.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
 
 
@@ -146,12 +144,12 @@ def trace_files(paths: list[Path]) -> list[Path]:
 
 
 def is_trace(path: Path) -> bool:
-    """Whether a file is named as a trace is."""
+    """Whether a path is a file whose name ends as a trace's does."""
     return path.name.endswith(SUFFIXES) and path.is_file()
 
 
 def trace_name(path: Path) -> str:
-    """What tables call it: `conversation` for conversation_trace.jsonl.gz."""
+    """The name of a trace in the tables: `conversation` for conversation_trace.jsonl.gz."""
     return path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix("_trace")
 
 
@@ -184,7 +182,7 @@ def _lines(file: BinaryIO, name: str) -> Iterator[bytes]:
 
 
 class _Reader:
-    """Turns lines into prompts, and holds each against those before it."""
+    """Turns lines into prompts, and checks each against those before it."""
 
     def __init__(self, name: str) -> None:
         self.prompts: list[Prompt] = []
@@ -196,7 +194,7 @@ class _Reader:
         self._last_timestamp = 0.0
 
     def take(self, number: int, line: bytes) -> None:
-        """One line; an empty one is passed over."""
+        """Take one line; an empty one is passed over."""
         if not line.strip():
             return
         try:
@@ -261,7 +259,8 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What sessions are like. Probabilities by turn are from the first; the last one holds on."""
+    """Distributions of sessions. Probabilities by turn start at the first; the last one holds
+    on."""
 
     name: str
     sessions_per_second: float
@@ -341,7 +340,7 @@ class _Generator:
         heapq.heappush(self._events, (when, self._serial, session))
 
     def _head(self) -> list[int]:
-        """Of the system prompts the first ones are the most frequent."""
+        """The blocks of a random system prompt, of which the first ones are the most frequent."""
         weights = [1 / rank for rank in range(1, self._shape.system_prompts + 1)]
         [chosen] = self._rng.choices(range(self._shape.system_prompts), weights)
         if chosen not in self._heads:

@@ -45,20 +45,20 @@ _ATTENTION_PER_BLOCK = _ATTENTION_FLOPS * BLOCK_TOKENS / _WEIGHT_FLOPS
 
 
 def prefill_work(blocks: int) -> float:
-    """Of the first `blocks` blocks of a prompt; that of others is the difference."""
+    """The work of the first `blocks` blocks of a prompt; that of later ones is the difference."""
     return blocks + _ATTENTION_PER_BLOCK * blocks * blocks / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a tier served of a trace."""
+    """The shares of a trace that a tier served."""
 
     hit_percent: float  # of the prompts' blocks
     work_percent: float  # of the prefill work
 
 
 class ReplayTier:
-    """What `CpuSlab` does with keys, and nothing of what it does with bytes."""
+    """A tier that does with keys what `CpuSlab` does, and nothing with bytes."""
 
     def __init__(self, policy: EvictionPolicy, capacity_blocks: int) -> None:
         self.policy = policy
@@ -76,8 +76,8 @@ class ReplayTier:
     def make_room(
         self, count: int, wanted: Sequence[bytes], coming: Sequence[bytes] | None = None
     ) -> list[bytes]:
-        """Evict until `count` blocks fit, as far as that goes without a block of `wanted`, and as
-        far as the policy finds those worth it that are `coming`: all lacking of `wanted`."""
+        """Evict until `count` blocks fit, without a block of `wanted`, and as far as the policy
+        finds the `coming` ones worth it: by default all of `wanted` that are not resident."""
         excess = count - (self.capacity_blocks - len(self.resident))
         if excess <= 0:
             return []
@@ -179,7 +179,7 @@ def replay_heads_first(trace: Trace, capacity_blocks: int) -> Outcome:
 
 
 class Arrangement(Enum):
-    """What the lower tier holds of what the upper one has."""
+    """The blocks of the upper tier that the lower one holds too."""
 
     WRITE_THROUGH = "write-through"
     WRITE_BACK = "write-back"
@@ -188,7 +188,7 @@ class Arrangement(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TwoTierOutcome:
-    """What each tier served, and what was written for it."""
+    """The shares that each tier served, and the blocks written below."""
 
     upper_percent: float  # hits, of the prompts' blocks
     lower_percent: float
@@ -196,7 +196,7 @@ class TwoTierOutcome:
 
     @property
     def hit_percent(self) -> float:
-        """Of both tiers."""
+        """Hits of both tiers together, in percent of the prompts' blocks."""
         return self.upper_percent + self.lower_percent
 
 
@@ -213,7 +213,7 @@ class TwoTiers:
     written: int = 0
 
     def run(self, chain: Sequence[bytes], now: float) -> None:
-        """One prompt, head first."""
+        """Serve one prompt, head first."""
         for policy in (self.upper.policy, self.lower.policy):
             policy.observe(chain, now)
         self.admission.observe(chain, now)
@@ -259,8 +259,8 @@ class TwoTiers:
         upper.policy.touch(reversed(upper_hits))
 
     def _give_up(self, lost: Sequence[bytes], now: float) -> None:
-        """What the upper tier lost, the coldest first: copies below were used until now, what has
-        no copy there is written if it is admitted."""
+        """Move blocks that the upper tier lost, the coldest first: copies below were used until
+        now, a block without a copy there is written if it is admitted."""
         copies = {key for key in lost if key in self.lower.resident}
         new = [key for key in lost if key not in copies]
         verdicts = self.admission.admit(new, now)
@@ -273,7 +273,7 @@ class TwoTiers:
                 self.lower.policy.insert((key,))
 
     def _make_and_take(self, keys: Sequence[bytes], *, wanted: Sequence[bytes]) -> Sequence[bytes]:
-        """Heads first, so that of what does not fit below it is the tails that go without."""
+        """Take keys in below, heads first, so that tails are left out where not all fit."""
         self.lower.make_room(len(keys), wanted, keys)
         kept = self.lower.take_in(keys)
         self.written += len(kept)
@@ -313,7 +313,7 @@ class CellFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a trace comes from: a file, or a generator with its seed."""
+    """The source of a trace: a file, or a generator with its seed."""
 
     name: str
     path: Path | None = None
@@ -321,7 +321,7 @@ class Source:
     seed: int = 0
 
     def load(self) -> Trace:
-        """The trace. Raises TraceError."""
+        """Read the trace, or generate it from the seed. Raises TraceError."""
         if self.path is not None:
             return Trace(self.name, read_trace(self.path).prompts)
         return generate(SHAPES[self.name], self.requests, self.seed)
@@ -329,7 +329,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One replay: `row` is a policy, or OPT or HEADS_FIRST, at one capacity."""
+    """A replay: `row` is a policy, or OPT or HEADS_FIRST, at one capacity."""
 
     trace: str
     row: str
@@ -346,7 +346,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class PairCell:
-    """One replay of two tiers; `lower` is the policy of the lower one, the upper one's is LRU."""
+    """A replay of two tiers; `lower` is the policy of the lower one, the upper one's is LRU."""
 
     trace: str
     upper_percent: int
@@ -371,7 +371,7 @@ AnyCell = Cell | PairCell
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a cell gave, and how long it took."""
+    """The outcome of a cell, and the seconds that it took."""
 
     cell: AnyCell
     outcome: Outcome | TwoTierOutcome

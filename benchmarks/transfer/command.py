@@ -25,7 +25,7 @@ _LABELS = {
 
 
 def print_transfer(report: Report) -> None:
-    """What a person reads: figure, limit, ratio, gate."""
+    """Print figure, limit, ratio and gate of each row."""
     rows = []
     for name, gate in copy_case.GATES.items():
         ratio = report.ratios[name]
@@ -47,7 +47,7 @@ def print_transfer(report: Report) -> None:
 
 
 def print_layer_ranges(report: Report) -> None:
-    """What computing while layers are still being loaded gains; nothing is promised of it."""
+    """Print the gain of computing while layers are still being loaded; it has no gate."""
     rows = []
     for name, cell in report.figures["layer_ranges"].items():
         parts = [f"{1e3 * cell[key]:.1f}" for key in ("copy_seconds", "compute_seconds")]
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, scale: copy_case.Scale) -> None:
-    """Fill the report. Raises WrongWork where something else was copied than was asked for."""
+    """Fill the report. Raises WrongWork where wrong blocks were copied."""
     region_bytes = footprint_bytes(scale.region_bytes)
     report.figures["plan"] = {
         "device": "cpu",

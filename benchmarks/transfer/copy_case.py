@@ -62,12 +62,10 @@ QUICK = Scale(region_bytes=32 * MIB, rounds=3, submissions=15, cached=("1k",))
 
 
 def copy_name(move: str, size: str) -> str:
-    """The name of a copying ratio."""
     return f"{move}_{size}"
 
 
 def submit_name(size: str) -> str:
-    """The name of a ratio of submitting."""
     return f"submit_over_copy_{size}"
 
 
@@ -96,7 +94,7 @@ class Rig:
         self._pool = KvPool(layout, self.num_blocks)
         self.pool: Bytes = pool_pages(self._pool.tensor, block_bytes)
         self.slab: Bytes = slab_pages(self._slab)
-        # As the pool is made: what is different is what the device does.
+        # Made as the pool is: the difference is the work of the device.
         plain = [KvPool(layout, self.num_blocks).tensor for _ in range(2)]
         self.plain: list[Bytes] = [pool_pages(tensor, block_bytes) for tensor in plain]
         noise = np.frombuffer(os.urandom(MIB), np.uint8)
@@ -133,7 +131,7 @@ class Rig:
         gc.collect()
 
     def comparisons(self, size: str) -> list[Comparison]:
-        """One for each of MOVES, in its order."""
+        """Comparisons for each of MOVES, in their order."""
         run = max(1, min(RUN_BLOCKS, self.num_blocks // 4))
         sides = (
             (lambda: self.move(Stream.STORE), self.copy),
@@ -190,7 +188,7 @@ class Rig:
         return self._rate(began, len(out) + len(back))
 
     def _submit(self, stream: Stream, moves: Pairs) -> list[Event]:
-        """As jobs; `moves` lead from the stream's source to its target."""
+        """Submit jobs; `moves` lead from the stream's source to its target."""
         events = []
         for start in range(0, len(moves), JOB_BLOCKS):
             sources, targets = zip(*moves[start : start + JOB_BLOCKS], strict=True)
@@ -208,7 +206,7 @@ class Rig:
                 raise WrongWork(f"a copy failed: {error}")
 
     def _random_places(self, run: int = 1) -> list[tuple[int, int]]:
-        """Where runs begin, and where they go."""
+        """Random pairs: the first block of a run, and the first of its target."""
         starts = range(0, self.num_blocks - run + 1, run)
         return list(
             zip(self.rng.sample(starts, len(starts)), self.rng.sample(starts, len(starts)),
@@ -240,11 +238,11 @@ class Submissions:
 
     @property
     def ratio(self) -> float:
-        """The median of the ratios of neighbours."""
+        """The median ratio of submitting over copying, of neighbouring jobs."""
         return median(ratios(self.submit_seconds, self.copy_seconds))
 
     def figures(self) -> dict[str, float]:
-        """What the JSON holds of it."""
+        """Entries of the JSON."""
         return {
             "submissions": len(self.submit_seconds),
             "blocks": JOB_BLOCKS,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Would it pay to compute the first layers while the last ones are still being loaded?
+"""The gain of computing the first layers while the last ones are still being loaded.
 
 Whole:   slots are copied to the pool, then the rest of the prompt is computed
 Ranges:  of every block first the lower layers are copied, then the upper ones; each layer waits for
          its range alone, so computing and copying overlap
 
 Both copy with one thread, as the device's load stream does, and compute the embedded model's own
-attention over the pool; both must give the same logits. What can be won at most is the shorter of
+attention over the pool; both must give the same logits. The most that can be won is the shorter of
 the two parts, and is told beside it. The engine does not do this; `docs/tiers.md` says why.
 """
 
@@ -37,7 +37,7 @@ BLOCK_TOKENS = 64  # of the embedded model's: 64 KiB a layer, the least that is 
 RANGES = (2, 6)  # how many a block is cut into; the model has 6 layers
 CACHED = {"1k": 1024, "3k": 3072, "8k": 8192}  # tokens
 SUFFIXES = (32, 512)
-# After a suffix as long as this nothing can be won that could be seen, so fewer rounds do.
+# Behind a suffix as long as this the gain is too small to be seen, so fewer rounds do.
 LONG_SUFFIX, LONG_ROUNDS_SHARE = 512, 3
 # By number of ranges, 1 for whole: seconds to the first token, and of processors, of each round.
 Taken = dict[int, list[tuple[float, float]]]
@@ -136,7 +136,7 @@ class _Prompt:
         return logits
 
     def forget(self) -> None:
-        """Whoever reads a layer before it is there is to find nothing."""
+        """Fill the blocks in the pool with zeros: a layer that is read too early finds nothing."""
         for _, block in self._moves:
             self._place.pool[block] = 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `stratakv bench vllm` measures, case by case; `command.py` says what each figure counts.
+"""The cases of `stratakv bench vllm`; `command.py` says what each figure counts.
 
     fill      ours and the peer compute all prompts, which go to SSD, cache server and vLLM's files
     restart   new processes: ours over the SSD, the peer over its files, one without tiers
@@ -7,7 +7,7 @@
               an LMCache server where one runs
     server    a new process of ours that has nothing but the cache server
 
-A prompt that did not come from where it should, or was given other tokens than before, raises
+A prompt that came from another place, or was given other tokens than before, raises
 WrongWork.
 """
 
@@ -114,7 +114,7 @@ Source = Mapping[str, int] | None
 
 
 class Engine(Child):
-    """One engine in a process of the other Python. Raises ConfigError for what is no program."""
+    """An engine in a process of the other Python. Raises ConfigError where it cannot be run."""
 
     def __init__(self, python: str, scratch: Path, name: str) -> None:
         self._python = python
@@ -125,7 +125,7 @@ class Engine(Child):
             raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
 
     def check(self, names: Path) -> dict[str, Any]:
-        """Once, first: versions; `stratakv` lies in `names`. Raises PeerFailed."""
+        """Return versions; called once, first. `stratakv` lies in `names`. Raises PeerFailed."""
         self.send({"names": str(names), "environment": ENVIRONMENT})
         try:
             answer = self.read(START_SECONDS)
@@ -139,7 +139,7 @@ class Engine(Child):
             ) from error
 
     def start(self, model: Path, transfer: dict[str, Any] | None) -> None:
-        """Once: make the engine, with this configuration of its tiers. Raises PeerFailed."""
+        """Make the engine, with this configuration of its tiers; called once. Raises PeerFailed."""
         arguments = {"model": str(model), **ARGUMENTS}
         if transfer is not None:
             arguments["kv_transfer_config"] = transfer
@@ -148,12 +148,12 @@ class Engine(Child):
         self.ask([5, 6, 7])  # the first request of a process pays for lazy initialisation
 
     def ask(self, *prompts: list[int], max_tokens: int = ANSWER_TOKENS) -> dict[str, Any]:
-        """One prompt after the other, and the tiers at rest. Raises PeerFailed."""
+        """Ask one prompt after the other, then let the tiers come to rest. Raises PeerFailed."""
         self.send({"prompts": prompts, "max_tokens": max_tokens})
         return self.read(ANSWER_SECONDS)
 
     def stop(self) -> None:
-        """An orderly stop. Raises PeerFailed."""
+        """Stop the engine in an orderly way; tiers are written back. Raises PeerFailed."""
         self.send({"stop": True})
         self.read(ANSWER_SECONDS)
         self.close()
@@ -171,7 +171,7 @@ class Bench:
         self.python = python
         self.versions: dict[str, Any] = {}
         self.numbers = pairs + 1  # prompts, of which the first is not counted
-        self.stored: list[float] = []  # shares of the chunks that nobody had, which the slab took
+        self.stored: list[float] = []  # of the chunks that no tier had, the slab's share
         self._answers: dict[tuple[int, int], list[int]] = {}
         self._model, self._names = scratch / "model", scratch / "names"
         self._names.mkdir()
@@ -193,8 +193,8 @@ class Bench:
         return engines
 
     def rate(self, engine: Engine, number: int, question: int, source: Source) -> float:
-        """One over the seconds to the first token of a prompt whose prefix comes from the tiers
-        that `source` names with their chunks; None: all of it is computed. Raises WrongWork."""
+        """The inverse of the seconds to the first token of a prompt whose prefix comes from the
+        tiers of `source`, which has their chunks; None: all of it is computed. Raises WrongWork."""
         answer = engine.ask(make_prompt(number, question))
         check_source(answer["cached"][0], answer["loaded_chunks"], source)
         told = self._answers.setdefault((number, question), answer["tokens"][0])
@@ -214,13 +214,13 @@ def check_source(cached: int, loaded: Mapping[str, int], source: Source) -> None
 
 
 def ours(**settings: Any) -> dict[str, Any]:
-    """The configuration of vLLM with our tiers below it; what a tier has is loaded, since whether
-    that is quicker than computing is what is measured."""
+    """The configuration of vLLM with our tiers below it. All that a tier has is loaded: the
+    benchmark measures whether that is quicker than computing."""
     return transfer_config(REGION_BYTES, {**OURS, **settings})
 
 
 def vllms_own(folder: Path) -> dict[str, Any]:
-    """That of vLLM's own tiers, with as much memory in one region as ours have in two places."""
+    """The configuration of vLLM's own tiers: one region has as much memory as our two places."""
     config = transfer_config(REGION_BYTES + SLAB_BYTES, {})
     extra = config["kv_connector_extra_config"]
     extra |= {"spec_name": "PeerSpec", "spec_module_path": "stratakv.benchmarks.vllm.peer_spec"}
@@ -323,7 +323,7 @@ def take_all(
 
 
 def take_no_hit(bench: Bench, mine: Engine, alone: Engine) -> Outcome:
-    """Prompts that nobody has seen, with our tiers and without any."""
+    """Compare prompts that no engine has seen, with our tiers and without any."""
     tell = partial(make_prompt, question=0)
 
     def side(engine: Engine) -> Callable[[], float]:
@@ -334,7 +334,7 @@ def take_no_hit(bench: Bench, mine: Engine, alone: Engine) -> Outcome:
             prompts = [tell(number) for number in range(first, first + NO_HIT_PROMPTS)]
             answer = engine.ask(*prompts, max_tokens=1)
             if any(answer["cached"]):
-                raise WrongWork(f"of prompts that nobody has seen {answer['cached']} were found")
+                raise WrongWork(f"of prompts that no engine has seen {answer['cached']} were found")
             if engine is mine:
                 bench.stored.append(answer["stored_chunks"] / (NO_HIT_PROMPTS * CHUNKS))
             return NO_HIT_PROMPTS / float(answer["seconds"])

@@ -12,7 +12,7 @@ slab_over_memory          Of the quicker of vLLM's own region in memory and an L
 vllm_load_over_best_peer  The least of these two.
 server_over_cold          Of computing the prompt, over ours from a cache server that another
                           process has filled, through TCP.
-no_hit_cost               Seconds of prompts that nobody has seen, with our tiers over without any.
+no_hit_cost               Seconds of prompts that are all new, with our tiers over without any.
                           A region that is still being read takes no more: what was stored is told.
 """
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, python: str, pairs: int) -> None:
-    """Everything. Raises WrongWork, PeerFailed, ServerFailed."""
+    """Fill the report. Raises WrongWork, PeerFailed, ServerFailed."""
     load = os.getloadavg()
     not_run = report.figures["not_run"] = dict(NOT_RUN)
     versions, outcomes = cases.measure(python, pairs, not_run)
@@ -103,7 +103,7 @@ def fill_report(report: Report, outcomes: Sequence[Outcome]) -> None:
 
 
 def print_vllm(report: Report) -> None:
-    """What a person reads: seconds by source, then ratios with their spreads and gates."""
+    """Print seconds by source, then ratios with their spreads and gates."""
     plan, cold = report.figures["plan"], report.figures["seconds"]["computing"]
     title = f"vLLM {plan['version']}: first token behind {plan['prefix_tokens']:,} tokens of KV"
     rows = [

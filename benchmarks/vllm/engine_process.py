@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-# vLLM's own loop waits so long after a step in which nothing was computed, for those who copy.
+# vLLM's own loop waits so long after a step that computed nothing, to let copies go on.
 PAUSE_SECONDS = 0.001
 SETTLE_SECONDS = 120.0
 # What LMCache's server imports and `pip install --no-deps lmcache` leaves out.
@@ -77,12 +77,12 @@ class Engine:
         }
 
     def stop(self) -> dict[str, Any]:
-        """Once."""
+        """Shut the engine down, called once; tiers are written back."""
         self._engine.engine_core.shutdown()
         return {"stopped": True}
 
     def _one(self, prompt: list[int], params: Any) -> tuple[float, Any]:
-        """Seconds until the first token of a prompt, and all that came of it."""
+        """Seconds until the first token of a prompt, and all its output."""
         self._asked += 1
         first, last = 0.0, None
         began = time.perf_counter()
@@ -120,7 +120,7 @@ class Engine:
         return loaded
 
     def _stored(self) -> int:
-        """Chunks that our slab has taken since the start."""
+        """Chunks that the slabs of our tiers have taken since the start."""
         return sum(stats["cpu"].stored_blocks for stats in self._stats())
 
     def _stats(self) -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ def prepare(plan: Mapping[str, Any]) -> dict[str, Any]:
     sys.path.insert(0, plan["names"])
     try:
         import vllm
-    except Exception as error:  # what a broken package raises is its own affair
+    except Exception as error:  # a broken package may raise anything
         raise WrongWork(f"{sys.executable} cannot import vLLM ({brief(error)})") from error
     try:
         importlib.import_module("stratakv.connector.vllm.build")
@@ -171,7 +171,7 @@ def prepare(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def brief(error: BaseException) -> str:
-    """The first line of what an error says, and of what it came from."""
+    """The type and the first line of an error, and of each of its causes."""
     lines = []
     cause: BaseException | None = error
     while cause is not None:

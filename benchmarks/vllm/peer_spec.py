@@ -17,7 +17,7 @@ class PeerSpec(StrataSpec):
         self.secondary_tier_configs = self.secondary_tier_configs[:-1]
 
     def get_manager(self) -> Any:
-        """vLLM's, whose end is told as our tier would tell it."""
+        """vLLM's manager; its shutdown releases the region too, as the end of our tier would."""
         is_new = self._manager is None
         manager = super().get_manager()
         if is_new:

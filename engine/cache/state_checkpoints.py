@@ -177,6 +177,16 @@ class StateCheckpoints:
             return num_tokens, len(within)
         return within[num_spare] - computed, num_spare
 
+    def most_drafts(self, end: int) -> int:
+        """The drafts that a step may check behind `end` computed tokens, where there is an
+        interval: a step that computes for sure up to its next multiple makes the checkpoint."""
+        return self.interval - end % self.interval - 1
+
+    def num_to_pin(self, request_id: str) -> int:
+        """The pages that `pin` would hold for a request."""
+        digest = self._newest.get(request_id)
+        return self.num_pages if digest is not None and self.is_readable(digest) else 0
+
     def save(self, request: Request, computed: int, end: int, num_spare: int) -> list[StateSave]:
         """The checkpoints that the step being made, which has all its blocks, makes of a request;
         fewer where the pool has no room for them, and at most `num_spare` in front of the end."""

@@ -165,6 +165,8 @@ class Pins:
         self._unpin_job(job)
         ids = self._manager.get_block_ids(request.request_id)
         num_blocks = sum(len(table) - table.count(0) for table in ids)  # 0 is the null block
+        if (states := self._manager.states) is not None:
+            num_blocks += states.num_to_pin(request.request_id)
         if not num_blocks or num_blocks > self._most_blocks or not self._pays(job, ""):
             return False
         most = self._most_of_tenant

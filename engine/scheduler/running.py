@@ -39,6 +39,8 @@ class RunningRound:
             request.draft_token_ids = ()
             # Behind the last token that it may have nothing is computed.
             room = request.max_num_tokens - request.num_tokens - 1
+            if manager.states is not None and manager.states.interval:
+                room = min(room, manager.states.most_drafts(entry.end))
             drafts = drafts[: max(0, min(step.budget, self._chunk_limit - 1, room))]
             is_at_end = entry.end == request.num_tokens and not entry.num_placeholders
             if not drafts or step.pressed or entry.num_tokens != 1 or not is_at_end:

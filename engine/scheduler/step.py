@@ -169,12 +169,11 @@ class StepBuilder:
             return
         spare = self.num_spare_states
         for entry in self.entries:
-            if entry.num_tokens > 1 or states.interval:
-                # Behind drafts nothing is sure.
-                computed, end = entry.num_computed_tokens, entry.end - len(entry.draft_token_ids)
-                if saves := states.save(entry.request, computed, end, spare):
-                    self.state_saves[entry.request.request_id] = saves
-                    spare -= sum(save.position < end for save in saves)
+            # Behind drafts nothing is sure.
+            computed, end = entry.num_computed_tokens, entry.end - len(entry.draft_token_ids)
+            if saves := states.save(entry.request, computed, end, spare):
+                self.state_saves[entry.request.request_id] = saves
+                spare -= sum(save.position < end for save in saves)
         states.free_saved()
 
     def start(self, request: Request, num_tokens: int) -> None:

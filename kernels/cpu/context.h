@@ -8,8 +8,8 @@
 namespace {
 
 constexpr int64_t SPLIT = 256;        // tokens of a part of a context
-// Tokens whose values all heads weigh before the next ones: as many as have so many bytes, which lie
-// closer to the order of memory where they are fewer, up to a number.
+// Tokens whose values all heads weigh before the next ones: those of CHUNK_BYTES, from 4 to CHUNK.
+// Fewer tokens are closer to the order of memory.
 constexpr int64_t CHUNK = 16, CHUNK_BYTES = 16 << 10;
 constexpr int64_t AHEAD = 16;  // tokens between what is computed and what is sent for
 constexpr int64_t FEW_VECTORS = 32;   // heads of a group times rows, up to which context is split
@@ -26,7 +26,7 @@ constexpr int64_t WORTH_A_COPY = 1 << 18;  // numbers for which another thread i
 constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-// Of `threads`, those that have so many products each.
+// The number of threads, of `threads`, that have so many products each; one at least.
 inline int64_t threads_for(int64_t products, int64_t worth_a_thread, int64_t threads) {
     return at_least(1, at_most(threads, products / at_least(1, worth_a_thread)));
 }

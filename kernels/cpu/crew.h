@@ -15,8 +15,8 @@ namespace {
 
 struct Counter {
     int64_t taken, done;
-    // Of a phase whose tasks an earlier one counts: a thread that comes late must not take the number
-    // of another layer for its own.
+    // The number of this phase's tasks, where an earlier phase counts them: a late thread must not
+    // read another layer's number.
     int64_t tasks;
     int64_t apart[5];  // a line of the cache for each
 };
@@ -26,7 +26,7 @@ struct Crew {
     int64_t threads;
 };
 
-// Where the others do not come within some 20 us, the core is wanted by somebody else.
+// Spins of a wait, some 20 us, before it yields: another program is likely to want the core.
 constexpr int PATIENCE = 1000;
 
 template <class Task> inline void go_through(Crew &crew, int64_t phase, int64_t tasks, Task task) {

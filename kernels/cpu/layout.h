@@ -3,11 +3,11 @@
 //
 //     few rows   a task is a part of a request's context, all heads in it. Requests that have the
 //                same blocks there, as behind a common system prompt, are one task: their keys and
-//                values are read once for all of them. Blocks tell it, so nobody has to say which
-//                requests begin alike, and there may be several such prefixes
+//                values are read once for all of them. Block ids alone tell which requests
+//                begin alike, and there may be several such prefixes
 //     more       a task is some rows of a request under one kv head
 //
-// What a request's numbers are does not depend on whom it shares a task with: each of its sums is
+// A request's numbers do not depend on the other requests of its task: each of its sums is
 // computed in the same order.
 #pragma once
 
@@ -101,9 +101,9 @@ inline bool has_same_blocks(const Step &step, int64_t a, int64_t b, int64_t part
                              size_t(end - first) * sizeof(int32_t));
 }
 
-// The task of other requests that a part joins, or -1. Whoever shares a part shares those before it,
-// so only the first part is compared with every other request's, and the next ones with those of the
-// task that the part before has joined.
+// The task of other requests that a part joins, or -1. Requests that share a part share those
+// before it, so only the first part is compared with every other request's, and the next ones with
+// those of the task that the part before has joined.
 inline int64_t task_to_join(const Step &step, const Layout &layout, int64_t index,
                             const Request &request, int64_t number) {
     const int64_t part = first_part(step, request) + number;

@@ -22,7 +22,7 @@
 //     down         experts, rows, outputs    and of the shared expert
 //     mix          rows                      added as above
 //
-// In the last layer queries are computed only where somebody reads what they attend: keys and values
+// In the last layer only the rows whose results are read have queries: keys and values
 // of all rows first, then the inputs and queries of those.
 //
 // Between phases everything is in the type that is added up in, but for inputs of products, which are
@@ -130,7 +130,7 @@ Buffers<T, A> place(const Pass &pass, int64_t threads, char *base) {
     return made;
 }
 
-// One thread's way through a pass. What it is told is not changed while the pass runs.
+// One thread's way through a pass. The pass does not change meanwhile.
 template <class E> struct Walk {
     typedef typename Wide<E>::A A;
     typedef typename InputOf<E>::T T;

@@ -7,8 +7,8 @@
 
 namespace {
 
-// Into the second cache: the first one is too small for what comes in time, and its misses are few
-// at a time.
+// Into the second-level cache: the first level is too small for so much, and serves few misses at a
+// time.
 inline void prefetch(const void *from, int64_t bytes) {
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b, 0, 2);
 }
@@ -228,8 +228,8 @@ void join_parts(const Step &step, const Request &request, int64_t parts,
     }
 }
 
-// What a member of a task has of its results `[kv heads * vectors, dim]`, from vector `before` on,
-// goes where it belongs. Returns how many vectors it has under each head.
+// Writes a member's part of a task's results `[kv heads * vectors, dim]`, from vector `before` on,
+// to its place. Returns the member's number of vectors under each head.
 template <class E, class A>
 int64_t give_part(const Step &step, const Layout &layout, const Member &member, int64_t vectors,
                   int64_t before, const A *out, const A *tops, const A *totals) {

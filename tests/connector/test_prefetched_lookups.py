@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -13,9 +13,9 @@ from stratakv.connector.copy_signal import CopySignal
 from stratakv.connector.costs.economics import Choice
 from stratakv.connector.messages import ConnectorWorkerOutput, MatchKind
 from stratakv.connector.offload_scheduler import OffloadScheduler
-from stratakv.connector.parts import Parts
+from stratakv.connector.parts import Parts, StatePieces
 from stratakv.tiers.base import Answer
-from stratakv.tiers.block import pack_key
+from stratakv.tiers.block import key_suffix, pack_key
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.slab.cpu_slab import CpuSlab
 from stratakv.tiers.testing.memory_store import MemoryStore
@@ -29,14 +29,17 @@ NONE, LOAD, RETRY = MatchKind.NONE, MatchKind.LOAD, MatchKind.RETRY
 class Rig:
     """A scheduler side over a slab and a store that asks; other stores may lie between."""
 
-    def __init__(self, *between: MemoryStore) -> None:
+    def __init__(self, *between: MemoryStore, pieces: Sequence[StatePieces] = ()) -> None:
         self.slab = CpuSlab(LAYOUT, 16 * LAYOUT.slot_bytes, populate_threads=1)
         self.store = PrefetchingStore(LAYOUT, 1000 * LAYOUT.page_bytes, name="remote")
         self.signal = CopySignal()
         self.hierarchy = Hierarchy(self.slab, [*between, self.store], wakeup=self.signal.wake)
         self.side = OffloadScheduler(
             ConnectorContext(
-                self.hierarchy, Parts(LAYOUT.block_size), self.signal, choice=Choice.LOAD
+                self.hierarchy,
+                Parts(LAYOUT.block_size, (None, *pieces)),
+                self.signal,
+                choice=Choice.LOAD,
             )
         )
         self.woken = threading.Event()
@@ -96,6 +99,30 @@ def test_what_was_found_is_read_while_the_request_still_waits(rig: Rig) -> None:
     assert rig.slab.lookup([pack_key(digest(1))]) == [Answer.HIT]
     assert not rig.side._lookups.unanswered
     rig.side.request_finished("a")
+
+
+def test_pieces_that_are_asked_for_are_awaited_whatever_else_happens() -> None:
+    """The first piece of states is asked for with the blocks, the others when it was found. A
+    look-up that comes before their answer, for any other reason, does not take them for missing."""
+    rig = Rig(pieces=[StatePieces(3)])
+    keys = [digest(2) + key_suffix(1 + piece, 0, 1) for piece in range(3)]
+    rig.store.store(keys, [memoryview(bytearray(LAYOUT.page_bytes))] * 3).result(0)
+    rig.share(1, 2)
+    asks = request("a", 1, 2)
+    rig.side.request_queued(asks)
+    assert rig.ask(asks) == (0, RETRY)
+    rig.store.answer()
+    rig.wake()
+    assert rig.ask(asks) == (0, RETRY)
+    assert [asked for asked, _ in rig.store.questions] == [keys[1:]]
+    for _ in range(2):
+        rig.hierarchy._mailbox.version += 1  # a block of another request has come
+        assert rig.ask(asks) == (0, RETRY)
+    rig.store.answer()
+    rig.wake()
+    assert rig.ask(asks) == (8, LOAD)
+    rig.side.request_finished("a")
+    rig.side.shutdown(WAIT_SECONDS)
 
 
 def test_a_store_without_it_lets_the_request_compute(rig: Rig) -> None:

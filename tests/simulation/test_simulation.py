@@ -43,7 +43,7 @@ from ..stepping import noted
 from .store import MODES
 from .world import World
 
-SEEDS = {"ci": 200, "long": 100_000}
+SEEDS = {"ci": 140, "long": 100_000}
 PARTS = 4
 # A planted bug has to be found within so many lives.
 LIVES_TO_FIND = 300

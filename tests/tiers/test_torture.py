@@ -45,10 +45,10 @@ from .torture_client import KEYS, LAYOUT, Client, open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.regression]
 
-STORES = {"ci": 50, "long": 1000}
+STORES = {"ci": 30, "long": 1000}
 RESTARTS = {"ci": 5, "long": 100}
 CLIENTS = 3  # in each life of the server
-WRITE_BACKS = {"ci": 600, "long": 6000}
+WRITE_BACKS = {"ci": 400, "long": 6000}
 CALL_SECONDS = 0.3
 WAIT_SECONDS = 30.0
 

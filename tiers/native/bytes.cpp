@@ -213,7 +213,7 @@ EXPORTED WIDE int64_t stratakv_bytes_copy_rows(uint8_t *to, int64_t to_step, con
     return 0;
 }
 
-// The header of a record, see `tiers/record.py`: what it checks, and the digest of that and of the
+// The header of a record, see `tiers/record.py`: the checked fields, and the digest of them and the
 // payload's digest.
 static const int64_t HEADER = 128, CHECKED = HEADER - DIGEST, PAGE = 4096;
 static const int64_t GENERATION_AT = 24, KEY_AT = 48, KEY = 40, TAG_AT = 96;
@@ -257,7 +257,7 @@ static int64_t now_micros() {
 
 static const int64_t PART = 256 * 1024;  // received or sent, and hashed while it is in the cache
 
-// What is left until the monotonic microsecond `deadline`, as the longest time that a call of the
+// The time left until the monotonic microsecond `deadline`, as the longest time that a call of the
 // socket takes; 0, -2 after the deadline, or the error's number.
 static int64_t set_timeout(int64_t fd, int option, int64_t deadline) {
     const int64_t left = deadline - now_micros();

@@ -90,7 +90,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Document:
-    """One text with the topic that decides whether it is held out."""
+    """A text with the topic that decides whether it is held out."""
 
     name: str
     topic: str

@@ -84,7 +84,7 @@ def rope_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to (batch, heads, length, head_dim)."""
+    """Apply rotary positions to `x`, of shape (batch, heads, length, head_dim)."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
@@ -148,7 +148,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm block."""
+    """A pre-norm block: attention, then the feed-forward part."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Llama(nn.Module):
         return loss if reduction == "mean" else loss.view_as(targets)
 
     def count(self) -> int:
-        """Number of parameters, the tied matrix counted once."""
+        """The number of parameters; the tied matrix is counted once."""
         return sum(p.numel() for p in self.parameters())
 
     def rounded(self) -> dict[str, Tensor]:
@@ -234,7 +234,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def save_weights(path: Path, weights: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """One safetensors file, complete or absent."""
+    """Write a safetensors file, which is either complete or absent."""
     write_atomically(path, lambda beside: save_file(weights, beside, metadata=metadata))
 
 

@@ -95,7 +95,7 @@ def unpack_wheels(folder: Path, target: Path) -> list[str]:
 
 
 def check_names(path: Path, names: Sequence[str]) -> None:
-    """Nothing is written beside the folder. Raises WrongUse."""
+    """Raises WrongUse for a name that would lead out of the folder."""
     for name in names:
         if name.startswith("/") or ".." in Path(name).parts:
             raise WrongUse(f"{path} has a file {name!r}, which no wheel has; it is not unpacked")
@@ -165,7 +165,7 @@ def check_gpu(environment: dict[str, str]) -> str:
 
 
 def ask_python(code: str, environment: dict[str, str]) -> str:
-    """What a line of Python prints. Raises WrongUse."""
+    """Run a line of Python; return what it prints. Raises WrongUse."""
     words = [sys.executable, "-P", "-c", code]
     try:
         done = subprocess.run(
@@ -203,7 +203,7 @@ def find_commit(given: str | None) -> str:
 
 
 def machine(environment: dict[str, str], *, is_rehearsal: bool) -> dict[str, Any]:
-    """What the results belong to. Holds no host or user name."""
+    """The machine and the commit of the results. Holds no host or user name."""
     return {
         "device": "none: a rehearsal" if is_rehearsal else check_gpu(environment),
         "python": platform.python_version(),

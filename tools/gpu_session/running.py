@@ -35,7 +35,7 @@ OK, FAILED, TIMED_OUT, LEFT_OUT, CUT_OFF = "ok", "failed", "timed out", "left ou
 
 @dataclass
 class Outcome:
-    """How a command ended: `ok`, `failed`, `timed out`, `left out`, or `cut off` with the step."""
+    """The end of a command: `ok`, `failed`, `timed out`, `left out`, or `cut off` with the step."""
 
     name: str
     command: str
@@ -88,7 +88,7 @@ class Running:
         resource.prlimit(self.process.pid, resource.RLIMIT_CORE, (0, 0))
 
     def look(self) -> str | None:
-        """How it ended; None while it runs within its limit."""
+        """The result of the command; None while it runs within its limit."""
         status = self.process.poll()
         if status is not None:
             return FAILED if status else OK
@@ -169,8 +169,8 @@ def run_group(
 
 @contextmanager
 def hearing_interrupts() -> Iterator[None]:
-    """Processes that are started within can be interrupted. A shell has what it runs in the
-    background ignore SIGINT, and all that is started from there. For the main thread."""
+    """Let processes that are started within be interrupted: a shell makes its background commands,
+    and all that these start, ignore SIGINT. For the main thread."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

@@ -50,7 +50,7 @@ SANITIZE_FIRST = "sanitize-decode-write"
 
 @dataclass(frozen=True)
 class Command:
-    """One process of a step. In its words `{out}` is the folder of its results, and `{seconds}` the
+    """A process of a step. In its words `{out}` is the folder of its results, and `{seconds}` the
     time after which it should start nothing more."""
 
     name: str
@@ -62,7 +62,7 @@ Group = tuple[Command, ...]
 
 
 def seconds_of(step: str, lent: float) -> float:
-    """The limit of a whole step."""
+    """The limit of a whole step in seconds, scaled to the loan."""
     return STEP_SECONDS.get(step, LATER_SECONDS) * lent / LENT_SECONDS
 
 
@@ -94,8 +94,8 @@ def bench(sections: str, seconds: float, *options: str) -> Command:
 
 
 def pytest_of(name: str, places: Sequence[str], seconds: float, *options: str) -> Command:
-    """The GPU's tests of some files or folders. A module that cannot be imported does not keep the
-    others from running."""
+    """The GPU's tests of some files or folders. A module that cannot be imported leaves the others
+    to run."""
     words = ("-m", "pytest", "-m", "gpu", "-c", str(ROOT / "pyproject.toml"), "-q", "-ra")
     report = (
         "-p",
@@ -120,8 +120,8 @@ def _tiny(is_rehearsal: bool) -> tuple[str, ...]:
 
 
 def _many(is_rehearsal: bool, processes: int, most_failures: int) -> tuple[str, ...]:
-    """Kernels take a second or two each to compile, and there are hundreds: test by test, since
-    one file has more of them than all others together."""
+    """Options that spread tests over processes, test by test: hundreds of kernels take a second or
+    two each to compile, and one file has more of them than all others together."""
     options = ("-n", str(processes), "--dist", "worksteal", "--maxfail", str(most_failures))
     return () if is_rehearsal else options
 
@@ -137,7 +137,7 @@ def _first(is_rehearsal: bool, _peers: str | None) -> Iterator[Group]:
 
 
 def _figures(is_rehearsal: bool, _peers: str | None) -> Iterator[Group]:
-    """By value, the most wanted first."""
+    """Groups by value, the most wanted first."""
     quick = ("--quick", *_tiny(is_rehearsal))
     yield (bench("copy device,engine-phases", 130, *quick),)
     yield (bench("decode,prefill", 95, *quick),)

@@ -30,8 +30,8 @@ from ..section import Launch, Place, Row, Timing, check_close, time_launches
 COLD_BYTES = 256 * 2**20  # of all layers together: four times the level-2 cache of an H200
 MAX_LAYERS = 64
 FP8 = torch.float8_e4m3fn
-FP8_SPREAD = 64.0  # of what is stored; a scale of about its inverse brings it back to 1
-FILLED_AT_ONCE = 2**27  # elements that are random float32 before they become float8
+FP8_SPREAD = 64.0  # deviation of stored values; a scale of its inverse brings it back to 1
+FILLED_AT_ONCE = 2**27  # elements that are drawn in float32 before they become float8
 # In units of the row's own root mean square: rounding to 16 bits, the result and its reference.
 TOLERANCE = 0.05
 
@@ -50,7 +50,7 @@ class Case:
     scales: str = ""  # "head" or "token" for a float8 pool
     window: int | None = None
     softcap: float | None = None
-    table_tokens: int = 0  # that the block table has room for, if that is more than it holds
+    table_tokens: int = 0  # room of the block table, where it is more than it holds
 
     @property
     def is_decode(self) -> bool:
@@ -62,7 +62,6 @@ class Case:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied with."""
         return float(self.head_dim**-0.5)
 
     @property
@@ -89,7 +88,7 @@ class Case:
 
     @property
     def keys_seen(self) -> int:
-        """Summed over all new tokens."""
+        """Keys that the new tokens see, summed over these tokens."""
         return sum(
             min(before + i + 1, self.window or before + i + 1)
             for new, before in self.chunks
@@ -126,7 +125,7 @@ def decode_case(name: str, requests: int, context: int, **options: object) -> Ca
 
 @dataclass(slots=True)
 class Batch:
-    """The tensors of a case. `layers` and `scales` belong together; the rest is shared by all."""
+    """The tensors of a case. `layers[i]` has `scales[i]`; all layers share the rest."""
 
     case: Case
     q: Tensor  # [tokens, heads, head_dim]
@@ -138,7 +137,7 @@ class Batch:
     plan: SplitPlan | None = None  # of decodes, as an engine has it
 
     def run(self, kernel: str, layer: int = 0, out: Tensor | None = None) -> Tensor:
-        """A new tensor, or `out`, with the attention of all new tokens over one layer."""
+        """The attention of all new tokens over one layer, in `out` or in a new tensor."""
         tensors, options = self._arguments(layer)
         options |= {"kernel": kernel, "out": out}
         if self.case.is_decode:
@@ -157,11 +156,10 @@ class Batch:
             self.plan = words.view_plan(torch.from_numpy(array).to(self.q.device), len(lengths))
 
     def launches(self, kernel: str) -> list[Launch]:
-        """One for each layer."""
         return [partial(self.run, kernel, layer) for layer in range(len(self.layers))]
 
     def reference(self) -> Tensor:
-        """What `run` must give for the first layer: by the plain twin, in float32."""
+        """The expected result of `run` for the first layer: by the plain twin, in float32."""
         out = torch.empty_like(self.q)
         tensors, options = self._arguments(0)
         if self.case.is_decode:
@@ -179,7 +177,7 @@ class Batch:
 
 
 def make_batch(place: Place, case: Case, layers: int | None = None) -> Batch:
-    """The same values in every call for a case on a device; `layers` unless they are counted."""
+    """Tensors of a case, the same in every call on a device; `layers` None: as many as are cold."""
     generator = torch.Generator(device=place.device)
     generator.manual_seed(zlib.crc32(case.name.encode()))
     widths = [-(-length // case.block_size) for length in case.lengths]
@@ -210,14 +208,14 @@ def make_batch(place: Place, case: Case, layers: int | None = None) -> Batch:
 
 
 def num_layers(place: Place, layer_bytes: int, most: int = MAX_LAYERS) -> int:
-    """As many as are cold together, and no more than are reasonable for a tiny case."""
+    """The number of layers that are cold together, at most `most`; 2 in a rehearsal."""
     if place.is_rehearsal:
         return 2
     return max(1, min(most, -(-COLD_BYTES // layer_bytes)))
 
 
 def check_attention(what: str, got: Tensor, expected: Tensor) -> None:
-    """Each row in units of its own size, since long contexts average to little. Raises
+    """Compare each row in units of its own size, since long contexts average to little. Raises
     WrongResult."""
     right = expected.float()
     size = right.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
@@ -227,7 +225,7 @@ def check_attention(what: str, got: Tensor, expected: Tensor) -> None:
 
 
 def time_checked(place: Place, batch: Batch, expected: Tensor, *, rounds: int = 7) -> Timing:
-    """Seconds of one launch of ours, looked at before it is timed. Raises WrongResult."""
+    """Seconds of one launch of ours, compared with `expected` before. Raises WrongResult."""
     check_attention(batch.case.name, batch.run(place.kernel), expected)
     return time_launches(place, batch.launches(place.kernel), rounds=rounds)
 
@@ -250,7 +248,7 @@ def _random_pool(
 def _random_scales(
     place: Place, case: Case, num_blocks: int, layers: int, generator: torch.Generator
 ) -> list[Tensor | None]:
-    """Another for each place, up to a fifth away from what brings the values back to 1."""
+    """Random scales, each up to a fifth away from the one that brings values back to 1."""
     if not case.scales:
         return [None] * layers
     shape: tuple[int, ...] = (layers, 2, case.kv_heads)

@@ -17,7 +17,7 @@ from .cases import Case, decode_case, make_batch, time_checked
 
 NAME = "decode"
 CEILING = "device_copy_gb_per_second"
-LARGE_BYTES = 0.5e9  # of K and V in one layer: from there on, bandwidth is all that counts
+LARGE_BYTES = 0.5e9  # of K and V in one layer; above it, bandwidth alone limits a case
 GRID = (
     ("1k x 1", 1, 1024),
     ("1k x 64", 64, 1024),
@@ -40,7 +40,7 @@ def choose_cases(place: Place) -> list[Case]:
         if name in ("1k x 64", "8k x 64", "32k x 8")
         for scales in ("head", "token")
     ]
-    # As served with a context of 128k: plans follow the lengths, whatever the tables' width.
+    # The table of an engine with a context of 128k: plans depend on lengths, not on its width.
     grid.append(decode_case("8k x 64 wide table", 64, 8192, table_tokens=131072))
     if place.is_quick:
         return grid + [case for case in fp8 if case.name.startswith("8k x 64")]
@@ -48,7 +48,7 @@ def choose_cases(place: Place) -> list[Case]:
 
 
 def _variants() -> list[Case]:
-    """One thing differs from the grid in each."""
+    """Cases that each differ from the grid in one thing."""
     return [
         decode_case("4k x 32 group 8", 32, 4096, group=8),
         decode_case("4k x 32 group 7", 32, 4096, group=7),
@@ -81,7 +81,7 @@ def _rehearsal_cases() -> list[Case]:
 
 
 def run(place: Place, results: Results) -> None:
-    """Measure all cases; ratios are set from what was measured, however far it got."""
+    """Measure all cases; set the ratios of those that were measured, also after an early end."""
     try:
         run_cases(place, results, NAME, choose_cases(place), partial(measure, place, results))
     finally:
@@ -89,7 +89,7 @@ def run(place: Place, results: Results) -> None:
 
 
 def measure(place: Place, results: Results, case: Case) -> None:
-    """One row. Raises WrongResult."""
+    """Measure a case and add its row. Raises WrongResult."""
     batch = make_batch(place, case)
     timing = time_checked(place, batch, batch.reference(), rounds=place.choose(7, 5, 3))
     rate = case.read_bytes / timing.median / 1e9
@@ -107,7 +107,7 @@ def measure(place: Place, results: Results, case: Case) -> None:
 
 
 def set_ratios(results: Results) -> None:
-    """The figures of the targets. The lowest of several counts, so that each keeps the promise."""
+    """Set the targets' figures: the lowest of several cases, so that each keeps the promise."""
     rows = {row["case"]: row for row in results.rows(NAME)}
     shares = {name: row["over_device_copy"] for name, row in rows.items()}
     large = [shares[name] for name in LARGE if shares.get(name) is not None]
@@ -132,7 +132,7 @@ def set_ratios(results: Results) -> None:
 
 
 def _fp8_gains(rows: dict[str, Row], scales: str) -> list[float]:
-    """How many times faster than bf16, of the large cases that were measured in both."""
+    """Seconds in bf16 over those in float8, of the large cases that were measured in both."""
     return [
         rows[name]["seconds"] / rows[f"{name} fp8 {scales}"]["seconds"]
         for name in LARGE

@@ -94,7 +94,7 @@ def sweep_prefill_launches(place: Place, results: Results, case: Case) -> None:
 
 
 class _Trials:
-    """One row of results, complete after every trial."""
+    """Trials of one case: a row of results that is complete after each."""
 
     def __init__(
         self, place: Place, results: Results, batch: Batch, what: str, chosen: Row
@@ -108,7 +108,7 @@ class _Trials:
         results.add_row(NAME, self._row)
 
     def add(self, entries: Row) -> None:
-        """Seconds of one launch, or why there are none. Raises SectionOver."""
+        """Add the seconds of one launch, or the reason that there are none. Raises SectionOver."""
         self._place.check_time()
         try:
             timing = time_checked(self._place, self._batch, self._expected, rounds=3)

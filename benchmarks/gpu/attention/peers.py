@@ -38,7 +38,7 @@ class PeerRefused(Exception):
 
 
 class Peer(Protocol):
-    """One other implementation. Making one imports it, and raises what the import raises."""
+    """Another implementation. `__init__` imports it, and raises what the import raises."""
 
     name: str
     remark: str  # what a reader of its figures must know
@@ -46,8 +46,8 @@ class Peer(Protocol):
     def __init__(self) -> None: ...
 
     def prepare(self, batch: Batch) -> PeerLaunch:
-        """Everything that is done once for a batch; what is returned is timed. Raises PeerRefused
-        for a batch that this peer has no kernel for, and whatever the peer raises."""
+        """Do what is done once for a batch; the returned launch is timed. Raises PeerRefused for a
+        batch that this peer has no kernel for, and whatever the peer raises."""
         ...
 
 
@@ -66,8 +66,8 @@ def import_first(modules: Sequence[str], name: str) -> Any:
 def known_arguments(
     function: Callable[..., Any], wanted: dict[str, Any], needed: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Those of `wanted` that `function` has; all, if it takes any name. Raises PeerRefused where it
-    lacks one that is `needed`."""
+    """Arguments of `wanted` that `function` has; all, if it takes any name. Raises PeerRefused
+    where it lacks one that is `needed`."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return wanted
@@ -101,8 +101,8 @@ VLLM_MODULES = (
     "vllm.attention.ops.triton_unified_attention",
 )
 VLLM_NEEDED = {"cu_seqlens_q", "seqused_k", "block_table", "softmax_scale"}
-# What its engine allocates for decode: contexts in 16 parts where fewer than 128 programs would
-# run. A version that takes no such buffers has them inside.
+# Buffers that vLLM's engine allocates for decode: contexts in 16 parts where fewer than 128
+# programs would run. A version that takes no such buffers makes them itself.
 SEGMENTS = 16
 FEWEST_PROGRAMS = 128
 
@@ -276,7 +276,7 @@ class FlashInfer:
 
 
 def _pages(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each request's pages begin, all pages in a row, and how full each last page is."""
+    """The index of each request's first page, all page ids, and the tokens of last pages."""
     size = batch.case.block_size
     widths = [-(-length // size) for length in batch.case.lengths]
     starts = [0, *accumulate(widths)]
@@ -291,7 +291,7 @@ PEERS: tuple[type[Peer], ...] = (VllmTriton, FlashAttention3, TorchAttention, Fl
 
 
 def choose_cases(place: section.Place) -> list[Case]:
-    """Those of the targets, in bf16; prefill first, for two targets are about it."""
+    """Cases of the targets, in bf16; prefill first, for two targets are about it."""
     if place.is_rehearsal:
         return [*prefill.choose_cases(place)[:2], *decode.choose_cases(place)[:2]]
     grid = [decode_case(name, requests, context) for name, requests, context in decode.GRID]
@@ -355,8 +355,8 @@ def measure(
 def find_peers(
     place: section.Place, results: section.Results, title: str, kinds: Sequence[type[Peer]]
 ) -> list[Peer]:
-    """Those that can be imported; a note for each. Appends the folder to the path for good: what
-    is imported from it may import more of it later."""
+    """Peers that can be imported; adds a note for each. The folder stays on the path: modules of it
+    may import others of it later."""
     folder = None if place.peers is None else str(place.peers.resolve())
     if folder is not None and folder not in sys.path:
         sys.path.append(folder)
@@ -385,7 +385,7 @@ def time_peer(place: section.Place, case: Case, peer: Peer, expected: Tensor, ro
 
 
 def check_device(place: section.Place, peer: Peer) -> None:
-    """After a fault of a peer's. Raises RuntimeError if the device can do nothing more."""
+    """Check the device after a fault of a peer. Raises RuntimeError if it can do nothing more."""
     try:
         place.synchronise()
     except RuntimeError as error:
@@ -396,7 +396,7 @@ def check_device(place: section.Place, peer: Peer) -> None:
 
 
 def set_ratios(results: section.Results, name: str) -> None:
-    """How many times faster than peer `name` we are, in decode and on the grid of prefill."""
+    """Set the peer's seconds over ours, in decode and on the grid of prefill."""
     rows = [row for row in results.rows(NAME) if name in row["peers"]]
     in_prefill = [row for row in rows if row["case"] in prefill.GRID]
     in_decode = [row for row in rows if row["kind"] == decode.NAME]

@@ -22,7 +22,7 @@ MIXED = ((4096, 8192), (256, 1024), (256, 0), (128, 4096), (64, 2048), (16, 512)
 
 
 def name_of(chunk: int, context: int) -> str:
-    """As in the tables: `2k + 32k`."""
+    """The name of a case in the tables: `2k + 32k` are new tokens, then context."""
     return f"{chunk // 1024}k + {context // 1024}k"
 
 
@@ -51,7 +51,7 @@ def choose_cases(place: Place) -> list[Case]:
 
 
 def grid_cases() -> list[Case]:
-    """Those of the targets, of ours and beside peers."""
+    """Cases of the targets, for our kernel and for peers."""
     return [
         Case(name=name_of(chunk, context), chunks=((chunk, context),))
         for chunk in CHUNKS
@@ -73,7 +73,7 @@ def _rehearsal_cases() -> list[Case]:
 
 
 def run(place: Place, results: Results) -> None:
-    """Measure all cases; the figure of the target is set from what was measured."""
+    """Measure all cases; set the target's figure from those that were measured."""
     try:
         run_cases(place, results, NAME, choose_cases(place), partial(measure, place, results))
     finally:
@@ -83,7 +83,7 @@ def run(place: Place, results: Results) -> None:
 
 
 def measure(place: Place, results: Results, case: Case) -> None:
-    """One row. Raises WrongResult."""
+    """Measure a case and add its row. Raises WrongResult."""
     batch = make_batch(place, case)
     timing = time_checked(place, batch, batch.reference(), rounds=place.choose(7, 5, 3))
     rate = case.flops / timing.median / 1e12

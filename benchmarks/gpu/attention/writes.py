@@ -24,7 +24,7 @@ NAME = "writes"
 MAX_SETS = 512  # half a megabyte each, for 64 tokens, is cold then
 CEILING = "device_copy_gb_per_second"
 ROOM = 2  # slots of the pool for each token that is written
-# The step between neighbours in float8, which a last place of a scale may move a value by: an
+# The step between neighbours in float8, by which the last place of a scale may move a value: an
 # eighth, and no less than the smallest value there is.
 FP8_STEP = 0.13
 FP8_SMALLEST = 2.0**-9
@@ -48,7 +48,8 @@ class Case:
 
     @property
     def floor_bytes(self) -> int:
-        """Read and written once: K and V in bf16, slots; K and V in the pool, scales of tokens."""
+        """Bytes read and written once: K and V in bf16, slots; K and V in the pool, scales of
+        tokens."""
         values = 2 * self.tokens * self.kv_heads * self.head_dim
         scales = 2 * self.tokens * self.kv_heads * 4 if self.scales == "token" else 0
         return values * 2 + self.tokens * 8 + values * (1 if self.scales else 2) + scales
@@ -56,7 +57,7 @@ class Case:
 
 @dataclass(slots=True)
 class Buffers:
-    """What one launch reads and writes."""
+    """Tensors that one launch reads and writes."""
 
     k: Tensor
     v: Tensor
@@ -86,7 +87,7 @@ def run(place: Place, results: Results) -> None:
 
 
 def measure(place: Place, results: Results, case: Case) -> None:
-    """One row, after what was written has been compared. Raises WrongResult."""
+    """Compare what a launch writes, then time it and add its row. Raises WrongResult."""
     sets = make_buffers(place, case)
     check(place, case, sets[0])
     launches: list[Launch] = [partial(buffers.write, place.kernel) for buffers in sets]
@@ -137,8 +138,8 @@ def make_buffers(place: Place, case: Case) -> list[Buffers]:
 
 
 def check(place: Place, case: Case, buffers: Buffers) -> None:
-    """The whole pool against the plain twin's, on the CPU: there torch divides as IEEE says, on a
-    CUDA device it multiplies with the reciprocal of a number. Raises WrongResult."""
+    """Compare the whole pool with the plain twin's, on the CPU: there torch divides as IEEE says,
+    on a CUDA device it multiplies with the reciprocal of a number. Raises WrongResult."""
     cpu = torch.device("cpu")
     kv, slots = buffers.kv.to(cpu, copy=True), buffers.slots.to(cpu)
     scales = None if buffers.scales is None else buffers.scales.to(cpu, copy=True)

@@ -57,7 +57,7 @@ class Field:
         self.jobs = {Stream.STORE: jobs[: len(jobs) // 2], Stream.LOAD: jobs[len(jobs) // 2 :]}
 
     def queue(self, direction: Direction) -> tuple[list[Event], list[float]]:
-        """All jobs of a direction; their events, and the CPU seconds that queueing took."""
+        """Queue all jobs of a direction; return their events, and the CPU seconds of queueing."""
         streams = {"to_host": [Stream.STORE], "to_device": [Stream.LOAD]}.get(direction)
         events, seconds = [], []
         for number in range(len(self.jobs[Stream.STORE])):
@@ -68,7 +68,7 @@ class Field:
         return events, seconds
 
     def check(self) -> None:
-        """Whatever was copied is the same on both sides. Raises WrongResult."""
+        """Compare both sides of every copy. Raises WrongResult."""
         memory = torch.frombuffer(self.slab.memory(), dtype=torch.uint8)
         rows = memory.view(self.slab.num_slots, -1)
         for stream, jobs in self.jobs.items():
@@ -91,7 +91,7 @@ def run(place: Place, results: Results) -> None:
 
 
 def measure(field: Field, results: Results, direction: Direction, rounds: int) -> Row:
-    """From the first call to the end of the last copy, the median of some rounds."""
+    """Time some rounds, each from the first call to the end of the last copy; a row of medians."""
     taken, submitted, num_bytes = [], [], 0
     for _ in range(rounds):
         began = time.perf_counter()
@@ -110,7 +110,7 @@ def measure(field: Field, results: Results, direction: Direction, rounds: int) -
 
 
 def set_ratios(results: Results) -> None:
-    """The targets, as far as there are ceilings to compare with."""
+    """Set the ratios of the targets whose ceilings were measured."""
     rows = {row["case"]: row for row in results.rows(NAME)}
     for direction in DIRECTIONS:
         ratio = rows[direction]["over_pinned"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode step costs while blocks stream out and in beside it, by the way they are copied.
+"""Decode steps while blocks stream out and in beside them, by copy method.
 
 Steps run in a stream of high priority and copies in streams of low priority. Steps alone and steps
 beside copies take turns, so that a clock that changes meets both. Each step has its own time,
@@ -49,7 +49,7 @@ HIGH_PRIORITY = -1
 STEPS_AHEAD = 4  # queued on the device, so that it never waits for the host
 JOBS_AHEAD = 2  # in each direction
 FIRST_STEPS = 5  # of a window, not counted: the copies begin with them
-# A method that hardly copies does not disturb either, and answers nothing.
+# A method that hardly copies does not disturb a step either, so it does not count.
 RATE_OF_FASTEST = 0.8
 TARGETS = (
     Target(
@@ -75,11 +75,10 @@ class DecodeStep:
 
     @property
     def kv_bytes(self) -> int:
-        """Of all layers."""
         return sum(kv.nbytes for kv in self._batch.layers)
 
     def run(self) -> None:
-        """All layers, as often as a step has it."""
+        """Launch the attention of all layers, once for each pass of a step."""
         for _ in range(self._passes):
             for layer, out in enumerate(self.outs):
                 self._batch.run(self._kernel, layer, out=out)
@@ -127,7 +126,7 @@ class Pump:
                 self._begin = record_event()
 
     def top_up(self) -> None:
-        """Queue jobs until there are enough. Never waits for one, except in a rehearsal."""
+        """Queue jobs up to JOBS_AHEAD. Waits for a job in a rehearsal only."""
         if self._stream is None:
             begin = time.perf_counter()
             self._launches[0]()
@@ -149,7 +148,7 @@ class Pump:
 
     @property
     def gb_per_second(self) -> float:
-        """Over all windows."""
+        """The rate over all windows; 0 before a job has arrived."""
         return self.moved_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def _count_finished(self) -> None:

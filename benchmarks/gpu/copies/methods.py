@@ -51,12 +51,12 @@ def make_lanes(place: Place) -> Lanes:
 
 
 def new_stream(priority: int = 0) -> torch.cuda.Stream:
-    """0 is the lowest priority, and less is higher."""
+    """A new stream. 0 is the lowest priority, and less is higher."""
     return torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
 
 
 def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Queue what follows in `stream`."""
+    """A context whose launches go into `stream`; None changes nothing."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
@@ -64,7 +64,7 @@ def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[ob
 def page_locked(
     place: Place, num_bytes: int, note: Callable[[str], None]
 ) -> Iterator[torch.Tensor]:
-    """uint8 `[bytes]` that the device reaches; everything on the device has ended when it goes.
+    """A tensor uint8 `[bytes]` that the device reaches. All work of the device ends before it goes.
 
     `note` is told where it had to be torch's page-locked memory.
     """
@@ -137,7 +137,6 @@ class Job:
 
     @property
     def num_bytes(self) -> int:
-        """Moved by it."""
         return len(self.slots) * self.pool.shape[1]
 
 
@@ -164,7 +163,7 @@ class Field:
     def jobs(
         self, block_bytes: int, *, run_length: int = 1, slots_in_order: bool = False
     ) -> tuple[list[Job], list[Job]]:
-        """As many jobs as there is room for, to the host and to the device.
+        """Jobs to the host and to the device, as many as there is room for.
 
         Blocks are neighbours in the pool, and in the slab, in runs of `run_length`.
         """
@@ -190,13 +189,13 @@ class Field:
         return halves[0], halves[1]
 
     def spoil(self, place: Place) -> None:
-        """Change every byte of the pool, so that nothing copied before can pass for new."""
+        """Change every byte of the pool, so that an earlier copy cannot pass for a new one."""
         self.pool.add_(1)
         place.synchronise()
 
 
 def count_jobs(half_bytes: int, block_bytes: int) -> int:
-    """How many jobs of such blocks one half of the slab holds, within limits."""
+    """The number of jobs of such blocks that one half of the slab holds, within limits."""
     return max(1, min(MAX_JOBS, half_bytes // (BLOCKS * block_bytes)))
 
 
@@ -223,7 +222,7 @@ def check_jobs(what: str, jobs: list[Job]) -> None:
             )
 
 
-# Of a kernel that leaves decode undisturbed.
+# Programs of a kernel that leaves decode undisturbed.
 FEW_PROGRAMS = 12
 Prepare = Callable[[Place, Job, torch.cuda.Stream | None], Launch]
 Addresses = npt.NDArray[np.int64]
@@ -235,12 +234,12 @@ class Method:
 
     name: str
     prepare: Prepare
-    run_length: int = 1  # of neighbours, in the jobs it is shown
+    run_length: int = 1  # of neighbours, in its jobs
     slots_in_order: bool = False  # whether it fills slots that follow one another
 
     @property
     def is_for_any_blocks(self) -> bool:
-        """Whether it needs no neighbours in the pool."""
+        """Whether the method takes blocks that are no neighbours in the pool."""
         return self.run_length == 1
 
 
@@ -254,7 +253,7 @@ def job_addresses(job: Job) -> tuple[Addresses, Addresses, Addresses]:
 
 
 def prepare_single(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
-    """One `cudaMemcpyAsync` a block."""
+    """A launch of one `cudaMemcpyAsync` for each block."""
     pairs = [
         (job.slab[slot], job.pool[block_id])
         for slot, block_id in zip(job.slots.tolist(), job.block_ids.tolist(), strict=True)
@@ -278,7 +277,7 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Launch:
 def prepare_batched(
     place: Place, job: Job, stream: torch.cuda.Stream | None, *, merges: bool = False
 ) -> Launch:
-    """One call for all blocks, each an entry, or neighbours joined to one entry before it."""
+    """A launch of one call for all blocks, each an entry; `merges` joins neighbours to one."""
     addresses = job_addresses(job)
     batch = merge_neighbours(*addresses) if merges else Batch(*addresses)
     if place.is_rehearsal or stream is None:
@@ -306,7 +305,7 @@ def prepare_staged(place: Place, job: Job, stream: torch.cuda.Stream | None) -> 
 def prepare_kernel(
     place: Place, job: Job, stream: torch.cuda.Stream | None, *, programs: int
 ) -> Launch:
-    """A kernel of at most so many programs that reaches into page-locked memory."""
+    """A kernel of at most `programs` programs that reaches into page-locked memory."""
     ids, rows = job.block_ids.to(job.pool.device), _rows(job)
     kernel = place.kernel
     if job.is_to_host:
@@ -337,8 +336,8 @@ def prepare_checked(
     what: str,
     direction: Direction = "both",
 ) -> tuple[list[list[Job]], list[list[Launch]]]:
-    """Jobs to the host and to the device and their launches, which have run once and been compared;
-    none for a direction that is not asked for. Raises WrongResult."""
+    """Jobs to the host and to the device with their launches, each run once and compared; none for
+    a direction that `direction` leaves out. Raises WrongResult."""
     of_lanes = field.jobs(
         block_bytes, run_length=method.run_length, slots_in_order=method.slots_in_order
     )

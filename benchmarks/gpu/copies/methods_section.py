@@ -48,7 +48,7 @@ TARGETS = (
 
 
 def run(place: Place, results: Results) -> None:
-    """All cases, those the targets ask for first."""
+    """Measure all cases, those of the targets first."""
     target_size = place.choose(2 << 20, 2 << 20, 256)
     others = place.choose((64 << 10, 256 << 10, 5 << 20), (256 << 10,), (128,))
     half_bytes = place.choose(640 << 20, 256 << 20, BLOCKS * target_size)
@@ -67,7 +67,7 @@ def run(place: Place, results: Results) -> None:
 def measure_method(
     place: Place, results: Results, field: Field, method: Method, block_bytes: int
 ) -> None:
-    """Three rows, or a note where this machine cannot do it."""
+    """Add three rows, or a note where this machine cannot do it."""
     try:
         for direction in DIRECTIONS:
             place.check_time()
@@ -84,7 +84,7 @@ def measure(
     block_bytes: int,
     direction: Direction,
 ) -> Row:
-    """One case: checked, then timed. Raises WrongResult."""
+    """Check a case, then time it; return its row. Raises WrongResult."""
     case = f"{method.name}, {bytes_name(block_bytes)}, {direction}"
     (out, back), launches = prepare_checked(place, field, method, block_bytes, case, direction)
     row: Row = {

@@ -53,7 +53,7 @@ TOY = LLAMA_3_1_8B | {
 
 @contextmanager
 def model_directory(place: Place) -> Iterator[Path]:
-    """The model of this run; gone afterwards."""
+    """The directory of this run's model, removed afterwards."""
     with TemporaryDirectory(prefix="stratakv-bench-") as folder:
         path = Path(folder)
         config = TOY if place.is_rehearsal else LLAMA_3_1_8B
@@ -62,8 +62,8 @@ def model_directory(place: Place) -> Iterator[Path]:
 
 
 def engine_options(place: Place) -> dict[str, Any]:
-    """How every engine of this run computes: on the device by its kernels, or, in a rehearsal, on
-    the CPU by their twins."""
+    """Options of every engine of this run: the device with its kernels, or, in a rehearsal, the CPU
+    with their twins."""
     common: dict[str, Any] = {"load_format": "dummy", "attention_backend": "kernels"}
     if place.is_rehearsal:
         return common | {"device": "cpu", "dtype": "float64"}
@@ -73,7 +73,7 @@ def engine_options(place: Place) -> dict[str, Any]:
 
 
 def read_weight_bytes(spec: ModelSpec, element_bytes: int) -> int:
-    """What a step reads of the weights: everything but the embedding, of which it takes rows."""
+    """Bytes of the weights that a step reads: all but the embedding, of which it takes rows."""
     shapes = dict(expected_tensors(spec))
     if not spec.tied_embeddings:
         del shapes[EMBEDDING]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How soon the first token comes: computed, and with the prompt's beginning in pool, CPU or SSD.
+"""Seconds to the first token: computed, and with the prompt's beginning in pool, CPU or SSD.
 
 A few documents for each length, in an engine whose pool holds little more than one of them, without
 a server around it. Each is asked about with nothing cached, right after another question, after the
@@ -34,15 +34,15 @@ SEED = 20262
 SECONDS = 420.0  # two engines for each length
 WRITE_BACK_SECONDS = 120.0  # 16 GB of documents, to the disk
 FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-# What a warm phase must find of the document in its place; the rest is block rounding and the last
-# tokens, which another document may have pushed out.
+# The share of its document that a warm phase must find in its place; the rest is block rounding and
+# the last tokens, which another document may have pushed out.
 LEAST_FOUND = 0.9
-# bfloat16 sums in another order where less is computed: the likeliest tokens may change places.
+# A cached prefix changes the order of bfloat16 sums: the likeliest tokens may change places.
 LIKELY = 20
 TARGET_TOKENS = 8192
 # By document and phase: tokens that may come first, and their log-probabilities.
 Likely = dict[tuple[int, str], dict[int, float]]
-# Not cold over warm, which a quicker prefill lowers. The pool's first token stands for the step.
+# No target of cold over warm: a quicker prefill lowers it. The pool's seconds are those of a step.
 TARGETS = (
     Target("ttft_cpu_load_over_transfer", "CPU less pool, over the link's time, 8k", most=1.35),
 )
@@ -111,7 +111,7 @@ class _Documents:
 
     @property
     def blocks(self) -> int:
-        """Of one prompt."""
+        """Blocks of one prompt, with its question and the first token."""
         return -(-(self.tokens + QUESTION_TOKENS + 1) // BLOCK_SIZE)
 
     def _draw(self, count: int) -> list[int]:
@@ -149,10 +149,10 @@ def measure_phases(
     finally:
         engine.core.shutdown(WRITE_BACK_SECONDS)
     del engine
-    gc.collect()  # records of steps refer to what they are kept by
+    gc.collect()  # recorded steps are part of a reference cycle
     place.release_memory()
     with contextlib.closing(MeasuredEngine(model, options)) as engine:
-        # Of another length, so that nothing of the documents is read by it.
+        # A short prompt, so that it reads no block of the documents.
         engine.run([documents.prompt(0, "prime")[:1] * BLOCK_SIZE], FIRST_TOKEN)
         for document in every:
             engine.rest()
@@ -181,7 +181,7 @@ def make_options(place: Place, documents: _Documents, ssd: Path) -> dict[str, An
 def add_rows(
     results: Results, case: Case, seconds: Mapping[str, Sequence[float]], num_bytes: int
 ) -> None:
-    """And the ratios of this length, whose documents have `num_bytes` of KV."""
+    """Add the rows and ratios of this length, whose documents have `num_bytes` of KV."""
     medians = {phase: median(taken) for phase, taken in seconds.items()}
     for phase, taken in seconds.items():
         results.add_row(

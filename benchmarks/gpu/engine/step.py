@@ -45,7 +45,7 @@ TARGETS = (
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How steps are computed."""
+    """The engine options by which steps are computed."""
 
     name: str
     enforce_eager: bool = False
@@ -57,7 +57,7 @@ WAYS = (Way("recorded"), Way("launched", enforce_eager=True), Way("fp8 KV", kv_c
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One batch: requests of equal context."""
+    """A batch of requests of equal context."""
 
     way: Way
     requests: int
@@ -83,7 +83,7 @@ def run(place: Place, results: Results) -> None:
             cases = [Case(way, bench.fitting(*shape), shape[1]) for shape in shapes]
             run_cases(place, results, NAME, cases, partial(_add, bench, results))
             del bench
-            gc.collect()  # records of steps refer to what they are kept by
+            gc.collect()  # recorded steps are part of a reference cycle
             place.release_memory()
     set_ratio(results)
 
@@ -134,7 +134,7 @@ class _Bench:
             connector=None, progress=logging.getLogger(__name__).info,
         )  # fmt: skip
         self._layout, pool = self._runner.pool.layout, self._runner.pool.tensor
-        # Of zeros every score is the same, and bits that do not change take less power.
+        # Random, for zeros give equal scores, and bits that do not change take less power.
         for pages in torch.split(pool, 64):
             pages.copy_(torch.randn(pages.shape, device=pool.device, dtype=torch.bfloat16))
         place.synchronise()  # the runner's stream does not wait for this one
@@ -165,7 +165,7 @@ class _Bench:
         return Timing.of(taken), self._weight_bytes + kv_bytes
 
     def _steps_of(self, case: Case, names: list[str]) -> Iterator[SchedulerOutput]:
-        """The first brings the requests, with all but one token of their context computed."""
+        """Yield steps; the first brings the requests, all but one token of a context computed."""
         each = -(-(case.context + self._room) // BLOCK_SIZE)
         scheduled = dict.fromkeys(names, 1)
         prompt = np.arange(case.context, dtype=np.int32) % 500

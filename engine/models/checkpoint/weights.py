@@ -247,16 +247,16 @@ def load_weights(
         embedding = checkpoint.read(EMBEDDING, dtype)
         head = checkpoint.read(HEAD, dtype) if HEAD in expected else embedding
         if spec.tied_embeddings and head is not embedding:
-            if not torch.equal(head, embedding):
-                # The same as in transformers and vLLM.
+            if torch.equal(head, embedding):
+                head = embedding
+            else:
                 logger.warning(
-                    "%s: %s differs from %s and is not used, since config.json says that they are "
-                    "one (tie_word_embeddings)",
+                    "%s: config.json says that %s and %s are one (tie_word_embeddings), but they "
+                    "differ; both are used, as in transformers 5",
                     path,
                     HEAD,
                     EMBEDDING,
                 )
-            head = embedding
         return DecoderWeights(embedding, *_load_rest(checkpoint, spec, dtype, joins_gate), head)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from stratakv.benchmarks.harness.peer import PeerFailed
 from stratakv.benchmarks.offload import command as offload
+from stratakv.benchmarks.offload import hybrid
 from stratakv.benchmarks.offload import scale as offload_scale
 from stratakv.benchmarks.offload import sections as sections
 from stratakv.benchmarks.offload import workbench as offload_bench
@@ -50,6 +51,14 @@ TINY = dataclasses.replace(
 )  # fmt: skip
 
 
+SMALL_HYBRID = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64,
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}  # fmt: skip
+
+
 @pytest.fixture
 def bench(tmp_path: Path) -> offload_bench.Bench:
     return offload_bench.Bench(EMBEDDED_MODEL, tmp_path, TINY, lambda _what: None)
@@ -61,6 +70,7 @@ def test_all_sections_of_a_tiny_plan(
 ) -> None:
     monkeypatch.setattr(sections, "QUICK_COSTS", TINY)
     monkeypatch.setattr(offload, "QUICK_COSTS", TINY)
+    monkeypatch.setattr(hybrid, "CONFIG", hybrid.CONFIG | SMALL_HYBRID)
     told: list[str] = []
 
     def here(*arguments: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from stratakv.engine.worker.speculation.drafted_rows import DraftedRows
 
 @pytest.fixture(autouse=True)
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "QUICK", Scale(2, (1, 2), 24, 0, 200))
+    monkeypatch.setattr(command, "QUICK", Scale(2, (1, 2), 12, 0, 200))
     monkeypatch.setattr(command, "METHODS", ("suffix",))
     monkeypatch.setattr(models, "DEPTH", 2)
 

@@ -80,6 +80,34 @@ def test_the_decode_node_computes_nothing_of_the_prompt(
         assert loaded_blocks(two) - loaded == num_needed(one, length)
 
 
+@pytest.mark.parametrize("length", [40, 41, 42, 47, 48])
+def test_without_a_ticket_that_fits_states_begin_in_front_of_the_last_token(
+    model: Path, nodes: list[EngineCore], length: int
+) -> None:
+    """The states behind a prompt have its last token already, which is computed again where there
+    is no token of another engine; and its block keeps the right K and V."""
+    one, two = nodes
+    text = prompt(100 + length, length)
+    ticket = prefilled(one, text).ticket
+    assert ticket is not None
+    for fields in ({"ticket": None}, {"ticket": ticket, "min_tokens": 3}, {"ticket": ticket}):
+        check_answer(model, text, gone_on(two, text, **fields).new_token_ids)
+
+
+@pytest.mark.parametrize("length", [4 * 13 + 1, 5 * 13 + 1, 8 * BLOCK + 1])
+def test_a_last_chunk_of_one_token_has_its_states_kept(
+    model: Path, nodes: list[EngineCore], length: int
+) -> None:
+    one, two = nodes
+    text = prompt(200 + length, length)
+    for _ in range(2):  # the second time all but the last token is in the pool
+        ticket = prefilled(one, text).ticket
+        assert ticket is not None
+    before = computed_tokens(two)
+    check_answer(model, text, gone_on(two, text, ticket).new_token_ids)
+    assert computed_tokens(two) - before == 5
+
+
 def test_an_engine_finds_what_another_one_has_left_at_a_server(
     model: Path, server: ServerProcess, patient_clients: None
 ) -> None:

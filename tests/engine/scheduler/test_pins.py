@@ -95,6 +95,20 @@ def test_a_turn_is_kept_until_the_next_one_has_ended(make_engine: MakeEngine, cl
     assert engine.scheduler.counts["pins"] == 2
 
 
+def test_pages_of_checkpoints_count(make_engine: MakeEngine, clock: Clock) -> None:
+    """A pinned turn holds the states at its end too: jobs never have more than half of the pool."""
+    engine = make_engine(60, policy="continuum", num_state_pages=6)
+    pool = engine.manager.pool
+    for number in range(6):
+        run(engine, turn(f"t{number}", prompt(14, number), job=f"job{number}"))
+        held = pool.num_blocks - 1 - pool.num_free
+        assert pins_of(engine).num_blocks == held <= pool.num_usable // 2
+        assert held == 11 * min(number + 1, 2)
+    clock.now += PIN_SECONDS
+    engine.step()
+    assert is_whole(engine)
+
+
 @pytest.mark.parametrize(
     ("policy", "job", "last"), [("fcfs", "job", False), ("continuum", "", False),
                                 ("continuum", "job", True)],

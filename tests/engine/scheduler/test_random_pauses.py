@@ -24,7 +24,7 @@ def test_random_pauses(
     case: int, seed: int, scale: str, make_engine: Any, make_tiers: Any, say: Any
 ) -> None:
     rng = random.Random(seed)
-    for _ in range(20 if scale == "ci" else 2_000):
+    for _ in range(10 if scale == "ci" else 2_000):
         check_life(rng, make_engine, make_tiers(rng), say)
 
 

@@ -50,7 +50,7 @@ from .rig import (
 )
 
 Code = grpc.StatusCode
-MESSAGES, FRAMES = (3_000, 2_500_000), (3_000, 2_500_000)
+MESSAGES, FRAMES = (1_800, 2_500_000), (1_800, 2_500_000)
 WINDOW = 64  # calls on their way at a time
 MOST_MORE_BYTES = 64 * 1024**2
 # What a caller may be told of messages that are not as they should be.

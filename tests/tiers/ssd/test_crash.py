@@ -26,8 +26,8 @@ from .ledger import Ledger, Verdict, check_sound, wait_for_word
 from .nursery import Nursery
 
 CAPACITY = 4 * 1024**2
-KILLS = {"ci": 20, "long": 5000}
-SEALED_KILLS = {"ci": 6, "long": 500}  # which differ in what a checksum is, and in no order
+KILLS = {"ci": 12, "long": 5000}
+SEALED_KILLS = {"ci": 4, "long": 500}  # which differ in what a checksum is, and in no order
 KEY = bytes(range(32))
 
 

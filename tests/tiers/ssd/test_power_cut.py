@@ -26,7 +26,7 @@ from .loop_disk import LoopDisk, mounted, why_not
 from .nursery import Nursery
 
 CAPACITY = 4 * 1024**2
-CUTS = {"ci": 12, "long": 3000}
+CUTS = {"ci": 8, "long": 3000}
 CUTS_PER_CHILD = 10
 PLANTED_CUTS = 4
 
