@@ -40,6 +40,11 @@ class HostRequest:
         return count
 
     @property
+    def num_prompt_tokens(self) -> int:
+        count: int = self._request.num_prompt_tokens
+        return count
+
+    @property
     def block_hashes(self) -> Sequence[bytes]:
         hashes, known = self._names.hashes_of(self._request), self._digests
         for index in range(len(known), len(hashes)):
