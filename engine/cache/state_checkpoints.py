@@ -183,8 +183,8 @@ class StateCheckpoints:
         return self.interval - end % self.interval - 1
 
     def num_to_pin(self, request_id: str) -> int:
-        """The pages that `pin` would hold for a request: those of its newest checkpoint, if that can
-        be read."""
+        """The pages that `pin` would hold for a request: those of its newest checkpoint, if that is
+        readable."""
         digest = self._newest.get(request_id)
         return self.num_pages if digest is not None and self.is_readable(digest) else 0
 
