@@ -25,9 +25,10 @@ from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import MIB, ConfigError
 from ...tiers.slab.host_memory import available_memory_bytes
 from ...tiers.ssd.disk.space import plan_space
-from ..cache.group_spec import CacheGroups, plan_groups, state_bytes
+from ..cache.group_spec import CacheGroups, plan_groups, state_bytes, states_of_request
 from ..config.engine_config import CacheConfig, ModelConfig, SchedulerConfig
 from ..config.engine_options import model_directory
+from ..config.speculative_config import MOST_WITH_STATES
 from ..models.checkpoint.shards import find_shards
 from ..models.checkpoint.tensor_shapes import expected_tensors
 from ..models.dtypes import planned_dtype
@@ -90,6 +91,10 @@ _FLAGS: Mapping[str, tuple[Reader, str, str]] = {
     "max_num_seqs": (
         readers.integer_within(1, MAX_SEQS), "N",
         "requests that run at once, whose states are reckoned (default: as serve's)",
+    ),
+    "num_speculative_tokens": (
+        readers.integer_within(0, MAX_SEQS), "N",
+        "draft tokens of a step, each of which has states (default: 0)",
     ),
     "reserve": (readers.size, "SIZE", "memory beside weights and KV (default: an estimate)"),
     "tensor_parallel_size": (
@@ -202,7 +207,11 @@ def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
         total_bytes=_memory_bytes(given),
         weight_bytes=plan.weight_bytes(shapes, dtype, devices),
         reserve_bytes=given.get("reserve", plan.activation_bytes(spec, dtype)),
-        state_bytes=0 if states is None else plan.running_state_bytes(states, num_seqs, devices),
+        state_bytes=(
+            0
+            if states is None
+            else plan.running_state_bytes(states, num_seqs, devices, _num_drafts(given))
+        ),
     )
     plan.check_memory(memory, layout)
     typical = _typical_tokens(given, max_model_len)
@@ -210,6 +219,11 @@ def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
     return Subject(
         path, spec, shapes, dtype, max_model_len, typical, devices, layout, groups, memory
     )
+
+
+def _num_drafts(given: Mapping[str, Any]) -> int:
+    """The drafts of a request in a step; fewer than asked for where each has states."""
+    return min(given.get("num_speculative_tokens", 0), MOST_WITH_STATES)
 
 
 def _groups(subject: Subject) -> list[plan.Group]:
@@ -342,9 +356,11 @@ def _notes(
         )
     if subject.groups.state is not None:
         num_seqs = given.get("max_num_seqs", SchedulerConfig().max_num_seqs)
+        slots = states_of_request(_num_drafts(given))
+        many = f", {slots} times since each draft has its own" if slots > 1 else ""
         notes.append(
             f"layers carry states: {rough_size(subject.groups.state.states.num_bytes)} of each "
-            f"running request, reckoned for {num_seqs} of them (on a CPU those that "
+            f"running request{many}, reckoned for {num_seqs} of them (on a CPU those that "
             "have run take it), and as much of the pool and of a tier for each checkpoint, one of "
             "which a prompt leaves"
         )

@@ -130,9 +130,12 @@ def activation_bytes(spec: ModelSpec, dtype: str) -> int:
     return step.max_num_batched_tokens * row * DTYPE_BYTES[dtype] + logits
 
 
-def running_state_bytes(states: StateBytes, num_requests: int, num_devices: int = 1) -> int:
-    """Return the bytes of states on each device for `num_requests` that run at once."""
-    return num_state_slots(num_requests) * -(-states.num_bytes // num_devices)
+def running_state_bytes(
+    states: StateBytes, num_requests: int, num_devices: int = 1, num_drafts: int = 0
+) -> int:
+    """Return the bytes of states on each device for `num_requests` that run at once, with
+    `num_drafts` each."""
+    return num_state_slots(num_requests, num_drafts) * -(-states.num_bytes // num_devices)
 
 
 def device_layout(

@@ -200,6 +200,8 @@ def test_states_take_memory_and_a_part_of_every_load() -> None:
         ("full attention", (0, 2), 4), ("states", (1,), 3)
     ]  # fmt: skip
     assert plan.running_state_bytes(states, 256) == (256 + 4) * 5000
+    # With drafts each request has the states before them, behind each, and those of the last step.
+    assert plan.running_state_bytes(states, 256, 2, num_drafts=4) == (256 * 6 + 4) * 2500
     prefill = plan.Prefill(1.0)
     [load] = plan.loads([40], layout, {"cpu": 4.0}, prefill, num_state_blocks=3)
     assert (load.tokens, load.blocks, load.load_seconds["cpu"]) == (32, 5, 20.0)
