@@ -62,6 +62,36 @@ def draw_bars(
     axes.margins(x=0.02, y=0.14)
 
 
+def draw_times(
+    axes: Any,
+    names: Sequence[str],
+    millis: Sequence[float],
+    base: float,
+    colours: Sequence[str],
+    highs: Sequence[float] = (),
+) -> None:
+    """A bar for each name, the first one at the top, with its milliseconds, and how many times
+    sooner than `base` that is; whiskers up to `highs`."""
+    places, ends = range(len(names)), highs or millis
+    axes.barh(places, millis, color=colours, height=0.62)
+    if highs:
+        above = [high - middle for high, middle in zip(highs, millis, strict=True)]
+        axes.errorbar(
+            millis, places, xerr=[[0.0] * len(names), above], fmt="none", ecolor="#333333",
+            capsize=3,
+        )  # fmt: skip
+    for place, (value, end) in enumerate(zip(millis, ends, strict=True)):
+        label = f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
+        if value < base:
+            label = f"{base / value:.0f} times sooner: {label}"
+        axes.annotate(
+            label, (end, place), (7, 0), textcoords="offset points", va="center", fontsize=9
+        )
+    axes.set_yticks(places, names, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0.0, 1.22 * max(ends))
+
+
 def label_bars(axes: Any, bars: Any, fmt: str, size: float = 8) -> None:
     """The value of each bar at its end, on white, so that no line runs through it."""
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}

@@ -10,7 +10,17 @@ from typing import Any
 
 from ...engine.models.model_spec import ModelSpec
 from ..harness.load_client import StreamedAnswer
-from ..harness.plots import COLOURS, GATE, MET, MISSED, caption, label_bars, new_figure, save_figure
+from ..harness.plots import (
+    COLOURS,
+    GATE,
+    MET,
+    MISSED,
+    caption,
+    draw_times,
+    label_bars,
+    new_figure,
+    save_figure,
+)
 from ..harness.report import Report, median, percentile, print_table
 from .scale import CONVOY, GATES, HYBRID, WORST_CASE
 
@@ -240,26 +250,11 @@ def plot_phases(report: Report, path: Path) -> Path:
     phases = report.figures["phases"]
     figure, panels = new_figure(1, 1, 3.2)
     axes = panels[0][0]
-    names = list(phases)
-    medians = [1e3 * phases[name]["ttft_p50_seconds"] for name in names]
-    highs = [1e3 * phases[name]["ttft_p99_seconds"] for name in names]
-    above = [high - middle for high, middle in zip(highs, medians, strict=True)]
-    colours = [_COLOURS.get(name, "#555555") for name in names]
-    places = range(len(names))
-    axes.barh(places, medians, color=colours, height=0.62)
-    axes.errorbar(
-        medians, places, xerr=[[0.0] * len(names), above], fmt="none", ecolor="#333333", capsize=3
-    )
-    for place, (name, middle, high) in enumerate(zip(names, medians, highs, strict=True)):
-        label = f"{middle:.3g} ms"
-        if name in WARM_PHASES:
-            label = f"{report.ratios[f'ttft_cold_over_{name}']:.0f} times sooner: {label}"
-        axes.annotate(
-            label, (high, place), (7, 0), textcoords="offset points", va="center", fontsize=9
-        )
-    axes.set_yticks(places, [_PLACES.get(name, name) for name in names], fontsize=9)
-    axes.invert_yaxis()
-    axes.set_xlim(0.0, 1.22 * max(highs))
+    medians = [1e3 * phase["ttft_p50_seconds"] for phase in phases.values()]
+    highs = [1e3 * phase["ttft_p99_seconds"] for phase in phases.values()]
+    names = [_PLACES.get(name, name) for name in phases]
+    colours = [_COLOURS.get(name, "#555555") for name in phases]
+    draw_times(axes, names, medians, 1e3 * phases["cold"]["ttft_p50_seconds"], colours, highs)
     plan = report.figures["plan"]
     caption(
         axes,

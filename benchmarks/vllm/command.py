@@ -105,47 +105,6 @@ def fill_report(report: Report, outcomes: Sequence[Outcome]) -> None:
 def print_vllm(report: Report) -> None:
     """Print seconds by source, then ratios with their spreads and gates."""
     plan, cold = report.figures["plan"], report.figures["seconds"]["computing"]
-    title = f"vLLM {plan['version']}: first token behind {plan['prefix_tokens']:,} tokens of KV"
-    rows = [
-        [name, f"{1e3 * seconds:,.0f}", f"{seconds / cold:.1%}"]
-        for name, seconds in sorted(report.figures["seconds"].items(), key=lambda each: each[1])
-    ]
-    print_table(title, ("from", "ms", "of computing"), rows)
-    rows = []
-    for name, ratio in report.ratios.items():
-        both = (report.figures["spreads"].get(each) for each in (name, f"{name}_aa"))
-        spreads = [f"{each[0]:.2f}..{each[1]:.2f}" if each else "" for each in both]
-        verdict = f"{GATES[name].wanted} {GATES[name].verdict(ratio)}" if name in GATES else ""
-        taken = report.figures["contests"].get(name, {})
-        rows.append([name, taken.get("limit", ""), f"{ratio:.3f}", *spreads, verdict])
-        for peer, rates in taken.get("by_limit", {}).items():
-            if peer != taken["limit"]:
-                rows.append(["", peer, f"{rates['ratio']:.3f}", "", "", ""])
-    columns = ("what", "other side", "ratio", "quartiles", "A/A", "gate")
-    print_table(f"Alternating pairs of each ratio: {plan['pairs']}", columns, rows)
-    if least := min(plan["no_hit_stored"], default=0.0):
-        print(f"unique prompts: the slab took at least {least:.0%} of their chunks")
-    for what, why in report.figures["not_run"].items():
-        print(f"not measured: {what}: {why}")
-
-
-def plot_vllm(report: Report, path: Path) -> Path:
-    """Seconds to the first token by source; and the promised ratios."""
-    figure, panels = plots.new_figure(1, 2, 3.4, width_ratios=(3, 1.2))
-    seconds = dict(sorted(report.figures["seconds"].items(), key=lambda each: each[1]))
-    colours = [plots.MET if name in OURS.values() else plots.PLAIN for name in seconds]
-    names = [name.replace(" ", "\n", 2) for name in seconds]
-    values = {"": [1e3 * each for each in seconds.values()]}
-    plots.draw_bars(panels[0, 0], names, values, [colours], "%.0f", 7)
-    tokens = report.figures["plan"]["prefix_tokens"]
-    plots.caption(panels[0, 0], f"First token behind {tokens:,} tokens of KV (blue: ours)", y="ms")
-    axes, gated = panels[0, 1], list(GATES)
-    met = [plots.MET if GATES[name].is_met(report.ratios[name]) else plots.MISSED for name in gated]
-    labels = [name.replace("_over_", "\nover ").replace("_", " ") for name in gated]
-    plots.draw_bars(axes, labels, {"": [report.ratios[name] for name in gated]}, [met], "%.2f", 7)
-    marks = {
-        float(place): GATES[name].least or GATES[name].most for place, name in enumerate(gated)
-    }
-    plots.mark_gates(axes, marks, 0.84, plots.GATE)
-    plots.caption(axes, "Promised (red: missed)", y="ratio")
+    title = f"Time to first token of vLLM behind {tokens:,} tokens, by where their KV cache lies"
+    plots.caption(axes, title, "ms: median (blue: our tiers below vLLM)")
     return plots.save_figure(figure, report.environment, path)
