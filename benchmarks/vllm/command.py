@@ -105,6 +105,39 @@ def fill_report(report: Report, outcomes: Sequence[Outcome]) -> None:
 def print_vllm(report: Report) -> None:
     """Print seconds by source, then ratios with their spreads and gates."""
     plan, cold = report.figures["plan"], report.figures["seconds"]["computing"]
+    title = f"vLLM {plan['version']}: first token behind {plan['prefix_tokens']:,} tokens of KV"
+    rows = [
+        [name, f"{1e3 * seconds:,.0f}", f"{seconds / cold:.1%}"]
+        for name, seconds in sorted(report.figures["seconds"].items(), key=lambda each: each[1])
+    ]
+    print_table(title, ("from", "ms", "of computing"), rows)
+    rows = []
+    for name, ratio in report.ratios.items():
+        both = (report.figures["spreads"].get(each) for each in (name, f"{name}_aa"))
+        spreads = [f"{each[0]:.2f}..{each[1]:.2f}" if each else "" for each in both]
+        verdict = f"{GATES[name].wanted} {GATES[name].verdict(ratio)}" if name in GATES else ""
+        taken = report.figures["contests"].get(name, {})
+        rows.append([name, taken.get("limit", ""), f"{ratio:.3f}", *spreads, verdict])
+        for peer, rates in taken.get("by_limit", {}).items():
+            if peer != taken["limit"]:
+                rows.append(["", peer, f"{rates['ratio']:.3f}", "", "", ""])
+    columns = ("what", "other side", "ratio", "quartiles", "A/A", "gate")
+    print_table(f"Alternating pairs of each ratio: {plan['pairs']}", columns, rows)
+    if least := min(plan["no_hit_stored"], default=0.0):
+        print(f"unique prompts: the slab took at least {least:.0%} of their chunks")
+    for what, why in report.figures["not_run"].items():
+        print(f"not measured: {what}: {why}")
+
+
+def plot_vllm(report: Report, path: Path) -> Path:
+    """Bars of the seconds to the first token by source, each with the factor over computing."""
+    figure, panels = plots.new_figure(1, 1, 3.6)
+    axes = panels[0, 0]
+    seconds = dict(sorted(report.figures["seconds"].items(), key=lambda each: -each[1]))
+    millis = [1e3 * each for each in seconds.values()]
+    colours = [plots.MET if name in OURS.values() else plots.PLAIN for name in seconds]
+    plots.draw_times(axes, list(seconds), millis, max(millis), colours)
+    tokens = report.figures["plan"]["prefix_tokens"]
     title = f"Time to first token of vLLM behind {tokens:,} tokens, by where their KV cache lies"
     plots.caption(axes, title, "ms: median (blue: our tiers below vLLM)")
     return plots.save_figure(figure, report.environment, path)
