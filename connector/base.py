@@ -86,9 +86,9 @@ class TierEstimates(ABC):
 
     @abstractmethod
     def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
-        """Return a load to `block_ids`, which are unused, from which the connector learns how long
-        loads take. Call it before the first request until it returns nothing. Run the result like
-        the metadata of a step, without a forward pass. Waits `seconds` at most."""
+        """Return the metadata of a load that writes to the unused `block_ids`. The connector learns
+        from it how long loads take. Call it before the first request until it returns nothing. Run
+        the result like the metadata of a step, without a forward pass. Waits `seconds` at most."""
 
     @abstractmethod
     def describe(self) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copies between vLLM's KV tensors and region for its CPU build, which has none itself.
+"""Copies between the KV tensors and the region of vLLM's CPU build, which has no such copies.
 
 Each call makes its copy itself: on a CPU the forward pass would wait as long for a thread that
 copies, and no other thread writes to the memory meanwhile. So no job is ever under way, and none

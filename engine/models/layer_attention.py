@@ -56,9 +56,9 @@ class LayerAttention:
         return 0
 
     def most_blocks(self, num_tokens: int, block_size: int, most_step_tokens: int) -> int:
-        """Return the most blocks of a sequence of `num_tokens` that must be kept at once, if no
-        step computes more than `most_step_tokens` of it: those that the first token of a step sees,
-        and those of the step."""
+        """Return how many blocks a sequence of `num_tokens` keeps at one time, at most: the blocks
+        that the first token of a step sees, and the blocks of the step, which computes no more than
+        `most_step_tokens`."""
         blocks = -(-num_tokens // block_size)
         if self.is_full:
             return blocks

@@ -114,8 +114,8 @@ class ModelSpec:
         """Factor of embeddings; a Gemma rounds it to their type.
 
         If a layer's parts are multiplied by r before they are added, hidden states are kept divided
-        by r. Then the parts need no factor, and norms give the same results, since a factor of
-        their input matters only to `stream_eps`.
+        by r. Then the parts need no factor. Norms give the same results: a factor of their input
+        cancels, except against eps, and `stream_eps` is divided to match.
         """
         if self.scales is not None:
             return self.scales.embedding / self.scales.residual

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammars that xgrammar may get. This module works without importing it, which takes long.
+"""The grammars that xgrammar may get. This module does not import xgrammar, which takes seconds.
 
 xgrammar has no limit on time, neither while it compiles nor in a step. So `auto` gives it only
 grammars that are known to stay quick (`why_untamed`). It never gets a grammar that it would accept

@@ -209,9 +209,9 @@ class _Ids(NamedTuple):
 
 
 class _GoingOn(msgspec.Struct, gc=False, frozen=True):
-    """The data of such a step, from which the writer's thread makes the record. Python's collector
-    does not track it or records: queued objects would make it scan the live objects of a step,
-    hundreds of them, each time that some ten steps wait."""
+    """The data of such a step, from which the writer's thread makes the record. The garbage
+    collector tracks neither this object nor records. Else it would scan the hundreds of live
+    objects of a step each time that some ten steps wait in the queue."""
 
     decisions: _Decisions
     step_id: int

@@ -235,9 +235,10 @@ class AttentionPlanner:
 class _CausalMasks:
     """Masks for the rows of a tile after any context, all views of one tensor.
 
-    Row i of the tensor is 0 up to column `width + i`, inclusive, and -inf behind, so the columns
-    from `width - context` on are the mask after `context` tokens. With a window only that many
-    columns are 0, and those before are -inf too; contexts are then shorter than the window.
+    The tensor has `_width` columns for contexts and those of a tile. Row i is 0 up to column
+    `_width + i`, inclusive, and -inf after it. The mask after `context` tokens begins at column
+    `_width - context`. With a window of w tokens the w last columns up to there are 0, and those
+    before are -inf too; contexts are shorter than the window.
     """
 
     def __init__(self, dtype: torch.dtype, max_context: int, window: int | None) -> None:
