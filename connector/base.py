@@ -15,22 +15,21 @@ One step, in order:
                poll()             copies that have finished since the last poll
     scheduler: update_from_worker(output)
 
-A load is *blocking*, and its request waits until it is reported; or *overlapped*, and its request
-computes from the front while blocks come from the back, until the two frontiers meet.
+The request of a *blocking* load waits until the load is reported. The request of an *overlapped*
+load computes from the front while blocks come from the back, until the two frontiers meet.
 
 The engine may rely on this:
-- of the scheduler side only `build_calibration_meta`, `reset` and `shutdown` wait, for a bounded
-  time; no other call waits for a copy, a disk or a socket;
-- a request that waits for its load is reported exactly once, finished or failed, also when its load
-  broke;
-- a load brings a position in the blocks of every cache group or not at all;
+- three calls of the scheduler side wait, for a bounded time: `build_calibration_meta`, `reset` and
+  `shutdown`. No other call waits for a copy, a disk or a socket;
+- a request that waits for its load is reported exactly once, as finished or as failed;
+- a load brings a position's blocks of every cache group, or none of them;
 - after a failed load the connector never offers the same request more tokens;
 - an error raised inside the connector reaches the engine as a failed load at most.
 The engine must do this:
 - not reuse the blocks of a waiting request before it was reported, even if it was aborted;
 - hand over evicted blocks in the step that evicts them, before anything is written to them;
-- report blocks that lose their names in another way (`StoresAhead`): they may be overwritten
-  without having been evicted, or be invalid.
+- report a block that loses its name without being evicted (`StoresAhead.names_dropped`): it may be
+  overwritten or invalid.
 This module depends on no scheduler or model: it sees requests and pools through small protocols.
 """
 
@@ -77,8 +76,8 @@ class RequestView(Protocol):
 
     @property
     def tail_hash(self) -> bytes | None:
-        """Digest of the block behind the full ones, of a request whose prompt another engine
-        computed, as far as that engine got; b"" if there is none. None for other requests."""
+        """Digest of the partly filled block behind the full ones, for a request whose prompt
+        another engine computed; b"" if all its blocks are full. None for other requests."""
 
 
 class TierEstimates(ABC):
@@ -86,9 +85,9 @@ class TierEstimates(ABC):
 
     @abstractmethod
     def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
-        """Return the metadata of a load that writes to the unused `block_ids`. The connector learns
-        from it how long loads take. Call it before the first request until it returns nothing. Run
-        the result like the metadata of a step, without a forward pass. Waits `seconds` at most."""
+        """Return the metadata of a load to the unused `block_ids`, by which the connector measures
+        how long loads take. Call this before the first request, until it returns nothing. Run the
+        result like the metadata of a step, without a forward pass. Waits `seconds` at most."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -96,7 +95,7 @@ class TierEstimates(ABC):
 
     @abstractmethod
     def tiers_down(self) -> list[str]:
-        """The names of tiers that cannot be asked at present."""
+        """The names of tiers that do not answer at present."""
 
     @abstractmethod
     def cpu_blocks(self) -> tuple[int, int]:
@@ -104,7 +103,7 @@ class TierEstimates(ABC):
 
 
 class OverlappedLoads(ABC):
-    """Loads that run while their requests compute. For connectors that answer OVERLAP."""
+    """Loads that run while their requests compute; needed by a connector that returns OVERLAP."""
 
     @abstractmethod
     def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
@@ -113,9 +112,9 @@ class OverlappedLoads(ABC):
 
     @abstractmethod
     def end_load(self, request_id: str) -> LoadReport | None:
-        """End an overlapped load and return its report, whose tokens are the last ones and not the
-        first; None while a copy still writes to its blocks. Then `update_from_worker` reports it as
-        a failed load (`is_cancelled` unless it had failed); keep the blocks until then."""
+        """End an overlapped load and return its report, which counts the last tokens, not the
+        first. Return None while a copy writes to the load's blocks: keep them until
+        `update_from_worker` reports a failed load (`is_cancelled` unless it had failed)."""
 
 
 class StoresAhead(ABC):
@@ -127,7 +126,7 @@ class StoresAhead(ABC):
 
     @abstractmethod
     def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
-        """Void pending copies of these blocks, which lost their names without being evicted and may
+        """Void pending copies of these blocks. They lost their names without being evicted, and may
         be overwritten from now on."""
 
 
@@ -136,31 +135,32 @@ class PromptsElsewhere(ABC):
 
     @abstractmethod
     def expect_prompts(self) -> None:
-        """Watch what other engines store from now on, for requests whose prompts they compute."""
+        """Watch the stores from now on for prompts that other engines compute for requests here."""
 
     @abstractmethod
     def follow_blocks(self, block_hashes: Sequence[bytes]) -> bool:
-        """Read ahead what another engine stores of a prompt with these blocks: a request for the
-        prompt will come. A hint; False where it is of no use."""
+        """Read the blocks of a prompt as another engine stores them, because a request for the
+        prompt will come here. A hint; return False if this connector cannot use it."""
 
     @abstractmethod
     def await_prefill(self, request_id: str, elsewhere: Elsewhere) -> None:
         """Note that another engine may be computing the prompt of a queued request. The first
-        look-up may then make the request wait for blocks that are to come; bounded in time."""
+        look-up may then make the request wait for that engine's blocks, for a bounded time."""
 
 
 class HandOver(ABC):
-    """Prompts that this engine computes and another one goes on with."""
+    """Prompts that this engine computes for requests that continue on another engine."""
 
     @abstractmethod
     def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """Write these blocks, named as by the pool, head first, where other engines look for them,
-        and keep them there for a while: those engines are about to load them. The computed ones
-        have been given to `build_meta`. Only for connectors with `wants_all`."""
+        """Write these blocks, head first, to the stores that other engines read, and keep them
+        there for a while: those engines are about to load them. `keys` are names of the pool. The
+        engine has given the computed blocks to `build_meta`. Requires `wants_all`."""
 
     @abstractmethod
     def take_handed_over(self) -> list[HandedOver]:
-        """The requests whose blocks other engines can load by now, or never will; each once."""
+        """The hand-overs that have ended since the last call: other engines can load the blocks
+        now, or some blocks failed (`HandedOver.missing`)."""
 
     @abstractmethod
     def forget_hand_over(self, request_id: str) -> None:
@@ -178,9 +178,9 @@ class JobRetention(ABC):
         seconds: float,
         due_seconds: float | None,
     ) -> None:
-        """Keep these blocks in the tiers for the job's next turn, which begins with them and comes
-        within `seconds`, probably in `due_seconds`; have them read into the fastest tier by then.
-        Replaces an earlier turn of the job."""
+        """Keep these blocks in the tiers for `seconds`: the job's next turn begins with them. It
+        probably comes in `due_seconds`, so they are read into the fastest tier by then. It replaces
+        an earlier turn."""
 
     @abstractmethod
     def turn_expected(self, job: bytes, due_seconds: float) -> None:
@@ -192,33 +192,32 @@ class JobRetention(ABC):
 
 
 class KVConnectorScheduler(ABC):
-    """The side that decides. Only the engine's step thread calls it and its optional sides; the
-    engine asks for those once, at the start."""
+    """The side that decides. Only the engine's step thread calls it and its optional sides. The
+    engine reads the optional sides once, at the start."""
 
-    # An optional side that is None does nothing: no estimates, overlapped loads, stores ahead,
-    # waits, hand-overs, kept turns.
+    # Optional sides. Without one, the engine does not use its feature.
     estimates: TierEstimates | None = None
     overlapped_loads: OverlappedLoads | None = None
     stores_ahead: StoresAhead | None = None
     prompts_elsewhere: PromptsElsewhere | None = None
     handover: HandOver | None = None
     job_retention: JobRetention | None = None
-    # Whether there are tiers to load from; only counters look at it.
+    # Whether there are tiers to load from; only counters read it.
     has_tiers = True
-    # Whether blocks are stored as soon as they are computed, because other engines wait for them,
-    # and not only when they are about to be evicted. Constant from the start to the end.
+    # Whether blocks are stored as soon as they are computed, because other engines wait for them.
+    # Otherwise they are stored when they are about to be evicted. Constant after the start.
     wants_all = False
-    # Requests that wait now because of `PromptsElsewhere.await_prefill`, by id: the engine does not
-    # ask about them meanwhile. Not to be changed.
+    # Ids of the requests that wait now because of `PromptsElsewhere.await_prefill`. The engine does
+    # not look them up meanwhile, and does not change the collection.
     awaiting_prefill: Collection[str] = ()
 
     def request_queued(  # noqa: B027 - a hint, not a duty
         self, request: RequestView, context: RequestContext = NO_CONTEXT
     ) -> None:
-        """Note a request that will be asked about once there is room: reads may begin."""
+        """Note a request that the engine will look up once it has room. Reads may begin."""
 
     def request_finished(self, request_id: str) -> None:  # noqa: B027 - as above
-        """Drop a request that has ended, in any way; the engine will not ask about it again."""
+        """Drop a request that has ended, in any way; the engine will not look it up again."""
 
     @abstractmethod
     def get_matched_tokens(
@@ -229,11 +228,11 @@ class KVConnectorScheduler(ABC):
         num_queued_tokens: int = 0,
         num_pool_tokens: int | None = None,
     ) -> Match:
-        """Tokens the tiers hold right after the first `num_computed_tokens` (block aligned).
-        `num_queued_tokens` have to be computed before any of this request's, which gives a load
-        that much time. `num_pool_tokens`, more than `num_computed_tokens`: the pool has K and V of
-        so many leading tokens, but not the states behind them. The tiers are not asked for those
-        tokens, which count as tokens of a tier if the states behind them come from one."""
+        """Tokens the tiers hold right after the first `num_computed_tokens` (block aligned). The
+        engine computes `num_queued_tokens` of other requests first, and a load has that time.
+        `num_pool_tokens`, more than `num_computed_tokens`: the pool has K and V of so many leading
+        tokens, but not the states behind them. The tiers are asked only for these states, and the
+        tokens count as a tier's if the states come from one."""
 
     @abstractmethod
     def begin_load(
@@ -244,22 +243,22 @@ class KVConnectorScheduler(ABC):
         *,
         overlapped: bool,
     ) -> None:
-        """Load `num_tokens` external tokens to `block_ids`: exactly their blocks, in order, for
-        each cache group; blocks that the pool has (`num_pool_tokens`) are left alone. From here on
-        the request waits until a LoadReport names it. `overlapped`, only after OVERLAP: the request
-        does not wait, but computes these tokens itself, from the first one on, as far as
-        `OverlappedLoads.load_state` allows."""
+        """Load `num_tokens` external tokens to `block_ids`, which has exactly their blocks, in
+        order, for each cache group. Blocks that the pool has (`num_pool_tokens`) are not written.
+        The request now waits until a LoadReport names it. With `overlapped`, allowed only after
+        OVERLAP, the request does not wait: it computes these tokens itself, from the first one on,
+        as far as `OverlappedLoads.load_state` allows."""
 
     @abstractmethod
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
     ) -> ConnectorMetadata:
-        """Return the worker's copies at the end of `schedule()`, also on empty steps. `cold`:
-        blocks that keep their names, those evicted next in eviction order or (see `wants_all`)
-        those just computed, the tail of a sequence before its head. Each is given once, and again
-        only to be handed over; at most as many as `StoresAhead.num_wanted_ahead` has just said. An
-        orderly shutdown evicts all computed, named blocks, in eviction order and without a forward
-        pass, so that as many survive as tiers have room for; then `shutdown` follows."""
+        """Return the worker's copies at the end of `schedule()`, also on empty steps. The `cold`
+        blocks keep their names: they are the next ones to be evicted, in eviction order, or (see
+        `wants_all`) just computed, the tail of a sequence before its head. The engine gives a block
+        once, and again only for a hand-over, and at most `StoresAhead.num_wanted_ahead` blocks at a
+        time. An orderly shutdown evicts all computed, named blocks, in eviction order and without a
+        forward pass, so that as many survive as tiers have room for; then `shutdown` follows."""
 
     @abstractmethod
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
@@ -268,17 +267,18 @@ class KVConnectorScheduler(ABC):
     @abstractmethod
     def has_pending_work(self) -> bool:
         """True while a step, even an empty one, has something to move or to report now, or a
-        request that was told RETRY should ask again. False while only waiting for a disk or a
-        copy: the wake-up callback ends that wait."""
+        request that got RETRY should be looked up again. False while the connector only waits for a
+        disk or a copy: it calls the wake-up function at the end."""
 
     @abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """Set the function that any thread calls when `has_pending_work` may have become True."""
 
     def invalidate_blocks(self, keys: Sequence[bytes], cause: str) -> None:  # noqa: B027 - see below
-        """Drop from every tier the blocks of one chain (named as by the pool, head first), which
-        may be wrong. Copies of them under way, to a tier or the pool, are dropped too. `cause`, one
-        word, labels them in the counters. Optional: by default the blocks stay until evicted."""
+        """Drop the blocks of one chain from every tier, because they may be wrong; drop their
+        copies under way, to a tier or the pool, too. `keys` are the pool's, head first. `cause`,
+        one word, labels them in the counters. Optional: by default the blocks stay until
+        evicted."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -290,7 +290,7 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float) -> None:
-        """Write back what should survive, within the time; release everything. Idempotent."""
+        """Write the blocks that should survive to the stores, in time; release all. Idempotent."""
 
 
 class NullConnector(KVConnectorScheduler):
@@ -352,17 +352,19 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def start_step(self, meta: ConnectorMetadata) -> None:
-        """Queue the step's copies: stores, then loads. On the CPU it makes small copies itself.
-        Raises nothing: copies that could not begin are reported as failed."""
+        """Queue the step's copies: stores, then loads. On the CPU this call makes small copies
+        itself. Raises nothing: copies that could not begin are reported as failed."""
 
     @abstractmethod
     def wait_before_forward(self) -> None:
-        """Return when the forward pass may overwrite the blocks that this step evicts: its stores,
-        and those ahead that it overtakes, have read their blocks or will before the pass writes."""
+        """Return when the forward pass may overwrite the blocks that this step evicts. All stores
+        of these blocks, the step's own and the overtaken earlier ones, have read them or will
+        before the pass writes."""
 
     @abstractmethod
     def poll(self) -> ConnectorWorkerOutput | None:
-        """Return copies finished since the last call; None if none is ever made. Never waits."""
+        """Return the copies finished since the last call; None if this side never copies. Never
+        waits."""
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:

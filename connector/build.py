@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the parts of offloading together: the tiers and the scheduler side, the device and the
-worker side, which may live in another process."""
+"""Builds offloading: the tiers with the scheduler side, and the device with the worker side. The
+worker side may live in another process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .parts import Parts
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """The plain data from which a worker side is built, in the process of the scheduler side or in
-    any other that has the slab's file descriptor."""
+    """The plain data from which a worker side is built, in the scheduler side's process or in
+    another process that has the slab's file descriptor."""
 
     layout: BlockLayout
     slab_fd: int
     num_slots: int
     device: str
-    makes_digests: bool  # of stored blocks, for tiers below the slab and other engines
+    makes_digests: bool  # of stored blocks; tiers below the slab and other engines need them
 
 
 class AttachedSlab:
@@ -68,7 +68,7 @@ def build_offload(
     **options: Any,
 ) -> tuple[OffloadScheduler, OffloadWorker]:
     """Build both sides of a connector in one process, with the arguments of `build_scheduler_side`.
-    On CUDA another thread calls `progress` again, while memory is page-locked."""
+    On CUDA another thread calls `progress` once more, while memory is page-locked."""
     built = build_scheduler_side(layout, settings, progress=progress, **options)
     try:
         worker = build_worker_side(
@@ -92,13 +92,13 @@ def build_scheduler_side(
 ) -> BuiltSide:
     """Build the scheduler side, and the description from which the worker side is built.
 
-    `namespace` binds the stores to those that may read them, usually the root of the block
-    identity. `device` is that of the KV pool: cpu, cuda, or one of several GPUs, cuda:1. `progress`
-    is called with bytes done and bytes in all while memory is faulted in. `prefill` is the cost of
-    computing, where another part measures it. `parts` says how the cache groups of this layout
-    attend, and on which ranks they live; by default there is one that attends to everything. Raises
-    TierConfigError for sizes, paths and names that cannot work; nothing stays open then. A store
-    that is down is opened later in the background; TierDown names one that is required.
+    Only engines with the same `namespace`, usually the root of the block identity, read each
+    other's blocks. `device` holds the KV pool: cpu, cuda, or one of several GPUs, cuda:1.
+    `progress` is called with bytes done and bytes in all while memory is faulted in. `prefill` is
+    the cost of computing, if the caller measures it. `parts` says how the cache groups of this
+    layout attend, and on which ranks they live; by default there is one group with full attention.
+    Raises TierConfigError for sizes, paths and names that cannot work; nothing stays open then. A
+    store that is down is opened later in the background; if it is required, TierDown names it.
     """
     choice = Choice(settings.load)
     if choice is Choice.OVERLAP and parts is not None and parts.is_windowed:
@@ -147,7 +147,7 @@ def build_worker_side(
     progress: Callable[[int, int], None] | None = None,
 ) -> OffloadWorker:
     """Build the worker side. `wakeup` leads to a call of `OffloadScheduler.note_ended`, in this
-    process or another. `slab`: its memory, if this process has it mapped already. Raises
+    process or another. `slab` is the slab's memory, if this process has mapped it already. Raises
     TierConfigError for a device that does not exist."""
     device = make_device(description.device, progress)
     if slab is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ConnectorContext: the objects that the parts of one connector's scheduler side share."""
+"""ConnectorContext: the objects that the classes of one connector's scheduler side share."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .request_offload import RequestOffload
 
 @dataclass(slots=True, eq=False)
 class ConnectorContext:
-    """The tiers, the estimates and the records that the parts share. Each part gets the whole
-    context and keeps the fields that it works with. `prefill` is the cost of computing, reported by
-    the part that runs steps."""
+    """The tiers, estimates and records that the classes of the scheduler side share. Each of them
+    gets the whole context and keeps the fields that it uses. The engine reports its cost of
+    computing to `prefill`."""
 
     hierarchy: Hierarchy
     parts: Parts  # the blocks of a position
     signal: CopySignal
     choice: Choice = Choice.AUTO
     prefill: PrefillRate = field(default_factory=PrefillRate)
-    copies_beside: bool = True  # copies run beside forward passes, as a GPU's engines do
+    copies_beside: bool = True  # a GPU's copy engines run beside forward passes
     economics: Economics = field(init=False)
     read_times: ReadTimes = field(init=False)
-    alarm: Alarm = field(init=False)  # wakes the engine at a moment
+    alarm: Alarm = field(init=False)  # wakes the engine at a set time
     counters: OffloadCounters = field(default_factory=OffloadCounters, init=False)
     job_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
     requests: dict[str, RequestOffload] = field(default_factory=dict, init=False)  # by id

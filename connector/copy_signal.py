@@ -15,12 +15,12 @@ def _nothing() -> None:
 
 
 class CopySignal:
-    """The counts of the jobs that the scheduler side has given out and the worker side has ended.
+    """Counts the jobs that the scheduler side has given out and those that the worker side ended.
 
-    With it the engine can sleep while copies run, and the scheduler side knows that there is
-    something to collect before it asks the worker side. It belongs to the scheduler side; the
-    worker side gets `note_ended`, or a callable that calls it in another process. Every
-    method may be called from any thread; the wake-up itself must return at once.
+    The engine can sleep while copies run, and the scheduler side knows that results are ready
+    before it polls the worker side. The signal belongs to the scheduler side; the worker side gets
+    `note_ended`, or a callable that calls it in another process. Every method may be called from
+    any thread; the wake-up function must return at once.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class CopySignal:
         try:
             self._wakeup()
         except Exception:
-            # It runs on threads of streams and disks, which must survive a caller's mistake.
+            # The wake-up runs on threads of streams and disks, which must survive an error in it.
             log.exception("the wake-up of the engine failed")
 
     def jobs_given(self, count: int) -> None:
@@ -46,14 +46,14 @@ class CopySignal:
             self._given += count
 
     def note_ended(self, num_jobs: int) -> None:
-        """Record that the worker side has ended `num_jobs` jobs since its start, well or not, which
-        the next poll will report. Of several such calls the last or the highest is enough."""
+        """Record that the worker side has ended `num_jobs` jobs since its start, well or not. The
+        next poll reports them. The highest number counts, so calls may be lost or reordered."""
         if num_jobs > self.ended:
             self.catch_up(num_jobs)
         self.wake()
 
     def catch_up(self, num_jobs: int) -> None:
-        """Record the number without a wake-up."""
+        """Record the number of ended jobs without a wake-up."""
         with self._changed:
             self.ended = max(self.ended, num_jobs)
             self._changed.notify_all()

@@ -17,10 +17,10 @@ _SIZES = (1e5, 1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 class OffloadCounters:
     """Counts since start."""
 
-    loads: int = 0  # that brought at least one block
+    loads: int = 0  # loads that brought at least one block
     stores: int = 0  # copy jobs
     stored_blocks: int = 0
-    seconds_loaded: float = 0.0  # waiting time of all loads, also of those that brought nothing
+    seconds_loaded: float = 0.0  # waiting time of all loads, with or without blocks
     tokens_loaded: dict[str, int] = field(default_factory=dict)  # by tier
     failures: dict[str, int] = field(default_factory=dict)  # by reason
     # Copies between the pool and the slab that ended well.
@@ -30,19 +30,19 @@ class OffloadCounters:
     store_bytes: int = 0
     store_copy_seconds: float = 0.0
     store_sizes: Histogram = field(default_factory=lambda: Histogram(_SIZES))
-    store_wait_seconds: float = 0.0  # steps waited for stores to leave the pool
-    allocation_failures: int = 0  # stores for which the slab lacked a slot for some block
-    # Blocks looked up, once for each prompt, and found, by tier.
+    store_wait_seconds: float = 0.0  # waits of steps for stores to leave the pool
+    allocation_failures: int = 0  # stores with a block for which the slab had no slot
+    # Blocks that were looked up and found, by tier; a prompt counts once.
     lookup_queries: dict[str, int] = field(default_factory=dict)
     lookup_hits: dict[str, int] = field(default_factory=dict)
 
-    # Requests that waited for a prompt that another engine computed, by how that ended.
+    # Requests that waited while another engine computed their prompt, by the end of the wait.
     prefill_waits: dict[str, int] = field(default_factory=dict)
     prefill_wait_seconds: Histogram = field(
         default_factory=lambda: Histogram((*IO_SECONDS, 30.0, 60.0))
     )
 
-    # Blocks that every tier was told to forget because they may be wrong, by cause.
+    # Blocks that were dropped from every tier because they may be wrong, by cause.
     blocks_dropped: dict[str, int] = field(default_factory=dict)
 
     def count_failure(self, reason: str) -> None:

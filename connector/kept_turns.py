@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of agents' jobs that wait for the job's next turn: the tiers hold their blocks, and read
-them into the slab when the next turn is due.
+"""Ended turns of agents' jobs. The tiers hold a turn's blocks for the job's next turn, and read
+them into the slab when that turn is due.
 
     turn ──► held ──(due: seconds from the end of the turn)──► being read ──► held, in the slab
       └──────────── ended by the next turn, by the job's end, or by the time ────────────┘
 
-A job has one such turn at a time. It is a hint: blocks not held, or not read in time, are loaded or
-computed when a request needs them. Blocks that lie in windows are held but not read ahead.
+A job has one kept turn at a time. Keeping is a hint: blocks that were not held, or not read in
+time, are loaded or computed when a request needs them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .base import JobRetention
 from .connector_context import ConnectorContext
 
 MOST_TURNS = 4096
-# Reads of this kind hold at most this share of the slab at once.
+# Reads ahead of turns hold at most this share of the slab at once.
 SHARE = 0.25
-# Stores keep blocks for this long and are asked again at half of it, so that a server soon drops
-# the blocks of an engine that was killed, or of a job that has ended.
+# Stores keep blocks for this long, and are asked again after half of it. The lease is short, so
+# that a server soon drops the blocks of a killed engine or of an ended job.
 LEASE_SECONDS = 30.0
-# Stores are asked again this soon after a turn: its last blocks are still being written.
+# Stores are asked again this soon after a turn, because its last blocks are still being written.
 SETTLE_SECONDS = 1.0
 
 
@@ -45,8 +45,8 @@ class KeptTurn:
 
 
 class KeptTurns(JobRetention):
-    """The kept turns of one connector, by job. It wakes the engine when one is due. Blocks that lie
-    in windows are not read ahead."""
+    """The kept turns of one connector, by job. It wakes the engine when a turn is due. Blocks that
+    lie in windows are not read ahead."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
@@ -90,7 +90,7 @@ class KeptTurns(JobRetention):
             self._end_read(turn)
 
     def poll_turns(self) -> None:
-        """Read turns that are due, release ended reads, and end turns whose time is over."""
+        """Read the blocks of due turns, release ended reads, and drop turns whose time is over."""
         now = time.monotonic()
         for job, turn in list(self.turns.items()):
             if now >= turn.until:

@@ -3,21 +3,21 @@
 
     load ──► pieces: reading (a store answers) ──► copying to the pool ──► landed ──► report
 
-A *blocking* load is one piece. Its request waits for the report: with the leading blocks that have
-come, or without any where computing is quicker by now.
+A *blocking* load is one piece. Its request waits for the report, which counts the leading blocks
+that came. The report comes early, perhaps without blocks, once computing is quicker.
 
 An *overlapped* load brings pieces from the back while its request computes from the front:
 
     | computed, or soon | untouched    | read into the slab | copied to the pool | loaded |
       compute frontier ──►                                   ◄── load frontier
 
-Only a copy writes to the request's blocks, so only blocks being copied stop the computing. The
-request computes a piece that is still being read when the compute frontier comes by, and the piece
-is dropped. The loaded part has no gaps and reaches to the end: no piece follows one that fails, and
-the request computes up to the part that was loaded behind it.
+Only a copy writes to the request's blocks, so only blocks being copied stop the computing. If a
+piece is still being read when the compute frontier reaches it, the request computes the piece, and
+the piece is dropped. The loaded part has no gaps and reaches to the end: after a piece fails no
+other piece is loaded, and the request computes up to the part loaded so far.
 
-Blocks are counted by their position in the request. A position has a block in each cache group, and
-is there when all blocks of it that the load needs are there (`parts.py`).
+Blocks are counted by position in the request. A position has a block in each cache group; it is
+loaded when all its blocks that the load needs are loaded (`parts.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .parts import whole_positions
 from .request_offload import Load, Piece, RequestOffload, Stage
 
 COPY_FAULT = "a copy from the cpu tier to the KV pool failed"
-SPOILT = "dropped"  # the tiers were told to forget blocks of a load that was under way
+SPOILT = "dropped"  # blocks of a load under way were invalidated
 
 
 class Loads(OverlappedLoads):
@@ -63,9 +63,9 @@ class Loads(OverlappedLoads):
         self._slab_link = context.economics.links[context.hierarchy.tiers[0]]
         self.under_way: list[Load] = []  # not to be changed
         self._copies: dict[int, _Copy] = {}  # by job
-        self.ready: list[Load] = []  # to be copied by the next step; not to be changed
+        self.ready: list[Load] = []  # copied by the next step; only this class changes it
         self._reports: list[LoadReport] = []
-        # Key → blocking loads that will bring it. Other requests find the block in the pool.
+        # Key → number of blocking loads that bring it: other requests will find it in the pool.
         self.coming: dict[bytes, int] = {}
         self._has_news = False  # of overlapped loads, since the scheduler last asked
         self.num_ended = 0  # blocking ones
@@ -76,10 +76,10 @@ class Loads(OverlappedLoads):
         return bool(self._has_news or self._reports or self.ready)
 
     def num_sharing(self, offload: RequestOffload) -> int:
-        """The number of requests that would compute if this one's load was overlapped, itself
-        included; 0 where another request without a load under way computes, or will."""
+        """The number of requests, this one included, that would compute if its load was overlapped;
+        0 if a request without a load under way computes, or will."""
         loads = [load for load in self.under_way if load.offload.stage is not Stage.FINISHED]
-        # A record whose request has ended is that of a load.
+        # A load under way keeps the record of its ended request.
         num_alive = len(self._requests) - (len(self.under_way) - len(loads))
         num_others = num_alive - 1
         if not num_others:
@@ -98,9 +98,9 @@ class Loads(OverlappedLoads):
         num_short_tokens: int = 0,
         num_kept: int = 0,
     ) -> None:
-        """Begin a load for which its request waits, at most as long as computing would take.
-        `num_queued_tokens` would be computed before it. `num_short_tokens`: tokens of the last
-        position that are not wanted. `num_kept`: see `Parts.needed`."""
+        """Begin a load for which its request waits, at most as long as computing would take. The
+        engine would compute `num_queued_tokens` of other requests first. `num_short_tokens` of the
+        last position are not wanted. `num_kept`: see `Parts.needed`."""
         num_blocks = len(block_ids[0])
         load = Load(
             offload,
@@ -150,8 +150,8 @@ class Loads(OverlappedLoads):
         block_ids: GroupBlockIds,
         compute_blocks: int,
     ) -> None:
-        """Begin a load whose request computes meanwhile, and is expected to reach the loaded part
-        after about `compute_blocks`."""
+        """Begin a load whose request computes about `compute_blocks` before it meets the loaded
+        part."""
         num_blocks = len(keys) // self._num_parts
         compute_blocks = min(compute_blocks, num_blocks)
         load = Load(
@@ -200,12 +200,12 @@ class Loads(OverlappedLoads):
         return report
 
     def poll_reads(self) -> None:
-        """Find the loads whose reads have ended, or have taken too long."""
+        """Find the loads whose reads have ended or taken too long."""
         now = time.monotonic()
         self.ready = [load for load in self.under_way if _is_ready(load, now)]
 
     def copy_ready(self, meta: ConnectorMetadata) -> None:
-        """Add copies of the blocks that have been read to `meta`, and begin more reads."""
+        """Add copies of the blocks in the slab to `meta`, and begin more reads."""
         self._has_news = False
         ready, self.ready = self.ready, []
         for load in ready:
@@ -218,7 +218,7 @@ class Loads(OverlappedLoads):
             self._read_more(load)
 
     def spoil(self, keys: AbstractSet[bytes]) -> None:
-        """Discard all blocks of loads with one of these keys; their requests compute."""
+        """Discard all blocks of each load that has one of these keys; its request computes them."""
         for load in self.under_way:
             if load.is_spoilt or keys.isdisjoint(load.keys):
                 continue
@@ -230,8 +230,8 @@ class Loads(OverlappedLoads):
                 self._has_news = True
 
     def take_reports(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
-        """Take in copies that have ended. Return the reports of blocking loads that have ended, and
-        of overlapped ones that the engine ended while copies wrote to their blocks."""
+        """Take in copies that have ended. Return the reports of ended blocking loads, and of
+        overlapped loads that the engine ended while copies wrote to their blocks."""
         if output.finished_loads or output.failed_loads:
             self._learn_copy_rate(output)
             for ids, ok in ((output.finished_loads, True), (output.failed_loads, False)):
@@ -241,7 +241,7 @@ class Loads(OverlappedLoads):
         return reports
 
     def _learn_copy_rate(self, output: ConnectorWorkerOutput) -> None:
-        """Record the copies of one poll as one transfer: single ends are not recorded."""
+        """Record the copies of one poll as one transfer: their single end times are not known."""
         ended = [self._copies[i] for i in (*output.finished_loads, *output.failed_loads)]
         if not output.failed_loads:
             num_bytes = sum(copy.num_blocks for copy in ended) * self._hierarchy.block_bytes
@@ -293,14 +293,14 @@ class Loads(OverlappedLoads):
             self._begin_read(load, start, end)
 
     def _copy_blocking(self, load: Load, piece: Piece, meta: ConnectorMetadata) -> None:
-        """Add the copy of the leading whole part, or report that there is none."""
+        """Add the copy of the leading positions that came; without any, report the load's end."""
         slots = piece.ticket.slots
         missing = slots.index(None) if None in slots else len(slots)
         if missing < len(slots):
             whole = load.needed[missing] // self._num_parts
             piece.end = 0 if self._parts.whole_only else whole
             if self._parts.is_windowed and not piece.ticket.waiting:
-                # Every hit that ends behind this position needs it, or one before it.
+                # Every longer hit needs this block or an earlier one that is missing too.
                 load.shorter_tokens = load.first_token + whole * self._block_size
         if load.is_spoilt:
             self._end_blocking(load, piece, SPOILT)
@@ -313,8 +313,7 @@ class Loads(OverlappedLoads):
             self._copy(load, piece, cast("list[int]", slots), meta)
 
     def _copy_piece(self, load: Load, piece: Piece, meta: ConnectorMetadata) -> None:
-        """Copy the blocks of a piece that have come and are still in front of the compute frontier,
-        from its end on."""
+        """Copy the last blocks of a piece that have come and lie behind the compute frontier."""
         width = self._num_parts
         slots = piece.ticket.slots
         lowest = max(0, load.compute_frontier - piece.start)
@@ -345,7 +344,7 @@ class Loads(OverlappedLoads):
                 pairs = zip(load.needed[: len(slots)], slots, strict=True)
                 mine = [slot for place, slot in pairs if place % width == index]
                 block_ids = block_ids[len(block_ids) - len(mine) :]
-            if states and part.group == 0:  # its job also copies the states of its rank
+            if states and part.group == 0:  # the job also copies its rank's states
                 pieces = load.block_ids[self._parts.num_groups]
                 first = index * len(pieces)
                 block_ids += pieces
@@ -358,7 +357,7 @@ class Loads(OverlappedLoads):
             meta.loads.append(job)
 
     def _end_blocking(self, load: Load, piece: Piece, failure: str | None) -> None:
-        """Release the pins and report the request. `failure`: the reason if nothing was loaded."""
+        """Release the pins and report the load. `failure` is the reason if no block was loaded."""
         if load.is_spoilt:
             failure = SPOILT
         ticket = piece.ticket
@@ -379,7 +378,7 @@ class Loads(OverlappedLoads):
         else:
             load.failure = failure or ("slow" if is_late else "partial")
             self._counters.count_failure(load.failure)
-        # A load that was given up because it was late has not failed.
+        # A late load that was given up has no fault.
         late_fault = None if is_late else fault_of(ticket)
         load.fault = COPY_FAULT if failure == "load_copy" else late_fault
         tiers = self._tiers_of(load, ticket)[:num_blocks]
@@ -399,7 +398,7 @@ class Loads(OverlappedLoads):
         """Take in the next piece of an overlapped load, whose copy has ended."""
         self._read_times.let_go(piece.ticket)
         if not piece.is_good:
-            # The request no longer waits for a load that is over, so its fault is not reported.
+            # The engine has ended this load itself, so its fault is not reported.
             self._fail_load(load, "load_copy", None if load.is_over else COPY_FAULT)
         elif piece.end == load.load_frontier:
             load.load_frontier = piece.start
@@ -409,7 +408,7 @@ class Loads(OverlappedLoads):
             self._counters.count_load_copy(num_copied * self._hierarchy.block_bytes)
 
     def _tiers_of(self, load: Load, ticket: LoadTicket) -> list[str]:
-        """The tier of each position that was there."""
+        """The slowest tier of each position that came."""
         order = self._hierarchy.tiers
         if not self._parts.is_windowed:
             return whole_positions(ticket.tiers, self._num_parts, order)
@@ -436,7 +435,7 @@ class Loads(OverlappedLoads):
         load.offload.stage = Stage.LOADING
 
     def _end(self, load: Load, *, has_failed: bool) -> None:
-        """End the load, and with it the record of a request that has ended."""
+        """End the load; if its request has ended, drop the record too."""
         self.under_way.remove(load)
         offload = load.offload
         offload.load = None
@@ -446,7 +445,7 @@ class Loads(OverlappedLoads):
             offload.stage = Stage.FAILED if has_failed else Stage.READY
 
     def _fail_load(self, load: Load, reason: str, fault: str | None) -> None:
-        """Give a load up: the request computes every block that is not on its way to the pool."""
+        """Give a load up: its request computes every block whose copy to the pool has not begun."""
         load.failure = reason
         load.fault = load.fault or fault
         self._counters.count_failure(reason)
@@ -467,7 +466,7 @@ class _Copy(NamedTuple):
 
 
 def _is_ready(load: Load, now: float) -> bool:
-    """Whether the load's next piece can be copied, or is no longer waited for."""
+    """Whether the load's next piece can be copied, or is late."""
     if not load.reading or len(load.copying) >= PIECES_AT_ONCE:
         return False
     is_late = load.give_up_at is not None and load.give_up_at <= now
@@ -475,7 +474,7 @@ def _is_ready(load: Load, now: float) -> bool:
 
 
 def fault_of(ticket: LoadTicket) -> str | None:
-    """Description of the reads that ended without their blocks; None if all begun reads came."""
+    """Description of the reads that ended without their blocks; None without such reads."""
     if ticket.fault is None:
         return None
     missing = [i for i, slot in enumerate(ticket.slots[: ticket.begun]) if slot is None]

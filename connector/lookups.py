@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups of requests' prompts in the tiers, and the decision to load what they find.
+"""Lookups of requests' prompts in the tiers, and the decision to load the blocks found.
 
     queued         the stores are asked, and blocks that only a store has are read into the slab
     match_prefix   none, load, overlap or retry
     begin_load     the load that was chosen
 
-An answer is remembered until something in the tiers changes: the scheduler asks for waiting
-requests again in every step, and a look-up walks over thousands of keys.
+An answer is remembered until the tiers change. The scheduler looks waiting requests up in every
+step, and one look-up walks over thousands of keys.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .messages import NO_MATCH, Elsewhere, GroupBlockIds, Match, MatchKind
 from .prefill_decode.prefill_waits import PrefillWaits
 from .request_offload import Lookup, RequestOffload
 
-# One look-up of a long context holds the keys of thousands of blocks, and a step asks again for few
-# requests: the first that waits, and those that were told to.
+# A remembered look-up of a long context holds thousands of keys. Few are needed: a step looks up
+# only the first waiting request, and those that got RETRY.
 REMEMBERED_LOOKUPS = 256
 # Reading ahead pins at most this share of the slab, so that loads and stores find slots.
 AHEAD_SHARE = 0.25
@@ -45,19 +45,19 @@ class Lookups:
         self._read_times = context.read_times
         self._loads = loads
         self._waits = waits
-        # Requests with a remembered look-up, the newest last. A long one takes many megabytes.
+        # Requests with a remembered look-up, the newest last.
         self._latest: OrderedDict[RequestOffload, None] = OrderedDict()
-        # Requests that wait for answers of stores; not to be changed.
+        # Requests that wait for answers of stores; only this class changes them.
         self.unanswered: dict[RequestOffload, None] = {}  # in their order
-        self.retry_version: int | None = None  # of the tiers, when a request was told to ask again
+        self.retry_version: int | None = None  # `_version` at the last RETRY
         self._blocks_ahead = 0
 
     def __len__(self) -> int:
         return len(self._latest)
 
     def queued(self, offload: RequestOffload, request: RequestView) -> None:
-        """Announce the prompt of a new request to the tiers, ask remote stores about it, and read
-        blocks that only a store has while the request waits, if they are worth loading."""
+        """Announce the prompt of a new request to the tiers, and ask remote stores about it. While
+        the request waits, read the blocks that only a store has, if they are worth loading."""
         if self._hierarchy.learns and not offload.is_observed:
             offload.is_observed = True
             self._hierarchy.announce_prompt(self._parts.keys_of(request.block_hashes))
@@ -66,7 +66,7 @@ class Lookups:
         lookup = self._look_up_range(offload, request, 0, self._end_of(request))
         if lookup is None:
             return
-        # Windowed blocks in front of the hit's end may be unknown too.
+        # Remote stores may not have been asked for windowed blocks before the hit's end either.
         prefix = lookup.prefix
         num_found = max(len(prefix.tiers), prefix.num_found)
         known = 0 if self._parts.has_windows else num_found * self._width
@@ -76,7 +76,7 @@ class Lookups:
             if offload.unanswered is None:
                 self.unanswered[offload] = None
             offload.unanswered = request
-            self._forget_answer(offload)  # it was found before any store was asked
+            self._forget_answer(offload)  # it predates the stores' answers
             return
         self._begin_ahead(offload, lookup)
 
@@ -120,9 +120,9 @@ class Lookups:
         lookup = self._look_up_range(offload, request, first, min(end, most), num_kept)
         if lookup is None:
             return NO_MATCH
-        if most < end:  # it was counted, and decided upon, when the longer hit was found
+        if most < end:  # the longer hit was counted and planned before
             lookup.is_counted = lookup.is_decided = True
-        if lookup.prefix.asked:  # a remote store will soon say what it has
+        if lookup.prefix.asked:  # a remote store will answer soon
             return self._retry_later()
         is_elsewhere = offload.elsewhere is not Elsewhere.NO
         if is_elsewhere and self._waits.begin_wait(offload, request, lookup):
@@ -143,11 +143,11 @@ class Lookups:
             return self._retry_later()
         self._record_lookup(lookup)
         num_tokens = plan.num_blocks * self._block_size
-        # The last token is computed; the block that it lies in may be loaded all the same.
+        # The last token is always computed, but its block may be loaded.
         num_wanted = request.num_tokens - 1 - num_computed_tokens
         if not plan.compute_blocks or self._parts.is_windowed:
             return Match(min(num_tokens, num_wanted), MatchKind.LOAD)
-        if num_tokens > num_wanted:  # the frontiers meet where a block begins
+        if num_tokens > num_wanted:  # the frontiers meet at a block's start
             num_tokens -= self._block_size
         return Match(num_tokens, MatchKind.OVERLAP) if num_tokens else NO_MATCH
 
@@ -159,7 +159,7 @@ class Lookups:
         *,
         overlapped: bool,
     ) -> None:
-        """Load what the last look-up found. Raises KeyError for a request without a look-up."""
+        """Load the blocks of the last look-up. Raises KeyError for a request without a look-up."""
         lookup = offload.lookup
         if lookup is None:
             raise KeyError(offload.request_id)
@@ -182,7 +182,8 @@ class Lookups:
         self.drop_lookup(offload)
 
     def poll_answers(self) -> bool:
-        """Take in the answers of stores. Return whether requests told to ask again should."""
+        """Take in answers of stores. Return whether requests that got RETRY should be looked up
+        now."""
         for offload in list(self.unanswered):
             request = offload.unanswered
             assert request is not None
@@ -197,14 +198,14 @@ class Lookups:
         return True
 
     def drop_lookup(self, offload: RequestOffload) -> None:
-        """Release what was read ahead for a request that now loads by itself, or is gone."""
+        """Forget the look-up of a request that loads now or has ended; release its read-ahead."""
         self._forget_answer(offload)
         self._mark_answered(offload)
         self._clear_lookup(offload)
 
     @property
     def _version(self) -> int:
-        """A number that changes with everything that an answer to the scheduler depends on."""
+        """A number that changes whenever an answer to the scheduler may change."""
         return self._hierarchy.version + self._loads.num_ended
 
     def _retry_later(self) -> Match:
@@ -224,10 +225,10 @@ class Lookups:
             return
         plan = self._make_plan(offload, 0, tiers)
         if plan.compute_blocks:
-            return  # it will be read from the back
+            return  # an overlapped load reads from the back
         tiers = tiers[: self._longest(lookup, plan.num_blocks)]
         if tiers.count(self._hierarchy.tiers[0]) == len(tiers):
-            return  # all of it is in the slab, or not worth loading
+            return  # the slab has all blocks worth loading
         self._record_lookup(lookup)
         keys = self._needed_keys(lookup, len(tiers))
         offload.read_ahead = self._read_times.begin_load(keys, offload.context)
@@ -246,7 +247,7 @@ class Lookups:
             del self.unanswered[offload]
 
     def _keep(self, offload: RequestOffload, lookup: Lookup) -> None:
-        """Remember a look-up as the newest."""
+        """Remember a look-up as the newest; drop the oldest beyond the limit."""
         offload.lookup = lookup
         self._latest[offload] = None
         self._latest.move_to_end(offload)
@@ -260,9 +261,9 @@ class Lookups:
             del self._latest[offload]
 
     def _end_of(self, request: RequestView) -> int:
-        """The number of leading blocks that may be loaded. One token is always left to compute, so
-        that there are logits to sample from. After another engine's prefill the block of this token
-        counts too, if its digest is known; not its states, which have that token already."""
+        """The number of leading blocks that may be loaded. The last token is always computed, to
+        get logits. After another engine's prefill, the block of this token counts too if its digest
+        is known. Its states cannot be loaded, because they include the token."""
         num_tokens = request.num_tokens - 1
         end = num_tokens // self._block_size
         if request.tail_hash is not None and num_tokens % self._block_size:
@@ -271,8 +272,7 @@ class Lookups:
         return min(end, len(self._digests_of(request)))
 
     def _digests_of(self, request: RequestView) -> Sequence[bytes]:
-        """The block digests. The tail's, if any, replaces those from its block on; one token at
-        most follows it."""
+        """The block digests. A tail hash replaces the digests from its block on."""
         tail = request.tail_hash
         if not tail:
             return request.block_hashes
@@ -286,15 +286,15 @@ class Lookups:
         end: int,
         num_kept: int = 0,
     ) -> Lookup | None:
-        """The answer of `Parts.find_longest_hit` for these blocks of the request, the last one if
-        nothing changed since; None if `end <= first`."""
+        """The answer of `Parts.find_longest_hit` for blocks `first` to `end` of the request,
+        remembered while nothing changes; None if `end <= first`."""
         if end <= first:
             return None
         version = self._hierarchy.version
         digests = self._digests_of(request)
         known, num_kept = offload.lookup, min(num_kept, end - first)
         most_tokens = request.num_tokens - 1 if self._parts.is_windowed else None
-        # The last digest stands for the whole chain, also where a request id is used again.
+        # The last digest identifies the whole chain, also if a request id is used again.
         if (
             known is None
             or (known.first, known.most_tokens, known.num_kept) != (first, most_tokens, num_kept)
@@ -313,7 +313,7 @@ class Lookups:
             num_kept,
             partial(self._ask_for_states, offload),
         )
-        # Blocks read ahead were counted when and where they were found.
+        # Blocks read ahead were counted when their reads began.
         is_counted = offload.read_ahead is not None or (
             known is not None and known.keys is keys and known.is_counted
         )
@@ -325,8 +325,7 @@ class Lookups:
         return lookup
 
     def _ask_for_states(self, offload: RequestOffload, keys: Sequence[bytes]) -> bool:
-        """Ask remote stores for pieces of states, once for each request and position; True if one
-        will answer."""
+        """Ask remote stores for states, once a position; True if an answer will come."""
         digest = keys[0][:DIGEST_BYTES]
         if digest in offload.asked_states:
             return False
@@ -334,14 +333,14 @@ class Lookups:
         return self._hierarchy.prefetch_lookup(keys, offload.context)
 
     def _plan_of(self, offload: RequestOffload, lookup: Lookup, num_queued_tokens: int) -> Plan:
-        """The plan for the hit of a look-up; the same until something changes."""
+        """The plan for the hit of a look-up, made once."""
         if lookup.plan is None:
             plan = self._make_plan(
                 offload,
                 lookup.first,
                 lookup.prefix.tiers,
                 num_queued_tokens,
-                decides=not lookup.is_decided,  # a request that decides again counts once
+                decides=not lookup.is_decided,  # count a request's plans once
             )
             lookup.plan = plan._replace(num_blocks=self._longest(lookup, plan.num_blocks))
             lookup.num_queued_tokens = num_queued_tokens
@@ -367,7 +366,7 @@ class Lookups:
         )
 
     def _record_lookup(self, lookup: Lookup) -> None:
-        """Count this answer, on which the request acts; once for each prompt."""
+        """Count an answer that the request acts on, once for each prompt."""
         if not lookup.is_counted:
             lookup.is_counted = True
             found = lookup.prefix.tiers
@@ -377,8 +376,8 @@ class Lookups:
     def _needed_keys(
         self, lookup: Lookup, num_positions: int, most_tokens: int | None = None
     ) -> list[bytes]:
-        """The keys of the blocks that a hit of so many positions needs, head first; `most_tokens`
-        where it differs from the look-up's."""
+        """The keys of the blocks that a hit of `num_positions` needs, head first. `most_tokens`
+        overrides that of the look-up."""
         if not self._parts.is_windowed:
             return lookup.keys[: num_positions * self._width]
         if most_tokens is None:
@@ -391,7 +390,7 @@ class Lookups:
         return keys
 
     def _longest(self, lookup: Lookup, num_positions: int) -> int:
-        """The longest hit of at most so many of the positions that were found."""
+        """The longest hit of at most `num_positions` of those that were found."""
         if num_positions == len(lookup.prefix.tiers) or not self._parts.is_windowed:
             return num_positions
         return self._parts.longest(

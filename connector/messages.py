@@ -22,8 +22,8 @@ class MatchKind(Enum):
 
 
 class Match(NamedTuple):
-    """Tokens, beyond those computed in the pool, that the tiers hold; at least one token is left to
-    compute. A multiple of the block size except for a request with a `tail_hash`."""
+    """Tokens that the tiers hold beyond the computed ones in the pool. At least one token is left
+    to compute. A multiple of the block size except for a request with a `tail_hash`."""
 
     tokens: int
     kind: MatchKind
@@ -36,12 +36,12 @@ NO_MATCH = Match(0, MatchKind.NONE)
 
 
 class EvictedBlock(NamedTuple):
-    """A pool block and its name. An evicted block has lost the name in this step, which overwrites
-    it; a cold, fresh or resident one keeps name and bytes. A block has a page in one cache group,
-    or in several that follow each other, which `page_names.pages_of` separates."""
+    """A pool block and its name. An evicted block has lost the name in this step, and the step
+    overwrites the block. Cold, fresh and resident blocks keep name and bytes. A block has a page in
+    one cache group or in several consecutive groups (`page_names.pages_of`)."""
 
     block_id: int  # of its first page; the next ones have the next ids
-    key: bytes  # digest | group u16, as the block pool names that page
+    key: bytes  # digest | group u16, the pool's name of the first page
     num_pages: int = 1
 
 
@@ -76,7 +76,7 @@ class ConnectorMetadata:
 
     stores: list[CopyJob] = field(default_factory=list)  # pool → slab, before anything overwrites
     loads: list[CopyJob] = field(default_factory=list)  # slab → pool, after the stores
-    # pool → slab, of blocks that this step leaves alone; beside the forward pass.
+    # pool → slab, beside the forward pass; this step does not write to these blocks.
     ahead: list[CopyJob] = field(default_factory=list)
     # Earlier jobs of `ahead` that still run and whose blocks this step overwrites.
     overtaken: list[int] = field(default_factory=list)
@@ -85,7 +85,7 @@ class ConnectorMetadata:
         return bool(self.stores or self.loads or self.ahead or self.overtaken)
 
 
-# For most steps; not to be changed.
+# For steps without copies; never changed.
 NOTHING_TO_MOVE = ConnectorMetadata()
 
 
@@ -97,14 +97,14 @@ class ConnectorWorkerOutput:
     failed_stores: list[int] = field(default_factory=list)
     finished_loads: list[int] = field(default_factory=list)
     failed_loads: list[int] = field(default_factory=list)
-    # For a finished store whose device makes digests: one for each block, in the job's order.
+    # By job id of a finished store, if the device makes digests: one a block, in the job's order.
     store_digests: dict[int, list[bytes]] = field(default_factory=dict)
-    # Jobs ended since the start; some may be reported by the next poll only.
+    # Jobs ended since the start; the next poll may report some of them.
     num_ended: int = field(default=0, compare=False)
     # Costs, for metrics only.
     store_copy_seconds: float = field(default=0.0, compare=False)  # of the stores that ended
     load_copy_seconds: float = field(default=0.0, compare=False)  # of the loads that ended
-    store_wait_seconds: float = field(default=0.0, compare=False)  # the step waited for stores
+    store_wait_seconds: float = field(default=0.0, compare=False)  # waits of the step for stores
 
     def __bool__(self) -> bool:
         return bool(
@@ -112,7 +112,7 @@ class ConnectorWorkerOutput:
         )
 
 
-# For most steps; not to be changed.
+# For polls without finished jobs; never changed.
 NOTHING_FINISHED = ConnectorWorkerOutput()
 
 
@@ -121,19 +121,19 @@ class LoadReport:
     """The end of one request's load."""
 
     request_id: str
-    # Tokens of the external part that are whole: the leading ones of a blocking load, the last ones
-    # of an overlapped one. 0 on failure.
+    # External tokens that were loaded: the first ones of a blocking load, the last ones of an
+    # overlapped load. 0 on failure.
     num_loaded_tokens: int
     tokens_by_tier: dict[str, int] = field(default_factory=dict)  # "cpu" | "ssd" → tokens
     seconds: float = 0.0
-    is_whole: bool = field(default=True, compare=False)  # all that was asked for came
-    # Why blocks that a tier had did not come, in words. None without such a fault, also if the load
-    # was given up because computing was quicker by then.
+    is_whole: bool = field(default=True, compare=False)  # every block of the load came
+    # Why blocks that a tier had did not come, in words. None without a fault, also if the load was
+    # given up because computing was quicker.
     failure: str | None = field(default=None, compare=False)
     # The engine ended the load itself; no fault is known.
     is_cancelled: bool = field(default=False, compare=False)
-    # Nothing came because a window lacks a block. The next look-up seeks a hit of at most so many
-    # tokens of the request, which does not need that block. 0: it would find nothing more.
+    # Nothing came because a window lacks a block. The next look-up seeks a hit of at most this many
+    # tokens of the request: such a hit does not need the block. 0: there is no such hit.
     shorter_tokens: int = field(default=0, compare=False)
 
 
@@ -141,14 +141,14 @@ class HandedOver(NamedTuple):
     """The end of one hand-over."""
 
     request_id: str
-    missing: list[bytes]  # keys, as the pool names them, of blocks that others cannot load
+    missing: list[bytes]  # the pool's names of blocks that other engines cannot load
 
 
 class LoadState(NamedTuple):
     """The limit up to which a request with an overlapped load may compute."""
 
-    limit: int  # tokens; all computed up to here: wait for a copy, or for the jump
-    load_frontier: int  # from this token on everything has been loaded, if anything was
+    limit: int  # tokens; at the limit the request waits for a copy or the load's end
+    load_frontier: int  # all tokens from this one on have been loaded
     is_copying: bool  # blocks before the load frontier are being written to
     failure: str | None = None  # why blocks have not come; see `LoadReport.failure`
 
@@ -157,5 +157,5 @@ class Elsewhere(Enum):
     """Whether another engine computes the prompt of a request at this moment."""
 
     NO = "no"
-    PERHAPS = "perhaps"  # blocks of it that come would say so
+    PERHAPS = "perhaps"  # if blocks of the prompt come, another engine computes it
     TOLD = "told"  # the sender of the request says so

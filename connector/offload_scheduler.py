@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side of offloading: blocks that go out and come back, and their waiting requests.
+"""The scheduler side of offloading: decides which blocks are stored and loaded, and when.
 
     request_queued       blocks that only a store has are read while the request waits for its turn
     get_matched_tokens   find ──► none, load, overlap or retry; none too where computing is quicker
@@ -7,8 +7,7 @@
     build_meta           evicted and cold blocks ──► begin_store; ready loads ──► copy jobs
     update_from_worker   end_store, end_load ──► one report for each waiting request
 
-Tensors, devices and files do not appear here: blocks and slots are numbers, and the hierarchy knows
-where bytes are kept.
+Blocks and slots are numbers here; the hierarchy knows where bytes are kept.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from .request_offload import RequestOffload, Stage
 
 log = logging.getLogger(__name__)
 
-# Time to close stores that are written, also when the time for writing is over.
+# Time to close the stores, which is left even if writing blocks took all the time there was.
 CLOSE_SECONDS = 2.0
 FORGET_SECONDS = 5.0  # for a disk to record that all its blocks were dropped
 
@@ -187,7 +186,7 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def stats(self) -> dict[str, object]:
         """`tiers`: counters of each tier by name, the fastest first; `traffic`: counters of
-        transfers between the slab and each store; the rest as in `OffloadCounters`, and the
+        transfers between the slab and each store; the fields of `OffloadCounters`; and counts of
         requests and jobs in flight now."""
         result: dict[str, object] = asdict(self._counters)
         result["tiers"] = {name: asdict(s) for name, s in self._hierarchy.stats().items()}
@@ -212,7 +211,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._signal.set_wakeup(None)  # the engine's loop is over
         self._alarm.close()
         self._forget_answers()
-        # Closing what was written has time of its own, within the limit where possible.
+        # Closing the stores has time of its own, within the limit where possible.
         deadline = time.monotonic() + max(timeout_seconds, CLOSE_SECONDS)
         flush_seconds = timeout_seconds - CLOSE_SECONDS
         if not self._signal.wait_idle(flush_seconds):
@@ -223,7 +222,7 @@ class OffloadScheduler(KVConnectorScheduler):
         if self._serving is not None:
             self._serving.close(CLOSE_SECONDS)
         left = deadline - time.monotonic()
-        # A store that takes nothing does not close any faster for being waited for.
+        # A store that failed to write in time gets only the short time to close.
         if not self._hierarchy.close(left if is_flushed else min(left, CLOSE_SECONDS)):
             log.error("a tier still uses memory that it should have given back")
 
@@ -235,16 +234,17 @@ class OffloadScheduler(KVConnectorScheduler):
         return offload
 
     def _forget_answers(self) -> None:
-        """Forget the tiers' answers, for requests and jobs, and release what was read ahead."""
+        """Forget the tiers' answers for requests and jobs; release blocks that were read ahead."""
         for offload in self.requests.values():
             self._lookups.drop_lookup(offload)
         self.prompts_elsewhere.clear()
         self._kept_turns.clear()
 
     def _poll_tiers(self) -> bool:
-        """Take in what the tiers have finished. Return whether loads have something for a step."""
+        """Take in the tiers' finished transfers. Return whether a step has a load to copy or
+        report."""
         self._hierarchy.poll()
-        # Most steps wait for none of these, and the code of all of them is not in the CPU's cache.
+        # Most steps have none of this work; the checks avoid calls of code outside the CPU's cache.
         if self._read_times.watched:
             self._read_times.record_ended_loads()
         if self._loads.under_way or self._loads.ready:
@@ -261,7 +261,7 @@ class OffloadScheduler(KVConnectorScheduler):
         return self._loads.has_due
 
     def _handle_worker_output(self, output: ConnectorWorkerOutput) -> None:
-        """Take in what the worker has finished, except loads."""
+        """Take in the stores that the worker has finished, its counters, and calibration jobs."""
         if output.num_ended > self._signal.ended:  # seldom: `note_ended` usually came first
             self._signal.catch_up(output.num_ended)
         if self._calibration.job is not None:

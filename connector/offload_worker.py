@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker side of offloading: turns one step's jobs into copies with the right order.
+"""The worker side of offloading: turns one step's jobs into copies in the right order.
 
     store job   after the last writer of the pool; a device without streams copies it at once
     load job    after the last writer, and after every store queued before it: its blocks may be
@@ -35,7 +35,7 @@ class OffloadWorker(KVConnectorWorker):
     """Runs copy jobs on a device whose slab is registered already.
 
     `wakeup` is called, from any thread, with the number of jobs ended since the start; it must
-    return at once. Calls may be lost or overtake each other, as long as the last number arrives.
+    return at once. Calls may be lost or arrive out of order, as long as the last number arrives.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class OffloadWorker(KVConnectorWorker):
         self._num_ended = 0
         self._store_wait_seconds = store_wait_seconds
         self._stores: dict[int, Event] = {}
-        self._ahead: set[int] = set()  # those of `_stores` that no forward pass waits for
+        self._ahead: set[int] = set()  # jobs of `_stores` that no forward pass waits for
         self._loads: dict[int, Event] = {}
-        self._torn: set[int] = set()  # stores whose blocks were written to while they were read
+        self._torn: set[int] = set()  # stores whose blocks were overwritten during the copy
         self._unreported: ConnectorWorkerOutput | None = None
         device.set_notify(self._job_ended)
 
@@ -97,7 +97,7 @@ class OffloadWorker(KVConnectorWorker):
 
     def wait_before_forward(self) -> None:
         if len(self._stores) == len(self._ahead):
-            return  # nothing is in flight, or nothing that this pass overwrites
+            return  # no store is in flight whose blocks this pass overwrites
         due = {
             job_id: event
             for job_id, event in self._stores.items()
@@ -109,8 +109,8 @@ class OffloadWorker(KVConnectorWorker):
         late = self._device.hold_compute(list(due.values()), self._store_wait_seconds)
         for job_id, event in due.items():
             if event in late:
-                # The pass must go on and overwrites the block during the copy. The slot's bytes are
-                # no block then, and the job is reported as failed once the copy has ended.
+                # The pass must go on, and overwrites the block during the copy. The slot's bytes
+                # are then invalid, and the job is reported as failed once the copy has ended.
                 self._torn.add(job_id)
                 log.error("a store has not left the pool within %s s", self._store_wait_seconds)
         self._news().store_wait_seconds += time.monotonic() - began
@@ -168,7 +168,7 @@ class OffloadWorker(KVConnectorWorker):
             self._report_failed_job(job, stream)
 
     def _report_failed_job(self, job: CopyJob, stream: Stream) -> None:
-        """Report a job that has not begun, and so has touched nothing."""
+        """Report a job as failed that has not begun; no byte was copied."""
         output = self._news()
         failed = output.failed_stores if stream is Stream.STORE else output.failed_loads
         failed.append(job.job_id)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks on their way from the pool to the slab: those that a step evicts, and those soon evicted.
+"""Blocks on their way from the pool to the slab: evicted ones, and cold ones that are evicted soon.
 
-An evicted block is overwritten by the step that evicts it, so the forward pass waits for its copy.
-Blocks near the eviction end are therefore copied ahead, a bounded amount at a time, beside forward
-passes that leave them alone. When such a block is evicted at last, the step waits for the rest of
-its copy at most. Few cold blocks go in one job with the evicted ones. All of them do where a copy
-beside a forward pass takes a processor from it: another job on another thread would only cost more.
+A step overwrites the blocks that it evicts, so its forward pass waits for their copies. To shorten
+this wait, blocks near the eviction end are copied ahead, a bounded amount at a time, beside forward
+passes that do not write to them. When such a block is evicted, the step waits at most for the rest
+of its copy. A few cold blocks go in one job with the evicted ones. On the CPU all cold blocks do: a
+job beside the forward pass would take a processor from it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from .page_names import GROUP_BYTES, group_of, pages_of
 AHEAD_BYTES = 16 * 1024**2
 AHEAD_BLOCKS = 128  # for small blocks: bounds the time in which a step chooses them
 AHEAD_JOBS = 2  # in flight
-# A job of its own costs as much as copying so much; so much may join the evicted blocks' job.
+# A separate job costs as much as copying this many bytes, so up to this many bytes of cold blocks
+# join the job of the evicted ones.
 ALONG_BYTES = 1024**2
 
 
 class Outgoing(StoresAhead):
-    """Store jobs, from their slots to their end. Each of `parts` has jobs of its own: a block of
-    the pool is a block on every rank, and its name ends with the cache group."""
+    """Store jobs, from the choice of slots to their end. Each part has jobs of its own: a block of
+    the pool has a part on every rank, and its name ends with its cache group."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
@@ -37,12 +38,12 @@ class Outgoing(StoresAhead):
         self._counters = context.counters
         self._job_ids = context.job_ids
         self._tickets: dict[int, StoreTicket] = {}
-        # Jobs ahead of need, in flight: the block that each key is copied from.
+        # Jobs ahead of need, in flight: for each job, the pool block of each key.
         self._ahead: dict[int, dict[bytes, int]] = {}
-        self._ahead_job_of: dict[bytes, int] = {}  # key → such a job
-        # Jobs that the next step waits for, though it evicts nothing; not to be changed.
+        self._ahead_job_of: dict[bytes, int] = {}  # key → the job that copies it
+        # Jobs that the next step waits for, even if it evicts no block; only this class changes it.
         self.overtaken: set[int] = set()
-        self._void: dict[int, set[bytes]] = {}  # keys that such jobs copy in vain
+        self._void: dict[int, set[bytes]] = {}  # by job: keys whose copies are not valid
         self._batch = max(1, min(AHEAD_BLOCKS, AHEAD_BYTES // self._hierarchy.block_bytes))
         self._copies_beside = context.copies_beside
         self._along = ALONG_BYTES // self._hierarchy.block_bytes
@@ -69,7 +70,7 @@ class Outgoing(StoresAhead):
     def plan_stores(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock], meta: ConnectorMetadata
     ) -> None:
-        """Find slots and add the jobs to the step's metadata."""
+        """Find slots for the blocks, and add store jobs to the step's metadata."""
         if self._parts.width > 1:
             evicted, cold = pages_of(evicted), pages_of(cold)
         self._overtake(evicted, meta)
@@ -87,7 +88,8 @@ class Outgoing(StoresAhead):
             self._ahead_job_of.update(dict.fromkeys(keys, job.job_id))
 
     def complete_job(self, job_id: int, ok: bool, digests: Sequence[bytes] | None = None) -> None:
-        """Take in a job that ended, well or not; `digests`: its blocks', if the device made any."""
+        """Take in a job that ended, well or not, with its blocks' digests if the device makes
+        any."""
         ticket = self._tickets.pop(job_id)
         for key in self._ahead.pop(job_id, ()):
             self._ahead_job_of.pop(key, None)
@@ -117,15 +119,15 @@ class Outgoing(StoresAhead):
         found: dict[int, list[EvictedBlock]] = {}
         for block in blocks:
             group = group_of(block.key)
-            # The first group's job also copies the pieces of states.
+            # The job of the first group also copies the pieces of states.
             group = group if group < self._parts.num_groups else 0
             found.setdefault(group, []).append(block)
         parts = enumerate(self._parts.all)
         return [(index, found[part.group]) for index, part in parts if part.group in found]
 
     def _begin_store_job(self, blocks: Sequence[EvictedBlock], index: int) -> CopyJob | None:
-        # A pool evicts the tail of a chain first; the tiers take the head first. Two blocks may
-        # have one key; their bytes are the same.
+        # A pool evicts the tail of a chain first, but the tiers take the head first. Two blocks may
+        # have the same key; then their bytes are the same.
         part, shard = self._parts.all[index], self._parts.suffixes[index][GROUP_BYTES:]
         named = {block.key + shard: block.block_id for block in reversed(blocks)}
         ticket = self._hierarchy.begin_store(list(named))

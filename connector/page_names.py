@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of the pool's pages, as the pool and the connector exchange them.
 
-A page is named by a digest (32 bytes) and its cache group (u16, little-endian); the name of a block
+A page's name is a digest (32 bytes) and its cache group (u16, little-endian); the name of a block
 in the tiers adds its rank (`tiers/block.py`). A block of the pool has a page in each of `width`
-consecutive groups, of which the first is a multiple of `width`. The id and the name of its first
-page stand for the block:
+consecutive groups; the first is a multiple of `width`. A block has the id and the name of its first
+page:
 
     width 2     block 7, named D|2     pages 7, named D|2, and 8, named D|3
 """
@@ -51,7 +51,7 @@ def block_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
 
 
 def pages_of(blocks: Iterable[EvictedBlock]) -> list[EvictedBlock]:
-    """The pages of these blocks, an entry each."""
+    """The pages of these blocks, one entry for each page."""
     pages = []
     for block in blocks:
         block_id, key, num_pages = block

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks that make up a position of a request, and those of them that a hit needs.
+"""The blocks that make up a position of a request, and the choice of the blocks that a hit needs.
 
-A position has a block in each cache group, on every rank of an engine whose
-tensors are split: its parts. Their keys lie side by side.
+A position is one block's worth of tokens. Its parts are its blocks: one for each cache group and
+each tensor-parallel rank. Lists of keys hold the parts of a position side by side.
 
     position          0   1   2   3   4   5
     full attention    x   x   x   x   x          a hit of five positions: what the next token
     window                        x   x          attends to, and nothing else
 
-A hit needs a block of every rank. Old blocks of a windowed group may be in no tier any more, and
-are not asked for.
+A hit needs the blocks of every rank. It does not ask for a windowed group's blocks before the
+window: no tier may have them any more.
 
-Where layers carry states, a hit also needs the states behind its last position: pieces of a block's
-size, whose groups come behind the others (`engine/cache/state_checkpoints.py`). Pieces are many,
-and few positions have any, so their keys are made for one position at a time.
+Where layers carry states, a hit also needs the states behind its last position. They are cut into
+pieces of a block's size; each piece has a group of its own, after the other groups
+(`engine/cache/state_checkpoints.py`). A checkpoint has many pieces but few positions have a
+checkpoint, so the pieces' keys are made for one position at a time.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ FirstSeen = Callable[[int], int]
 # Asks remote stores for blocks, and returns whether one will answer.
 Prefetch = Callable[[Sequence[bytes]], bool]
 
-# Windowed blocks are looked up from the end on, so many positions at a time.
+# Windowed blocks are looked up from the end of a hit backwards, this many positions at a time.
 FIND_POSITIONS = 64
 FIND_STATES = 1024  # the same for states
 
 
 class StatePieces(NamedTuple):
-    """The pieces of a checkpoint of states. Each is named as a block of a group of its own."""
+    """The pieces of a checkpoint of states. Each is named like a block of its own cache group."""
 
     num_pieces: int
 
@@ -49,8 +50,7 @@ class Parts:
     """The parts of a position of `block_size` tokens. `seen` has an entry for each cache group,
     None for full attention, then one for states. `ranks`, of `num_ranks`, are served here.
 
-    With `whole_only` a load that cannot bring all blocks that were found brings none. Windows and
-    states rule out overlapped loads.
+    With `whole_only` a load brings all found blocks or none. Windows and states forbid overlap.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Parts:
         self.is_windowed = bool(states) or self.has_windows
         # A shorter hit needs other blocks of a window than a longer one.
         self.whole_only = whole_only or self.is_windowed
-        # Suffixes, one a rank, that complete a key of the pool; it has the group already.
+        # Suffixes, one a rank, that complete a key of the pool, which ends with the group.
         self.shards = tuple(key_suffix(0, rank, num_ranks)[GROUP_BYTES:] for rank in ranks)
         self.block_size = block_size
         self._seen = tuple(groups[part.group] for part in self.all)
@@ -107,10 +107,10 @@ class Parts:
     def needed(
         self, first: int, num_positions: int, most_tokens: int | None = None, num_kept: int = 0
     ) -> Sequence[int]:
-        """The places, among the keys of all parts from position `first` on, of those that a hit of
-        `num_positions` there needs; head first. Here and below, `most_tokens` is the number of
-        tokens before the next computed one, if less than the positions hold; and of the first
-        `num_kept` positions the pool has the parts, but no states behind them."""
+        """The indices of the keys that a hit of `num_positions` needs, head first, in the list of
+        the keys of all parts from position `first` on. Here and below, the token after the first
+        `most_tokens` is computed next, which may lie inside the last position. The pool has the
+        parts of the first `num_kept` positions, but not the states behind them."""
         if not self.is_windowed:
             return range(num_positions * self.width)
         starts = self._starts(first, num_positions, most_tokens, num_kept)
@@ -123,7 +123,7 @@ class Parts:
 
     def hit_keys(self, digests: Sequence[bytes], num_tokens: int) -> list[bytes]:
         """The keys of the blocks that a hit of the positions with these digests needs, head first,
-        if at least `num_tokens` tokens come before the next computed one."""
+        if the next computed token comes after at least `num_tokens` tokens."""
         keys = self.keys_of(digests)
         if not self.is_windowed or not digests:
             return keys
@@ -146,9 +146,9 @@ class Parts:
         num_kept: int = 0,
         prefetch: Prefetch | None = None,
     ) -> Prefix:
-        """The longest hit among the positions from `first` on, which have these keys. A position's
-        tier is the slowest that one of its blocks is in. `prefetch` asks for the other pieces of
-        states of which only the first was found."""
+        """The longest hit from position `first` on; `keys` are those of its parts. A position's
+        tier is the slowest of the tiers of its blocks. `prefetch` asks remote stores for the other
+        pieces of a checkpoint whose first piece was found."""
         width = self.width
         if not self.is_windowed:
             prefix = hierarchy.find_prefix(keys)
@@ -180,7 +180,8 @@ class Parts:
         most_tokens: int | None = None,
         num_kept: int = 0,
     ) -> int:
-        """The longest hit of up to `num_positions`; their full-attention blocks have been found."""
+        """The length of the longest hit of up to `num_positions`, whose full-attention blocks
+        exist."""
         if not self.is_windowed:
             return num_positions
         search = _Search(self, hierarchy, first, keys, most_tokens, num_kept)
@@ -189,7 +190,7 @@ class Parts:
     def _starts(
         self, first: int, num_positions: int, most_tokens: int | None, num_kept: int = 0
     ) -> list[int]:
-        """The first position of each part, counted from `first`, that a hit of so many needs."""
+        """The first position that a hit of `num_positions` needs of each part, less `first`."""
         end = (first + num_positions) * self.block_size
         if most_tokens is not None:
             end = min(end, most_tokens)
@@ -230,7 +231,7 @@ class _Search:
         while num_positions:
             missing = self._missing(num_positions) if self.parts.has_windows else None
             if missing is not None:
-                # Every hit that ends behind it, up to the failed one, needs its block.
+                # Every longer hit, up to the failed one, needs the missing block.
                 num_positions = missing
             elif self.parts.num_state_keys:
                 end = self._last_with_states(num_positions)
@@ -239,12 +240,12 @@ class _Search:
                 num_positions = end
             elif self.parts.needed(self.first, num_positions, self.most_tokens):
                 break
-            else:  # nothing is attended to where a chunk begins; a load has to bring something
+            else:  # a token at a chunk's start attends to no block; a load must bring one
                 num_positions -= 1
         return num_positions
 
     def slowest_tiers(self, tiers: Sequence[str]) -> list[str]:
-        """The slowest tier of each position of a hit, its windowed blocks and states included."""
+        """The slowest tier of each position of a hit, with its windowed blocks and states."""
         width, order = self.parts.width, self.hierarchy.tiers
         found = list(tiers)
         places = [
@@ -282,8 +283,8 @@ class _Search:
         return 0
 
     def _has_all_pieces(self, digest: bytes) -> bool:
-        """Whether all pieces of states can be loaded whose first piece a tier has. A remote store
-        may not have been asked for the others."""
+        """Whether all pieces of the checkpoint can be loaded, given that a tier has the first one.
+        Remote stores that were not asked for the others are asked now."""
         keys = self.parts.state_keys(digest)
         answers = self.hierarchy.lookup(keys)
         if answers.count(Answer.HIT) == len(keys):

@@ -5,8 +5,8 @@
                                ├──────► failed       nothing more is offered
                                └──────► finished     the request has ended before its load
 
-A record begins with the first call that names its request and ends with `request_finished`. If the
-load is still under way then, the request is finished, and its record ends with the load.
+A record begins with the first call that names its request and ends with `request_finished`, or, if
+a load is still under way then, with the end of that load.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .prefill_decode.wait_limit import PrefillWait
 class Stage(Enum):
     """The stage of a request on this side."""
 
-    READY = "ready"  # it waits for its turn or computes, and may be asked about
+    READY = "ready"  # it waits for its turn or computes, and may be looked up
     LOADING = "loading"
     FAILED = "failed"  # its load has failed
-    FINISHED = "finished"  # blocks of its load may still be written to
+    FINISHED = "finished"  # a copy may still write to blocks of its load
 
 
 @dataclass(slots=True, eq=False)
@@ -42,12 +42,12 @@ class RequestOffload:
     context: RequestContext = NO_CONTEXT
     stage: Stage = Stage.READY
     is_observed: bool = False  # the tiers have learned of its prompt
-    lookup: Lookup | None = None  # the last one; older ones of many requests are forgotten
+    lookup: Lookup | None = None  # the last one; dropped if many requests have newer ones
     unanswered: RequestView | None = None  # the request, while remote stores are asked about it
     asked_states: set[bytes] = field(default_factory=set)  # digests of positions; few have any
     read_ahead: LoadTicket | None = None  # blocks read while it waits for its turn
-    most_blocks: int | None = None  # of a hit, since a longer one was found to lack a block
-    elsewhere: Elsewhere = Elsewhere.NO  # until it is decided whether it waits for that
+    most_blocks: int | None = None  # limit of a hit, after a longer one lacked a block
+    elsewhere: Elsewhere = Elsewhere.NO  # NO once its wait is decided
     wait: PrefillWait | None = None  # for its prompt, which another engine computes
     load: Load | None = None
 
@@ -55,7 +55,7 @@ class RequestOffload:
 @dataclass(slots=True, eq=False)
 class Lookup:
     """The answer of `Parts.find_longest_hit` for a request's positions from `first` on. `keys` has
-    the keys of their parts side by side; `prefix.tiers` an entry for each position of the hit."""
+    their parts' keys side by side; `prefix.tiers` an entry for each position of the hit."""
 
     first: int
     keys: list[bytes]
@@ -63,10 +63,10 @@ class Lookup:
     version: int
     is_counted: bool
     plan: Plan | None = None  # what is done about it
-    is_decided: bool = False  # such a plan was made before, perhaps on an older answer
-    num_queued_tokens: int = 0  # to be computed before this request, when the plan was made
-    most_tokens: int | None = None  # after which the next token is computed; see `Parts.needed`
-    num_kept: int = 0  # of these positions, whose parts the pool has, but for their states
+    is_decided: bool = False  # a plan was made before, perhaps for an older answer
+    num_queued_tokens: int = 0  # computed before this request, when planned
+    most_tokens: int | None = None  # see `Parts.needed`
+    num_kept: int = 0  # positions whose parts the pool has; see `Parts.needed`
 
 
 @dataclass(slots=True, eq=False)
@@ -81,22 +81,22 @@ class Load:
     started: float
     load_frontier: int  # positions from here on have been loaded
     next_end: int  # positions from here on have been asked for
-    num_short_tokens: int = 0  # that the last position has less than others
+    num_short_tokens: int = 0  # tokens that the last position lacks to be full
     give_up_at: float | None = None  # on the monotonic clock
     reading: deque[Piece] = field(default_factory=deque)
     copying: deque[Piece] = field(default_factory=deque)
-    is_over: bool = False  # only the copies under way are waited for
-    is_spoilt: bool = False  # what it brings may be wrong
+    is_over: bool = False  # it only waits for copies under way
+    is_spoilt: bool = False  # its blocks may be wrong
     failure: str | None = None
     fault: str | None = None  # see `LoadReport.failure`
     shorter_tokens: int = 0  # see `LoadReport.shorter_tokens`
-    needed: Sequence[int] = ()  # the place of each among the keys of all parts
+    needed: Sequence[int] = ()  # indices of `keys` among the keys of all parts
     blocks_by_tier: Counter[str] = field(default_factory=Counter)
     # Of an overlapped load:
     is_overlapped: bool = False
     piece_blocks: int = 0
-    chunk_tokens: int = 0  # grows while nothing comes, so that a late store costs few steps
-    compute_frontier: int = 0  # positions below are computed by the request itself
+    chunk_tokens: int = 0  # grows while no block comes, so that a slow store costs few steps
+    compute_frontier: int = 0  # the request itself computes the positions below
 
 
 @dataclass(slots=True, eq=False)
@@ -107,4 +107,4 @@ class Piece:
     end: int
     ticket: LoadTicket
     jobs: set[int] = field(default_factory=set)  # copies under way
-    is_good: bool = True  # so far
+    is_good: bool = True  # no block of it has failed

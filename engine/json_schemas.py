@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The annotations of a JSON schema, and its forms that no backend takes.
+"""Prepares JSON schemas: removes annotations, and rewrites forms that no backend takes.
 
-A `format` that is not checked here is an annotation, by JSON Schema's own rule: it is left out
-before a schema is compiled, and the front that takes the request reports that. A `oneOf` of
-constants becomes an `enum`.
+By JSON Schema's rule, a `format` that is not checked here is an annotation. It is removed before a
+schema is compiled, and the front end that takes the request reports it. A `oneOf` of constants
+becomes an `enum`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 Schema = dict[str, Any]
-# Formats that answers follow. All others only inform users or other programs.
+# Formats that answers follow. All other formats only inform users or other programs.
 FORMATS = frozenset({
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri",
     "uuid",
@@ -25,7 +25,7 @@ ANNOTATIONS = frozenset({
     "externalDocs", "readOnly", "title", "writeOnly", "xml",
 })  # fmt: skip
 TAG_SCHEMAS = ("schema", "json_schema")  # keys under which a structural tag holds a schema
-# The keywords under which a schema holds others: by name, as a list, or a single one.
+# Keywords whose value contains schemas: a map by name, a list, or a single schema.
 MAPS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 ONES = (
@@ -35,7 +35,7 @@ ONES = (
 
 
 def prepared(schema: Any) -> Any:
-    """Return the schema in the form that backends take; the same object if it needs no change."""
+    """Return the schema in the form that backends take; the same object if nothing changes."""
     return _mapped(schema, _prepared_one)
 
 
@@ -52,7 +52,7 @@ def with_schemas(tag: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def ignored_formats(schema: Any) -> list[str]:
-    """Return the formats in a schema that answers do not follow, once each."""
+    """Return the formats in a schema that have no effect on answers, once each."""
     found: dict[str, None] = {}
 
     def look(one: Schema) -> Schema:

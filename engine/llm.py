@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python API: `LLM(model).generate(prompts)`, and `chat` for conversations.
 
-Synchronous calls over an engine client, whose event loop runs in a thread of its own. So they work
-in scripts, threads and notebooks.
+Its calls are synchronous. They run on an engine client, whose event loop has a thread of its own,
+so they work in scripts, threads and notebooks.
 """
 
 from __future__ import annotations
@@ -64,18 +64,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Time beyond that of the tiers to write back.
+# Added to the time in which the tiers write back.
 _CLOSE_GRACE_SECONDS = 10.0
 
 
 class LLM:
-    """An engine. `options` are the flags of `stratakv serve` with underscores:
-    `LLM("model", kv_offload="cpu,ssd", kv_offload_cpu_bytes="512MiB")`.
-
-    Without a model it uses the embedded one. With `in_process=False` the engine core runs in a
-    process of its own, which logs from `log_level` up. A start in this process reports its stages
-    to `progress`. Raises ConfigError for invalid settings. Close it, or use it as a context
-    manager; Python's exit closes engines that are still open.
+    """An engine. `options` are the flags of `stratakv serve` with underscores: `LLM("model",
+    kv_offload="cpu,ssd", kv_offload_cpu_bytes="512MiB")`. The default model is the embedded one.
+    With `in_process=False` the engine core runs in another process, which logs from `log_level` up.
+    Without it, `progress` gets the stages of the start. Raises ConfigError for invalid settings.
+    Close it, or use it as a context manager; Python's exit closes open engines.
     """
 
     def __init__(
@@ -118,13 +116,13 @@ class LLM:
         priority: Sequence[int] | None = None,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Continue prompts, each a text or a list of token ids; one answer each, in order.
-        `priority`, one number for each prompt, needs `scheduling_policy="priority"`.
+        """Continue prompts, each a text or a list of token ids. Returns one answer each, in order.
+        `priority` has one number for each prompt and needs `scheduling_policy="priority"`.
 
-        A line on standard error counts answers, if that is a terminal and several prompts take
-        longer than a second; `use_tqdm=False` leaves it out. Raises ValueError for an invalid
-        prompt, before any prompt runs, and EngineDead. A request that fails later has the finish
-        reason "error", and the others go on.
+        If standard error is a terminal and several prompts take longer than a second, a line there
+        counts the answers; `use_tqdm=False` omits it. Raises EngineDead, and ValueError for an
+        invalid prompt before any prompt runs. A request that fails later has the finish reason
+        "error", and the others go on.
         """
         self._check_open()
         check_switch("use_tqdm", use_tqdm)
@@ -146,8 +144,8 @@ class LLM:
         *,
         cache_salt: str = "",
     ) -> list[BeamSearchOutput]:
-        """Search the `params.beam_width` best continuations of prompts, each a text or a list of
-        token ids; one output each, in order. See `BeamSearchParams`. Raises what `generate` raises.
+        """Search the best continuations of prompts, each a text or a list of token ids. Returns one
+        output each, in order. See `BeamSearchParams`. Raises like `generate`.
         """
         self._check_open()
         check_switch("use_tqdm", use_tqdm)
@@ -181,15 +179,15 @@ class LLM:
         priority: Sequence[int] | None = None,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Answer a conversation, which is a list of messages, or several; one answer each, in
+        """Answer one conversation (a list of messages) or several. Returns one answer each, in
         order. Messages are dicts as in /v1/chat/completions.
 
         The model's chat template, or `chat_template`, makes the prompt; `chat_template_kwargs` are
-        variables of it. It shows the model `tools`, dicts as in /v1/chat/completions; their calls
-        are in the text as the model writes them. `continue_final_message` continues the last
-        message; otherwise the answer is a new one, unless `add_generation_prompt` is False.
-        Thoughts are split off as `reasoning` if the model's marks are known. All else is as in
-        `generate`.
+        its variables. It shows `tools`, dicts as in /v1/chat/completions, to the model, whose calls
+        stay in the text of the answer. With `continue_final_message` the answer continues the last
+        message; otherwise it is a new message, unless `add_generation_prompt` is False. If the
+        model's reasoning marks are known, its thoughts are split off as `reasoning`. The rest is as
+        in `generate`.
         """
         self._check_open()
         check_switch("use_tqdm", use_tqdm)
@@ -227,8 +225,8 @@ class LLM:
         cache_salt: str = "",
     ) -> list[EmbeddingRequestOutput]:
         """Return the vectors of prompts, each a text or a list of token ids: hidden states, pooled
-        by the option `pooling`, of length 1 if `normalize`. Raises what `generate` raises, and
-        ValueError for fewer `dimensions` than the model's config.json allows."""
+        by the option `pooling`, scaled to length 1 if `normalize`. Raises like `generate`, and
+        ValueError for `dimensions` that the model's config.json does not allow."""
         self._check_open()
         check_switch("use_tqdm", use_tqdm)
         check_switch("normalize", normalize)
@@ -251,8 +249,8 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Iterator[TextOutput]:
-        """Continue one prompt and yield new text as it is made. Closing the iterator early aborts
-        the request. Raises at once what `generate` raises."""
+        """Continue one prompt and yield new text when it is made. Closing the iterator early aborts
+        the request. The call itself raises like `generate`."""
         params = sampling_params or SamplingParams()
         if isinstance(params, SamplingParams) and params.n != 1:
             raise ValueError(f"n must be 1 in a stream, got {params.n}; use generate")
@@ -261,9 +259,9 @@ class LLM:
     def open_session(
         self, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> PromptSession:
-        """Open a prompt in parts, each of which is computed before the next one arrives. A session
-        without a part for `session_idle_seconds` ends. Raises ValueError for parameters that a
-        session cannot have."""
+        """Open a prompt that comes in parts; the engine computes each part before the next arrives.
+        A session ends without a part for `session_idle_seconds`. Raises ValueError for parameters
+        that sessions do not support."""
         params = sampling_params or SamplingParams()
         if isinstance(params, SamplingParams) and params.n != 1:
             raise ValueError(f"n must be 1 in a session, got {params.n}; use generate")
@@ -272,12 +270,12 @@ class LLM:
 
     @property
     def client(self) -> EngineClient:
-        """The engine's client, which belongs to the event loop of `wait_for`."""
+        """The engine's client. Use it on its event loop only, by `wait_for`."""
         return self._client
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The longest prompt that leaves room for one token of an answer."""
+        """The longest prompt that leaves room for one token of the answer."""
         return self._client.ready.max_model_len - 1
 
     def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
@@ -294,17 +292,17 @@ class LLM:
         return self._run(prompts, False)
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return the parameters that the model's authors recommend in its generation_config.json;
-        missing ones are as in `SamplingParams()`, the default of all calls. Raises ConfigError for
-        an invalid file."""
+        """Return the sampling parameters in the model's generation_config.json. Missing ones are as
+        in `SamplingParams()`, which all calls use by default. Raises ConfigError for an invalid
+        file."""
         found: dict[str, Any] = load_default_sampling(self.config.model.path)
         if "max_new_tokens" in found:
             found["max_tokens"] = found.pop("max_new_tokens")
         return SamplingParams(**found)
 
     def reset_prefix_cache(self, reset_tiers: bool = False) -> None:
-        """Forget cached blocks, of the pool or of all tiers. Raises ValueError, and changes
-        nothing, while requests run."""
+        """Forget the cached blocks of the pool, or also of all tiers. While requests run, raise
+        ValueError and change nothing."""
         self._check_open()
         scope = "all" if reset_tiers else "pool"
         self._loop.run(self._client.call("reset_prefix_cache", scope))
@@ -312,12 +310,12 @@ class LLM:
     def pause(self, which: str = "new") -> None:
         """Hold back requests that have not run yet (`new`), or all requests (`all`), until
         `resume`. Blocks are kept, and generating calls of other threads wait. Raises ValueError for
-        another word."""
+        another value."""
         self._check_open()
         self._loop.run(self._client.call("pause", which))
 
     def resume(self) -> None:
-        """Let all requests go on after a `pause`. Without a pause it has no effect."""
+        """Let all requests go on after a `pause`; no effect without one."""
         self._check_open()
         self._loop.run(self._client.call("resume"))
 
@@ -327,8 +325,8 @@ class LLM:
         return result
 
     def close(self) -> None:
-        """Shut the engine down; the tiers write back. Idempotent. Does nothing in a process that
-        was forked from the engine's."""
+        """Shut the engine down; the tiers write back. Idempotent. Does nothing in a forked child of
+        the engine's process."""
         if self._closed or not self._loop.is_here:
             return
         self._closed = True
@@ -368,7 +366,7 @@ class LLM:
         *,
         splits_thoughts: bool = False,
     ) -> AddRequest:
-        """Check a prompt, and make it a request with an id of its own. Raises ValueError."""
+        """Check a prompt, and make a request with a new id from it. Raises ValueError."""
         self._check_open()
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling parameters are SamplingParams, not {type_name(params)}")
@@ -419,7 +417,7 @@ class LLM:
         return self.tokenizer
 
     def _run(self, prompts: Sequence[CheckedPrompt], use_tqdm: bool) -> list[RequestOutput]:
-        """Run every choice of every prompt to its end."""
+        """Run every choice of every prompt to its end, and return the answers."""
         tokenizer, most = self.tokenizer, self.config.scheduler.max_waiting_requests
         runner = PromptRunner(self._client, tokenizer, self.marks, max_at_once=most)
         answers = self._loop.run(runner.run(prompts, use_tqdm=use_tqdm))
@@ -443,7 +441,7 @@ class LLM:
                 yield part
                 self._check_open()
         finally:
-            if not self._closed and self._loop.is_here:  # or the request ended with the engine
+            if not self._closed and self._loop.is_here:  # else it ended with the engine
                 self._loop.run(parts.aclose())
 
     def _check_open(self) -> None:
@@ -459,7 +457,7 @@ class LLM:
 def _embeds_extras(
     prompt: npt.NDArray[Any], params: SamplingParams, ready: Ready, longest: int
 ) -> RequestExtras:
-    """Check a prompt of numbers like the core, and put it into extras. Raises ValueError."""
+    """Check a prompt of embeddings like the core, and put it into extras. Raises ValueError."""
     check_params_for_embeds(params)
     data = write_embeds(prompt)
     read_embeds(data, ready.hidden_size, longest, ready.largest_embedding)

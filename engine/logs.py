@@ -4,8 +4,8 @@
     2026-11-21 13:15:02.123 INFO cli.serve: model tiny, context 256 tokens
     {"time":"2026-11-21T12:15:02.123456Z","level":"info","logger":"cli.serve","message":"..."}
 
-In both forms one record cannot look like two: text behind a line break is indented, or escaped.
-Every process of the program calls `set_up` once.
+In both forms a record cannot look like two: text after a line break is indented or escaped. Every
+process of the program calls `set_up` once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(level: str, *, json: bool = False) -> None:
-    """Log from `level` up, with Python's warnings. No effect if logging is set up already."""
+    """Log from `level` up, including Python's warnings. No effect if logging is set up already."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if json else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
@@ -65,7 +65,7 @@ def set_up(level: str, *, json: bool = False) -> None:
 
 
 def announce(text: str) -> None:
-    """Print a line on standard output at every log level: the text, or an object with it."""
+    """Print a line on standard output at every log level: the text, or a JSON object with it."""
     if is_json():
         line = LogLine(datetime.now(UTC), "info", "stratakv", _encodable(text))
         text = msgspec.json.encode(line).decode()
@@ -107,5 +107,5 @@ def _exception_of(formatter: logging.Formatter, record: logging.LogRecord) -> st
 
 
 def _encodable(text: str) -> str:
-    """Return a text that UTF-8 can encode: JSON needs that, and file names may have other bytes."""
+    """Replace what UTF-8, and so JSON, cannot encode; file names may contain such bytes."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observers of an engine's decisions: traces, events for routers, statistics.
 
-An engine without observers has no cost for them. The engine's step thread makes every call, which
-must return at once; an observer that raises is not called again.
+An engine without observers has no cost for them. The engine's step thread makes every call, and the
+observer must return at once. An observer that raises is not called again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Decision(Enum):
     """A change in the life of a request."""
 
     QUEUED = "queued"
-    WAITS = "waits"  # it was its turn, and an `Obstacle` kept it back; reported in each such step
-    LOADING = "loading"  # blocks are being loaded, and it waits for them or computes meanwhile
+    WAITS = "waits"  # its turn came, but an `Obstacle` kept it back; reported in each such step
+    LOADING = "loading"  # blocks are being loaded; it waits for them, or computes meanwhile
     LOADED = "loaded"  # the load it waited for has ended, with blocks or without
     SCHEDULED = "scheduled"  # it runs, for the first time
-    PREEMPTED = "preempted"  # it was sent back
+    PREEMPTED = "preempted"  # it lost its blocks and is queued again
     RESUMED = "resumed"  # it runs again
     LOAD_GIVEN_UP = "load given up"  # its loaded blocks went to another request
     FINISHED = "finished"
@@ -50,7 +50,7 @@ class Obstacle(Enum):
 
 
 class Pinned(Protocol):
-    """The turns of jobs whose blocks are kept."""
+    """The pinned turns of jobs."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -58,62 +58,61 @@ class Pinned(Protocol):
 
 
 class StepSnapshot(NamedTuple):
-    """The state of an engine right before it makes a step."""
+    """The state of an engine just before it schedules a step."""
 
     step_id: int
     num_running: int
-    num_waiting: int  # including those whose blocks are being loaded
-    num_free_blocks: int  # of the pool, those with a name included
-    num_cached_blocks: int  # of the pool, with a name
+    num_waiting: int  # including requests with loads under way
+    num_free_blocks: int  # in the pool, including named ones
+    num_cached_blocks: int  # in the pool, named
     num_blocks: int  # of the pool
     pins: Pinned | None = None  # None: this engine pins no turns
 
 
 class StepMade(NamedTuple):
-    """A step: the ids of requests that are new to the worker, that come back and that were sent
-    back, and the tokens that each request computes, by id. An observer may keep it, but must not
-    change it."""
+    """A scheduled step: the ids of requests that are new to the worker, resumed and preempted, and
+    the tokens that each request computes, by id. An observer may keep it, but not change it."""
 
     step_id: int
     new_ids: Sequence[str]
     resumed_ids: Collection[str]
     preempted_ids: Collection[str]
     num_tokens: dict[str, int]
-    total_tokens: int  # of all of them
+    total_tokens: int  # summed over all requests
 
 
 class Observer:
-    """A receiver of all reports that ignores them; a subclass overrides those it needs."""
+    """A receiver of all reports that ignores them; a subclass overrides the methods it needs."""
 
     def decision(self, request: Request, decision: Decision, cause: str = "") -> None:
-        """Report a decision about a request. `cause` of WAITS is the value of an `Obstacle`; of
-        PREEMPTED and LOAD_GIVEN_UP the id of the request that took the room, "" for memory
-        pressure; of LOADED the reason why blocks are missing; of FINISHED the finish reason."""
+        """Report a decision about a request. `cause` is for WAITS the value of an `Obstacle`; for
+        PREEMPTED and LOAD_GIVEN_UP the id of the request that took the room ("": memory pressure);
+        for LOADED the reason why blocks are missing; for FINISHED the finish reason."""
 
     def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
-        """Report tokens that a request, which starts or comes back, need not compute, by their
-        place: `pool`, or the name of a tier. Reported again when an overlapped load brings more."""
+        """Report the tokens that a starting or resumed request need not compute, by place: `pool`
+        or a tier's name. Reported again when an overlapped load adds tokens."""
 
     def named(self, request: Request, group: int, first: int, block_ids: Sequence[int]) -> None:
-        """Report blocks of the pool that can be found from now on: `block_ids[i]` holds block
-        `first + i` of the request in a cache group, under `request.block_hashes[first + i]`. Its
-        parent is the hash before, and its tokens are those of `request.all_token_ids` there. If the
-        step that computes it fails, `unnamed` follows."""
+        """Report blocks of the pool that can be found from now on: `block_ids[i]` has block `first
+        + i` of the request in a cache group, named by `request.block_hashes[first + i]`. Its parent
+        is the previous hash; its tokens are in `request.all_token_ids`. If its step fails,
+        `unnamed` follows."""
 
     def unnamed(self, keys: Sequence[bytes]) -> None:
-        """Report names that no block of the pool has any more: hash (32 bytes), then the group
-        (u16, little-endian)."""
+        """Report names that no block of the pool has any more: hash (32 bytes), then group (u16,
+        little-endian)."""
 
     def snapshot(self, snapshot: StepSnapshot) -> None:
-        """Report that a step is about to be made; all reports until `step` belong to it."""
+        """Report that a step will be scheduled; all reports until `step` belong to it."""
 
     def step(self, made: StepMade) -> None:
-        """Report that the step was made, perhaps without tokens."""
+        """Report that the step has been scheduled, perhaps without tokens."""
 
 
 class GuardedObservers(Observer):
-    """Other observers, whose exceptions do not harm the engine. Each is called only for methods
-    that it overrides, since most reports are frequent."""
+    """Calls other observers, and protects the engine from their exceptions. An observer is called
+    only for methods that it overrides, since most reports are frequent."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = list(observers)
@@ -121,7 +120,7 @@ class GuardedObservers(Observer):
 
     @property
     def hears_names(self) -> bool:
-        """Whether an observer uses the names of blocks: it overrides `named` or `unnamed`."""
+        """Whether an observer overrides `named` or `unnamed`, and so uses the names of blocks."""
         return bool(self._named or self._unnamed)
 
     def decision(self, request: Request, decision: Decision, cause: str = "") -> None:

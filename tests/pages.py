@@ -60,7 +60,6 @@ _GPU = "needs a GPU; tests/test_on_gpu_tool.py rehearses all of them and reads t
 _BY_HAND = "takes 3.5 GB of packages; run by hand"
 # Beginnings of commands that are not run, and why. `test_docs_pages.py` sees that each is there.
 NOT_RUN = {
-    "pip install '.[engine]'": _INSTALLED,
     "pip install .  ": "into an environment of another engine's; " + _INSTALLED,
     "pip install numpy .": _INSTALLED,
     "/opt/stratakv/bin/pip install -c constraints.txt '.[engine]'": _INSTALLED,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps blocks outside the device; never imports torch, the connector or the engine."""
+"""Tiers keep KV blocks outside the device. They never import torch, the connector or the engine."""

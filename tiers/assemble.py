@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from .remote.remote_store import RemoteStore
 
 CLOSE_SECONDS = 5.0
-REQUIRED_SECONDS = 10.0  # for required cache servers to be attached
+REQUIRED_SECONDS = 10.0  # the longest wait at start for required servers
 
 
 class OpenHierarchy(NamedTuple):
-    """Tiers that are open. Closing the hierarchy closes slab and stores."""
+    """An open hierarchy and its parts. Closing the hierarchy closes slab and stores."""
 
     hierarchy: Hierarchy
     slab: CpuSlab
@@ -54,8 +54,8 @@ def make_slab(
     *,
     is_served: bool = False,
 ) -> CpuSlab:
-    """Make the slab. `progress` is called with bytes done and bytes in all. `is_served`: another
-    process serves the slab to other engines."""
+    """Make the slab. While its memory is faulted in, `progress` is called with the bytes done and
+    the total bytes. `is_served`: another process serves the slab to other engines."""
     return CpuSlab(
         layout,
         cpu.capacity_bytes,
@@ -68,7 +68,7 @@ def make_slab(
 
 
 def make_admission(layout: BlockLayout, ssd: SsdSettings | None) -> AdmissionFilter:
-    """Make the filter of the writes to the SSD tier; it admits all where there is no such tier."""
+    """Make the filter of writes to the SSD tier. Without an SSD tier it admits every block."""
     if ssd is None:
         return AdmitAll()
     admission = make_filter(ssd.admission, ssd.capacity_bytes // layout.slot_bytes)
@@ -87,9 +87,9 @@ def open_ssd(
     require: bool = False,
     after_opening: Callable[[Path], None] | None = None,
 ) -> StoreTier:
-    """Open the store on the disk, or on all disks. `codecs` are further codecs beside `codecs/`.
-    The tier works without disks that are down until they come back; raises TierDown where they are
-    required. `after_opening` is called with each opened store's folder, and may raise TierDown."""
+    """Open the store on the disk, or on all disks. `codecs` adds codecs to those in `codecs/`. The
+    tier works without a disk that is down and takes it in later; with `require` such a disk raises
+    TierDown. `after_opening` is called with each opened store's folder, and may raise TierDown."""
     open_one = partial(
         _open_disk,
         layout,
@@ -157,8 +157,8 @@ def open_hierarchy(
     progress: Callable[[int, int], None] | None = None,
 ) -> OpenHierarchy:
     """Open slab, stores and hierarchy of an engine. `wakeup` is called, on any thread, when the
-    hierarchy may have work; `progress` with bytes done and bytes in all while memory is faulted in.
-    Raises as `open_stores` does; nothing stays open then."""
+    hierarchy may have work; `progress` as in `make_slab`. Raises the errors of `open_stores`.
+    Nothing stays open after an error."""
     # The stores come first: faulting a slab in takes seconds, and a bad path should fail before.
     stores = open_stores(layout, settings, namespace=namespace, codecs=codecs)
     try:
@@ -195,9 +195,9 @@ def open_stores(
     namespace: bytes,
     codecs: Mapping[str, CodecFactory] | None = None,
 ) -> list[StoreTier]:
-    """Open the stores below an engine's slab, the fastest first, with the faults of its drill. A
-    thread keeps trying to open a store that is down, unless the settings require it: then TierDown
-    says which. Nothing stays open after an error."""
+    """Open the stores below an engine's slab, the fastest first. `settings.drill` may inject faults
+    into the stores. A thread keeps trying to open a store that is down; if the settings require
+    tiers, TierDown names that store instead. Nothing stays open after an error."""
     require, drill = settings.require_tiers, settings.drill
     stores: list[StoreTier] = []
     try:
@@ -227,9 +227,9 @@ def open_stores(
 def open_or_wait(
     name: str, layout: BlockLayout, open_it: Callable[[bool], StoreTier], *, require: bool = False
 ) -> StoreTier:
-    """Open a store; a DiskStore is reopened when its disk comes back, and a store that is down is
-    opened later. `open_it(create)` opens it, with `create` false only where there is one already.
-    Raises the errors of `open_it`, TierDown only where the store is required."""
+    """Open a store. A store that is down is opened later, and a DiskStore that loses its disk is
+    reopened when the disk is back. `open_it(create)` opens the store; with `create` false it opens
+    only an existing one. Raises the errors of `open_it`, but TierDown only with `require`."""
     try:
         store = open_it(True)
     except TierDown as error:
@@ -270,7 +270,7 @@ def _open_peers(layout: BlockLayout, settings: TierSettings, namespace: bytes) -
     from .remote.peer_tier import PeerTier
     from .remote.remote_settings import RemoteSettings
 
-    # No tag key: the servers of these blocks are engines, which would have the key too.
+    # No tag key: engines serve these blocks, and these engines would have the key too.
     client = RemoteSettings(credentials=settings.peer.credentials(), namespace=namespace)
     tier = PeerTier(settings.peer_addresses, layout, client)
     return _attached(tier, settings, "engine", settings.peer_addresses)
@@ -282,7 +282,7 @@ def _attached(
     what: str,
     addresses: Sequence[ServerAddress],
 ) -> StoreTier:
-    """Return the store. Where its tiers are required, wait for all servers; raises TierDown."""
+    """Return the store. If tiers are required, wait for all its servers or raise TierDown."""
     if settings.require_tiers and not store.wait_up(REQUIRED_SECONDS):
         store.close(CLOSE_SECONDS)
         raise TierDown(

@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a tier: the guarantees to its caller, and the duties of a tier.
+"""The contract of a tier: its guarantees to the caller, then its duties.
 
-Two kinds of tier keep blocks. The *slab* (`SlabTier`) is memory the copy engine can reach; blocks
-pass through it on their way up and down. A *store* (`StoreTier`) lies below it and is asked in
-batches: the SSD, or the network. `tiers/testing/memory_store.py` is the simplest store.
+Two kinds of tier keep blocks. The *slab* (`SlabTier`) is host memory that the device's copy engine
+can reach. A *store* (`StoreTier`) lies below the slab, on an SSD or behind a network, and each call
+to it is for many blocks. Every block on its way between the device and a store passes through the
+slab. `tiers/testing/memory_store.py` is the simplest store.
 
 A caller may rely on this:
-- `lookup` reads memory only, never blocks and changes nothing.
-- A proof from `load` means that the buffer holds exactly the bytes stored under that key in that
-layout; a damaged, displaced or late block is a miss (None), counted in `stats`.
-- Answers stand in the order of the keys asked for.
-- Futures end, with a result or a TierError; only `trial_read`, `wait_forgotten` and `close` wait
-  for a disk or a socket.
+- `lookup` reads memory only, never waits and changes nothing.
+- Where `load` gives a proof, the buffer holds exactly the bytes stored under that key in that
+  layout. A damaged, displaced or late block is a miss (None), and `stats` counts it.
+- Answers come in the order of the keys.
+- Every future ends, with a result or a TierError. Only `trial_read`, `wait_forgotten` and `close`
+  wait for a disk or a socket.
 
 A tier must do this:
-- keep the tag that a block came with (`tag.py`) and give it back with the block; make one only for
-  a block that came without. The digest in a proof from `load` is that of the bytes in the buffer;
-- use the caller's buffers (no copies of payloads), touch them only until the future ends, and not
-  after a call that raised: its caller reuses them at once;
+- keep the tag (`tag.py`) stored with a block and return it with the block; make a tag only for a
+  block stored without one. The digest in a proof from `load` is made from the bytes in the buffer;
+- read and write payloads in the caller's buffers, without copies. The caller reuses a buffer when
+  the future ends or the call raises; from then on the tier must not touch it;
 - stay within its capacity in bytes at every moment;
-- bound its queue: refuse with TierBusy rather than grow;
-- accept calls from any one thread at a time; futures may complete on the tier's own threads.
+- bound its queue: a call that finds the queue full raises TierBusy;
+- accept calls from any thread, one at a time. Futures may complete on the tier's own threads.
 """
 
 from __future__ import annotations
@@ -42,28 +43,28 @@ from .tag import Proof, Proofs
 if TYPE_CHECKING:
     from .tag import Proof
 
-# Bounds from a look-up in memory up to a disk that hardly answers.
+# Bounds of histograms in seconds: from a look-up in memory up to a disk that hardly answers.
 IO_SECONDS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 
 
 class Answer(Enum):
-    """The answer of a tier for one key."""
+    """A tier's answer to the look-up of one key."""
 
     HIT = "hit"
     MISS = "miss"
-    PENDING = "pending"  # on its way in; ask again after a completion
+    PENDING = "pending"  # the block is on its way in; ask again after a completion
 
 
 class Stored(Enum):
     """The outcome of storing one block."""
 
-    KEPT = "kept"  # now or before
+    KEPT = "kept"  # stored now, or already there
     REFUSED = "refused"
     DAMAGED = "damaged"  # the buffer does not match its proof; the block was not kept
 
 
 class ReadSample(NamedTuple):
-    """The bytes of blocks that were read, and the seconds that it took."""
+    """A timed read of blocks: the number of bytes, and the seconds taken."""
 
     num_bytes: int
     seconds: float
@@ -71,7 +72,7 @@ class ReadSample(NamedTuple):
 
 @dataclass(slots=True)
 class TierStats:
-    """Counters since start and present gauges of one tier; plain numbers, safe to copy."""
+    """Counters of one tier since the start, and its present gauges. Plain numbers, safe to copy."""
 
     capacity_bytes: int = 0
     used_bytes: int = 0
@@ -89,12 +90,12 @@ class TierStats:
     load_seconds: float = 0.0
     rejected: dict[str, int] = field(default_factory=dict)  # Defect value -> records refused
     errors: dict[str, int] = field(default_factory=dict)  # kind of fault -> times
-    # Of a store with a codec: bytes that its stored and loaded blocks did not have to move.
+    # Only stores with a codec: bytes not written and not read, because blocks were encoded.
     stored_bytes_saved: int = 0
     loaded_bytes_saved: int = 0
-    # Of a store: records forgotten because they were damaged or could not be read.
+    # Only stores: records forgotten because they were damaged or could not be read.
     corrupt_records_dropped: int = 0
-    # Of a slab, now: blocks being read, and slots being filled.
+    # Only slabs, gauges: blocks being read, and slots being filled.
     pinned_blocks: int = 0
     reserved_blocks: int = 0
 
@@ -113,29 +114,29 @@ class TierStats:
 
 
 class StoreTier(ABC):
-    """A tier below the slab."""
+    """A tier below the slab, such as an SSD or the cache servers."""
 
     name: str
     layout: BlockLayout
-    # Whether other engines read the tier too. Then blocks are written as soon as the slab has them.
+    # Whether other engines read the tier too. If so, it gets blocks as soon as the slab has them.
     is_shared: bool = False
-    # Whether only other engines fill the tier: this one writes nothing to it.
+    # Whether only other engines fill the tier: this engine never writes to it.
     is_read_only: bool = False
 
     @property
     def is_up(self) -> bool:
-        """Whether the tier can be asked at present, as far as is known. While it cannot, its
-        answers are misses and it keeps no block."""
+        """Whether the tier works at present, as far as is known. A tier that does not work answers
+        every look-up with a miss and refuses every block."""
         return True
 
     @property
     def learns(self) -> bool:
-        """Whether `observe` does anything at present: listing a prompt's keys costs time."""
+        """Whether `observe` has an effect at present. If not, a caller need not list keys."""
         return False
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
-        """Learn from a prompt whose blocks are `chain`, head first, in whatever tier they are, at
-        `now` monotonic seconds. For stores whose policy learns the reuse of blocks. Memory only."""
+        """Note that a prompt has the blocks `chain`, head first, at `now` monotonic seconds. They
+        may be in any tier. A policy can learn from this which blocks are reused. Memory only."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
@@ -146,8 +147,8 @@ class StoreTier(ABC):
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Future[list[Proof | None]]:
         """Read blocks into `buffers` (writable, `layout.page_bytes` or more, aligned to
-        `block.ALIGNMENT`). Return the proof of each verified block; None for a miss. A tier whose
-        method has the keyword `context` gets the `RequestContext` of the request too."""
+        `block.ALIGNMENT`). The result has the proof of each verified block, and None for a miss. If
+        the method takes a keyword `context`, callers pass the request's `RequestContext`."""
 
     @abstractmethod
     def store(
@@ -156,35 +157,36 @@ class StoreTier(ABC):
         buffers: Sequence[memoryview],
         proofs: Proofs | None = None,
     ) -> Future[list[Stored]]:
-        """Keep blocks. The buffers must not change until the future ends. `proofs[i]`, where it is
-        not None, is the proof of the i-th buffer: the tier compares the digest, and a block that
-        differs is DAMAGED. Raises TierBusy where the queue is full."""
+        """Store blocks. The buffers must not change until the future ends. `proofs[i]` is the proof
+        of the i-th buffer, or None. The tier compares a proof's digest with the bytes; a block that
+        differs is DAMAGED. Raises TierBusy if the queue is full."""
 
     def touch(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - a hint, not a duty
-        """Count these blocks, given head first, as used: the tier above has just evicted them, so
-        copies here are the only ones now. Memory only; unknown keys are ignored."""
+        """Count these blocks, given head first, as used. The tier above has just evicted them, so
+        this tier may have the last copies. Memory only; unknown keys are ignored."""
 
     def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
         """Prepare the look-up of a queued prompt whose blocks are `keys`, head first. A tier that
-        has to ask elsewhere asks now, and `lookup` answers PENDING meanwhile. The future ends soon,
-        with a result, when `lookup` knows the answers. None: it knows them already. `context` as in
-        `load`."""
+        depends on servers asks them now; until they reply, `lookup` answers PENDING. The future
+        ends soon, with a result, when `lookup` knows the answers. Return None if `lookup` knows
+        them already. For the keyword `context` see `load`."""
         return None
 
     def watch(self, news: Callable[[Sequence[bytes]], None]) -> bool:
-        """Watch blocks that others store here: from now on `lookup` knows them soon, and any thread
-        calls `news` with the new blocks after each change. Optional; False: unsupported."""
+        """Follow blocks that other engines store here: `lookup` soon knows such a block, and after
+        each change some thread calls `news` with the new keys. Optional; False if unsupported."""
         return False
 
     def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
-        """Keep these blocks, given head first, from eviction for `seconds`. The future ends soon:
-        whether each is kept, up to the first that is not here. Optional; None: not supported."""
+        """Keep these blocks, given head first, from eviction for `seconds`. The future ends soon
+        and says for each block whether it is kept. Blocks behind the first missing one need not be
+        kept. Optional; return None if unsupported."""
         return None
 
     def trial_read(self, seconds: float) -> ReadSample | None:
         """Read some blocks and discard them, to estimate the tier's speed before the first load.
-        Waits for about `seconds` at most. Nothing is counted, and no block counts as used.
-        Optional; None: not known."""
+        Waits for about `seconds` at most, changes no counter and counts no block as used. Optional;
+        None if there is no estimate."""
         return None
 
     @abstractmethod
@@ -193,11 +195,11 @@ class StoreTier(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything. Blocks under way may be forgotten when they arrive."""
+        """Forget every block. A block still being stored may be forgotten when it arrives."""
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
         """Wait until the blocks forgotten by `drop` and `clear` stay forgotten even after a kill.
-        False where that took longer or failed. A tier that is only in memory returns at once."""
+        Return False on a timeout or a failure. A tier that is only in memory returns at once."""
         return True
 
     @abstractmethod
@@ -210,7 +212,7 @@ class StoreTier(ABC):
 
 
 class SlabTier(ABC):
-    """Fixed slots of memory, one block each. Verbs come in pairs:
+    """Fixed slots of memory, one block each. Calls come in pairs:
 
     reserve → (copy bytes in) → commit            a block comes in
     pin     → (copy bytes out) → unpin            a block is read; a pinned slot is never reused
@@ -219,12 +221,12 @@ class SlabTier(ABC):
     name: str
     layout: BlockLayout
     num_slots: int
-    learns: bool = False  # whether `observe` does anything
-    is_served: bool = False  # to other engines, which load its blocks
+    learns: bool = False  # whether `observe` has an effect
+    is_served: bool = False  # whether other engines load blocks from this slab
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
-        """Learn from a prompt whose blocks are `chain`, head first, at `now` monotonic seconds. For
-        slabs whose policy learns which blocks are used again."""
+        """Note that a prompt has the blocks `chain`, head first, at `now` monotonic seconds. A
+        policy can learn from this which blocks are reused."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
@@ -239,52 +241,53 @@ class SlabTier(ABC):
         spared: Callable[[bytes], bool] | None = None,
         evicted: list[bytes] | None = None,
     ) -> list[int | None]:
-        """Reserve a slot for each key, evicting by policy; None where the key is already known or
-        no slot can be freed. `optional`: the policy may value held blocks more than these, given
-        head first, and keep them. Blocks for which `spared` is true are not evicted. `evicted`
-        gains the evicted blocks, the coldest first."""
+        """Reserve a slot for each key, given head first; the policy evicts blocks for them. None
+        where the key is already known or no slot can be freed. With `optional`, the policy may keep
+        its blocks if it values them more than the new ones. Blocks for which `spared` returns true
+        are not evicted. `evicted` gains the keys of the evicted blocks, the coldest first."""
 
     @abstractmethod
     def commit(
         self, keys: Sequence[bytes], ok: Sequence[bool], proofs: Proofs | None = None
     ) -> list[bytes]:
-        """End reservations: publish (True) or give the slot back (False). `proofs[i]` came with the
-        i-th block. Return the published keys, without those forgotten meanwhile."""
+        """End reservations. Where `ok[i]` is true, publish the i-th block, which came with
+        `proofs[i]`; else free its slot. A block forgotten meanwhile is not published. Return the
+        published keys."""
 
     @abstractmethod
     def withhold(self, keys: Sequence[bytes]) -> list[int]:
-        """End reservations without giving the slots back, while a client may still write to them.
+        """End reservations without freeing the slots, because a client may still write to them.
         Return the slots; they stay unused until `restore`."""
 
     @abstractmethod
     def restore(self, slots: Sequence[int]) -> None:
-        """Give withheld slots back; no write to them is under way any more."""
+        """Free withheld slots. No write to them may be under way any more."""
 
     @abstractmethod
     def proofs(self, keys: Sequence[bytes]) -> list[Proof | None]:
-        """The proof of each block; None for a miss, and for a block that came without one."""
+        """The proof of each block; None for a miss, and for a block stored without a proof."""
 
     @abstractmethod
     def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:
-        """Pin committed keys once more. Return their slots; None for a miss. With `touch` false
-        neither the policy nor the hit counters note it: write-back is not a use."""
+        """Add one pin to each committed block. Return the slots; None for a miss. With `touch`
+        false the pin counts neither as a use nor as a hit; write-back pins blocks in this way."""
 
     @abstractmethod
     def unpin(self, keys: Sequence[bytes]) -> None:
-        """Take one pin back from each block."""
+        """Remove one pin from each block."""
 
     def keep(self, keys: Sequence[bytes], seconds: float) -> list[bool]:
-        """Keep blocks from eviction for `seconds`, for engines that this slab is served to. Return
-        whether each is here."""
+        """Keep blocks from eviction for `seconds`, for other engines that read this slab. Return
+        for each block whether the slab has it."""
         return [False] * len(keys)
 
     def hold(self, keys: Sequence[bytes], seconds: float) -> Hold:
-        """Keep blocks, given head first, from eviction for `seconds`, those on their way in too, up
-        to the slab's limit of holds; `release` ends it sooner. Optional."""
+        """Keep blocks, given head first, from eviction for `seconds` or until `release`. A block on
+        its way in is kept when it arrives. A slab may limit the number of held keys. Optional."""
         return Hold((), 0.0, is_over=True)
 
     def release(self, hold: Hold) -> None:  # noqa: B027 - optional, as `hold`
-        """End a hold before its time. It may have ended by itself."""
+        """End a hold before its time. A hold that has already ended is ignored."""
 
     @abstractmethod
     def buffer(self, slot: int) -> memoryview:
@@ -293,7 +296,7 @@ class SlabTier(ABC):
     @abstractmethod
     def memory(self) -> memoryview:
         """The whole slab, `num_slots * layout.slot_bytes` writable bytes, slot after slot. A device
-        registers it and copies runs of it."""
+        registers this memory and copies runs of slots."""
 
     @abstractmethod
     def free_slots(self) -> int:
@@ -301,11 +304,11 @@ class SlabTier(ABC):
 
     @abstractmethod
     def coldest(self, count: int) -> list[bytes]:
-        """Up to `count` keys that the policy would evict next, the first one first."""
+        """Up to `count` keys that the policy would evict next, in the order of eviction."""
 
     def may_go_next(self, keys: KeysView[bytes], count: int) -> bool:
-        """Whether one of these may be among the next `count` evicted blocks. True for any that
-        would be; may be True for some behind them."""
+        """Whether any of `keys` may be among the next `count` evicted blocks. False is certain;
+        True may also mean a block that would be evicted a little later."""
         return not keys.isdisjoint(self.coldest(count))
 
     @abstractmethod
@@ -314,17 +317,17 @@ class SlabTier(ABC):
 
     @abstractmethod
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Forget blocks: from now on they are misses. A pinned one is freed with its last pin, and
-        a reserved one will not be published."""
+        """Forget blocks: from now on they are misses. The slot of a pinned block is freed with its
+        last pin, and a reserved block will not be published."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every committed block, pinned ones too, in a time that does not depend on their
-        number. Their slots are freed when they are needed, by `sweep`, or with the last pin."""
+        """Forget every committed block, pinned ones too. The time does not depend on the number of
+        blocks: slots are freed later, when they are needed, by `sweep`, or with the last pin."""
 
     @abstractmethod
     def sweep(self, most: int) -> int:
-        """Free up to `most` slots of blocks that `clear` has forgotten; return how many."""
+        """Free up to `most` slots of blocks that `clear` has forgotten; return the number."""
 
     @abstractmethod
     def stats(self) -> TierStats:
@@ -332,13 +335,13 @@ class SlabTier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the memory. Views handed out must be gone. Idempotent."""
+        """Release the memory. The caller must have released all views of it. Idempotent."""
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of observations by bucket: `counts[i]` are at most `bounds[i]` and above the bound
-    before; the last count is of those above every bound. One thread at a time."""
+    """Counts of observed values by bucket. `counts[i]` counts values up to `bounds[i]` and above
+    the bound before it; the last count is for values above every bound. One thread at a time."""
 
     bounds: tuple[float, ...]  # ascending
     counts: list[int] = field(init=False)
@@ -354,13 +357,13 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """The request behind a call: its tenant, priority and hints. Every field is optional, and none
-    changes an answer: keys alone identify blocks."""
+    """Tenant, priority and hints of the request behind a call. Every field is optional. No field
+    changes an answer, because keys alone identify blocks."""
 
     tenant: str | None = None
     session: str | None = None  # requests of one conversation or job
     priority: int = 0  # the lower, the earlier
-    pin: bool = False  # its blocks will be wanted again
+    pin: bool = False  # its blocks will be needed again
     adapter: str | None = None
     transfer: Mapping[str, object] | None = None  # parameters of a transfer between engines
 
@@ -395,5 +398,5 @@ def _takes_context(method: Callable[..., object]) -> bool:
 def _names_context(function: Callable[..., object]) -> bool:
     try:
         return "context" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # its signature is unknown
+    except (TypeError, ValueError):  # the function has no readable signature
         return False

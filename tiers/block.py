@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block: its name (the key) and the layout of its bytes.
 
-Everything here is part of the ABI described in `docs/abi.md`; golden vectors in
-`tests/tiers/test_block.py` keep it from drifting.
+Keys and layouts are part of the ABI in `docs/abi.md`. The golden vectors of
+`tests/tiers/test_block.py` detect any change of them.
 
     root   = SHA-256(canonical CBOR of the identity)
     digest = SHA-256(parent digest | token ids, little-endian int32 | canonical CBOR of the extras)
@@ -26,8 +26,8 @@ DIGEST_BYTES = 32
 KEY_BYTES = 40
 TOKEN_BYTES = 4
 LAYOUT_VERSION = 1
-ROOT_VERSION = 2  # 1 had a fingerprint of samples
-# Memory, file offsets and lengths are multiples of this, so that every access can use O_DIRECT.
+ROOT_VERSION = 2  # version 1 had a fingerprint of samples, and no dtype or epoch
+# Addresses, file offsets and lengths are multiples of this number, as O_DIRECT needs.
 ALIGNMENT = 4096
 
 DTYPE_BYTES: Mapping[str, int] = {
@@ -41,17 +41,17 @@ DTYPE_BYTES: Mapping[str, int] = {
 _KEY_SUFFIX = struct.Struct("<HHHH")
 _KEY, _KEYS = struct.Struct(f"{KEY_BYTES}s"), struct.Struct(f"{KEY_BYTES}s" * 64)
 
-# One extra of a block: a kind ("salt", "lora", "mm", "embeds") followed by its values.
+# One extra key of a block: a kind ("salt", "lora", "mm", "embeds") and then its values.
 Extra = tuple[str | bytes | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The values that must be equal for two engines to share a block: the root of every chain.
+    """The values that two engines must have in common to share blocks: the root of every chain.
 
-    `model` is a fingerprint of weights and configuration, not a path; `revision` is free text an
-    operator may set to separate otherwise equal models. K and V are computed in `dtype` and kept in
-    `kv_dtype`. `epoch` counts the states of weights that change while an engine runs; it is 0.
+    `model` is a fingerprint of weights and configuration, not a path. An operator may set
+    `revision`, a free text, to separate otherwise equal models. K and V are computed in `dtype` and
+    kept in `kv_dtype`. `epoch` is 0; it is there for weights that change while an engine runs.
     """
 
     model: str
@@ -62,7 +62,7 @@ class Identity:
     epoch: int = 0
 
     def root(self) -> bytes:
-        """The 32-byte parent of every first block."""
+        """The 32-byte parent digest of every chain's first block."""
         fields = {
             "root_version": ROOT_VERSION,
             "model": self.model,
@@ -77,10 +77,8 @@ class Identity:
 
 
 def encode_extras(extras: Sequence[Extra]) -> bytes:
-    """Canonical CBOR of a block's extra keys, `b""` where there are none.
-
-    The order of the extras is part of the name; callers give them as salt, lora, mm, embeds.
-    """
+    """Canonical CBOR of a block's extra keys, `b""` where there are none. Their order is part of
+    the block's name; callers keep the order salt, lora, mm, embeds."""
     if not extras:
         return b""
     return cbor2.dumps([list(extra) for extra in extras], canonical=True)
@@ -92,12 +90,11 @@ def chain_digests(
     block_size: int,
     extras: Mapping[int, bytes] | None = None,
 ) -> list[bytes]:
-    """Digests (32 bytes) of the consecutive full blocks in `token_bytes`, which are little-endian
-    int32. The first one's parent is `parent`.
+    """The 32-byte digests of the consecutive full blocks in `token_bytes` (little-endian int32).
 
-    A block's tokens have a fixed length (the block size is in the root), so the concatenation
-    cannot be read in two ways. `extras` maps an index within this run to encoded extras. A trailing
-    partial block is ignored.
+    `parent` is the parent of the first block. `extras` maps a block's index in this call to its
+    encoded extras. A partial block at the end is ignored. The hashed bytes cannot be read in two
+    ways: the root has the block size, so all blocks have equally many token bytes.
     """
     step = block_size * TOKEN_BYTES
     digests: list[bytes] = []
@@ -117,10 +114,10 @@ def chain_digests_sha256_cbor(
     blocks: Iterable[Sequence[int]],
     extras: Mapping[int, Extra] | None = None,
 ) -> list[bytes]:
-    """The chain as vLLM's `sha256_cbor` computes it, for routers that recompute it.
+    """The digests that vLLM's `sha256_cbor` computes, for routers that compute the same chain.
 
     Each digest is SHA-256(canonical CBOR of [parent, token ids, extra keys or null]). These digests
-    do not carry the identity, so a store that holds them is bound to one root (its namespace).
+    do not contain the identity, so a store of such blocks belongs to one root (its namespace).
     """
     digests: list[bytes] = []
     for index, tokens in enumerate(blocks):
@@ -132,9 +129,10 @@ def chain_digests_sha256_cbor(
 
 
 def tenant_salt(secret: bytes, tenant: str, cache_salt: str) -> bytes | None:
-    """The salt of a tenant's first blocks; None without secret, tenant and cache salt.
+    """The salt of a tenant's first blocks; None if secret, tenant and cache salt are all empty.
 
-    HMAC-SHA256 under the engine's secret, so no client can choose a salt that widens sharing.
+    The salt is an HMAC-SHA256 under the engine's secret. A client does not know the secret, so it
+    cannot choose a cache salt that widens sharing.
     """
     if not (secret or tenant or cache_salt):
         return None
@@ -143,7 +141,7 @@ def tenant_salt(secret: bytes, tenant: str, cache_salt: str) -> bytes | None:
 
 
 class KeyParts(NamedTuple):
-    """The parts of a key."""
+    """The parts of a 40-byte block key."""
 
     digest: bytes
     group: int
@@ -165,8 +163,8 @@ def pack_key(digest: bytes, group: int = 0, shard_rank: int = 0, shard_count: in
 
 
 def cut_keys(packed: bytes) -> list[bytes]:
-    """Cut joined keys of `KEY_BYTES` each. Unpacks 64 at a time: a tuple for each key would take
-    longer than the key."""
+    """Cut joined keys of `KEY_BYTES` each. Unpacks 64 keys at a time, because making a tuple for
+    each key would take longer than making the key."""
     many = len(packed) // _KEYS.size * _KEYS.size
     keys: list[bytes] = []
     for part in _KEYS.iter_unpack(memoryview(packed)[:many]):
@@ -186,11 +184,9 @@ def unpack_key(key: bytes) -> KeyParts:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The layout of one block's bytes, equal in the pool, the slab, the SSD slot and on the wire.
-
+    """The layout of a block's bytes: the same in the pool, the slab, an SSD slot and on the wire.
     Row-major `[num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]` of `kv_dtype`,
-    little-endian: one contiguous chunk over all layers.
-    """
+    little-endian: one contiguous chunk over all layers."""
 
     num_layers: int
     block_size: int

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contracts of `tiers/base.py` as functions that any implementation has to pass.
+"""Checks of the contracts in `tiers/base.py`, for any implementation.
 
-Authors of tiers, also outside this project, call the function on an empty, open tier with room for
-16 blocks or more; it leaves the tier closed. It makes real calls with real bytes and waits for the
-answers. Raises ContractBroken with the expected and the actual value.
+Authors of tiers, also outside this project, call `check_store_contract` or `check_slab_contract` on
+an empty, open tier with room for 16 blocks or more. The check makes real calls with real bytes,
+waits for the answers and leaves the tier closed. It raises ContractBroken at the first difference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .block import BlockLayout, pack_key
 from .errors import InvalidBlock, TierClosed
 from .tag import Proof, Tagger, payload_digest
 
-SECONDS = 10.0  # that an answer may take
+SECONDS = 10.0  # the longest wait for an answer
 BLOCKS = 8
 
 
@@ -50,7 +50,7 @@ def check_slab_contract(slab: SlabTier) -> None:
 
 
 def make_keys(count: int, salt: str = "") -> list[bytes]:
-    """Keys that are equal in every run; another `salt` gives other keys."""
+    """`count` keys, the same in every run. Another `salt` gives other keys."""
     return [pack_key(hashlib.sha256(f"{salt}/{i}".encode()).digest()) for i in range(count)]
 
 
@@ -79,7 +79,7 @@ def put(store: StoreTier, keys: Sequence[bytes]) -> list[bool]:
 
 
 def fetch(store: StoreTier, keys: Sequence[bytes]) -> list[bytes | None]:
-    """Load the payloads of hits; None for misses. A hit with other bytes breaks the contract."""
+    """Load blocks and return each payload, None for a miss. Wrong bytes raise ContractBroken."""
     buffers = make_buffers(len(keys), store.layout)
     proofs = store.load(keys, buffers).result(SECONDS)
     _expect("one answer for each key", len(keys), len(proofs))

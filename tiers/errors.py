@@ -3,12 +3,12 @@
 
     TierError
     ├── InvalidBlock     the caller gave a key, layout or buffer that cannot be right
-    ├── TierConfigError  the operator gave a path, size or option that cannot work; carries the cure
-    │   └── TierDown     or it may work later: the place is not there, or does not answer
-    ├── TierBusy         the tier's bounded queue is full; drop the store or ask again
-    └── TierClosed       the tier was closed; nothing more will happen
+    ├── TierConfigError  a path, size or option of the operator cannot work; the message has a cure
+    │   └── TierDown     the setting may work later: a disk or server is missing or does not answer
+    ├── TierBusy         the tier's bounded queue is full; drop the blocks or call again later
+    └── TierClosed       the tier was closed; it takes no more calls
 
-A damaged, missing or misplaced record is no error: the answer is a miss, and it is counted.
+A damaged, missing or misplaced record is no error: the tier answers with a miss and counts it.
 The connector turns every TierError on the data path into a miss with a reason.
 """
 
@@ -16,8 +16,8 @@ import errno
 import os
 from pathlib import Path
 
-# Errors of a file system that do not pass by waiting, and their cures. All others may pass: a disk
-# that is not mounted, full, read-only or broken, permissions, a shortage of memory or descriptors.
+# Lasting errors of a file system, and their cures. All other errors may pass: a disk that is not
+# mounted, full, read-only or broken, wrong permissions, a shortage of memory or descriptors.
 LASTING = {
     errno.ELOOP: "its links lead in a circle; name a directory",
     errno.ENAMETOOLONG: "a name in it is too long; use a shorter path",
@@ -44,13 +44,13 @@ class TierConfigError(TierError, ValueError):
 
 
 class TierDown(TierConfigError):
-    """A mount, a server or another need of the tier is missing at present. Opening it later may
-    succeed with the same settings."""
+    """A mount, a server or something else that the tier needs is missing at present. Opening the
+    tier later may succeed with the same settings."""
 
 
 def lasting_cause(error: BaseException, path: Path | None = None) -> str | None:
-    """The cure of an error that does not pass by waiting; None for one that may pass, and for one
-    that no file system raised. `path` is the directory that could not be made."""
+    """The cure of a lasting file system error; None for an error that may pass, and for any other
+    kind of error. If the error comes from making a directory, `path` is that directory."""
     if not isinstance(error, OSError) or error.errno is None:
         return None
     if path is not None and error.errno in (errno.EEXIST, errno.ENOENT, errno.ENOTDIR):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ForwardingStore: a store over another one. A wrapper of a store inherits it and overrides the
-calls that it changes; a store of the hierarchy has at most two such wrappers."""
+"""ForwardingStore: the base of a store's wrappers. A wrapper inherits from it and overrides the
+calls that the wrapper changes. A store of the hierarchy has at most two wrappers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds: blocks that are not evicted before a time, because a request will need them.
+"""Holds: keep blocks from eviction until a given time, because a request will need them.
 
-They are held by name, so that a block on its way in is held when it comes, and one that never comes
-costs only its name. Every hold ends with its time at the latest, and the number of held names is
-bounded. Time is monotonic.
+A hold lists keys, not slots. So a block on its way in is held when it arrives, and a block that
+never arrives costs only its key. Every hold ends at its time at the latest, and the number of held
+keys is bounded. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Holds that were released early stay in the heap: at most this many more than half of its entries.
+# Holds that were released early stay in the heap, up to half of its entries plus this many.
 _MOST_DEAD = 64
 
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """Blocks by name, until `until` seconds."""
+    """The held keys, and the time at which the hold ends by itself."""
 
     keys: Sequence[bytes]
     until: float
@@ -28,18 +28,18 @@ class Hold:
 
 
 class Holds:
-    """Holds on at most `most_blocks` names. A name in several holds counts once, and is held until
-    the last of them ends. Called under its owner's lock."""
+    """Holds on at most `most_blocks` keys. A key in several holds counts once, and stays held until
+    the last of these holds ends. The owner calls all methods under its own lock."""
 
     def __init__(self, most_blocks: int) -> None:
         self.most_blocks = most_blocks
-        self.times: Counter[bytes] = Counter()  # holds of each name, as far as `expire` was called
+        self.times: Counter[bytes] = Counter()  # holds of each key, as of the last `expire`
         self._ends: list[tuple[float, int, Hold]] = []  # a heap
         self._numbers = itertools.count()
         self._num_dead = 0
 
     def create_hold(self, keys: Sequence[bytes], until: float, now: float) -> Hold:
-        """Hold the leading keys of these, given head first, as far as there is room."""
+        """Hold `keys`, given head first, up to the first key for which there is no room."""
         self.expire(now)
         room = self.most_blocks - len(self.times)
         taken: list[bytes] = []
@@ -56,7 +56,7 @@ class Holds:
         return hold
 
     def end_hold(self, hold: Hold) -> None:
-        """End a hold before its time; one that has ended is ignored."""
+        """End a hold before its time. A hold that has already ended is ignored."""
         if hold.is_over:
             return
         self._release_hold(hold)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key that seals the records of a store, or makes the tags of blocks on cache servers: read
-from an operator's file, never made here.
+"""The MAC key: seals the records of a store, or makes the tags of blocks on cache servers. It is
+read from an operator's file; StrataKV never makes one.
 
     id                 the first 8 bytes of HMAC-SHA256(key, "id")
     key of one store   HMAC-SHA256(key, "store" ‖ 0 ‖ namespace)
     key of tags        HMAC-SHA256(key, "tag")
 
-The second line keeps a record of one store from being valid in another one with the same key, where
-block keys do not identify the model.
+A store's key depends on the store's namespace. So a record is not valid in a store of another
+namespace with the same MAC key, even where the block keys do not identify the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ID_BYTES = 8
 
 
 class MacKey:
-    """A key that has no printable form. Raises TierConfigError for a key of a wrong length."""
+    """A key whose `repr` does not show its bytes. Raises TierConfigError for a wrong length."""
 
     def __init__(self, key: bytes) -> None:
         if not LEAST_BYTES <= len(key) <= MOST_BYTES:
@@ -53,8 +53,8 @@ class MacKey:
 
 def read_mac_key(path: Path, flag: str, store: Path | None = None) -> MacKey:
     """Read the key at `path`: all bytes of the file, a line end too. `flag` is the option that
-    named it; `store` a directory that must not hold the file, since its writers could exchange it.
-    A file open to other users gives a warning in the log. Raises TierConfigError with a cure."""
+    names the file. The file must not lie in the folder `store`, where any writer could exchange
+    it. Logs a warning if other users may use the file. Raises TierConfigError with a cure."""
     if store is not None and _lies_in(store, path):
         raise TierConfigError(
             f"{flag} names {path}, which lies in {store}, where any writer could exchange "
@@ -91,7 +91,7 @@ def read_mac_key(path: Path, flag: str, store: Path | None = None) -> MacKey:
 
 
 def _lies_in(folder: Path, path: Path) -> bool:
-    """Whether the file, or the link to it, lies in that folder."""
+    """Whether the file at `path`, or a link there to it, lies in `folder`."""
     # realpath does not raise for a circle of links.
     places = Path(os.path.realpath(path.parent), path.name), Path(os.path.realpath(path))
     return any(place.is_relative_to(os.path.realpath(folder)) for place in places)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 
 class Mailbox:
-    """Completions, one alarm, and a version for changes. `deliver` may be called from any thread,
-    the rest by the owner. `wakeup` is called, from any thread, when the owner has work."""
+    """Completions, one alarm, and a version that counts changes. Any thread may call `deliver`; the
+    other methods are for the owner. `wakeup` is called, on any thread, when the owner has work."""
 
     def __init__(self, wakeup: Callable[[], None]) -> None:
         self._wakeup = wakeup
@@ -20,7 +20,7 @@ class Mailbox:
         self._delivered = threading.Event()
         self._alarm = Alarm(self._ring)
         self.is_due = True  # work may have come since the owner last set this to False
-        self.version = 0  # the owner's parts add 1 for whatever a ticket or a look-up could show
+        self.version = 0  # the owner's parts add 1 for a change that a ticket or look-up can show
 
     def deliver(self, completion: Callable[[], None]) -> None:
         """Queue a call that the owner runs in its next `run_delivered`."""
@@ -51,10 +51,8 @@ class Mailbox:
 
 
 class Alarm:
-    """Calls `ring` from its own thread soon after each moment given to `at`.
-
-    The thread is started by the first deadline and sleeps until the next one.
-    """
+    """Calls `ring` from its own thread soon after each moment given to `at`. The first call of `at`
+    starts the thread."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
@@ -64,7 +62,7 @@ class Alarm:
         self._thread: threading.Thread | None = None
 
     def at(self, moment: float) -> None:
-        """Ring at `moment` (seconds, monotonic clock). Moments cannot be taken back."""
+        """Ring at `moment` (seconds, monotonic clock). A moment cannot be cancelled."""
         with self._changed:
             if self._closed:
                 return

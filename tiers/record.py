@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record: a block's bytes with a header that lets a reader refuse any other record.
+"""The record: a block's bytes behind a header that lets a reader refuse any other record.
 
     offset bytes field
          0     8 magic "STRKVBLK"
          8     2 record version (2)
         10     2 header bytes (128)
         12     4 flags: the number of the codec that the payload was encoded with, 0 for none
-        16     8 payload bytes, as they lie here
-        24     8 generation: a number no other write of the store has; tells a reused slot
+        16     8 payload bytes as stored
+        24     8 generation: unique to each write of the store; shows that a slot was reused
         32    16 layout id
         48    40 key
         88     8 payload bytes once decoded; 0 where there is no codec
-        96    16 tag, as the engine that stored the block made it (`tag.py`)
-       112    16 xxh3-128 over bytes 0..111 and the digest of the payload as it lies here; or the
-                 seal of bytes 0..111 and the payload (`Seal`)
-All integers little-endian. Version 1 had no tag; a record of it is a miss.
+        96    16 tag from the engine that stored the block (`tag.py`)
+       112    16 xxh3-128 over bytes 0..111 and the digest of the payload as stored; or the seal
+                 of bytes 0..111 and the payload (`Seal`)
+All integers are little-endian. A record of version 1, which had no tag, is a miss.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _FIELDS = struct.Struct("<8sHHIQQ16s40sQ16s")
 
 class Seal:
     """A checksum that only a holder of the key can make: the first 16 bytes of HMAC-SHA256. It
-    stands in the place of the plain checksum and covers the same bytes, so a record has one layout
-    with and without it. Thread-safe; hashing a payload releases the interpreter."""
+    replaces the plain checksum and covers the same bytes, so sealed and plain records have the same
+    layout. Thread-safe; hashing a payload releases the interpreter."""
 
     def __init__(self, key: bytes) -> None:
-        self._keyed = hmac.new(key, digestmod="sha256")  # copied, so the key is hashed once
+        self._keyed = hmac.new(key, digestmod="sha256")  # holds the hashed key; `digest` copies it
 
     def digest(self, checked: Buffer, payload: Buffer) -> bytes:
-        """The seal of a header without its checksum, and a payload, which is not copied."""
+        """The seal of `checked`, a header without its checksum, and the payload. Copies neither."""
         hasher = self._keyed.copy()
         hasher.update(checked)
         hasher.update(payload)
@@ -71,14 +71,14 @@ class Defect(Enum):
     LENGTH = "length"
     GENERATION = "generation"
     CHECKSUM = "checksum"
-    ENCODING = "encoding"  # its checksum fits, but no codec can have written it
+    ENCODING = "encoding"  # the checksum fits, but no codec can have written the payload
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """The fields of a header that vary, and the seal of the record. A reader that expects a seal
-    refuses a plain checksum, and one that expects a plain checksum refuses a seal. A check returns
-    the record's tag, so the tag of an expected header is ignored."""
+    """The fields that differ between headers, and the seal, if the record has one. A reader with a
+    seal refuses a plain checksum; a reader without a seal refuses a sealed record. Checks ignore
+    the tag of the expected header, because they return the tag of the record."""
 
     key: bytes
     layout_id: bytes
@@ -91,13 +91,13 @@ class RecordHeader:
 
     @property
     def block_bytes(self) -> int:
-        """The length of the block, whether it is encoded or not."""
+        """Bytes of the decoded block, with or without a codec."""
         return self.decoded_bytes if self.codec else self.payload_bytes
 
 
 def encode_header(header: RecordHeader, payload: Buffer, digest: bytes | None = None) -> bytes:
-    """The 128 header bytes for `payload`, checksum included. `digest` is the payload's, if known:
-    then the payload is not read again, except for a seal."""
+    """The 128 header bytes for `payload`, checksum included. `digest` is the payload's digest, if
+    the caller has it; then only a seal reads the payload again."""
     if len(header.key) != KEY_BYTES or len(header.layout_id) != 16:
         raise ValueError("a record header takes a 40-byte key and a 16-byte layout id")
     if not 0 <= header.codec <= LARGEST_CODEC:
@@ -120,8 +120,8 @@ def encode_header(header: RecordHeader, payload: Buffer, digest: bytes | None = 
 
 
 class PlainHeaders:
-    """Headers of records of one layout, without a codec: equal to those of `encode_header`, in a
-    fifth of its time, since most bytes of all headers are the same. Thread-safe."""
+    """Makes headers for records of one layout, without a codec. Gives the bytes of `encode_header`
+    in a fifth of the time, because most bytes are the same in all headers. Thread-safe."""
 
     def __init__(self, layout_id: bytes, payload_bytes: int, seal: Seal | None = None) -> None:
         whole = _FIELDS.pack(
@@ -136,7 +136,7 @@ class PlainHeaders:
     def encode_headers(
         self, key: bytes, generation: int, tag: bytes, payload: Buffer, digest: bytes
     ) -> bytes:
-        """The 128 header bytes for `payload`, which has this digest."""
+        """The 128 header bytes for `payload`, whose digest is `digest`."""
         number = generation.to_bytes(8, "little")
         checked = b"".join((self._head, number, self._layout_id, key, self._decoded, tag))
         if len(checked) != _CHECKED_BYTES:
@@ -145,7 +145,7 @@ class PlainHeaders:
 
 
 def decode_header(raw_header: Buffer) -> RecordHeader | None:
-    """Read the fields of a header, unverified; None for bytes that are no header."""
+    """Read the fields of a header without checking them; None for bytes that are no header."""
     if len(raw_header) < HEADER_BYTES or bytes(raw_header[: len(MAGIC)]) != MAGIC:
         return None
     fields = _FIELDS.unpack(bytes(raw_header[:_CHECKED_BYTES]))
@@ -160,8 +160,8 @@ def check_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) ->
 
 
 def verify_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -> Proof | Defect:
-    """The tag of a record that is exactly the expected one, with the digest of its payload; else
-    the first defect found. The payload is hashed last, so that a misdirected read costs nothing."""
+    """Return the tag and the payload's digest if the record is exactly the expected one, else the
+    first defect found. The payload is hashed last, so a wrong header costs no hashing."""
     defect = check_fields(raw_header, payload, expected)
     if defect is not None:
         return defect
@@ -174,7 +174,7 @@ def verify_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -
 
 
 def check_fields(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -> Defect | None:
-    """Check a record as `check_record` does, but for the bytes of the payload."""
+    """Check what `check_record` checks, except for the checksum. Does not read the payload."""
     if len(raw_header) < HEADER_BYTES:
         return Defect.SHORT
     fields = _FIELDS.unpack(bytes(raw_header[:_CHECKED_BYTES]))

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of other packages' tiers, eviction policies and admission filters, found by entry
-point and opened by name.
+"""The registry: finds tiers, eviction policies and admission filters of other packages by name.
 
-A package declares one in its own `pyproject.toml`:
+A package declares a tier as an entry point in its own `pyproject.toml`:
 
     [project.entry-points."stratakv.tiers"]
     mytier = "mypackage.tier:open_tier"
 
-where `open_tier` takes a `TierRequest` and returns an empty or a filled `StoreTier` that keeps the
-promise of `tiers/base.py` (`tiers/contract.py` checks that). `policies/known_policies.py` and
-`admission/filters.py` describe the other groups. A package is imported only when a setting names
-its entry point.
+`open_tier` takes a `TierRequest` and returns a `StoreTier`, empty or filled, that keeps the promise
+of `tiers/base.py`; `tiers/contract.py` checks the promise. `policies/known_policies.py` and
+`admission/filters.py` describe the entry points of policies and filters. A package is imported only
+when a setting names its entry point.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ ENTRY_POINTS = "stratakv.tiers"
 
 @dataclass(frozen=True, slots=True)
 class TierRequest:
-    """The request to open a tier. `options` are the operator's, as text, unchecked."""
+    """A request to open a tier. `options` are the operator's texts, unchecked."""
 
     name: str
     layout: BlockLayout
@@ -49,8 +48,8 @@ def installed(group: str) -> list[str]:
 
 
 def find_entry(group: str, what: str, name: str, ours: Sequence[str]) -> EntryPoint:
-    """The entry point of this name; `what` (its kind) and `ours` (the built-in names) are for the
-    message. Raises TierConfigError where there is none, or several that differ."""
+    """The entry point `name` of a group. `what` (its kind) and `ours` (the built-in names) are for
+    messages. Raises TierConfigError for no entry point, or for several different ones."""
     found = list(entry_points(group=group, name=name))
     if not found:
         raise TierConfigError(
@@ -66,14 +65,14 @@ def find_entry(group: str, what: str, name: str, ours: Sequence[str]) -> EntryPo
 
 
 def open_tier(request: TierRequest) -> StoreTier:
-    """Open a tier by name. Raises TierConfigError with cause and cure, TierDown if it may pass."""
+    """Open a tier. Raises TierConfigError with cause and cure; TierDown if the cause may pass."""
     point = find_entry(ENTRY_POINTS, "tier", request.name, ("cpu", "ssd"))
     try:
         open_it: OpenTier = point.load()
         store = open_it(request)
     except TierConfigError:
         raise
-    except Exception as error:  # another package's code, at start: any error names it
+    except Exception as error:  # another package may raise any error; the message names it
         may_pass = isinstance(error, OSError) and lasting_cause(error) is None
         kind = TierDown if may_pass else TierConfigError
         raise kind(

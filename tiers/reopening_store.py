@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """ReopeningStore: a store that may be down at the start, and whose disk may vanish and return.
 
-    down ──it can be opened──► in use ──the disk is gone, or the folder──► closed ──► down
+    down ──opened──► in use ──the disk or the folder is gone──► closed ──► down
 
-While it is down every look-up is a miss and every block is refused. A thread tries to open it, soon
-at first and then ever more rarely. Only an existing store is opened again and no new one made:
-while the disk is not mounted, the folder of its mount is on another disk.
+While the store is down, every look-up is a miss and every block is refused. A thread tries to open
+the store, soon at first and then at growing intervals. After a loss of the disk the thread opens
+only an existing store: while the disk is not mounted, a new store would lie on another disk.
 
 A file that was open on a lost disk never works again, even when the disk is back, and writes to
 removed files are lost. So the thread checks whether the files of a `DiskStore` are still at their
-path, and after faults also whether they can be read; if not, it closes the store.
+path, and after faults also whether they can be read. If not, the thread closes the store.
 
-A disk that hangs may keep a thread of the store for longer than `close` waits; the store keeps its
-files and its lock for that time. They are closed as soon as the thread has ended: until then no
-process can open the store again.
+A disk that hangs may block a thread of the store for longer than `close` waits. The store's files
+stay open and its folder locked until that thread has ended, so no process can open the store again
+before that.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 LOOK_SECONDS = 1.0
-# Keys in `TierStats.errors`: times that the store could not be opened, and that its disk was gone.
+# Keys of `TierStats.errors`: the number of failed openings, and of losses of the disk.
 DOWN, GONE = "down", "disk gone"
-# Most dropped keys remembered while the store is down; with more, all its blocks are forgotten.
+# Limit of dropped keys remembered while the store is down; beyond it, all blocks are forgotten.
 MOST_DROPPED = 65536
 _CLOSE_SECONDS = 2.0  # for a store whose disk is gone: its writes cannot end
 _GAUGES = ("capacity_bytes", "used_bytes", "capacity_blocks", "blocks", "pinned_blocks",
@@ -49,9 +49,9 @@ _T = TypeVar("_T")
 
 
 class ReopeningStore(ForwardingStore):
-    """`opened` is the store if it is open already. `open_it` raises TierDown while it cannot be
-    opened; any other error at the first opening ends the attempts. Thread-safe. The seconds are for
-    tests."""
+    """A store that may be down. `opened` is the inner store, if it is open already. `open_it`
+    opens it, and raises TierDown while that is not possible. Any other error at the first opening
+    ends the attempts. Thread-safe. Only tests set the `..._seconds`."""
 
     @classmethod
     def wait_for(
@@ -84,11 +84,11 @@ class ReopeningStore(ForwardingStore):
         self._was_open = opened is not None
         self._is_over = opened is not None and not isinstance(opened, DiskStore)
         self._times_down = int(opened is None)
-        self._past = TierStats()  # counters of stores that lost their disk
-        self._hanging: list[DiskStore] = []  # the thread's own
+        self._past = TierStats()  # counters of inner stores that lost their disk
+        self._hanging: list[DiskStore] = []  # lost their disk; used by `_thread` only
         self._lock = threading.Lock()  # guards the fields below, and `inner`
-        self._is_cleared = False  # forget all earlier blocks when it opens
-        self._dropped: set[bytes] = set()  # forget these keys when it opens
+        self._is_cleared = False  # forget all earlier blocks when the store opens
+        self._dropped: set[bytes] = set()  # forget these keys when the store opens
         self._is_closed = False
         self._closing = threading.Event()
         self._thread = threading.Thread(
@@ -121,8 +121,8 @@ class ReopeningStore(ForwardingStore):
         return self._retry_after_reopen(lambda: self.inner.lease(keys, seconds))
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """See StoreTier. Applies to blocks of a store that is down too, when it opens; these are
-        not counted."""
+        """See StoreTier. A store that is down drops the blocks when it opens; the result does not
+        count them."""
         with self._lock:
             if self.inner is self._empty and not self._is_cleared:
                 self._dropped.update(keys)
@@ -131,14 +131,14 @@ class ReopeningStore(ForwardingStore):
             return self.inner.drop(keys)
 
     def clear(self) -> None:
-        """See StoreTier. Applies to blocks of a store that is down too, when it opens."""
+        """See StoreTier. A store that is down forgets its blocks when it opens."""
         with self._lock:
             self._is_cleared |= self.inner is self._empty
             self.inner.clear()
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
         """See StoreTier. False while the store is down and has blocks to forget."""
-        inner = self.inner  # once: it may be replaced meanwhile
+        inner = self.inner  # read once: the thread may replace it
         if inner is not self._empty:
             return inner.wait_forgotten(timeout_seconds)
         return not (self._is_cleared or self._dropped)
@@ -152,7 +152,7 @@ class ReopeningStore(ForwardingStore):
         return stats
 
     def close(self, timeout_seconds: float) -> None:
-        """See StoreTier. If an opening takes longer, the thread closes the store it opened."""
+        """See StoreTier. If an opening takes longer, the thread closes the store that it opened."""
         deadline = time.monotonic() + timeout_seconds
         self._closing.set()
         with self._lock:
@@ -162,7 +162,7 @@ class ReopeningStore(ForwardingStore):
         self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
 
     def _retry_after_reopen(self, call: Callable[[], _T]) -> _T:
-        """Call the store; if it was closed because another one took its place, call that one."""
+        """Run `call`, and once more if the inner store was closed and replaced meanwhile."""
         asked = self.inner
         try:
             return call()
@@ -218,7 +218,7 @@ class ReopeningStore(ForwardingStore):
             return self._open_it(False)
         except TierDown:
             raise
-        except TierConfigError as error:  # an empty mount point, or another disk: until it is back
+        except TierConfigError as error:  # an empty mount point or another disk: try again later
             raise TierDown(str(error)) from error
 
     def _take_over(self, store: StoreTier) -> None:
@@ -263,7 +263,7 @@ class ReopeningStore(ForwardingStore):
         self._end_hanging()
 
     def _end_hanging(self) -> None:
-        """Close given-up stores again, and forget those whose files are closed now."""
+        """Close the hanging stores again. Remove each store whose files are closed now."""
         for store in self._hanging:
             store.close(0.0)
         self._hanging = [store for store in self._hanging if store.has_open_files]
@@ -280,17 +280,17 @@ class DiskStore(StoreTier):
 
     @abstractmethod
     def not_yet_forgotten(self) -> tuple[list[bytes], bool]:
-        """Dropped keys that may still be on the disk, and whether to forget every block."""
+        """Dropped keys that may still be on the disk, and whether all blocks must be forgotten."""
 
     @property
     @abstractmethod
     def has_open_files(self) -> bool:
-        """Whether the store's files are open and its folder locked: until it is closed and the disk
-        holds none of its threads."""
+        """Whether the store's files are open and its folder is locked. They stay so until the store
+        is closed and none of its threads waits for the disk."""
 
 
 class EmptyStore(StoreTier):
-    """A store that is down: it has no blocks and refuses all."""
+    """Stands in for a store that is down: has no blocks and refuses every block."""
 
     is_up = False
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tag of a block: the engine that stores the block makes it, every tier keeps it with the
-block, and an engine that loads the block compares it.
+"""The tag of a block. The engine that stores the block makes the tag, every tier keeps the tag
+with the block, and an engine that loads the block checks it.
 
-    digest   xxh3-128(payload)                                          what lies here
-    tag      xxh3-128(name ‖ digest)                                    what was stored under a name
-    tag      HMAC-SHA256(tag key, name ‖ payload)[:16]                  with a tag key
+    digest   xxh3-128(payload)                                   identifies the bytes
+    tag      xxh3-128(name ‖ digest)                             binds the bytes to the block's name
+    tag      HMAC-SHA256(tag key, name ‖ payload)[:16]           the same, with a tag key
     name     "STRKVTAG" ‖ layout id (16) ‖ payload bytes u64 ‖ key (40)
 
-A tier keeps digest and tag together as the block's proof. It compares the digest whenever it moves
-the bytes, for which it needs neither the name nor a key; it never makes a tag for bytes that came
-with one. A tag without a key finds damage and mix-ups. A tag with a key can be made only with that
-key: neither by the server that keeps the block nor by another client of it.
+A tier keeps digest and tag together as the block's proof. Whenever it moves the bytes it compares
+the digest, which takes neither the name nor the tag key. It makes no new tag for a block that came
+with one. A tag without a tag key detects damage and mix-ups. A tag with a tag key can be made only
+by a holder of that key: not by the server that keeps the block, and not by its other clients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Proof(NamedTuple):
         return self.tag + self.digest
 
 
-# Proofs of a batch's blocks; None where a block did not come, or came without one.
+# One entry for each block of a batch; None for a missing block, or for a block without a proof.
 Proofs = Sequence[Proof | None]
 
 
@@ -65,40 +65,40 @@ class Tagger:
 
     @property
     def is_keyed(self) -> bool:
-        """Whether a tag is made from the bytes of its block, and not only from their digest."""
+        """Whether there is a tag key. Tags are then made from a block's bytes, not its digest."""
         return self._keyed is not None
 
     def join_names(self, keys: Sequence[bytes]) -> bytes:
-        """The names of blocks, of one length each, joined without separators."""
+        """The names of blocks, joined without separators. All names have the same length."""
         head = self._name_head
         return b"".join([head + key for key in keys])
 
     def tag(self, key: bytes, digest: bytes) -> bytes:
-        """The tag, without a tag key, of the block `key` whose bytes have this digest."""
+        """The tag of the block `key` whose bytes have this digest. Uses no tag key."""
         return xxhash.xxh3_128_digest(self._name_head + key + digest)
 
     def prove_all(self, keys: Sequence[bytes], digests: Sequence[bytes]) -> list[Proof]:
-        """The proofs, without a tag key, of blocks whose bytes have these digests."""
+        """The proofs of blocks whose bytes have these digests. Uses no tag key."""
         head, digest_of = self._name_head, xxhash.xxh3_128_digest
         pairs = zip(keys, digests, strict=True)
         return [Proof(digest_of(head + key + digest), digest) for key, digest in pairs]
 
     def create_hasher(self, key: bytes) -> Any:
-        """A hasher with `update`, for a payload that comes in parts, so that each part is hashed
-        while it is in the processor's cache; `finish_proof` takes the hasher."""
+        """A hasher for a payload that comes in parts. `update` hashes each part while it is in the
+        processor's cache; `finish_proof` then takes the hasher."""
         if self._keyed is None:
             return xxhash.xxh3_128()
         return _KeyedHasher(self._keyed, self._name_head + key)
 
     def finish_proof(self, key: bytes, hasher: Any) -> Proof:
-        """The proof of the payload passed to `hasher`, which is from `create_hasher(key)`."""
+        """The proof of the payload given to `hasher`, which `create_hasher(key)` has made."""
         digest = hasher.digest()
         if self._keyed is None:
             return Proof(self.tag(key, digest), digest)
         return Proof(hasher.tag(), digest)
 
     def prove(self, key: bytes, payload: Buffer) -> Proof:
-        """The proof of a whole block."""
+        """The proof of a block whose payload is in one piece."""
         if self._keyed is None:
             digest = payload_digest(payload)
             return Proof(self.tag(key, digest), digest)
@@ -108,7 +108,7 @@ class Tagger:
 
 
 class Hashed:
-    """A stand-in for a hasher whose bytes have been hashed already."""
+    """Passes a known digest to `finish_proof` in place of a hasher. Only without a tag key."""
 
     def __init__(self, digest: bytes) -> None:
         self._digest = digest
@@ -118,7 +118,7 @@ class Hashed:
 
 
 class _KeyedHasher:
-    """Digest and keyed tag in one pass."""
+    """Computes the digest and the tag with a tag key in one pass over the bytes."""
 
     def __init__(self, keyed: hmac.HMAC, name: bytes) -> None:
         self._tag = keyed.copy()

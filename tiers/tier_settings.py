@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the tiers: most fields are options too, each with its reader and its help.
+"""The settings of the tiers. Most fields are options too, each with its reader and its help.
 
-`settings/option.py` makes flags, environment variables and keys of files out of them, and
-`assemble.py` builds the tiers from them. A new option is a field here and the code that uses it.
+`settings/option.py` makes flags, environment variables and keys of configuration files from these
+options, and `assemble.py` builds the tiers. A new option needs a field here and code that uses it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REMOTE = "remote"  # the name of the tier of all cache servers
 PEER = "peer"  # the name of the tier of all other engines
 DURABILITIES = ("sync", "async")
 MAX_DISKS = 16
-# Later answers come after the prompt could have been computed.
+# An answer after this time is of no use: the engine could have computed the prompt meanwhile.
 MAX_LOOKUP_SECONDS = 60.0
 
 _policy = readers.one_of_these_or(POLICIES, known_policies)
@@ -39,7 +39,7 @@ _policy = readers.one_of_these_or(POLICIES, known_policies)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuSettings:
-    """The slab."""
+    """The settings of the slab, which options call the cpu tier."""
 
     policy: str = setting(
         DEFAULT_POLICY, _policy,
@@ -54,9 +54,10 @@ class CpuSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdSettings:
-    """The SSD tier. `path` may name several directories by commas, on a disk each, which then share
-    `capacity_bytes` evenly: see `paths`. `daily_bytes` bounds the writes of a day, except at
-    shutdown; the key in `mac_key_file` seals the records against other writers of the directory."""
+    """The settings of the SSD tier. `path` may be several directories with commas between them, one
+    on each disk (see `paths`); they share `capacity_bytes` evenly. `daily_bytes` bounds the bytes
+    written in a day, except at shutdown. The key in `mac_key_file` seals the records: the tier then
+    refuses records from other writers of the directory."""
 
     path: Path | None = setting(
         None, readers.path, "directory of the ssd tier, or of several disks by commas", "DIR",
@@ -102,7 +103,7 @@ class SsdSettings:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The directories, one for each disk; none without a path."""
+        """The directories, one for each disk; empty if `path` is None."""
         if self.path is None:
             return ()
         return tuple(Path(part.strip()).expanduser() for part in str(self.path).split(","))
@@ -113,8 +114,8 @@ class SsdSettings:
 
 
 def _check_apart(paths: Sequence[Path]) -> None:
-    """Raise ConfigError for too many directories, and for one that is given twice, lies in another,
-    or has no name."""
+    """Raise ConfigError for too many directories, and for a directory that is given twice, lies in
+    another one, or has no name."""
     if any(path == Path() for path in paths):
         raise ConfigError(
             "an ssd path between two commas is empty; name a directory or drop a comma"
@@ -135,13 +136,13 @@ def _check_apart(paths: Sequence[Path]) -> None:
                 )
 
 
-# Of a cache server: by default it writes all blocks that its slab loses.
+# The default of a cache server: its SSD tier takes every block that the slab evicts.
 SERVER_SSD = SsdSettings(admission="all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSettings:
-    """The files that a client presents and trusts."""
+    """A client's credentials: token, certificate and trusted authorities, in files."""
 
     THEM: ClassVar[str]  # the servers, as help texts name them
 
@@ -169,14 +170,14 @@ class ClientSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSettings(ClientSettings):
-    """The files for reading other engines' slabs."""
+    """The credential files for reading other engines' slabs."""
 
     THEM: ClassVar[str] = "other engines"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteTierSettings(ClientSettings):
-    """The files of the tier of cache servers, and the longest wait for an answer."""
+    """The credential files for cache servers, the tag key, and the longest wait for an answer."""
 
     THEM: ClassVar[str] = "cache servers"
 
@@ -193,7 +194,7 @@ class RemoteTierSettings(ClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """Access to this engine's slab, where it is served to other engines."""
+    """Access of other engines to this engine's slab, if the slab is served."""
 
     token_file: Path | None = setting(
         None, readers.path, "file of the token that other engines send", "FILE",
@@ -219,24 +220,24 @@ class ListenAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """The settings of all tiers from the slab down. Engines and adapters inherit it and define the
-    options of its fields. The ssd tier exists where it has a path."""
+    """The settings of all tiers from the slab down. Settings of engines and adapters inherit from
+    this class and define the options of its fields. There is an SSD tier if `ssd.path` is set."""
 
     cpu: CpuSettings = field(default_factory=CpuSettings)
     ssd: SsdSettings = field(default_factory=SsdSettings)
     remote: RemoteTierSettings = field(default_factory=RemoteTierSettings)
-    cache_servers: tuple[ServerAddress, ...] = ()  # one tier together, the last one
-    peer_addresses: tuple[ServerAddress, ...] = ()  # engines whose slabs are read, one tier too
+    cache_servers: tuple[ServerAddress, ...] = ()  # together one tier, the lowest
+    peer_addresses: tuple[ServerAddress, ...] = ()  # together one tier: the slabs of these engines
     peer: PeerSettings = field(default_factory=PeerSettings)
-    listen_address: ListenAddress | None = None  # where this engine's slab is served
+    listen_address: ListenAddress | None = None  # where other engines reach this engine's slab
     serve: ServeSettings = field(default_factory=ServeSettings)
     other_tiers: tuple[str, ...] = ()  # names of tiers that other packages bring
-    tier_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of those
-    require_tiers: bool = False  # refuse to start without one of the stores below the slab
+    tier_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by tier name
+    require_tiers: bool = False  # refuse to start while a store below the slab is down
     load: str = "auto"  # see connector/costs/economics.py
     faults: str = ""  # see tiers/testing/fault_plan.py
-    watermark: float = WATERMARK  # share of the slab that is written back ahead of evictions
-    read_seconds: float = READ_SECONDS  # for the blocks of one load
+    watermark: float = WATERMARK  # share of free slots below which write-back starts
+    read_seconds: float = READ_SECONDS  # the longest read of one load's blocks
     keeps_unwritten: bool = False  # evict no block before it is written
 
     @property
@@ -245,7 +246,7 @@ class TierSettings:
 
     @property
     def store_names(self) -> tuple[str, ...]:
-        """The tiers below the slab, the fastest first, as metrics and drills call them."""
+        """The names of the tiers below the slab, the fastest first; metrics and drills use them."""
         return (
             *("ssd",) * self.has_ssd,
             *self.other_tiers,

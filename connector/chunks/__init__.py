@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our tiers for another project's engine, which names its chunks and keeps its own pool.
+"""The tiers below another project's engine. That engine names its chunks and keeps its own pool.
 
 chunk_settings.py       the operator's settings, in that engine's configuration
 supported_versions.py   the versions of it that are supported

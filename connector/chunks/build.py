@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the tiers together that keep chunks of one size and one namespace, below any host.
+"""Builds the tiers for chunks of one size and one namespace, below any host.
 
-First it looks at the cache servers: a server that will never take these chunks stops the start, one
-that is down does not."""
+It asks the cache servers first: a server that refuses these chunks stops the start."""
 
 from __future__ import annotations
 
@@ -34,13 +33,13 @@ from .tiers import ChunkTiers, Limits
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 3.0
-# Fewer slots would have loads wait for one another, and stores for the disk.
+# With fewer slots, loads would wait for each other and stores for the disk.
 LEAST_SLOTS = 8
 
 
 def chunk_layout(chunk_bytes: int) -> BlockLayout:
-    """The layout of chunks of so many bytes. Only the host knows how their inside lies; the keys
-    name it. Raises ConfigError for a size that no block has."""
+    """The layout of chunks of `chunk_bytes`. Only the host knows the layout inside a chunk; the
+    keys depend on it. Raises ConfigError for an odd size."""
     if chunk_bytes < 2 or chunk_bytes % 2:
         raise ConfigError(
             f"a chunk has an even number of bytes, not {chunk_bytes}; what is compressed or packed "
@@ -59,8 +58,8 @@ def assemble(settings: TierSettings, layout: BlockLayout, namespace: bytes) -> A
 def open_chunk_tiers(
     settings: ChunkSettings, chunk_bytes: int, namespace: bytes, host: str, folder: str
 ) -> ChunkTiers:
-    """Open the tiers for chunks of one layout; `folder` is theirs below the directory of the ssd
-    tier. Raises ConfigError or TierConfigError for unusable settings; nothing stays open then."""
+    """Open the tiers for chunks of one layout. The SSD tier writes to `folder` in its directory.
+    Raises ConfigError or TierConfigError for unusable settings; nothing stays open then."""
     layout, above = chunk_layout(chunk_bytes), settings.ssd.paths
     if settings.cpu.capacity_bytes < LEAST_SLOTS * layout.slot_bytes:
         raise ConfigError(
@@ -91,8 +90,8 @@ def open_chunk_tiers(
 
 
 def _make_folders(paths: Sequence[Path], is_each_required: bool) -> None:
-    """Make the directories of the ssd tier. Raises ConfigError if none can be made, or if one that
-    is required cannot: an absent disk among several is waited for."""
+    """Make the directories of the ssd tier. Raises ConfigError if all fail, or if one fails and all
+    are required: otherwise an absent disk among several may come later."""
     refused = []
     for path in paths:
         try:
@@ -104,8 +103,8 @@ def _make_folders(paths: Sequence[Path], is_each_required: bool) -> None:
 
 
 def check_servers(settings: TierSettings, layout: BlockLayout) -> None:
-    """Ask each cache server about these chunks. Raises ConfigError if one refuses them for good, or
-    TierConfigError for credentials that cannot be read."""
+    """Ask each cache server whether it takes these chunks. Raises ConfigError if one refuses them
+    for good, TierConfigError for credentials that cannot be read."""
     addresses, credentials = settings.cache_servers, settings.remote.credentials()
     if not addresses:
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of tiers below another project's engine, read from its JSON object.
 
-The names are those of the engine's flags without `--kv-offload-`, with underscores. A host adds
-fields to `HostSettings` and defaults of its own: `Host`.
+A setting's name is StrataKV's flag without `--kv-offload-`, with underscores. A `Host` adds fields
+to `HostSettings`, and its own defaults.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class HostSettings(TierSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSettings(HostSettings):
-    """Settings of a host that waits for answers, with the time limits. A chunk that the host was
-    told is kept is written at once, not when room is short, and is not evicted before that."""
+    """Settings of a host that waits for answers, with time limits. A chunk that was reported as
+    kept is written at once, not when room is short, and is not evicted before it is written."""
 
     watermark: float = 1.0
     keeps_unwritten: bool = True
@@ -90,8 +90,8 @@ Settings = TypeVar("Settings", bound=HostSettings)
 
 @dataclass(frozen=True, slots=True)
 class Host(Generic[Settings]):
-    """An engine that the tiers may lie below: its settings and their defaults. `needs_store`: it
-    has memory of its own, so that a slab alone is of no use to it."""
+    """An engine above the tiers: its settings and their defaults. With `needs_store` the host has
+    its own memory for chunks, so the tiers must include SSD or cache servers."""
 
     name: str
     kind: type[Settings]
@@ -104,7 +104,7 @@ class Host(Generic[Settings]):
 
     def read(self, given: Mapping[str, Any]) -> Settings:
         """The settings in a JSON object of the host's configuration. Raises ConfigError, which
-        names the setting, for unknown ones and values that cannot work."""
+        names the setting, for unknown names and values that cannot work."""
         options = self.options
         for name in given:
             if name not in options:
@@ -147,7 +147,7 @@ MAX_LAYOUTS, MAX_CHUNK_BYTES = 16, 2**40
 
 def lmcache_config(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the value of `--l2-adapter` of LMCache's server with these settings. Raises
-    ConfigError for settings that it would refuse."""
+    ConfigError for settings that the adapter would refuse."""
     ours = {name: value for name, value in given.items() if name not in ("layouts", "chunk_bytes")}
     chunk_host("LMCache").read(ours)
     return {
@@ -159,7 +159,7 @@ def lmcache_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sglang_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of `--hicache-storage-backend-extra-config` of SGLang for its back end
+    """Return the value of SGLang's `--hicache-storage-backend-extra-config` for its back end
     `dynamic`, with these settings. Raises ConfigError."""
     chunk_host("SGLang").read(given)
     return {
@@ -172,7 +172,7 @@ def sglang_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chunk_host(name: str) -> Host[ChunkSettings]:
-    """A host that hands down the chunks it has no room for, each once. The host found each worth
-    keeping, so every chunk is admitted."""
+    """A host that gives the tiers each chunk it has no room for, once. The tiers admit every chunk,
+    because the host has chosen it already."""
     defaults = {"cpu_bytes": "1GiB", "cpu_policy": "lru", "ssd_admission": "all"}
     return Host(name, ChunkSettings, defaults, needs_store=True)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks whose load has failed: for a while they are not found, unless they are stored anew.
+"""Chunks whose load has failed. Look-ups miss them for a while, unless they are stored again.
 
-A host asks again at once for chunks that it was told are there, so without this it would try for
-ever to load a chunk that never comes.
+Without this record a host would find such a chunk again at once and try to load it for ever.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ MAX_FORGOTTEN = 65536
 
 
 class FailedChunks:
-    """The keys of such chunks. The owner's lock is held for every call. `version` changes with each
-    call that adds some."""
+    """The keys of these chunks. The caller holds its lock. `version` changes with each `add`."""
 
     def __init__(self) -> None:
         self.version = 0

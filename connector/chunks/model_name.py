@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The name of the model that a host computes with: a digest of every byte of its files.
+"""The name of a host's model: a digest of every byte of the model's files.
 
     name = "sha256:" | SHA-256( canonical CBOR of [file name, digest] of each file )
 
-The files are those of the directory that the host was given, or of the Hub's cache. A host may read
-any of them, so all of them count but for hidden ones and pages of text. A host's own settings that
-change numbers stand beside the name (`settings_text`).
+The files lie in the directory that the host was given, or in the Hub's cache. A host may read any
+of them, so all count except hidden files and pages of text. `settings_text` covers the host's
+settings that change the numbers in a cache.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class HostModel(NamedTuple):
 
     name: str  # a directory, a file, an id on the Hub, or an address elsewhere
     revision: str = ""  # on the Hub
-    cache_folder: str | None = None  # of the Hub's files, where it is not the usual one
+    cache_folder: str | None = None  # of the Hub's files, if not the usual one
 
 
 class ModelName(NamedTuple):
     """The name of a model in the identity of its blocks."""
 
     text: str
-    files: tuple[FileDigest, ...]  # as they were when they were hashed
-    unseen: str = ""  # why its bytes are unknown, so that the host's name stands for them
+    files: tuple[FileDigest, ...]  # as hashed
+    unseen: str = ""  # why the files could not be hashed; `text` is then the host's name
 
     @property
     def is_unchanged(self) -> bool:
@@ -60,7 +60,7 @@ class ModelName(NamedTuple):
 def name_model(
     model: HostModel, progress: Progress | None = None, cache: DigestCache | None = None
 ) -> ModelName:
-    """Hash the files of a model. Raises ConfigError for one that cannot be read."""
+    """Hash the files of a model. Raises ConfigError for a file that cannot be read."""
     path = _path_of(model)
     files = [] if path is None else _files(path)
     if not any(file.suffix in WEIGHTS for file in files):
@@ -73,8 +73,8 @@ def name_model(
 
 
 def warn_of_unseen(host: str, model: HostModel, name: ModelName, revision: str | None) -> None:
-    """Warn at the start about a model that only the host's name identifies, unless `revision` of
-    our settings tells its weights apart."""
+    """Warn at the start if only the host's name identifies the model, unless the setting `revision`
+    identifies its weights."""
     if name.unseen and not revision:
         log.warning(
             "StrataKV below %s names the blocks of %s by that name, not by its bytes: %s. Set "
@@ -87,13 +87,13 @@ def warn_of_unseen(host: str, model: HostModel, name: ModelName, revision: str |
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
-    """The host's settings that change numbers, as 64 hexadecimal digits, equal in each process."""
+    """A digest of the host's settings that change numbers, 64 hexadecimal digits."""
     text = json.dumps(settings, sort_keys=True, separators=(",", ":"), default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
-    """Replace a value that JSON has no form for by its fields or its kind, never by its address."""
+    """Replace a value that JSON cannot hold by its fields or its type, never by its address."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, set | frozenset):
@@ -116,7 +116,7 @@ def _path_of(model: HostModel) -> Path | None:
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        # A host's name of a quantised file in a repository is `org/model:kind`.
+        # A host names a quantised file in a repository `org/model:kind`.
         found = try_to_load_from_cache(
             model.name.partition(":")[0],
             _CONFIG,
@@ -129,7 +129,7 @@ def _path_of(model: HostModel) -> Path | None:
 
 
 def _files(path: Path) -> list[Path]:
-    """All files that may count, sorted by name."""
+    """All files of the model except hidden ones and pages of text, sorted by name."""
     if path.is_file():
         return [path]
     try:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common base of the engines' tiers: the thread that drives the hierarchy, the copies between
-its memory and the slab, and an orderly end.
+"""The common base of tiers below other engines: the thread that drives the hierarchy, the copies
+between the host's memory and the slab, and an orderly end.
 
     store   host's bytes ──digest, copy──► slot of the slab ──► SSD, cache servers
     load    SSD, cache servers ──► slot of the slab ──copy, digest──► host's bytes
 
-A subclass decides which jobs there are, and when each is begun: one host's scheduler must not wait
-for anything and has its tickets made in the call (`vllm/tier_transfers.py`), another's stores wait
-for room and its answers are futures (`tiers.py`).
+A subclass defines the jobs and begins them. vLLM's scheduler must not wait, so
+`vllm/tier_transfers.py` makes its tickets in the call. In `tiers.py` stores wait for room and
+answers are futures.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from .failed import FailedChunks
 
 log = logging.getLogger(__name__)
 
-# Work that is due by the clock has its alarm in the hierarchy; a missed alarm costs this.
+# The hierarchy sets an alarm for work that is due at a time; a missed alarm costs this delay.
 LOOK_SECONDS = 0.25
 CLOSE_SECONDS = 2.0
 # Threads that copy one load, and the least bytes for each of them.
 COPY_THREADS = 2
 SHARE_BYTES = 8 * 1024**2
 
-# The bytes of one chunk where the host has them, in order.
+# The bytes of one chunk in the host's memory, in order.
 Parts = Sequence[memoryview]
 
 
 class Assembly(NamedTuple):
-    """Tiers put together. `wakeup` is set when the hierarchy may have work to do."""
+    """The built tiers. `wakeup` is set when the hierarchy may have work to do."""
 
     hierarchy: Hierarchy
     slab: CpuSlab
@@ -51,7 +51,7 @@ class Assembly(NamedTuple):
 
 
 class _Arrived(NamedTuple):
-    """A chunk that is in the slab, and the host's memory that its bytes go to."""
+    """A chunk in the slab, and the host's memory for its bytes."""
 
     key: bytes
     slot: int
@@ -60,22 +60,22 @@ class _Arrived(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """The result of a load: the chunks that have not come, and those with wrong bytes."""
+    """The result of a load: keys of the chunks that have not come and of those with wrong bytes."""
 
     missing: list[bytes]
     damaged: list[bytes]
 
 
 class ChunkMover(ABC):
-    """Takes over the assembly. `lock` guards hierarchy, `failed` and jobs; held for work in memory
-    only, never during a copy. After the thread fails, every chunk is a miss."""
+    """Takes over the assembly. `lock` guards the hierarchy, `failed` and the jobs; it is held for
+    short work in memory, never during a copy. After the thread fails, every chunk is a miss."""
 
     THREAD: ClassVar[str]
     THEN: ClassVar[str]  # the fate of all chunks once the thread has failed
 
     def __init__(self, assembly: Assembly, failed: FailedChunks) -> None:
         self.lock = threading.Lock()
-        self.damaged = 0  # chunks whose bytes in the slab were not those that were stored
+        self.damaged = 0  # chunks whose bytes in the slab had changed
         self.is_broken = False
         self._hierarchy, self._slab, self._tagger, self._wakeup = assembly
         self._failed = failed
@@ -84,7 +84,7 @@ class ChunkMover(ABC):
         self._helpers = ThreadPoolExecutor(COPY_THREADS - 1, thread_name_prefix=self.THREAD)
 
     def close(self, seconds: float) -> None:
-        """Fail waiting jobs, write what stores lack within the time, release all. Idempotent."""
+        """Fail waiting jobs, write unwritten chunks within the time, release all. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -106,12 +106,12 @@ class ChunkMover(ABC):
 
     @abstractmethod
     def _turn(self) -> bool:
-        """Do the work that is due, with one copy at most. Return False if there was none. Called by
-        the thread, without the lock."""
+        """Do due work, one copy at most; False without any. The thread calls it without the
+        lock."""
 
     @abstractmethod
     def _give_back(self) -> None:
-        """End the tickets of all jobs, none of which is being copied."""
+        """End the tickets of all jobs. No copy runs."""
 
     @abstractmethod
     def _end_jobs(self) -> None:
@@ -145,7 +145,8 @@ class ChunkMover(ABC):
     def _copy_out(
         self, ticket: LoadTicket, proofs: Sequence[Proof | None], chunks: Iterable[Parts]
     ) -> Copied:
-        """Copy the chunks that came, and compare the host's bytes. A late chunk has no slot."""
+        """Copy the chunks that came, and check the host's bytes. Chunks without slots are
+        missing."""
         copied = Copied([], [])
         wanted = []
         for key, slot, proof, parts in zip(ticket.keys, ticket.slots, proofs, chunks, strict=True):
@@ -153,7 +154,7 @@ class ChunkMover(ABC):
                 copied.missing.append(key)
             else:
                 wanted.append(_Arrived(key, slot, proof, parts))
-        # A host waits for these bytes, and one thread alone does not use the memory's whole speed.
+        # The host waits for these bytes, and a single thread cannot use the full memory bandwidth.
         num_shares = min(COPY_THREADS, len(wanted) * self._hierarchy.block_bytes // SHARE_BYTES)
         if num_shares < 2:
             copied.damaged.extend(self._bring_some(wanted))
@@ -163,14 +164,14 @@ class ChunkMover(ABC):
         try:
             copied.damaged.extend(self._bring_some(shares[0]))
         finally:
-            # A load that fails has ended for the host, which may reuse its memory.
+            # After an error the host may reuse its memory, so no copy may still run.
             wait(others)
         for other in others:
             copied.damaged.extend(other.result())
         return copied
 
     def _bring_some(self, arrived: Iterable[_Arrived]) -> list[bytes]:
-        """Copy these chunks. Return the keys of those whose bytes are not the stored ones."""
+        """Copy these chunks. Return the keys of chunks whose bytes do not match their digests."""
         damaged = []
         for key, slot, proof, parts in arrived:
             source, at = self._slab.buffer(slot), 0
@@ -184,7 +185,7 @@ class ChunkMover(ABC):
         return damaged
 
     def _end_load(self, ticket: LoadTicket, copied: Copied) -> None:
-        """End a load whose chunks the host has now. Called under the lock."""
+        """End a load after its copy. Called under the lock."""
         self._hierarchy.end_load(ticket)
         damaged = copied.damaged
         if damaged:
@@ -212,5 +213,5 @@ class ChunkMover(ABC):
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
-    """Copy bytes without the interpreter's lock, which an assignment of slices would hold."""
+    """Copy bytes without the interpreter's lock; a slice assignment would hold it."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of a host that an adapter was made for."""
+"""The versions of a host that an adapter supports."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Supported:
-    """The supported versions of `host`, from `oldest` on and below `before`. `text`, if any,
-    replaces that range in a message."""
+    """The supported versions of `host`, from `oldest` up to but not including `before`. `text`, if
+    any, replaces this range in messages."""
 
     host: str
     package: str
@@ -30,7 +30,7 @@ class Supported:
         return self.require_version(importlib.metadata.version(self.package))
 
     def require_version(self, text: str) -> Version:
-        """The version in `text`, as the package reports it. Raises ConfigError as above."""
+        """The version in `text`, as the package reports it. Raises ConfigError if unsupported."""
         match = _VERSION.match(text)
         version = (int(match[1]), int(match[2]), int(match[3] or 0)) if match else (0, 0, 0)
         if not self.oldest <= version < self.before:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks of one size under 40-byte keys: stored, looked up and loaded on behalf of another engine.
 
-Every call returns at once with a future, which ends within `Limits`. The host's bytes are touched
-only between the call and that end. One thread does all the work; only it uses the hierarchy.
+Every call returns a future at once; the future ends within `Limits`. The host's bytes are read or
+written only until then. One thread does all the work; no other uses the hierarchy.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ...tiers.tag import Proof
 from .failed import FailedChunks
 from .mover import LOOK_SECONDS, Assembly, ChunkMover, Parts
 
-# Jobs have no alarm in the hierarchy.
+# Longest sleep while jobs wait: the hierarchy sets no alarm for their time limits.
 BUSY_SECONDS = 0.02
-# Jobs that wait; more are refused at once.
+# Most waiting jobs of a kind; further ones are refused at once.
 MAX_JOBS = 4096
-# A part of the slab for one store at a time, and for all loads together.
+# One store at a time may use 1/8 of the slab, and all loads together 1/2.
 STORE_SHARE, LOAD_SHARE = 8, 2
 
 
@@ -61,7 +61,7 @@ class _Piece(NamedTuple):
 
 
 class ChunkTiers(ChunkMover):
-    """Chunks of as many bytes as the blocks of the hierarchy. Thread-safe."""
+    """The tiers for chunks of the size of the hierarchy's blocks. Thread-safe."""
 
     THREAD, THEN = "stratakv-chunks", "a miss"
 
@@ -72,25 +72,25 @@ class ChunkTiers(ChunkMover):
         self.refused = 0  # chunks that no tier took
         self._stores: deque[_Job] = deque()
         self._lookups: deque[_Job] = deque()
-        self._loads: deque[_Job] = deque()  # that have not begun all their keys
+        self._loads: deque[_Job] = deque()  # jobs with keys that have not begun
         self._orders: deque[Callable[[], object]] = deque()
         self._pieces: list[_Piece] = []
-        self._ended: list[_Job] = []  # whose futures are still to be resolved
+        self._ended: list[_Job] = []  # jobs whose futures are to be resolved
         self._copying: _Job | None = None
         self._num_loading = 0  # chunks of pieces
         self._thread.start()
 
     def store(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:
-        """Store chunks. Return for each whether it is kept; it may be evicted later."""
+        """Store chunks. The future says which chunks are kept; they may be evicted later."""
         self._check_chunk_sizes(keys, chunks)
         return self._queue(self._stores, keys, chunks, self.limits.store_seconds)
 
     def lookup(self, keys: Sequence[bytes]) -> Future[list[bool]]:
-        """Look up chunks. Return for each whether some tier has it."""
+        """Look up chunks. The future says for each chunk whether a tier has it."""
         return self._queue(self._lookups, keys, (), self.limits.lookup_seconds)
 
     def load(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:
-        """Load chunks. Return whether each is here now; bytes of others are undefined."""
+        """Load chunks. The future says which chunks came; bytes of others are undefined."""
         self._check_chunk_sizes(keys, chunks)
         return self._queue(self._loads, keys, chunks, self.limits.read_seconds)
 
@@ -160,7 +160,7 @@ class ChunkTiers(ChunkMover):
         return has_ended or piece is not None
 
     def _poll_lookup(self, job: _Job) -> bool:
-        """Answer a look-up as far as is known. True if the answer is final."""
+        """Update the answers of a look-up. True if they are final."""
         keys = job.keys
         if not job.begun:
             job.begun = len(keys)
@@ -228,7 +228,7 @@ class ChunkTiers(ChunkMover):
         size = max(1, self._slab.num_slots // STORE_SHARE)
         keys = job.keys[job.begun : job.begun + size]
         with self.lock:
-            # The other half is for loads, which would evict chunks that are not written yet.
+            # The other half of the slab is for loads, which cannot evict unwritten chunks.
             room = self._slab.num_slots // 2 - self._hierarchy.num_unwritten
             is_late = time.monotonic() >= job.deadline
             if room < len(keys) and not is_late:

@@ -14,16 +14,15 @@ from .economics import Economics
 
 log = logging.getLogger(__name__)
 
-COPIES = 3  # the quickest counts: other work of the machine only adds time
-COPY_BYTES = 32 * 1024**2  # of each: more than caches hold
-# Smaller reads say nothing about a disk's speed.
+COPIES = 3  # the quickest counts, because other work of the machine only adds time
+COPY_BYTES = 32 * 1024**2  # a copy; more than caches hold
+# Smaller reads do not show a disk's speed.
 LEAST_READ_BYTES = 2 * 1024**2
 _TYPICAL_PROMPT = 1024  # tokens
 
 
 class Calibration(TierEstimates):
-    """Times loads of one connector before its first request, so that the choice for that request
-    also rests on measured rates.
+    """Times loads before the first request, so that the first choice has measured rates already.
 
         stores   each reads some of its blocks and discards them
         slab     empty slots are copied to unused blocks of the pool
@@ -59,7 +58,7 @@ class Calibration(TierEstimates):
         return [store.name for store in self._hierarchy.stores if not store.is_up]
 
     def pop_calibration_job(self, output: ConnectorWorkerOutput) -> int:
-        """Remove the trial's job from the jobs that have ended. Return the number removed."""
+        """Remove the calibration's job from the ended jobs. Return the number removed."""
         job = self.job
         if job is None:
             return 0
@@ -70,7 +69,7 @@ class Calibration(TierEstimates):
         else:
             return 0
         self.job = None
-        # If other loads ended too, the time of a single one is not known.
+        # If other loads ended too, the time of this one is not known.
         if not (output.finished_loads or output.failed_loads):
             if ids is output.finished_loads:
                 self._learn(len(job.slots) * self._hierarchy.block_bytes, output.load_copy_seconds)
@@ -78,7 +77,7 @@ class Calibration(TierEstimates):
         return 1
 
     def _read_stores(self, seconds: float) -> None:
-        """Measure each store for its part of `seconds`, one after the other."""
+        """Measure the stores one after the other; each has an equal share of `seconds`."""
         stores = self._hierarchy.stores
         for store in stores:
             try:
@@ -92,14 +91,14 @@ class Calibration(TierEstimates):
         num_slots = self._hierarchy.num_slots
         most = max(1, COPY_BYTES // self._hierarchy.block_bytes)
         num_blocks = min(len(block_ids), num_slots, most)
-        # Other memory each time, or caches would answer.
+        # Each copy reads other memory, because caches would make a repeated copy quicker.
         start = self._num_copies * num_blocks
         places = range(start, start + num_blocks)
         self._num_copies += 1
         return CopyJob(
             next(self._job_ids),
             [block_ids[place % len(block_ids)] for place in places],
-            # Backwards: blocks of a request are seldom neighbours on both sides.
+            # Backwards, because neighbours in the pool are seldom neighbours in the slab.
             [place % num_slots for place in reversed(places)],
         )
 

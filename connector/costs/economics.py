@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load, recompute, or overlap the two: blocks of a prompt are loaded from the tiers only as far as
-that is quicker than computing them.
+"""The choice to load blocks of a prompt from the tiers, to compute them, or to do both at once.
 
     load       wait for the blocks, then compute what follows them
     recompute  compute everything
     overlap    compute from the front while blocks are loaded from the back, until they meet; only
-               where no other request computes, since in a busy engine others compute meanwhile.
-               Several requests with overlapped loads share the computing
+               if no other request computes. Several requests with overlapped loads share the engine
 
-A load ends at a change of tier: at the one where it saves most seconds, if any saves some. The
-computing of other requests before a request's turn hides as many seconds of its load. Near
-break-even the last choice for as many blocks from the same tier stands. A tier that was too slow is
-probed: every `PROBE_EVERY`-th request that could have used it loads a few blocks more, to notice a
-tier that is quick again. All seconds are estimates; requests, keys and tickets do not appear here.
+A load ends where the tier of the blocks changes, or at the last block: at the end that saves most
+seconds, and there is no load if none saves any. Seconds of a load cost nothing while the engine
+computes other requests first. Near break-even the last choice for about as many blocks from the
+same tier is repeated. Every `PROBE_EVERY`-th plan that declines blocks loads some of them, to
+notice a tier that is quick again. All seconds are estimates; requests, keys and tickets do not
+appear here.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from .rates import LinkRate, PrefillRate
 log = logging.getLogger(__name__)
 
 
-# Assumed until measured: seconds of a transfer, however small, and bytes a second.
-SLAB_PRIOR = (1e-3, 4e9)  # a waiting request also pays for a step or two
+# Assumed until measured: fixed seconds of a transfer, and bytes a second.
+SLAB_PRIOR = (1e-3, 4e9)  # includes a step or two of waiting
 STORE_PRIOR = (2e-3, 1e9)
-# How much dearer loading may get before it is given up, and how much cheaper before it is resumed.
+# Seconds of loading for each second of computing: loading stops above STAY, resumes below RETURN.
 STAY, RETURN = 1.15, 0.85
 PROBE_EVERY = 16  # requests
 PROBE_BLOCKS = 16
-# A load is never given up earlier: threads are late by as much on a busy machine.
+# A load is never given up earlier, because threads of a busy machine may be this late.
 GRACE_SECONDS = 0.01
 # Limit on the wait while the cost of computing is not measured.
 UNMEASURED_SECONDS = 0.5
-# Loading and computing take so many parts each until they meet; so many pieces are read at once.
+# Parts in which an overlap loads and computes, and the pieces that are read at once.
 OVERLAP_PARTS = 4
 PIECES_AT_ONCE = 2
-# An overlap has to beat the better of the two by this factor. A prompt computed in such parts takes
+# An overlap has to beat both loading and computing by this factor. A prompt computed in parts takes
 # up to a fifth longer than in one (measured with the embedded model, 1,000 tokens).
 OVERLAP_MARGIN = 1.25
-# Changes of tier within one prefix that are looked at one by one.
+# With more runs of blocks in one tier, a load takes the whole prefix or nothing.
 MAX_RUNS = 8
 _BREAK_EVEN_LIMIT = 2**20  # tokens
 
@@ -65,8 +64,8 @@ class Choice(Enum):
 
 
 class Plan(NamedTuple):
-    """The leading blocks to load. `compute_blocks`, if any, is about the number of them that will
-    have been computed before the two meet."""
+    """The number of leading blocks to load. For an overlapped load, about `compute_blocks` of them
+    will be computed before the frontiers meet; 0 for a blocking load."""
 
     num_blocks: int
     compute_blocks: int = 0
@@ -83,8 +82,8 @@ NOTHING = Plan(0)
 
 
 class Economics:
-    """The estimates and choices for one hierarchy, whose positions have these `parts`. The part
-    that runs steps records to `prefill`."""
+    """The estimates and choices for one hierarchy, whose positions have these `parts`. The engine
+    records the cost of its steps in `prefill`."""
 
     def __init__(
         self,
@@ -106,7 +105,7 @@ class Economics:
         self._loaded_last: dict[tuple[str, int], bool] = {}  # by last tier and log2 of the blocks
         self._declined = 0  # plans since the last probe
         self.probes = 0
-        self.declined_tokens: Counter[str] = Counter()  # by tier, computed though it had them
+        self.declined_tokens: Counter[str] = Counter()  # computed although the tier had them
 
     def plan_loads(
         self,
@@ -119,10 +118,10 @@ class Economics:
         decides: bool = False,
     ) -> Plan:
         """The plan for blocks that lie in `tiers`, the first one at `first_token`. `num_sharing`
-        requests, this one included, would share the engine if its load was overlapped; 0: others
-        compute. `num_queued_tokens` of others are computed before it. `num_read_ahead` counts the
-        `queued` blocks that are these. `decides`: the request will follow the plan, and the choice
-        is remembered; else the call changes nothing."""
+        requests, this one included, would share the engine if the load was overlapped; 0 forbids
+        overlap. The engine computes `num_queued_tokens` of other requests first. `num_read_ahead`
+        counts the request's own blocks in `queued`. With `decides` the request follows the plan,
+        and the choice is remembered; otherwise the call changes nothing."""
         hidden = self._queue_seconds(num_queued_tokens)
         plan = self._best_plan(first_token, tiers, num_sharing, hidden, num_read_ahead)
         if not decides or self.choice is not Choice.AUTO or self.prefill.seconds_per_token is None:
@@ -143,8 +142,8 @@ class Economics:
     def max_wait_seconds(
         self, first_token: int, num_blocks: int, *, num_queued_tokens: int = 0
     ) -> float | None:
-        """The most seconds to wait for blocks: the time to compute them and what is queued before
-        them. None: no limit."""
+        """The most seconds to wait for blocks: the time to compute them and the queued tokens, or
+        None."""
         if self.choice is not Choice.AUTO:
             return None
         compute = self._compute(first_token, num_blocks)
@@ -216,9 +215,9 @@ class Economics:
         tier: str,
         hidden: float,
     ) -> float | None:
-        """Seconds that loading the blocks up to `end`, the last one from `tier`, saves of computing
-        them, if `hidden` seconds of the load delay no request. None if loading does not pay; near
-        break-even the saving may be slightly negative."""
+        """Seconds that loading the blocks up to `end` saves against computing them; `tier` has the
+        last one. The first `hidden` seconds of the load are free. None if loading does not pay;
+        near break-even the saving may be slightly negative."""
         compute = self._compute(first_token, end) or 0.0
         load = max(0.0, self._estimate_load(runs, queued, 0, end) - hidden)
         stays = self._loaded_last.get((tier, end.bit_length()), True)
@@ -237,7 +236,7 @@ class Economics:
     ) -> tuple[int, float]:
         """The number of blocks computed when the frontiers meet, and the seconds until then."""
         low, high = 0, num_blocks
-        # Each piece pays the fixed part of its links again.
+        # Each piece costs the fixed seconds of its links again.
         more = self._estimate_load(runs, queued, 0, 1) * (OVERLAP_PARTS / PIECES_AT_ONCE - 1)
         while low < high:
             middle = (low + high) // 2
@@ -256,7 +255,7 @@ class Economics:
     def _estimate_load(
         self, runs: Sequence[Run], queued: Mapping[str, int], start: int, end: int
     ) -> float:
-        """Seconds to load the blocks from `start` to `end`: all stores at once, then the copy."""
+        """Seconds to load blocks `start` to `end`: all stores read in parallel, then the copy."""
         blocks: dict[str, int] = {}
         for tier, count in _between(runs, start, end):
             blocks[tier] = blocks.get(tier, 0) + count

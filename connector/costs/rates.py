@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moving estimates of the time to compute a prompt and to move its blocks.
 
-Both learn from new samples and forget old ones: a rate is that of the last steps or loads, not that
-of the whole run.
+New samples outweigh old ones, so an estimate shows the latest steps or loads.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from ...tiers.hierarchy.promotions import LoadTicket
 
 MEMORY_STEPS = 32
 _KEPT = 1.0 - 1.0 / MEMORY_STEPS  # share of the earlier sums that stays when a step is added
-# Steps whose tokens had all about the same context say little of what context costs. At this
-# spread, a share of the square of the mean, half of the slope that they show is believed.
+# Steps with nearly equal contexts show little of the cost of context. If the variance of the
+# positions is this share of their squared mean, the slope counts half.
 _SPREAD = 0.01
-_LEAST_FREE_SHARE = 0.1  # of a token's price that does not depend on its context
+_LEAST_FREE_SHARE = 0.1  # least share of a token's price that does not depend on its context
 
 # The share by which an estimate of a link moves towards a sample, in logarithms. At 0.3 one outlier
 # of 100 times the usual makes the estimate four times as large, and five samples undo it.
@@ -34,11 +33,11 @@ _LEAST_SECONDS = 1e-6
 class _Watched:
     ticket: LoadTicket
     began: float
-    indices: dict[str, list[int]]  # blocks to come, by store
-    num_read: dict[str, int]  # those of them that no earlier load reads
-    num_bytes: dict[str, int]  # of `num_read` and of what was on its way before, by store
+    indices: dict[str, list[int]]  # indices of blocks to come, by store
+    num_read: dict[str, int]  # number of them that no earlier load reads
+    num_bytes: dict[str, int]  # of `num_read` and of blocks already on their way, by store
     joined: _Watched | None  # the load that first began to read a block of this one
-    let_go: bool = False  # to be ended when its reads have ended
+    let_go: bool = False  # ended when its reads have ended
 
 
 class ReadTimes:
@@ -58,8 +57,8 @@ class ReadTimes:
         self._links = {name: links[name] for name in hierarchy.tiers[1:]}
         self._block_bytes = hierarchy.block_bytes
         self._clock = clock
-        self.watched: dict[int, _Watched] = {}  # under way, by id of the ticket; not to be changed
-        self._reader_of: dict[bytes, _Watched] = {}  # the first one that waited for a key
+        self.watched: dict[int, _Watched] = {}  # under way, by id of the ticket
+        self._reader_of: dict[bytes, _Watched] = {}  # the first load that waited for a key
         self._looked = clock()  # when `record_ended_loads` last ran
         self.queued: Counter[str] = Counter()  # blocks on their way, by store
 
@@ -98,7 +97,7 @@ class ReadTimes:
         self.queued.update(num_read)
 
     def let_go(self, ticket: LoadTicket) -> None:
-        """Stop waiting for this load: end it, now or when its reads have ended."""
+        """End this load, now or when its reads have ended."""
         watched = self.watched.get(id(ticket))
         if watched is None or not ticket.waiting:
             self._hierarchy.end_load(ticket)
@@ -113,7 +112,7 @@ class ReadTimes:
         for watched in [w for w in self.watched.values() if not w.ticket.waiting]:
             self._remove_watched(watched)
             if watched.joined is None:
-                # The load was still under way at the last look.
+                # At `_looked` the load was still under way.
                 self._learn(watched, self._looked - watched.began, now - watched.began)
             if watched.let_go:
                 self._hierarchy.end_load(watched.ticket)
@@ -125,7 +124,7 @@ class ReadTimes:
             came = all(slots[index] is not None for index in indices)
             self._links[tier].record_transfer(
                 watched.num_bytes[tier],
-                # With several stores, any of them may be the one that is still to come.
+                # With several stores, it is not known which of them is late.
                 at_least if len(watched.indices) == 1 else 0.0,
                 at_most if came else math.inf,
             )
@@ -152,7 +151,7 @@ class PrefillRate:
         self._tokens = 0.0
         self._seconds = 0.0
         self._positions = 0.0
-        self._positions_squared = 0.0  # of the mean position of a step, times its tokens
+        self._positions_squared = 0.0  # squared mean position of a step, times its tokens
         self._seconds_by_position = 0.0
 
     @property
@@ -161,8 +160,8 @@ class PrefillRate:
         return self._seconds / self._tokens if self._tokens else None
 
     def record_prefill(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
-        """Record that computing `num_tokens` took `seconds`. `num_context_tokens` are the positions
-        before them, summed over these tokens."""
+        """Record that `num_tokens` took `seconds`. `num_context_tokens` is the sum of their
+        positions."""
         mean = num_context_tokens / num_tokens
         self._tokens = self._tokens * _KEPT + num_tokens
         self._seconds = self._seconds * _KEPT + seconds
@@ -195,29 +194,28 @@ class PrefillRate:
 class LinkRate:
     """Seconds of moving bytes: a fixed part and a part for each byte, both learned.
 
-    A sample is a span in which a transfer ended, since transfers are polled between two steps. An
-    estimate inside the span stays as it is; one outside moves towards it by a share of the distance
-    in logarithms, so that a link that becomes 100 times slower is detected in as many samples as
-    one that becomes as much faster. The part that makes up most of the estimate moves most: small
-    transfers teach the fixed part, large ones the part for each byte.
+    Transfers are polled between steps, so a sample is a span of time in which a transfer ended. An
+    estimate inside the span does not change. An estimate outside moves towards the span by a share
+    of the distance in logarithms: a link 100 times slower is noticed as soon as one 100 times
+    faster. Small transfers mostly change the fixed part, large ones the part for each byte.
     """
 
     def __init__(self, fixed_seconds: float, bytes_per_second: float) -> None:
         self.fixed_seconds = fixed_seconds
         self.seconds_per_byte = 1.0 / bytes_per_second
-        self.is_measured = False  # False while the rates are those assumed
+        self.is_measured = False  # False while the rates are assumed
 
     def estimate_transfer(self, num_bytes: float) -> float:
         return self.fixed_seconds + num_bytes * self.seconds_per_byte
 
     def believe(self, num_bytes: float, seconds: float) -> None:
-        """Take over the rate of a trial, in which `num_bytes`, large beside the fixed part, took
-        `seconds`. The fixed part stays, since a trial waits for no step of an engine."""
+        """Take over the rate of a trial that moved `num_bytes` in `seconds`. The trial is large
+        beside the fixed part, which stays: a trial waits for no step of an engine."""
         self.is_measured = True
         self.seconds_per_byte = max(_LEAST_SECONDS, seconds) / num_bytes
 
     def record_transfer(self, num_bytes: float, at_least: float, at_most: float = math.inf) -> None:
-        """Record that moving `num_bytes` took a time between the two limits."""
+        """Record that moving `num_bytes` took between `at_least` and `at_most` seconds."""
         self.is_measured = True
         expected = self.estimate_transfer(num_bytes)
         seen = max(_LEAST_SECONDS, min(max(expected, at_least), at_most))

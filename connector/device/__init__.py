@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements the connector's devices: streams, events, copies; never imports the engine."""
+"""The connector's copy devices: streams, events, copies. Never imports the engine."""

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a copy device, which moves bytes between the KV pool and the slab in order.
+"""The contract of a copy device. A device moves bytes between the KV pool and the slab in order.
 
 A device has two streams, one for each direction, and marks points in them with events. On CUDA
-these are real streams and events; on the CPU they are threads, with the same rules, so that every
-ordering rule can be tested without a GPU.
+these are CUDA's streams and events. The CPU device uses threads under the same rules, so that the
+rules can be tested without a GPU.
 
 A caller may rely on this:
 - copies in one stream run in the order in which they were queued;
-- a copy starts only after every event in its `after` has ended, whether it ended well or not;
-- an event that has ended well means that all its bytes are in place and visible to all threads; one
-  that ended with an error means that they may be partly there, and that nothing more is written;
+- a copy starts only after every event in its `after` has ended, well or not;
+- when an event ends well, all bytes of its copy are in place and visible to all threads; when it
+  ends with an error, some may be in place, and no more are written;
 - queueing never waits: a full queue is an error at once;
-- `notify` is called from any thread after each copy that has ended.
+- `notify` is called after the end of each copy, from any thread.
 
 A caller must do this:
 - store a block only after the event of its last writer (`writer_event`), and overwrite it only
   after the event of its store;
 - read a block only after the event of its load;
-- leave slots alone between `copy` and the end of its event.
-Keys, requests and tiers below the slab do not appear here.
+- not read or write slots between `copy` and the end of its event. Keys, requests and tiers below
+  the slab do not appear here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class DeviceError(Exception):
-    """A copy that could not be queued or did not finish; the blocks of that copy are not valid."""
+    """A copy could not be queued or did not finish; its target blocks are not valid."""
 
 
 class Stream(Enum):
@@ -64,7 +64,7 @@ class Event(Protocol):
 
 
 class SlabMemory(Protocol):
-    """A slab as a device needs it: its memory, in this process."""
+    """A device's view of a slab: its memory in this process."""
 
     @property
     def layout(self) -> BlockLayout: ...
@@ -89,8 +89,8 @@ class CopyDevice(ABC):
         """Give every store digests from now on. Called before the first copy."""
 
     def digests(self, store: Event) -> list[bytes] | None:
-        """The `payload_digest` of each of a store's slots, in their order. None for a store that
-        did not end well, for any other event, and if `make_digests` was not called."""
+        """The `payload_digest` of each slot of a store, in the store's order. None if the store
+        failed, if `event` is no store, and without `make_digests`."""
         return None
 
     def wait_locked(self, timeout_seconds: float) -> bool:
@@ -105,12 +105,12 @@ class CopyDevice(ABC):
 
     @abstractmethod
     def writer_event(self) -> Event:
-        """An event that ends when all computing on the pool that was queued before has run."""
+        """An event that ends when all computing queued on the pool so far has run."""
 
     def hold_compute(self, events: Sequence[Event], timeout_seconds: float) -> list[Event]:
         """Make all computing on the pool that is queued from now on run after the events. Return
-        the events that were not over in time; these hold nothing, so their bytes may be
-        overwritten. Here the caller waits; a device with a stream for computing lets that wait."""
+        the events that did not end in time; computing does not wait for them and may overwrite
+        their blocks. In this base class the caller waits; on CUDA the compute stream does."""
         deadline = time.monotonic() + timeout_seconds
         return [event for event in events if not event.wait(max(0.0, deadline - time.monotonic()))]
 
@@ -122,7 +122,7 @@ class CopyDevice(ABC):
         slots: Sequence[int],
         after: Sequence[Event] = (),
     ) -> Event:
-        """Queue a copy of `block_ids[i]` ↔ `slots[i]`, which must stay as they are until its end.
+        """Queue a copy of `block_ids[i]` ↔ `slots[i]`; do not change both lists until its end.
         Raises DeviceError if the queue is full or the device closed, InvalidBlock for ids outside
         the pool or the slab."""
 

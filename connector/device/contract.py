@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of `connector/device/base.py` as functions that any copy device has to pass.
+"""The contract of `connector/device/base.py` as checks that any copy device has to pass.
 
-A new device, also outside this project, is tested so: describe its surroundings, and call
-`check_device_contract`, or the checks of `CHECKS` one by one, each on a `Rig` of its own. They
-make real copies of real bytes and wait for real ends. Raises ContractBroken, which names the fault.
+To test a new device, also one outside this project, write a `Surroundings` for it and call
+`check_device_contract`; or call the checks in `CHECKS` one by one, each on a new `Rig`. The checks
+copy real bytes. Raises ContractBroken, which names the fault.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_device_contract(surroundings: Surroundings) -> None:
 
 
 def blocks_go_out_and_come_back(rig: Rig) -> None:
-    """Copy runs on both sides, neighbours on one side only, and single blocks, in any order."""
+    """Copies work for neighbours on both sides, neighbours on one side, and single blocks."""
     before = [rig.block(i) for i in range(NUM_BLOCKS)]
     pairs = {0: 3, 1: 4, 2: 5, 7: 6, 4: 9, 3: 10, 11: 0}
     expect_end(rig.queue_copy(Stream.STORE, pairs))
@@ -59,7 +59,7 @@ def blocks_go_out_and_come_back(rig: Rig) -> None:
 
 
 def many_blocks_go_at_once(rig: Rig) -> None:
-    """Copy all blocks, forwards into neighbouring slots and backwards into scattered ones."""
+    """All blocks are copied at once, forwards to neighbouring slots and backwards to others."""
     before = [rig.block(i) for i in range(NUM_BLOCKS)]
     forwards = {i: i for i in range(NUM_BLOCKS)}
     scattered = {i: NUM_SLOTS - 1 - 2 * i for i in reversed(range(NUM_BLOCKS))}
@@ -74,7 +74,7 @@ def many_blocks_go_at_once(rig: Rig) -> None:
 
 
 def stores_have_digests(rig: Rig) -> None:
-    """A store has the digests of its slots' bytes, in their order; a load has none."""
+    """A store has the digests of its slots' bytes, in the store's order; a load has none."""
     rig.device.make_digests()
     pairs = {4: 9, 3: 10, 11: 0}
     event = rig.queue_copy(Stream.STORE, pairs)
@@ -87,7 +87,7 @@ def stores_have_digests(rig: Rig) -> None:
 
 
 def the_rest_of_a_slot_is_left_alone(rig: Rig) -> None:
-    """Bytes of a slot after the page stay as they were."""
+    """A store does not change the bytes of a slot after the page."""
     behind = slice(rig.layout.page_bytes, None)
     length = rig.layout.slot_bytes - rig.layout.page_bytes
     rig.slab.buffer(1)[behind] = b"x" * length
@@ -96,7 +96,7 @@ def the_rest_of_a_slot_is_left_alone(rig: Rig) -> None:
 
 
 def a_copy_waits_for_its_events(rig: Rig) -> None:
-    """A copy reads the bytes as its events have left them."""
+    """A copy reads its source only after all of its events."""
     gates = [rig.gate(), rig.gate()]
     event = rig.queue_copy(Stream.STORE, {2: 2}, *(gate.event for gate in gates))
     expect(not event.wait(MOMENT_SECONDS), "a copy waits for both of its events")
@@ -110,7 +110,7 @@ def a_copy_waits_for_its_events(rig: Rig) -> None:
 
 
 def a_load_waits_for_its_events(rig: Rig) -> None:
-    """A load reads slots as late as a store reads blocks."""
+    """A load, too, reads its slots only after its events."""
     gate = rig.gate()
     rig.fill(3, 1)
     event = rig.queue_copy(Stream.LOAD, {6: 3}, gate.event)
@@ -136,7 +136,7 @@ def a_stream_runs_in_order(rig: Rig) -> None:
 
 
 def streams_do_not_wait_unasked(rig: Rig) -> None:
-    """A stuck store holds no load up."""
+    """A stuck store does not delay a load that does not name it."""
     gate = rig.gate()
     stuck = rig.queue_copy(Stream.STORE, {0: 0}, gate.event)
     page = rig.fill(1, 7)
@@ -147,7 +147,7 @@ def streams_do_not_wait_unasked(rig: Rig) -> None:
 
 
 def a_block_is_reused_after_its_store(rig: Rig) -> None:
-    """The load into a block that is being stored waits for the store's event."""
+    """A load that names a store's event overwrites the block only after the store."""
     old, new = rig.block(4), rig.fill(9, 9)
     gate = rig.gate()
     store = rig.queue_copy(Stream.STORE, {4: 8}, gate.event)
@@ -161,7 +161,7 @@ def a_block_is_reused_after_its_store(rig: Rig) -> None:
 
 
 def a_slot_is_read_after_its_store(rig: Rig) -> None:
-    """A load of a slot that is being stored waits for the bytes, from either side."""
+    """A load that names a store's event reads the slot only after the store."""
     page = rig.block(3)
     gate = rig.gate()
     store = rig.queue_copy(Stream.STORE, {3: 7}, gate.event)
@@ -182,7 +182,7 @@ def the_writer_event_ends_without_help(rig: Rig) -> None:
 
 
 def what_computes_is_held(rig: Rig) -> None:
-    """Computing that is queued from now on runs after the events, unless those take too long."""
+    """Computing queued after `hold_compute` runs after the store."""
     gate = rig.gate()
     old = rig.block(2)
     store = rig.queue_copy(Stream.STORE, {2: 2}, gate.event)
@@ -217,7 +217,7 @@ def pairs_that_cannot_be_are_refused(rig: Rig) -> None:
 
 
 def a_pool_of_another_shape_is_refused(rig: Rig) -> None:
-    """The error names both sizes."""
+    """Pools of another block size and strided pools are refused, with the reason in the error."""
     other = BlockLayout(3, 4, 1, 24, "bfloat16")
     with _raises(InvalidBlock, "a pool with other blocks is refused", str(other.page_bytes)):
         rig.device.register_pool(rig.surroundings.pool(4, other))
@@ -239,7 +239,7 @@ def close_lets_queued_copies_end(rig: Rig) -> None:
 
 
 def copies_at_once_keep_every_byte(rig: Rig) -> None:
-    """Each block moves in turns: out, then in at another place, ordered by events alone."""
+    """All blocks are stored and loaded to other blocks many times, ordered by events alone."""
     expected = [rig.block(i) for i in range(NUM_BLOCKS)]
     stored: Event | None = None
     loaded: Event | None = None

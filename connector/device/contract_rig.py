@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rig for the checks of `contract.py`: a device with a pool, a slab and its surroundings.
+"""The rig for the checks of `contract.py`: a device with a pool and a slab.
 
-A device that is to be tested describes its surroundings here.
+To test a device, subclass `Surroundings`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...tiers.block import BlockLayout
 from ...tiers.slab.cpu_slab import CpuSlab
 from .base import CopyDevice, Event, Stream
 
-# Pages that are shorter than their slots, and pages that fill them, so that neighbours touch.
+# Pages shorter than their slots, and pages that fill them, so that neighbours are contiguous.
 SHORT_PAGES = BlockLayout(2, 4, 1, 24, "bfloat16")
 WHOLE_PAGES = BlockLayout(2, 16, 1, 32, "bfloat16")
 LAYOUTS = (SHORT_PAGES, WHOLE_PAGES)
@@ -38,7 +38,7 @@ class Gate(NamedTuple):
 
 
 class Surroundings(ABC):
-    """The surroundings in which a device is tested."""
+    """Makes a device, its pools and its events for a test."""
 
     @abstractmethod
     def device(self) -> CopyDevice:
@@ -46,14 +46,14 @@ class Surroundings(ABC):
 
     @abstractmethod
     def pool(self, num_blocks: int, layout: BlockLayout) -> torch.Tensor:
-        """Make a pool with random numbers in it, in the memory that the device needs."""
+        """Make a pool of random numbers in the device's memory."""
 
     @abstractmethod
     def gate(self, device: CopyDevice) -> Gate:
-        """Make a closed gate. Several may be open or closed in any order."""
+        """Make a closed gate. Several gates may exist, and be opened in any order."""
 
     def write(self, pool: torch.Tensor, block_id: int, value: int) -> None:
-        """Fill a block the way the engine does: where kernels are queued, behind them."""
+        """Fill a block as the engine does: on a GPU, behind the queued kernels."""
         pool[block_id] = value
 
     def settle(self) -> None:  # noqa: B027 - nothing to do where the caller computes itself

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a copy job: addresses, merged neighbours, ways to copy, all without a device.
+"""Plans of copy jobs: addresses, merged neighbours and ways to copy. Needs no device.
 
     job   block ids and slots
      ├─ slots that are page-locked      → one batch, by the copy engine or by a capped kernel
      └─ slots that are not (or not yet) → through page-locked memory, or as the driver does it
 
-Sources are always read in the order of the stream. Stores need that order: a kernel queued before
-may still write the block. For loads CUDA would also allow reading during the call, or at any time,
-where nothing queued writes the source; but a slot may be the target of a store that is queued in
-the other stream, so a load waits like any other copy.
+Sources are always read in the order of the stream. Stores need this, because a kernel queued before
+may still write the block. CUDA offers to read a load's source earlier if no queued work writes it.
+But a store in the other stream may still write the slot, so loads keep to the order too.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from ...tiers.errors import InvalidBlock
 from .base import Stream
 
 ABOUT_AS_FAST = 0.95
-# A kernel takes time from computing, which the copy engine does not.
+# The least gain over the copy engine for which a kernel is used: a kernel takes time from
+# computing.
 KERNEL_GAIN = 1.5
-# Below this the copy engine is known to be slow, and a kernel is worth compiling to be compared.
+# For smaller blocks the copy engine is slow, so a kernel is compiled and measured too.
 FRAGMENT_BYTES = 64 << 10
 
 
@@ -39,15 +39,15 @@ class Way(Enum):
     PAGEABLE = "as the driver copies ordinary memory"
 
 
-# The order in which ways are chosen if two are about as fast: the cheaper one to submit first.
+# If two ways are about as fast, the earlier one here is chosen: it is cheaper to submit.
 LOCKED_WAYS = (Way.BATCHED, Way.SINGLE, Way.KERNEL)
 PAGEABLE_WAYS = (Way.PAGEABLE, Way.STAGED)
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The places of blocks and slots. `piece_slots` neighbouring slots are page-locked by one call;
-    CUDA refuses a copy that reaches into two such pieces."""
+    """The addresses and sizes of blocks and slots. One call page-locks a piece of `piece_slots`
+    neighbouring slots; CUDA refuses a copy that spans two pieces."""
 
     pool_address: int
     num_blocks: int
@@ -63,7 +63,7 @@ Pairs = list[tuple[int, int]]  # (block, slot)
 
 def check_pairs(geometry: Geometry, block_ids: Sequence[int], slots: Sequence[int]) -> None:
     """Raise InvalidBlock for numbers outside the pool or the slab, and for a slot or block that is
-    named twice: the copies of a batch have no order among themselves."""
+    named twice, because the copies of a batch run in no fixed order."""
     if len(block_ids) != len(slots):
         raise InvalidBlock(f"{len(block_ids)} blocks cannot go to {len(slots)} slots")
     _check("block", block_ids, geometry.num_blocks)
@@ -71,12 +71,12 @@ def check_pairs(geometry: Geometry, block_ids: Sequence[int], slots: Sequence[in
 
 
 def make_pairs(block_ids: Sequence[int], slots: Sequence[int]) -> Pairs:
-    """Sort the pairs by block, so that neighbours are found in any given order."""
+    """Sort the pairs by block, so that neighbours follow each other."""
     return sorted(zip(block_ids, slots, strict=True))
 
 
 def split_locked(pairs: Pairs, num_locked: int) -> tuple[Pairs, Pairs]:
-    """The pairs whose slot is one of the first `num_locked`, and the others."""
+    """The pairs with slots below `num_locked`, and the others."""
     return (
         [pair for pair in pairs if pair[1] < num_locked],
         [pair for pair in pairs if pair[1] >= num_locked],
@@ -90,8 +90,8 @@ def make_batch(geometry: Geometry, stream: Stream, pairs: Pairs) -> Batch:
     slab: list[int] = []
     sizes: list[int] = []
     next_block = next_slot = -1
-    # Plain Python: for the tens of pairs of a job it is quicker than arrays. Where slots are longer
-    # than blocks there is a gap behind each, and nothing is contiguous.
+    # Plain Python is quicker than arrays for the tens of pairs of a job. If slots are longer than
+    # pages, the gaps between them allow no merging.
     for block, slot in pairs:
         if block == next_block and slot == next_slot and slot % piece and size == slot_size:
             sizes[-1] += size
@@ -104,8 +104,8 @@ def make_batch(geometry: Geometry, stream: Stream, pairs: Pairs) -> Batch:
 
 
 def cut(batch: Batch, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield the copies in groups of at most so many bytes, each `(source, target, size)`; a copy
-    that is larger than a group is cut."""
+    """Yield the copies, each `(source, target, size)`, in groups of at most `most_bytes`. A copy
+    that does not fit into a group is cut."""
     group: list[tuple[int, int, int]] = []
     room = most_bytes
     table = (batch.sources.tolist(), batch.targets.tolist(), batch.sizes.tolist())
@@ -124,8 +124,8 @@ def cut(batch: Batch, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def choose_locked(rates: Mapping[Way, float]) -> Way:
-    """Choose the way between the pool and page-locked slots, given bytes per second. It is the copy
-    engine, unless a kernel gains enough to pay for the time it takes from computing."""
+    """Choose the way between the pool and page-locked slots, given bytes per second. A kernel takes
+    time from computing, so it must beat the copy engine by KERNEL_GAIN."""
     engine = _choose({way: rate for way, rate in rates.items() if way is not Way.KERNEL})
     if rates.get(Way.KERNEL, 0.0) > KERNEL_GAIN * rates[engine]:
         return Way.KERNEL
@@ -153,7 +153,7 @@ def _check(what: str, ids: Sequence[int], count: int) -> None:
 
 
 class Run(NamedTuple):
-    """`length` neighbouring places whose blocks go to as many neighbouring ones: one copy."""
+    """One copy: `length` neighbouring places to `length` neighbouring places."""
 
     source: int
     target: int
@@ -164,7 +164,7 @@ def merge_runs(sources: Sequence[int], targets: Sequence[int]) -> list[Run]:
     """Merge pairs of block and slot into few copies: neighbours on both sides become one run."""
     if not sources:
         return []
-    # Plain Python: for the tens of pairs of a job it takes half the time of arrays.
+    # For the tens of pairs of a job, plain Python takes half the time of arrays.
     runs = []
     source, target, length = sources[0], targets[0], 0
     for next_source, next_target in zip(sources, targets, strict=True):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU as a copy device: one thread for each stream, events that threads can wait for.
+"""The CPU as a copy device: a thread for each stream, and events for which threads wait.
 
 The pool is ordinary memory and the forward pass runs on the caller's thread, so the last writer of
-a block has always finished when a copy is queued. The caller makes a small store itself if
-computing is held for it: a thread would be woken only to be waited for, which costs as much as
-copying half a megabyte. Everything else is as on CUDA.
+a block has finished when a copy is queued. If the forward pass waits for a store, the caller copies
+it itself, unless it is large: waking a thread costs as much as copying half a megabyte. All other
+rules are CUDA's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .copy_plan import merge_runs
 QUEUE_JOBS = 1024
 # Longest wait for an event of the other stream; copies take milliseconds.
 DEPENDENCY_SECONDS = 60.0
-# Larger stores take milliseconds, so the thread copies part while the caller prepares.
+# A larger store goes to the thread, which copies while the caller prepares the step.
 HELD_BYTES = 16 * 1024**2
 
 Bytes = npt.NDArray[np.uint8]
@@ -37,7 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 class CpuEvent:
     """An event that its maker ends by hand.
 
-    Each copy in the step loop makes one, and few are waited for: the first waiter makes the lock.
+    Each copy makes an event, but threads wait for few of them, so the first waiter makes the lock.
     """
 
     __slots__ = ("_ended", "_error", "_gate", "_seconds", "digests", "pages")
@@ -49,17 +49,17 @@ class CpuEvent:
         self._gate: threading.Lock | None = None  # held until the end; None without a waiter
         self._error: Exception | None = None
         self._seconds = 0.0
-        self.digests: list[bytes] | None = None  # a list: one for each block is to be made
-        self.pages: Bytes | None = None  # the whole pages that these are of
+        self.digests: list[bytes] | None = None  # a list if digests are wanted
+        self.pages: Bytes | None = None  # the slab's pages, to hash them
 
     def mark_done(self, error: Exception | None = None, seconds: float = 0.0) -> None:
-        """Reach the point, well or with an error, and wake all waiters. Its maker calls it from one
-        thread at a time; only the first call counts."""
+        """End the event, well or with an error, and wake all waiters. The event's maker calls this
+        from one thread at a time; only the first call counts."""
         if self._ended:
             return
         self._error = error
         self._seconds = seconds
-        self._ended = True  # set before the look for a gate, as `wait` looks after it has made one
+        self._ended = True  # before the gate is read: `wait` reads this after making a gate
         if self._gate is not None:
             self._gate.release()
 
@@ -85,11 +85,11 @@ class CpuEvent:
         return self._seconds
 
 
-# The arrays that make up a page, each with the part of all pages: mostly one.
+# Arrays that each hold one part of all pages; usually a single array holds whole pages.
 Parts = Sequence[Bytes]
 
-# A source and its pages, a target and its pages; both once more, if the library can copy and hash
-# their rows; then the events to wait for and the copy's own. A plain tuple, for the step loop.
+# Source, its pages, target, its pages; source and target as rows if the library can copy and hash
+# them; the events to wait for; the copy's event. A tuple, because it is quick to make.
 _Job = tuple[
     Parts, Sequence[int], Parts, Sequence[int], tuple[Rows, Rows] | None, Sequence[Event], CpuEvent
 ]
@@ -106,7 +106,8 @@ def _run(job: _Job) -> None:
             for source, target in zip(sources, targets, strict=True):
                 _copy_runs(source, target, runs)
         elif rows is not None:
-            # Hashed during the copy; the thread takes the interpreter's lock back only once.
+            # The library hashes while it copies, and the thread retakes the interpreter's lock
+            # once.
             event.digests += copy_rows_and_digest(rows[1], target_pages, rows[0], source_pages)
         else:
             for start, end in zip(source_pages, target_pages, strict=True):
@@ -121,7 +122,7 @@ def _run(job: _Job) -> None:
 
 
 def _whole_rows(sources: Parts, targets: Parts) -> tuple[Rows, Rows] | None:
-    """Source and target if a page lies in one piece; None if the library cannot copy it."""
+    """Source and target as rows, for the library; None if it cannot copy these pages."""
     if len(sources) > 1 or sources[0].ndim != 2 or not has_digests():
         return None
     source, target = sources[0], targets[0]
@@ -135,11 +136,12 @@ def _whole_rows(sources: Parts, targets: Parts) -> tuple[Rows, Rows] | None:
 
 
 class _StreamThread:
-    """Runs jobs one after the other. Sleeps in its queue while there is nothing to do."""
+    """Runs jobs one after the other. Sleeps while its queue is empty."""
 
     def __init__(self, name: str, dependency_seconds: float) -> None:
         self._dependency_seconds = dependency_seconds
-        # A wake-up costs half of what a bounded Queue takes; the submitting thread counts instead.
+        # A SimpleQueue wakes a thread in half the time of a bounded Queue; `submit` checks the
+        # bound.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.notify: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -165,7 +167,7 @@ class _StreamThread:
                 event.mark_done(error.with_traceback(None))
             else:
                 _run(job)
-            del job  # an idle stream holds on to no views of the pool or the slab
+            del job  # an idle stream keeps no views of the pool or the slab
             self.notify()
 
     def _wait_for(self, events: Sequence[Event]) -> None:
@@ -185,7 +187,7 @@ class CpuCopyDevice(CopyDevice):
         }
         self._pool: Parts | None = None
         self._slab: Bytes | None = None
-        self._slab_parts: Parts = ()  # those of the pool, in the slab
+        self._slab_parts: Parts = ()  # the same parts in the slab
         self._rows: tuple[Rows, Rows] | None = None  # of pool and slab, for the library
         self._page_bytes = 0
         self._closed = False
@@ -213,8 +215,8 @@ class CpuCopyDevice(CopyDevice):
         self.register_parts([pool_pages(pool, self._page_bytes)])
 
     def register_parts(self, parts: Parts) -> None:
-        """Take a pool whose pages lie in several places: each part is `[num_blocks, ...]` bytes, of
-        any strides, and one after the other they make a page. Replaces `register_pool`. Raises
+        """Take a pool whose pages lie in several arrays, instead of `register_pool`. Each part is
+        `[num_blocks, ...]` bytes, of any strides; the parts one after the other make a page. Raises
         InvalidBlock if they do not fit the slab's layout."""
         if self._slab is None:
             raise DeviceError("the slab must be registered before the pool")
@@ -242,7 +244,7 @@ class CpuCopyDevice(CopyDevice):
         slots: Sequence[int],
         after: Sequence[Event] = (),
     ) -> Event:
-        # The copying thread merges runs: the step loop should not wait for that.
+        # The copying thread merges runs, so that the step loop does not wait for it.
         job = self._job(stream, block_ids, slots, after)
         self._streams[stream].submit(job)
         return job[-1]
@@ -250,7 +252,7 @@ class CpuCopyDevice(CopyDevice):
     def copy_held(
         self, block_ids: Sequence[int], slots: Sequence[int], after: Sequence[Event] = ()
     ) -> Event:
-        """Copy at once, unless there is much to copy or an event to wait for."""
+        """Copy at once, unless the store is large or an event in `after` has not ended."""
         is_much = len(slots) * self._page_bytes > HELD_BYTES
         if is_much or not all(event.done() for event in after):
             return self.copy(Stream.STORE, block_ids, slots, after)
@@ -295,7 +297,7 @@ class CpuCopyDevice(CopyDevice):
 
 
 def pool_pages(pool: torch.Tensor, page_bytes: int) -> Bytes:
-    """The pool as bytes `[num_blocks, page_bytes]`, sharing its memory."""
+    """A view of the pool as bytes `[num_blocks, page_bytes]`."""
     if not pool.is_contiguous() or pool.device.type != "cpu":
         raise InvalidBlock(
             f"the CPU device needs a contiguous pool in CPU memory, not one on {pool.device}"
@@ -308,13 +310,13 @@ def pool_pages(pool: torch.Tensor, page_bytes: int) -> Bytes:
 
 
 def slab_pages(slab: SlabMemory) -> Bytes:
-    """The slab as bytes `[num_slots, page_bytes]`, sharing its memory; slots may be longer."""
+    """A view of the slab as bytes `[num_slots, page_bytes]`; slots may be longer than pages."""
     memory: Bytes = np.frombuffer(slab.memory(), dtype=np.uint8)
     return memory.reshape(slab.num_slots, slab.layout.slot_bytes)[:, : slab.layout.page_bytes]
 
 
 def _shaped(rows: Bytes, shape: tuple[int, ...]) -> Bytes:
-    """Columns of the slab, whose bytes of a row are neighbours, in another shape; no copy."""
+    """A view of columns of the slab with rows of another shape; a row's bytes are contiguous."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
@@ -324,12 +326,12 @@ def _shaped(rows: Bytes, shape: tuple[int, ...]) -> Bytes:
 
 
 def _copy_runs(source: Bytes, target: Bytes, runs: Sequence[tuple[int, int, int]]) -> None:
-    """Copy `count` pages from each first index to each second one, without the GIL."""
+    """Copy each run, `(source, target, count)`, without the GIL."""
     for start, end, count in runs:
         target[end : end + count] = source[start : start + count]
 
 
 def _check_range(what: str, ids: Sequence[int], count: int) -> None:
-    # Negative ids would silently count from the end.
+    # Indexing with a negative id would silently count from the end.
     if ids and (min(ids) < 0 or max(ids) >= count):
         raise InvalidBlock(f"{what} ids go from 0 to {count - 1}, not {min(ids)} to {max(ids)}")

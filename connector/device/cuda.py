@@ -6,9 +6,9 @@
     loads         another; start after the stores whose blocks or slots they touch
     each copy     neighbours merged, one `cudaMemcpyBatchAsync`, sources read in stream order
 
-Ways to copy that a machine lacks, or that are slow there, are replaced by the best measured one:
-plain copies, a buffer in between, a capped kernel. After an error that leaves CUDA unusable the
-device is closed and raises that error.
+If this way to copy is missing or slow on a machine, the best measured one replaces it: plain
+copies, a buffer in between, a capped kernel. An error that leaves CUDA unusable closes the device;
+every later call raises it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .cuda_staging import HALF_BYTES
 
 log = logging.getLogger(__name__)
 
-# A caller queues up to so many blocks itself, which takes no longer than waking a thread.
+# Up to this many blocks, queueing a copy takes the caller no longer than waking a thread.
 QUICK_BLOCKS = 16
 
 
 class CudaCopyDevice(CopyDevice):
-    """A copy device on CUDA; see `base.py`. `runtime` stands for the device; by default it is
-    torch's current one. `dependency_seconds` bounds the wait of threads for `after` events; streams
-    have no limit. `progress` is told how much of the slab is page-locked."""
+    """A copy device on CUDA; see `base.py`. `runtime` is by default torch's current device.
+    `dependency_seconds` bounds the wait of threads for `after` events; streams have no limit.
+    `progress` is called with the bytes of the slab that are page-locked and all its bytes."""
 
     def __init__(
         self,
@@ -175,8 +175,8 @@ class CudaCopyDevice(CopyDevice):
         return self._lanes[stream].submit(job)
 
     def hold_compute(self, events: Sequence[Event], timeout_seconds: float) -> list[Event]:
-        """Make the compute stream wait. The caller waits only for events that are in no stream yet,
-        or for all of them if CUDA fails."""
+        """Make the compute stream wait. The caller waits only for events that are not queued in
+        CUDA yet, or for all events if CUDA fails."""
         deadline = time.monotonic() + timeout_seconds
         by_caller = []
         for event in [event for event in events if not event.done()]:
@@ -209,7 +209,7 @@ class CudaCopyDevice(CopyDevice):
             for copier in self._copiers.values():
                 copier.close()
         except CudaError as error:
-            # Nothing runs any more. Memory still page-locked is unlocked with the process.
+            # No copy runs any more. The end of the process unlocks the rest of the memory.
             log.warning("page-locked memory was not given back: %s", self._blame(error))
         self._memory = self._slab_rows = None
         self._released = True
@@ -220,7 +220,8 @@ class CudaCopyDevice(CopyDevice):
         self._say_cost()
 
     def _say_cost(self) -> None:
-        """Warn once, as soon as both are known, that memory is not page-locked, and of the cost."""
+        """Warn once that memory is not page-locked, as soon as the reason and the cost are
+        known."""
         with self._say_lock:
             if self._said_cost or self._refusal is None or self._memory is None:
                 return
@@ -229,7 +230,7 @@ class CudaCopyDevice(CopyDevice):
         log.warning("%s. The rest is served as ordinary memory: %s", self._refusal, costs)
 
     def _enter(self) -> None:
-        """Make this device the calling thread's, once."""
+        """Make this device the calling thread's current one, once."""
         if not getattr(self._entered, "done", False):
             self._runtime.enter_thread(is_own=False)
             self._entered.done = True
@@ -241,7 +242,7 @@ class CudaCopyDevice(CopyDevice):
             raise DeviceError("the device is closed")
 
     def _blame(self, error: CudaError) -> DeviceError:
-        """The error that callers see for an error of CUDA. A lasting one closes the device."""
+        """The DeviceError for an error of CUDA. A lasting error closes the device."""
         if error.code in STICKY:
             if self._lost is None:
                 self._lost = (
@@ -261,7 +262,7 @@ class CudaCopyDevice(CopyDevice):
 
 
 class _CopyJob(Job):
-    """The copies of one call. Of the slots, the first `num_locked` are page-locked."""
+    """The copies of one call. Slots below `num_locked` are page-locked."""
 
     def __init__(
         self,
@@ -275,7 +276,7 @@ class _CopyJob(Job):
         is_by_cpu = len(slots) > 0 and max(slots) >= num_locked
         is_quick = not is_by_cpu and len(slots) <= QUICK_BLOCKS and copier.locked is Way.BATCHED
         super().__init__(after, is_quick=is_quick, is_by_cpu=is_by_cpu)
-        # Lists of its own, which stay unchanged until a thread gets to them.
+        # Copies of the lists, because a thread reads them later.
         self._work = (copier, memory, list(block_ids), list(slots), num_locked)
 
     def run(self, stream: int) -> None:
@@ -283,8 +284,7 @@ class _CopyJob(Job):
         copier.run(memory, make_pairs(block_ids, slots), num_locked, stream)
 
     def arrived(self) -> None:
-        """Hash the blocks that came, if digests are wanted. They are in the host's memory, and most
-        of them in the processor's cache."""
+        """Hash the blocks that came, if digests are wanted. Most are still in the CPU's cache."""
         digests = self.event.digests
         if digests is not None:
             _, memory, _, slots, _ = self._work

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of the CUDA runtime that streams, events and single copies need, bound by ctypes.
+"""The CUDA runtime's functions for streams, events and single copies, bound by ctypes.
 
-torch has most of them too, but its streams come from a pool in which two may be one, its events
-name no error codes, and the numbers below are known only from the header. Every row here is
-compared with a table read from the headers of CUDA 12.8 and 13. Batched copies and page-locking
-are in `kernels/copy/copy_engine.py`. Importing this needs no CUDA.
+torch has most of them too, but two of its streams may be the same one, and its events report no
+error codes. A test compares every number and signature here with the headers of CUDA 12.8 and 13.
+Batched copies and page-locking are in `kernels/copy/copy_engine.py`. Importing this module needs no
+CUDA.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ STREAM_NON_BLOCKING = 1
 EVENT_BLOCKING_SYNC = 1
 MEMCPY_HOST_TO_DEVICE = 1
 MEMCPY_DEVICE_TO_HOST = 2
-# The mode of a thread whose calls stay allowed while another one captures a graph.
+# A thread in this mode may call CUDA while another thread captures a graph.
 CAPTURE_MODE_RELAXED = 2
 
 SUCCESS = 0
 NOT_READY = 600
-# "Any further CUDA work will return the same error", as the header says of each: the process has
-# to be restarted. The last two say it in other words, by what they are.
+# Errors after which "any further CUDA work will return the same error" (CUDA's header), so the
+# process has to be restarted. The header does not say it of the last two, but they last too.
 STICKY = {
     214: "cudaErrorECCUncorrectable",
     226: "cudaErrorContained",
@@ -68,9 +68,9 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
 
 
 class CudaApi:
-    """The functions of one library as Python functions, for any thread.
+    """The functions of one CUDA library as Python functions, for any thread.
 
-    Those that wait release the interpreter's lock, as every call by ctypes does. Raises CudaError.
+    ctypes releases the interpreter's lock during each call. Every method raises CudaError.
     """
 
     def __init__(self, library: Any) -> None:
@@ -85,13 +85,13 @@ class CudaApi:
         self._call("cudaSetDevice", index)
 
     def relax_capture(self) -> None:
-        """Let the calling thread go on while another one captures a graph; CUDA would otherwise
-        refuse its calls and lose the capture."""
+        """Let the calling thread call CUDA while another thread captures a graph. Without this CUDA
+        would refuse the calls and end the capture."""
         mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
         self._call("cudaThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
 
     def create_stream(self) -> int:
-        """A stream of the lowest priority, which does not wait for the default stream."""
+        """A stream of the lowest priority that does not wait for the default stream."""
         least, greatest, stream = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
         self._call(
             "cudaDeviceGetStreamPriorityRange", ctypes.addressof(least), ctypes.addressof(greatest)
@@ -109,22 +109,22 @@ class CudaApi:
         self._call("cudaStreamDestroy", stream)
 
     def create_event(self) -> int:
-        """An event with a time, for which a thread sleeps and does not spin."""
+        """An event with a time. Threads that wait for it sleep and do not spin."""
         event = ctypes.c_void_p()
         self._call("cudaEventCreateWithFlags", ctypes.addressof(event), EVENT_BLOCKING_SYNC)
         return event.value or 0
 
     def destroy_event(self, event: int) -> None:
-        """Destroy an event; streams that wait for it still do."""
+        """Destroy an event; streams that already wait for it go on waiting."""
         self._call("cudaEventDestroy", event)
 
     def record_event(self, event: int, stream: int) -> None:
-        """Record an event that ends when all work that is in the stream now has run."""
+        """Record an event that ends when all work now in the stream has run."""
         self._call("cudaEventRecord", event, stream)
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Work queued in the stream from now on runs after the last recording of the event; at
-        once, if it was never recorded."""
+        """Make work that is queued in the stream from now on run after the event's last recording.
+        An event that was never recorded delays no work."""
         self._call("cudaStreamWaitEvent", stream, event, 0)
 
     def has_ended(self, event: int) -> bool:
@@ -146,7 +146,7 @@ class CudaApi:
         return milliseconds.value / 1e3
 
     def memcpy_async(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
-        """Queue one copy. With ordinary memory on either side this may wait for the stream."""
+        """Queue one copy. With ordinary memory on the host the call may wait for the stream."""
         self._call("cudaMemcpyAsync", target, source, size, kind, stream)
 
     def _call(self, name: str, *arguments: Any) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copies of one direction of the CUDA device: ways are measured, the best one is used.
+"""The copies of one direction of the CUDA device, by the best of the measured ways.
 
-It works with the places of pool and slab; events, order and threads do not appear here.
+Events, order and threads do not appear here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .cuda_staging import StagingBuffer
 log = logging.getLogger(__name__)
 
 ROUNDS = 3
-MOST_COPIES = 256  # in a round; some ways take microseconds for each
+MOST_COPIES = 256  # in a round; some ways take microseconds a copy
 Rates = dict[Way, float]
 
 GB = 1e9
@@ -47,9 +47,9 @@ def measure_rates(
 ) -> Rates:
     """Bytes per second of each way to copy that works on this machine. `staging` must be idle.
 
-    Takes some milliseconds. Copies scratch memory only, never the pool or the slab, in pieces of
-    the size of a block that lie apart. A kernel, which has to be compiled, is tried only for blocks
-    so small that the copy engine is known to be slow.
+    Takes some milliseconds. Copies scattered pieces of a block's size between scratch buffers,
+    never the pool or the slab. A kernel has to be compiled, so it is tried only for small blocks,
+    for which the copy engine is slow.
     """
     locked = staging.memory.tensor()
     size = min(block_bytes, locked.numel() // 2)
@@ -92,13 +92,14 @@ def measure_rates(
             rates[way] = count * size / _best_seconds(runtime, stream, launch)
         except (CudaError, KernelRefused) as error:
             if way in (Way.SINGLE, Way.PAGEABLE):
-                raise  # there is always this one to fall back to, or there is no device
+                raise  # this way must work on any device
             log.warning("no copies by %s here: %s", way.value, error)
     return rates
 
 
 def _best_seconds(runtime: Runtime, stream: int, launch: Callable[[], None]) -> float:
-    """The best seconds of a few rounds, by the CPU's clock: the CPU takes part in some ways."""
+    """The best time of a few rounds, by the CPU's clock, because the CPU takes part in some
+    ways."""
     best = float("inf")
     for _ in range(ROUNDS):
         began = time.perf_counter()
@@ -118,7 +119,7 @@ class Memory:
 
 
 class Copier:
-    """Copies in one direction. Its streams are handles; everything is queued in the given one."""
+    """Copies in one direction. `stream` is a handle; all work is queued in that stream."""
 
     def __init__(self, runtime: Runtime, direction: Stream, staging_bytes: int) -> None:
         self._runtime = runtime
@@ -166,8 +167,8 @@ class Copier:
         return f"{self._direction.value}s at {slow:.1f} instead of {quick:.1f} GB/s"
 
     def run(self, memory: Memory, pairs: Pairs, num_locked: int, stream: int) -> None:
-        """Queue the copies of a job. The calling thread takes part if slots are not among the first
-        `num_locked`: it reads or writes those itself."""
+        """Queue the copies of a job. Slots below `num_locked` are page-locked; the calling thread
+        may read or write the other slots itself."""
         locked, rest = split_locked(pairs, num_locked)
         if locked:
             if self.locked is Way.KERNEL:
@@ -185,7 +186,7 @@ class Copier:
             self._staging.load(batch, stream, self._copy)
 
     def close(self) -> None:
-        """Release the buffer; no copy may be queued any more. Raises CudaError."""
+        """Release the buffer; queue no copy afterwards. Raises CudaError."""
         if self._staging is not None:
             self._staging.close()
 

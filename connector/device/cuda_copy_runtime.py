@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA device's interface to CUDA, as a protocol, and the real one.
+"""The CUDA device's interface to CUDA: a protocol, and its implementation with torch.
 
-The protocol is kept minimal, so that a test can put streams made of queues under the whole device.
-Streams and events are handles of the CUDA runtime; addresses are numbers. Any thread that has
-called `enter_thread` may call every method. Each raises CudaError.
+The protocol is minimal, so that tests can replace CUDA's streams by queues. Streams and events are
+handles of the CUDA runtime; addresses are numbers. A thread calls `enter_thread` first, and then
+may call every method. Every method raises CudaError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .cuda_api import MEMCPY_DEVICE_TO_HOST, MEMCPY_HOST_TO_DEVICE, CudaApi
 
 log = logging.getLogger(__name__)
 
-# The programs of a copy kernel that leaves decode undisturbed.
+# Programs of a copy kernel; so few do not slow decode down.
 FEW_PROGRAMS = 12
 
 
@@ -42,22 +42,22 @@ class PageLocked(Protocol):
         """All of it as uint8."""
 
     def close(self) -> None:
-        """Release it; no copy may use it any more."""
+        """Release the memory; no copy may use it any more."""
 
 
 class Runtime(Protocol):
     """A device, and the CUDA runtime that torch has loaded."""
 
     device: torch.device
-    batch_refusal: str | None  # why there are no batched copies, if there are none
+    batch_refusal: str | None  # why there are no batched copies; None if there are
 
     def enter_thread(self, *, is_own: bool) -> None:
-        """Prepare the calling thread; called once in every thread, before anything else. The
-        device's own thread may go on while another captures a graph; a caller's thread only gets
-        its current device changed."""
+        """Prepare the calling thread; called in every thread before any other method. Sets its
+        current device. With `is_own`, for threads of the device, it may also call CUDA while
+        another thread captures a graph."""
 
     def compute_stream(self) -> int:
-        """The stream in which the calling thread's kernels are queued."""
+        """The stream of the calling thread's kernels."""
 
     def create_stream(self) -> int:
         """A stream of the lowest priority."""
@@ -72,21 +72,22 @@ class Runtime(Protocol):
     def record_event(self, event: int, stream: int) -> None: ...
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Make the stream wait, if the event was recorded before; the caller does not wait."""
+        """Make the stream wait for the event's last recording, if any; the caller does not wait."""
 
     def has_ended(self, event: int) -> bool: ...
 
     def synchronise_event(self, event: int) -> None:
-        """Sleep until the event, without a limit and without the interpreter's lock."""
+        """Sleep until the event has ended, without a time limit and the interpreter's lock."""
 
     def seconds_between(self, start: int, end: int) -> float: ...
 
     def copy_batch(self, batch: Batch, stream: int) -> None:
-        """Queue all copies in one call, sources read in stream order. Page-locked memory only."""
+        """Queue all copies in one call; sources are read in stream order. Page-locked memory
+        only."""
 
     def copy_each(self, batch: Batch, stream: int, *, to_host: bool) -> None:
-        """Queue the copies one by one. With ordinary memory the caller may have to wait, and
-        sources on the host may be read before the stream gets there."""
+        """Queue the copies one by one. With ordinary memory the call may wait, and may read sources
+        on the host before earlier work of the stream has run."""
 
     def move_blocks(
         self,
@@ -111,7 +112,7 @@ class Runtime(Protocol):
 
 
 class TorchRuntime:
-    """CUDA as torch has loaded it. Raises DeviceError if there is none, or no such device."""
+    """The CUDA that torch has loaded. Raises DeviceError without CUDA or without this device."""
 
     def __init__(self, device: torch.device) -> None:
         try:
@@ -163,7 +164,7 @@ class TorchRuntime:
     ) -> None:
         queue = torch.cuda.ExternalStream(stream, self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(queue):
-            # A copy from ordinary memory would make this thread wait for all that is queued before.
+            # A copy from ordinary memory would make this thread wait for the work queued before it.
             ids = torch.tensor([source_ids, target_ids]).pin_memory()
             ids = ids.to(self.device, non_blocking=True)
             transfer_blocks(
@@ -174,7 +175,7 @@ class TorchRuntime:
         try:
             return PageLockedMemory(num_bytes, self._engine)
         except (CudaError, OSError) as error:
-            # The driver's own memory does not count against the limit of locked memory.
+            # Memory that the driver allocates does not count against the limit of locked memory.
             memory = _cupy_memory(num_bytes)
             if memory is None:
                 raise
@@ -186,7 +187,7 @@ class TorchRuntime:
 
 
 class CupyMemory:
-    """Page-locked memory that the driver has allocated, by way of CuPy."""
+    """Page-locked memory that the driver allocates for CuPy."""
 
     def __init__(self, num_bytes: int, allocate: Callable[[int], Any]) -> None:
         self._memory: Any = allocate(num_bytes)
@@ -194,11 +195,11 @@ class CupyMemory:
         self.address = int(self._memory.ptr)
 
     def tensor(self) -> torch.Tensor:
-        # It may be longer than `num_bytes`.
+        # CuPy's memory may be longer than `num_bytes`.
         return torch.from_numpy(np.frombuffer(self._memory, np.uint8, self._num_bytes))
 
     def close(self) -> None:
-        """Release it; it is freed with the last tensor that shows it."""
+        """Release the memory; it is freed with the last tensor that uses it."""
         self._memory = None
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of the CUDA device: those that streams wait for, and those that threads wait for.
+"""Events of the CUDA device, for which streams and threads can wait.
 
-A `Point` is an event of CUDA, recorded once. An event of the copy device has one from the moment
-when it is queued. Before that CUDA takes it for reached, so only a thread can wait for it.
+A `Point` is an event of CUDA, recorded once. A copy's event gets its point when the copy has been
+queued in CUDA. Until then a stream cannot wait for the event, only a thread can.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .base import DeviceError, Event
 from .cpu import CpuEvent
 from .cuda_copy_runtime import Runtime
 
-# Times between two looks at an event for which no thread sleeps in CUDA.
+# Times between two polls of a ComputeEvent.
 SHORTEST_NAP, LONGEST_NAP = 50e-6, 1e-3
 
 Blame = Callable[[CudaError], DeviceError]
 
 
 class Point:
-    """A recorded event of CUDA, freed with the last reference that a stream might wait by."""
+    """A recorded event of CUDA, destroyed with the last reference to it."""
 
     __slots__ = ("_runtime", "handle")
 
@@ -33,7 +33,7 @@ class Point:
         runtime.record_event(self.handle, stream)
 
     def synchronise(self) -> None:
-        """Sleep until the stream has come past it."""
+        """Sleep until the stream has run past this point."""
         self._runtime.synchronise_event(self.handle)
 
     def __del__(self) -> None:
@@ -44,8 +44,8 @@ class Point:
 
 
 class CopyEvent(CpuEvent):
-    """The end of a copy, ended by its lane. `point` is set from the moment when all of the copy is
-    queued in CUDA, and the CPU's part of it, if it has one, is done."""
+    """The end of a copy; its Lane ends it. `point` is set once the whole copy has been queued in
+    CUDA and the CPU has done its part, if any."""
 
     __slots__ = ("_unqueued", "point")
 
@@ -56,7 +56,7 @@ class CopyEvent(CpuEvent):
         self._unqueued.acquire()
 
     def queued(self, point: Point | None) -> None:
-        """Set the point. Called once, also for a copy that cannot be queued: it may have none."""
+        """Set the point. Called once, also for a copy that could not be queued and has no point."""
         self.point = point
         self._unqueued.release()
 
@@ -67,8 +67,7 @@ class CopyEvent(CpuEvent):
 
 
 class ComputeEvent:
-    """The end of all computing that was queued before. Threads seldom ask for it, so none sleeps in
-    CUDA for it: a waiting thread looks now and then."""
+    """The end of all computing queued so far. Threads seldom wait for it, so they poll it."""
 
     __slots__ = ("_blame", "_ended", "_error", "_runtime", "point")
 
@@ -104,13 +103,13 @@ class ComputeEvent:
 
 
 def point_of(event: Event) -> Point | None:
-    """A point that a stream can wait for in place of the event; None if only a thread can wait."""
+    """The CUDA point of an event, for which a stream can wait; None if only a thread can wait."""
     return event.point if isinstance(event, CopyEvent | ComputeEvent) else None
 
 
 def wait_for_point(event: Event, timeout_seconds: float) -> Point | None:
-    """Wait for a point that a stream can wait for, and return it; None if instead the event has
-    ended. Raises DeviceError if the time is too short for either."""
+    """Wait until the event has a CUDA point, and return it; None if the event ended without one.
+    Raises DeviceError if neither happens in time."""
     deadline = time.monotonic() + timeout_seconds
     if isinstance(event, CopyEvent) and not event.done():
         event.wait_queued(timeout_seconds)

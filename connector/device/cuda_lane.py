@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One direction of the CUDA device: a stream, a thread that queues in it, one that sees it end.
+"""One direction of the CUDA device: a stream, a thread that queues copies, one that ends them.
 
     copy ─┬─ small, and its events are in streams ──► queued in CUDA by the caller ──────────┐
           └─ else ──► the first thread waits for events outside streams, queues it ──────────┤
                                        the second sleeps until CUDA has come past it, ends it┘
 
-The second sleeps in `cudaEventSynchronize` with an event made for that, which costs no processor
-time and holds no lock. A host function in the stream would come at the same moment, but must not
-call CUDA, holds the stream up until it returns, and would wait for the interpreter's lock
-meanwhile. There are two threads so that a copy is queued before the one ahead of it has ended;
-otherwise the link would stand still in between.
+The second thread sleeps in `cudaEventSynchronize`, without processor time and without a lock. A
+host function in the stream would run at the same moment. But it must not call CUDA, and the stream
+would wait for it while it waits for the interpreter's lock. With two threads a copy is queued
+before the previous one has ended, so the link is never idle in between.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ QUEUE_JOBS = 1024
 
 
 class Job(ABC):
-    """Copies that belong together, and their event."""
+    """Copies that end together, and their event."""
 
     def __init__(self, after: Sequence[Event], *, is_quick: bool, is_by_cpu: bool) -> None:
         """`is_quick`: queueing takes the caller less time than waking a thread. `is_by_cpu`: the
-        CPU reads or writes slots itself, so it has to wait as a thread does."""
+        CPU reads or writes slots itself, so a thread has to wait for the events first."""
         self.after = [event for event in after if not event.done()]
         self.is_quick = is_quick
         self.is_by_cpu = is_by_cpu
@@ -51,17 +50,17 @@ class Job(ABC):
         """Queue the copies; if the CPU takes part, do its part too."""
 
     def arrived(self) -> None:  # noqa: B027 - most have nothing left to do
-        """Handle copies that have ended well, on the thread that saw it, before the event ends."""
+        """Handle copies that have ended well. The second thread calls it before the event ends."""
 
     def points(self) -> list[Point] | None:
-        """The points that its stream has to wait for; None if a thread has to wait for an event."""
+        """The points for which the stream has to wait; None if a thread has to wait."""
         points = [point_of(event) for event in self.after]
         known = [point for point in points if point is not None]
         return known if len(known) == len(points) and not (points and self.is_by_cpu) else None
 
 
 class Lane:
-    """Runs jobs in order. `blame` makes the error that callers see from one of CUDA."""
+    """Runs jobs in order. `blame` turns an error of CUDA into the one that callers see."""
 
     def __init__(
         self, name: str, runtime: Runtime, blame: Blame, *, dependency_seconds: float
@@ -73,7 +72,7 @@ class Lane:
         self.notify: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._in_flight = 0
-        self._num_unqueued = 0  # jobs that the first thread has in hand
+        self._num_unqueued = 0  # jobs that the first thread has not queued yet
         self._unqueued: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._queued: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # in the stream's order
         self._threads = [
@@ -148,10 +147,11 @@ class Lane:
         try:
             self._runtime.enter_thread(is_own=True)
         except CudaError as error:
-            self._blame(error)  # and every job will fail by itself
+            self._blame(error)  # every job will then fail by itself
 
     def _wait_as_a_thread(self, job: Job) -> list[Point]:
-        """Wait until only streams must wait; return the points. Raises DeviceError if late."""
+        """Wait until a stream can do the rest of the waiting; return its points. Raises DeviceError
+        if that takes too long."""
         deadline = time.monotonic() + self._dependency_seconds
         points = []
         try:
@@ -169,8 +169,8 @@ class Lane:
         return points
 
     def _queue(self, job: Job, points: list[Point]) -> None:
-        """Queue the job in CUDA. A job that fails on the way still gets its end: its queued part
-        must be over before the event reports the failure."""
+        """Queue the job in CUDA. A job that fails midway still gets an end point, because its
+        queued part must have run before the event reports the failure."""
         runtime, stream = self._runtime, self.stream
         if job.failure is None:
             try:
@@ -187,11 +187,11 @@ class Lane:
         except CudaError as error:
             job.failure = job.failure or self._blame(error)
         job.after = []
-        # The CPU's part, if it has one, is over by now, so a stream may wait for all of it.
+        # The CPU has done its part, if any, so `job.ended` is the end of the whole job.
         job.event.queued(job.ended)
 
     def _wait_for_end(self, job: Job) -> Exception | None:
-        """Wait for a job's end, which a failed job has too. Return the error, if any."""
+        """Wait for the end of a job, failed or not. Return its error, if any."""
         try:
             if job.ended is not None:
                 job.ended.synchronise()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Page-locks a slab in pieces, in the background, and unlocks it at the end.
 
-Locking takes a second for some gigabytes, and the copy engine reaches only locked memory. So a
-thread locks one piece after the other while the engine serves already, and copies of later slots go
-the slower way until it gets there. If the system locks no more, the rest stays ordinary memory.
+Locking some gigabytes takes a second, and the copy engine reaches only locked memory. So a thread
+locks piece after piece while the engine already serves requests. Copies of slots that are not
+locked yet are slower. If the system refuses to lock more, the rest stays ordinary memory.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .cuda_copy_runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 256 << 20  # short enough for the driver's locks, long enough to be few
+PIECE_BYTES = 256 << 20  # small, because the driver holds locks meanwhile; large, so that there are few
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
 class LockedSlab:
-    """`num_slots` of `slot_bytes` from `address` on. `refused` is called once, with the reason, if
-    not everything can be locked."""
+    """`num_slots` of `slot_bytes` from `address` on. If some slots cannot be locked, `refused` is
+    called once with the reason."""
 
     def __init__(
         self,
@@ -49,18 +49,18 @@ class LockedSlab:
         self._refused = refused
         self._pieces: list[int] = []
         self._stop = threading.Event()
-        # Slots from 0 on that the copy engine reaches. It only grows, so readers need no lock.
+        # Locked slots, from 0 on. The number only grows until `close`, so readers need no lock.
         self.num_locked = 0
         self._thread = threading.Thread(target=self._run, name="stratakv-page-lock", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until all memory that can be is locked; False if the time was too short."""
+        """Wait until the thread has locked all it can; False if the time was too short."""
         self._thread.join(max(0.0, timeout_seconds))
         return not self._thread.is_alive()
 
     def close(self, timeout_seconds: float) -> bool:
-        """Unlock everything; no copy may use it any more. False if the thread is still locking.
+        """Unlock all pieces; no copy may use them any more. False if the thread is still locking.
         Raises the last CudaError if CUDA refuses to unlock pieces."""
         self._stop.set()
         if not self.wait(timeout_seconds):

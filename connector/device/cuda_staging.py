@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between the pool and ordinary memory, through a small page-locked buffer in two halves.
 
-While the copy engine fills or empties one half, the CPU empties or fills the other. The calling
-thread does the CPU's part, so it must be one that may wait.
+While the copy engine works on one half, the calling thread copies to or from the other half, so
+that thread must be allowed to wait.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StagingBuffer:
 
 
 def _placed(half: int, group: Copies) -> list[tuple[tuple[int, int, int], int]]:
-    """Each copy with its place in a half, one behind the other."""
+    """Each copy with its address in a half; the copies lie one behind the other."""
     ends = itertools.accumulate((size for _, _, size in group), initial=half)
     return list(zip(group, ends, strict=False))
 

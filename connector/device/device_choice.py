@@ -17,9 +17,8 @@ _CUDA = re.compile(r"cuda(?::(\d{1,3}))?", re.ASCII)
 
 
 def make_device(name: str, progress: Callable[[int, int], None] | None = None) -> CopyDevice:
-    """Make the device `name`. `progress` is told, as bytes done and bytes in all, how much of the
-    slab is page-locked. Raises TierConfigError for an unknown name, for several GPUs, and if there
-    is no such device."""
+    """Make the device `name`. `progress` is called with the bytes of the slab that are page-locked
+    and all its bytes. Raises TierConfigError for an unknown or missing device or several GPUs."""
     if name == "cpu":
         return CpuCopyDevice()
     match = _CUDA.fullmatch(name)
@@ -36,7 +35,7 @@ def make_device(name: str, progress: Callable[[int, int], None] | None = None) -
     from .cuda_copy_runtime import TorchRuntime
 
     try:
-        # A name without a number means the device that is current in this thread.
+        # A name without a number means this thread's current device.
         return CudaCopyDevice(TorchRuntime(torch.device(name)), progress=progress)
     except DeviceError as error:
         raise TierConfigError(f"offloading from {name}: {error}") from error

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Half the bytes of a 16-bit block: e4m3 numbers with a scale for each row of a head.
+"""A codec that halves 16-bit blocks: e4m3 numbers with a scale for each row of a head.
 
     encoded = for each layer, K or V, token and head, in the order of the block:
               one byte e: the row's scale is 2 ** (e - 127)
               then for each of these rows: `head_dim` numbers of 8 bits, e4m3
 
-The scale is the smallest power of two that brings the row's largest number to 448 or less, e4m3's
-largest. A power of two makes dividing and multiplying exact in every dtype, down to the smallest
-numbers, so that only rounding to e4m3 loses anything:
+The scale is the smallest power of two that brings the row's largest number to 448, e4m3's maximum,
+or less. Dividing and multiplying by a power of two is exact in every dtype, so the only loss is the
+rounding to e4m3:
 
     |x - decoded x| <= max(|x| / 16, scale / 1024)
 
 e4m3 has three bits behind the point, so half a step is 1/16 of a number at most; below 2 ** -6 all
-steps are 2 ** -9. Rounding up could end in infinity within a sixteenth of the dtype's largest, so
-blocks with such numbers, with an infinity or a NaN have no encoding and are stored as they are.
+steps are 2 ** -9. Numbers within a sixteenth of the dtype's maximum could round to infinity. Blocks
+with such numbers, an infinity or a NaN are stored without encoding.
 
 The codec is here because `tiers/` imports no torch.
 """
@@ -34,12 +34,12 @@ DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-# Numbers at a time: from 32768 on torch shares its work with threads of its own, and the threads
-# that move blocks are many already. A chunk stays in the cache as well.
+# Numbers coded at a time. From 32768 numbers on torch would start threads of its own, beside the
+# many that move blocks. A chunk also fits into the cache.
 _CHUNK_NUMBERS = 32767
 _BIAS = 127  # of a float32's exponent
 _SMALLEST, _LARGEST = -126, 120  # powers of two: the last normal float32; the largest over 448
-_HALF_TO_E4M3 = 256  # e4m3's bits read as float16 are a 256th of the number
+_HALF_TO_E4M3 = 256  # e4m3's bits, read as float16, give a 256th of the number
 _MANTISSA_OF_LARGEST = 0.875  # 448 = 0.875 * 2 ** 9
 _EXPONENT_OF_LARGEST = 9
 
@@ -53,9 +53,9 @@ class _Rows(NamedTuple):
 
 
 class Fp8Codec(Codec):
-    """e4m3 with scales; for bfloat16, float16 and float32. A decoded number is within
-    max(|x| / 16, s / 1024) of every number x, where s is a power of two and at most 1/224 of the
-    largest number of its row (K or V of one token in one head)."""
+    """e4m3 with scales, for bfloat16, float16 and float32. A decoded number differs from the
+    original x by at most max(|x| / 16, s / 1024). s is a power of two, at most 1/224 of the largest
+    number of the row (K or V of one token in one head)."""
 
     name = "fp8"
     number = 2
@@ -87,7 +87,7 @@ class Fp8Codec(Codec):
         for numbers, exponents, codes in self._chunks(payload, out):
             x = numbers.float()
             peaks = x.abs().amax(1, keepdim=True)
-            # This form refuses NaN too.
+            # Written with `not`, so that it refuses NaN too.
             if not peaks.max().item() <= self._largest * (1 - 1 / 16):
                 return None
             mantissas, powers = torch.frexp(peaks)
@@ -105,7 +105,7 @@ class Fp8Codec(Codec):
             powers = exponents.int() - _BIAS
             if not _SMALLEST <= powers.min().item() <= powers.max().item() <= _LARGEST:
                 raise ValueError("a scale is out of range")
-            # Three times as fast as torch's own conversion, which is made for GPUs.
+            # Three times as fast as torch's own conversion.
             bits = codes.view(torch.int8).short()  # the sign fills the upper byte
             signs = bits & -0x8000
             bits &= 0x7F
@@ -137,5 +137,5 @@ def _two_to(powers: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(buffer: memoryview) -> torch.Tensor:
-    """The bytes of a buffer, without a copy where it can be written to."""
+    """The bytes of a buffer as a tensor; only a read-only buffer is copied."""
     return torch.frombuffer(bytearray(buffer) if buffer.readonly else buffer, dtype=torch.uint8)

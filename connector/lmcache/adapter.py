@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """StrataL2Adapter: answers LMCache's server for chunks that its own memory lacks.
 
-Its controllers submit tasks from two threads, sleep on event fds, and take each result once. A task
-that gets no answer would hang a request there, so every task here ends: with the chunks that have
-come when its time is over, with misses where tiers are not open or failed.
+LMCache's controllers submit tasks from two threads, sleep on event fds, and take each result once.
+A task without an answer would hang a request in LMCache, so every task ends. At its time limit it
+has the chunks that came; if the tiers are not open or have failed, all its chunks are misses.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ _FLAGS = os.EFD_NONBLOCK | os.EFD_CLOEXEC
 
 
 class _Task:
-    """A task that LMCache submitted, whose keys may lie on several shelves."""
+    """A task of LMCache; each shelf has the part of its keys with one layout."""
 
     __slots__ = ("answers", "id", "kind", "objects", "parts", "sizes")
 
     def __init__(self, id: int, kind: str, objects: Sequence[Any], num_keys: int) -> None:
         self.id = id
         self.kind = kind
-        self.objects = objects  # kept: their memory is in use until the task ends
+        self.objects = objects  # keeps their memory alive until the task ends
         self.answers = [False] * num_keys
         self.sizes = [0] * num_keys
-        self.parts = 0  # parts of it that have not ended
+        self.parts = 0  # parts that have not ended
 
 
 class StrataL2Adapter(L2AdapterInterface):
     """`config` is the value of `adapter_params`. Raises ConfigError, TierConfigError."""
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
-        # LMCache gets no capacity to evict by: the tiers keep within theirs by themselves.
+        # LMCache gets no capacity and evicts nothing here: the tiers keep to their own capacities.
         super().__init__(max_capacity_bytes=0)
         version = SUPPORTED.installed()
         given = dict(config)
@@ -67,7 +67,7 @@ class StrataL2Adapter(L2AdapterInterface):
         self._settings = chunk_host(HOST).read(given)
         self._models = ModelNames(self._settings.revision)
         self._version = f"{version[0]}.{version[1]}"
-        self._settings.remote.credentials()  # half a certificate is refused here
+        self._settings.remote.credentials()  # a certificate without its key is refused here
         if self._chunk_bytes:
             check_servers(self._settings, chunk_layout(self._chunk_bytes))
         self._lock = threading.Lock()
@@ -77,7 +77,7 @@ class StrataL2Adapter(L2AdapterInterface):
         self._stored: dict[int, Any] = {}
         self._found: dict[int, Any] = {}
         self._shelves: dict[ChunkIdentity, Shelf] = {}
-        self._refused: set[str] = set()  # reasons that were logged
+        self._refused: set[str] = set()  # logged reasons
         self._closed = False
 
     def get_store_event_fd(self) -> int:
@@ -90,7 +90,7 @@ class StrataL2Adapter(L2AdapterInterface):
         return self._fds[LOAD]
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Store chunks. A chunk of a layout that is not kept fails the task."""
+        """Store chunks. A chunk of an unsupported layout fails the task."""
         return self._submit(STORE, keys, objects)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
@@ -101,8 +101,8 @@ class StrataL2Adapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(
         self, keys: list[Any], group_layout_descs: Mapping[int, Any]
     ) -> int:
-        """Look up chunks. It locks none: a chunk that is gone by the time of its load is a miss,
-        and a lock that LMCache never released would be a leak."""
+        """Look up chunks. No chunk is locked: LMCache might never release a lock, and a chunk that
+        was evicted before its load is only a miss."""
         task = self._register_task(LOOKUP, (), len(keys))
         models = self._models_of(keys)
         places: dict[Shelf, list[int]] = {}
@@ -124,7 +124,7 @@ class StrataL2Adapter(L2AdapterInterface):
         pass
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Load chunks. Each is checked against the stored bytes before it counts as loaded."""
+        """Load chunks. A chunk counts as loaded only if its bytes match the stored digest."""
         return self._submit(LOAD, keys, objects)
 
     def query_load_result(self, task_id: int) -> Any:
@@ -138,7 +138,7 @@ class StrataL2Adapter(L2AdapterInterface):
             tiers.drop_chunks([shelf.keys.derive_chunk_key(key, name) for key, name in named])
 
     def get_usage(self) -> Any:
-        """Bytes in the tiers; not by salt, which the tiers do not know."""
+        """Bytes in the tiers. Not split by cache salt, because the tiers do not know it."""
         stats = [each for _, tiers in self._open_shelves() for each in tiers.stats().values()]
         return AdapterUsage(
             total_bytes_used=sum(each.used_bytes for each in stats),
@@ -173,7 +173,7 @@ class StrataL2Adapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """Write down what the tiers lack, within `shutdown_seconds`, and release everything."""
+        """Write unwritten chunks within `shutdown_seconds`, and release everything."""
         with self._lock:
             if self._closed:
                 return
@@ -209,7 +209,7 @@ class StrataL2Adapter(L2AdapterInterface):
         return task.id
 
     def _models_of(self, keys: Sequence[Any]) -> dict[str, str | None]:
-        """The name of each model of these keys; None for a model whose chunks are not kept."""
+        """The name of each model in these keys; None for a model whose chunks are not kept."""
         return {
             model: self._models.resolve_name(model) for model in {key.model_name for key in keys}
         }
@@ -301,13 +301,13 @@ class StrataL2Adapter(L2AdapterInterface):
     def _shelf_of_desc(self, desc: Any) -> Shelf | None:
         if desc is not None and desc.shapes:
             return self._shelf(desc.shapes, desc.dtypes)
-        # LMCache did not describe the layout of the chunks. A single layout leaves no doubt.
+        # LMCache did not describe the layout of the chunks. If there is one shelf, it must be that.
         with self._lock:
             shelves = list(self._shelves.values())
         return shelves[0] if len(shelves) == 1 else None
 
     def _shelf(self, shapes: Sequence[Any], dtypes: Sequence[Any]) -> Shelf | None:
-        """The shelf of a layout; None for a layout that is not kept."""
+        """The shelf of a layout, created if needed; None for an unsupported layout."""
         own = self._settings
         try:
             identity = read_identity(

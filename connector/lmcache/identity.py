@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a chunk of LMCache, made from its name there and all else that decides its bytes.
+"""The key of a chunk of LMCache, made from LMCache's name and all else that decides the bytes.
 
     root    = SHA-256( canonical CBOR of the fields of ChunkIdentity )
     digest  = SHA-256( root | canonical CBOR of [hash, model, kv rank, object group, cache salt] )
     key     = digest | group 0 | shard 0 of 1                               (40 bytes, docs/abi.md)
 
-The model is named by a digest of its files where they are here (model_names.py). LMCache's kv rank
-holds world size and rank. Its hash is of token ids; shapes and dtypes are not in its name for a
-chunk, so they are in the root, and each root has tiers of its own.
+If the model's files are on this machine, `model` is a digest of them (model_names.py). LMCache's kv
+rank holds world size and rank, and its hash covers token ids. LMCache's name of a chunk lacks
+shapes and dtypes, so they are in the root, and each root has tiers of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMESPACE = b"lmcache-chunk-1\0"
 _SUFFIX = key_suffix()
 _MAX_RANK = 16
 
-# Widths of LMCache's dtypes that are read without further numbers. `uint8`: opaque bytes.
+# Bytes of LMCache's dtypes that need no other data to be read. `uint8`: opaque bytes.
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -42,13 +42,13 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkIdentity:
-    """The values that must be equal for two daemons to share chunks, beside LMCache's own names."""
+    """The values, beside LMCache's names, that must be equal for two daemons to share chunks."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     revision: str
     salt: str
-    host_version: str  # of LMCache, major and minor: it decides how numbers lie in a chunk
+    host_version: str  # major.minor of LMCache, which decides how numbers lie in a chunk
 
     @property
     def chunk_bytes(self) -> int:
@@ -56,7 +56,7 @@ class ChunkIdentity:
         return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in sizes)
 
     def root(self) -> bytes:
-        """The 32 bytes that bind keys and stores to all of it."""
+        """A 32-byte digest of all fields; keys and stores depend on it."""
         return hashlib.sha256(cbor2.dumps(asdict(self), canonical=True)).digest()
 
     def namespace(self) -> bytes:
@@ -85,13 +85,13 @@ def read_identity(
 
 
 class ChunkKeys:
-    """Makes keys of LMCache's ObjectKeys."""
+    """Makes the tiers' keys from LMCache's ObjectKeys."""
 
     def __init__(self, root: bytes) -> None:
         self._root = hashlib.sha256(root)
 
     def derive_chunk_key(self, key: Any, model: str) -> bytes:
-        """The 40-byte key of a chunk; `model` is the name of its model (model_names.py)."""
+        """The 40-byte key of a chunk; `model` is the model's name (model_names.py)."""
         name = [key.chunk_hash, model, key.kv_rank, key.object_group_id, key.cache_salt]
         hasher = self._root.copy()
         hasher.update(cbor2.dumps(name, canonical=True))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the models whose chunks LMCache brings: digests of their files, if they lie here.
+"""The names of LMCache's models: digests of their files, if the files are on this machine.
 
 LMCache's server loads no model; its engines do, each at its own time. So a thread makes the digest
-once, when the first chunk of a model comes. If the files change afterwards, engines may have read
-either state, so no chunk of that model is kept from then on.
+once, when the first chunk of a model comes. If the files change afterwards, engines may have the
+old or the new weights, so no chunk of that model is kept from then on.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 HOST = "LMCache"
 MOST_MODELS = 64
-# Wait of the first call; small models, and remembered ones, take less.
+# Longest wait of a model's first call. Small models and models in the digest cache take less.
 FIRST_SECONDS = 1.0
-CHECK_SECONDS = 1.0  # between two looks at the files
+CHECK_SECONDS = 1.0  # between two checks of the files
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class ModelNames:
     """The names of models, by LMCache's names for them. Thread-safe."""
 
     def __init__(self, revision: str | None) -> None:
-        """`revision` is that of our settings."""
+        """`revision` is the setting of that name."""
         self._revision = revision
         self._lock = threading.Lock()
         self._models: dict[str, _Model] = {}
@@ -47,7 +47,7 @@ class ModelNames:
 
     @property
     def refused(self) -> list[str]:
-        """Reasons why chunks of a model are not kept, a sentence each."""
+        """Reasons why chunks are not kept, one sentence for each refused model."""
         with self._lock:
             return list(self._refused)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiers of each layout that LMCache brings: opened when its first chunk or look-up comes, on a
-thread of their own, since that reads an index and fills memory.
+"""A shelf: the tiers of one layout of LMCache's chunks. They are opened with the layout's first
+chunk or look-up. A thread of their own does this, because it reads an index and fills memory.
 
     opening ──► open                     tasks that came meanwhile go on
        │  └───► refused                  for good: every chunk is a miss, and the reason is logged
@@ -32,7 +32,7 @@ Waiter = Callable[[ChunkTiers | None], None]
 
 
 class Shelf:
-    """The tiers of one layout. Thread-safe."""
+    """Opens and holds the tiers of one layout. Thread-safe."""
 
     def __init__(self, identity: ChunkIdentity, settings: ChunkSettings, layouts: int) -> None:
         self.identity = identity
@@ -52,7 +52,7 @@ class Shelf:
         self._thread.start()
 
     def when_open(self, waiter: Waiter) -> None:
-        """Call `waiter` with the tiers, now or once they are open; with None if they are late."""
+        """Call `waiter` with the tiers, now or once they open; with None if late or refused."""
         with self._lock:
             tiers = self.tiers
             if tiers is None and self._waiters is not None:
@@ -111,9 +111,9 @@ def identity_text(identity: ChunkIdentity) -> str:
 
 
 def check_folders(path: Path, folder: str, layouts: int) -> None:
-    """Check that the directory has room for this layout. Raises ConfigError if it holds as many
-    others as it may: they take room on the disk too. A directory that cannot be read is a disk that
-    is down, as its store will find."""
+    """Check that the directory may hold this layout. Raises ConfigError if it already has `layouts`
+    others, because they take room on the disk too. A directory that cannot be read passes: its
+    store will report the disk as down."""
     try:
         if not path.is_dir():
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that an SGLang computes with, as the identity of its pages names it."""
+"""The names of SGLang's model and settings in the identity of its pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..chunks.model_name import HostModel, ModelName, name_model, settings_text,
 log = logging.getLogger(__name__)
 
 HOST = "SGLang"
-# SGLang's arguments that change numbers, beside the files.
+# SGLang's arguments, beside the model's files, that change numbers in the cache.
 _NUMBERS = (
     "dtype",
     "quantization",
@@ -28,12 +28,12 @@ class ModelNames(NamedTuple):
     """Two fields of a PageIdentity."""
 
     model: str
-    settings: str  # empty where they cannot be seen
+    settings: str  # empty if SGLang does not show them
 
 
 def names_of(served_name: str, revision: str | None) -> ModelNames:
     """The names from the SGLang in this process, which serves the model as `served_name`.
-    `revision` is that of our settings. Raises ConfigError for a model that cannot be read."""
+    `revision` is StrataKV's setting. Raises ConfigError for a model that cannot be read."""
     arguments = _server_arguments()
     path = getattr(arguments, "model_path", None)
     if not path:
@@ -53,7 +53,7 @@ def names_of(served_name: str, revision: str | None) -> ModelNames:
 
 
 def _server_arguments() -> Any:
-    """SGLang's own arguments; None if it does not tell them."""
+    """SGLang's own arguments; None if SGLang does not show them."""
     try:
         from sglang.srt.runtime_context import get_server_args
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a page of SGLang: from its name there, and from whatever else decides its bytes.
+"""The key of a page of SGLang, made from SGLang's name and all else that decides the bytes.
 
 
     root    = SHA-256( canonical CBOR of the fields of PageIdentity )
     digest  = SHA-256( root | SGLang's page hash )
     key     = digest | group 0 | shard 0 of 1                               (40 bytes, docs/abi.md)
 
-SGLang's hash chains token ids, adapters and the request's `cache_salt`. It leaves out model, dtype,
-ranks and the layout of bytes in its host pool. For a model with MLA every tensor-parallel rank has
-the same bytes, which one rank writes, so the rank is left out there.
+SGLang's hash chains token ids, adapters and the request's `cache_salt`. It does not cover model,
+dtype, ranks and the layout of bytes in the host pool. With MLA every tensor-parallel rank has the
+same bytes and one rank writes them, so the identity leaves the rank out.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from .host_model import ModelNames
 _NAMESPACE = b"sglang-page-1\0"
 _SUFFIX = key_suffix()
 
-# Dtypes of pools whose pages are read without further numbers.
+# Dtypes of pools whose pages need no other data to be read.
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8")
-# Layouts in which a page lies in one piece for K and one for V.
+# Layouts in which K of a page is one piece, and V another.
 LAYOUTS = ("page_first", "page_first_direct")
 MAX_KEY_CHARACTERS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageIdentity:
-    """The values that must be equal for two engines to share pages, beside SGLang's own names."""
+    """The values, beside SGLang's names, that must be equal for two engines to share pages."""
 
-    model: str  # a digest of its files, or the name that SGLang has for it (host_model.py)
-    settings: str  # those of SGLang that change numbers; empty where they cannot be seen
+    model: str  # a digest of its files, or SGLang's name (host_model.py)
+    settings: str  # digest of SGLang's arguments that change numbers; may be empty
     revision: str
     salt: str
-    host_version: str  # of SGLang, major, minor and patch: its pools move between patches
+    host_version: str  # major.minor.patch of SGLang, because patches change pools
     pool: str  # the class of the host pool
     kv_dtype: str
     kv_layout: str
     page_size: int  # tokens
     logical_page_size: int
     parts: tuple[int, ...]  # bytes of each piece of a page
-    layers: tuple[int, int]  # first, and the one behind the last
-    heads: tuple[int, int]  # of K and V in this rank's pool, and numbers of each
+    layers: tuple[int, int]  # first, and last + 1
+    heads: tuple[int, int]  # heads in this rank's pool, and numbers of a head
     is_mla: bool
     parallel: tuple[int, ...]  # size and rank: tensor, pipeline, context, decode context
 
@@ -58,7 +58,7 @@ class PageIdentity:
         return sum(self.parts)
 
     def root(self) -> bytes:
-        """The 32 bytes that bind keys and stores to all of it."""
+        """A 32-byte digest of all fields; keys and stores depend on it."""
         return hashlib.sha256(cbor2.dumps(asdict(self), canonical=True)).digest()
 
     def namespace(self) -> bytes:
@@ -76,7 +76,7 @@ def read_identity(
     version: str,
 ) -> PageIdentity:
     """Make the identity from SGLang's HiCacheStorageConfig and host pool. Raises ConfigError for
-    pages that cannot be kept."""
+    unsupported pages."""
     dtype = str(pool.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ConfigError(
@@ -123,13 +123,13 @@ def read_identity(
 
 
 class PageKeys:
-    """Makes keys of SGLang's page hashes."""
+    """Makes the tiers' keys from SGLang's page hashes."""
 
     def __init__(self, root: bytes) -> None:
         self._root = hashlib.sha256(root)
 
     def derive_page_key(self, key: str) -> bytes:
-        """The 40-byte key of a page. Raises ValueError for a text that is no name of a page."""
+        """The 40-byte key of a page. Raises ValueError if `key` cannot be a page's name."""
         if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_CHARACTERS:
             raise ValueError(f"a page of SGLang has a name of 1 to {MAX_KEY_CHARACTERS} characters")
         hasher = self._root.copy()

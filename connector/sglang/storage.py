@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """StrataHiCacheStorage: answers SGLang's cache controller for pages that its host memory lacks.
 
-The controller asks from two threads, one that fetches and one that backs up, and waits for the
-answer; both get one in time. `batch_get_v1` and `batch_set_v1` move pages between the tiers and
-SGLang's host pool, whose addresses the pool names. The older methods, with tensors, exist too.
+The controller calls from two threads, one for fetching and one for backing up. Each call waits,
+with a time limit. `batch_get_v1` and `batch_set_v1` move pages between the tiers and SGLang's host
+pool, at addresses that the pool returns. The older methods take tensors.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 SUPPORTED = Supported(HOST, "sglang", (0, 5, 23), (0, 6, 0))
 # SGLang's own keys in the back end's JSON.
 HOST_KEYS = ("backend_name", "module_path", "class_name", "interface_v1")
-# Wait beyond the time that a call may take by itself; only a stalled machine needs it.
+# Wait beyond the time limit of a call; only a stalled machine needs it.
 GRACE_SECONDS = 30.0
 
 
 class StrataHiCacheStorage(HiCacheStorage):
-    """`kwargs` is empty in the versions known. The tiers are opened when SGLang registers its host
-    pool. Raises ConfigError, or TierConfigError, for settings that cannot work."""
+    """SGLang's back end class. The tiers are opened when SGLang registers its host pool. SGLang
+    passes no `kwargs`. Raises ConfigError or TierConfigError for settings that cannot work."""
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         version = SUPPORTED.installed()
@@ -46,7 +46,7 @@ class StrataHiCacheStorage(HiCacheStorage):
                 'SGLang copies every page twice without "interface_v1": 1 in '
                 "--hicache-storage-backend-extra-config; add it"
             )
-        # SGLang has options of its own there too, which it takes out in some versions only.
+        # Some versions of SGLang leave their own options in `extra_config`.
         for name in [*HOST_KEYS, *(name for name in given if name.startswith("prefetch_"))]:
             given.pop(name, None)
         self._settings = chunk_host(HOST).read(given)
@@ -90,7 +90,7 @@ class StrataHiCacheStorage(HiCacheStorage):
             )
         self.close()
         root = identity.root()
-        # A directory belongs to one process, and ranks may have pages in common.
+        # Ranks may share pages but not a directory, because a directory belongs to one process.
         folder = f"{root.hex()[:16]}-{config.dp_rank}-{config.tp_rank}"
         self._tiers = open_chunk_tiers(
             self._settings, identity.page_bytes, identity.namespace(), HOST, folder
@@ -99,7 +99,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         self.mem_pool_host = mem_pool_host
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Refuse pools other than that of K and V, which SGLang registers here as well."""
+        """Refuse any pool but the one of K and V. Raises ConfigError."""
         name = str(getattr(host_pool_name, "value", host_pool_name))
         if name != "kv":
             raise ConfigError(
@@ -109,7 +109,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """The number of leading pages that some tier has."""
+        """The number of leading pages that a tier has."""
         tiers = self._tiers
         if tiers is None or not keys:
             return 0
@@ -122,7 +122,7 @@ class StrataHiCacheStorage(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Load pages into the host pool; each is checked against the stored bytes."""
+        """Load pages into the host pool. Each page is checked against its stored digest."""
         return self._transfer_pages("load", keys, self._places(keys, host_indices))
 
     def batch_set_v1(
@@ -138,7 +138,8 @@ class StrataHiCacheStorage(HiCacheStorage):
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
-        """Load pages into the tensors given; None for a page that did not come."""
+        """Load pages into `target_locations`. Return a tensor for each page, None if it did not
+        come."""
         targets = list(target_locations or [])
         if len(targets) != len(keys) or any(each is None for each in targets):
             raise ValueError("StrataKV loads pages into tensors that are given, one for each key")
@@ -169,11 +170,11 @@ class StrataHiCacheStorage(HiCacheStorage):
             self._tiers.clear()
 
     def get_stats(self) -> Any:
-        """Return None: SGLang knows only its own counters."""
+        """Return None: SGLang takes no counters but its own."""
         return None
 
     def close(self) -> None:
-        """Write down what the tiers lack, within `shutdown_seconds`, and release everything."""
+        """Write unwritten pages within `shutdown_seconds`, and release everything."""
         tiers, self._tiers = self._tiers, None
         if tiers is not None:
             tiers.close(self._settings.shutdown_seconds)
@@ -192,7 +193,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         return _wait(tiers.store(self._names(keys), pages), tiers.limits.store_seconds)
 
     def _places(self, keys: Sequence[str], host_indices: Any) -> list[list[memoryview]]:
-        """The memory of each page in the host pool, in pieces."""
+        """Views of the pieces of each page in the host pool."""
         if self._tiers is None:
             return []
         if len(host_indices) != len(keys) * self._page_tokens:
@@ -221,7 +222,7 @@ def _wait(future: Future[list[bool]], seconds: float) -> list[bool]:
 
 @lru_cache(maxsize=256)
 def _array_type(size: int) -> Any:
-    """Made once for each size: ctypes keeps every array type that it ever made."""
+    """The array type of a size, made once, because ctypes never frees an array type."""
     return ctypes.c_ubyte * size
 
 

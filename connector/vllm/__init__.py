@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataKV's tiers below vLLM's own KV offloading, for its `spec_module_path` and `module_path`.
+"""StrataKV's tiers below vLLM's own KV offloading, for vLLM's `spec_module_path` and `module_path`.
 
     StrataSpec   the whole: vLLM's region in memory, the tiers below it, and on vLLM's CPU build the
                  copies too
     StrataTier   the tiers alone, one of the `secondary_tiers` of vLLM's TieringOffloadingSpec
 
-and, in the place of vLLM's offloading, for `kv_connector_module_path`:
+Instead of vLLM's offloading, for `kv_connector_module_path`:
 
-    StrataConnector    a KV connector between vLLM's KV cache and our slab
+    StrataConnector    a KV connector between vLLM's KV cache and StrataKV's slab
 
-docs/vllm.md says how to switch them on, and which to take. Their first use imports vLLM.
+docs/vllm.md says how to switch them on, and which to take. The first use imports vLLM.
 """
 
 from __future__ import annotations

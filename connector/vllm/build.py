@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the tiers below one vLLM engine, and the parts that decide for it."""
+"""Builds the tiers below one vLLM engine, with their look-ups, transfers and estimates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Tiers(NamedTuple):
-    """The parts of a tier of vLLM's."""
+    """The parts of a StrataTier."""
 
     hierarchy: Hierarchy
     transfers: Transfers
@@ -40,8 +40,8 @@ def build_tiers(
     rows: np.ndarray[Any, Any],
     chunk_tokens: int,
 ) -> Tiers:
-    """Build the tiers below vLLM's region, whose chunks of `chunk_tokens` tokens are `rows`. Raises
-    TierConfigError, or ConfigError, for settings that cannot work; nothing stays open then."""
+    """Build the tiers below vLLM's region. A row of `rows` is a chunk of `chunk_tokens` tokens.
+    Raises TierConfigError or ConfigError for settings that cannot work; nothing stays open then."""
     layout = chunk_layout(identity.chunk_bytes, identity.kv_dtype)
     root = identity.root()
     check_servers(settings, layout)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a vLLM computes with, as the identity of its blocks names it."""
+"""The names of vLLM's models and settings in the identity of its blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..chunks.model_name import HostModel, name_model, settings_text, warn_of_un
 
 log = logging.getLogger(__name__)
 
-# Fields of vLLM's configuration that say where it came from.
+# Fields of the model's configuration that change no numbers.
 _NOT_NUMBERS = ("_name_or_path", "name_or_path", "transformers_version")
 
 
@@ -18,15 +18,15 @@ class ModelNames(NamedTuple):
     """Three fields of a ChunkIdentity."""
 
     model: str
-    drafts: str  # of a model that proposes tokens; empty where there is none
-    settings: str  # of vLLM, those that change numbers; empty where they cannot be seen
+    drafts: str  # name of the draft model; empty without one
+    settings: str  # digest of vLLM's settings that change numbers; empty if vLLM does not show them
 
 
 def names_of(vllm_config: Any, revision: str | None) -> ModelNames:
-    """The names from vLLM's whole configuration. `revision` is that of our settings. Raises
+    """The names from vLLM's whole configuration. `revision` is StrataKV's setting. Raises
     ConfigError for a model that cannot be read."""
     model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
-    # A model from an object store has its weights there only.
+    # For a model in an object store, `model_weights` has the address of its weights.
     name = getattr(model, "model_weights", "") or model.model
     cache_folder = getattr(load, "download_dir", None)
     own = HostModel(name, getattr(model, "revision", None) or "", cache_folder)
@@ -40,7 +40,7 @@ def names_of(vllm_config: Any, revision: str | None) -> ModelNames:
 
 
 def names_of_tier(model: str, revision: str | None) -> ModelNames:
-    """The names from a secondary tier's view of vLLM: the model's only. Raises ConfigError."""
+    """The names that a secondary tier can see: the model's only. Raises ConfigError."""
     if not revision:
         log.info(
             "vLLM tells StrataSpec the model's files and not its own settings: give another "
@@ -58,7 +58,7 @@ def _named(model: HostModel, revision: str | None) -> str:
 
 
 def _numbers_of(model: Any, load: Any) -> dict[str, Any]:
-    """Settings beside the files that change numbers: overrides of the configuration (rope,
+    """Settings that change numbers, beside the model's files: overrides of the configuration (rope,
     windows), computing dtype, quantisation while loading, random weights, picture processing."""
     config = getattr(model, "hf_config", None)
     known = {} if config is None else dict(config.to_dict())

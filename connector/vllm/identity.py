@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a chunk of vLLM: from its name there, and from everything else that decides its bytes.
+"""The key of a chunk of vLLM, made from vLLM's name and all else that decides the bytes.
 
 
     root    = SHA-256( canonical CBOR of the fields of ChunkIdentity )
@@ -23,12 +23,12 @@ from ...tiers.block import DTYPE_BYTES, BlockLayout, key_suffix
 from ...tiers.errors import InvalidBlock
 from ...tiers.settings.values import ConfigError
 
-# Bytes behind the block hash in vLLM's own key.
+# Bytes of the group behind the block hash in vLLM's own key.
 GROUP_BYTES = 4
 NAMESPACE = b"vllm-chunk-1\0"
 
-# vLLM's names of dtypes whose bytes mean the same in every engine of the same model, and ours.
-# Dtypes with scales outside the pages are left out.
+# vLLM's name of a dtype → StrataKV's. Their bytes mean the same in every engine of the same model,
+# so dtypes with scales outside the pages are not here.
 DTYPES = {
     "float32": "float32",
     "bfloat16": "bfloat16",
@@ -36,7 +36,7 @@ DTYPES = {
     "half": "float16",
     "fp8": "fp8_e4m3",
     "fp8_e4m3": "fp8_e4m3",
-    "fp8_e5m2": "fp8_e4m3",  # as wide; the identity tells the two apart
+    "fp8_e5m2": "fp8_e4m3",  # the same width; `kv_dtype` in the identity differs
 }
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
@@ -45,15 +45,15 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 class ChunkIdentity:
     """The values that must be equal for two vLLM engines to share chunks."""
 
-    model: str  # a digest of its files, or the name that vLLM was given (chunks/model_name.py)
-    drafts: str  # the same of the model that proposes tokens, whose layers may be in the pages
-    settings: str  # those of vLLM that change numbers; empty where they cannot be seen
+    model: str  # a digest of its files, or vLLM's name (chunks/model_name.py)
+    drafts: str  # the same for a draft model, whose layers may be in the pages
+    settings: str  # digest of vLLM's settings that change numbers; may be empty
     revision: str
     salt: str
     kv_dtype: str
     kv_layout: str
-    platform: str  # attention backends lay pages out, and there is one set for each platform
-    host_version: str  # of vLLM, major and minor, for the same reason
+    platform: str  # the attention backends of a platform decide the layout of pages
+    host_version: str  # major.minor of vLLM, for the same reason
     chunk_bytes: int
     blocks_per_chunk: int
     tokens_per_hash: int
@@ -65,9 +65,9 @@ class ChunkIdentity:
     states: tuple[tuple[Any, ...], ...] = ()
 
     def root(self) -> bytes:
-        """The 32 bytes that bind keys and stores to all of it."""
+        """A 32-byte digest of all fields; keys and stores depend on it."""
         fields = asdict(self)
-        if not self.states:  # such identities keep the digest from before there were states
+        if not self.states:  # keeps the digests of identities that predate states
             del fields["states"]
         return hashlib.sha256(cbor2.dumps(fields, canonical=True)).digest()
 
@@ -76,13 +76,14 @@ class ChunkIdentity:
 
 
 class ChunkKeys:
-    """Makes keys of vLLM's."""
+    """Makes the tiers' keys from vLLM's keys."""
 
     def __init__(self, root: bytes) -> None:
         self._root = hashlib.sha256(root)
 
     def derive_chunk_key(self, host_key: bytes) -> bytes:
-        """The 40-byte key of a chunk. Raises InvalidBlock for bytes that are no key of vLLM's."""
+        """The 40-byte key of a chunk. Raises InvalidBlock if `host_key` is too short for a vLLM
+        key."""
         if len(host_key) <= GROUP_BYTES:
             raise InvalidBlock(f"a key of vLLM has a hash and a group, not {len(host_key)} bytes")
         hasher = self._root.copy()
@@ -91,8 +92,8 @@ class ChunkKeys:
 
 
 def chunk_layout(chunk_bytes: int, kv_dtype: str) -> BlockLayout:
-    """The layout of a chunk: so many bytes of that dtype, in vLLM's order. Raises ConfigError for a
-    dtype whose bytes other engines could read otherwise."""
+    """The layout of a chunk: `chunk_bytes` of one dtype, in vLLM's order. Raises ConfigError for a
+    dtype that cannot be shared between engines."""
     name = DTYPES.get(kv_dtype)
     if name is None:
         raise ConfigError(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's region: the file in shared memory that scheduler and workers map, and the files left
-behind by an engine that was killed.
+"""vLLM's region, a file in shared memory that scheduler and workers map; and the removal of the
+files of killed engines.
 
-vLLM removes the file at an orderly stop. Beside it lies an empty lock file of ours, on which every
-process of the engine has a lock from before the region is made. A file without a lock belongs to an
-engine that is gone, and the next one to start removes both. The kernel drops the locks of killed
-processes, and knows locks of other containers that share this memory.
+vLLM removes the file at an orderly stop. Beside it StrataKV keeps an empty lock file. Every process
+of the engine locks it before the region is made. If no process has a lock on it, the engine is
+gone, and the next engine to start removes both files. The kernel drops the locks of killed
+processes; locks also work between containers that share this memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ LOCK = ".lock"
 
 
 def marked(engine_id: str) -> str:
-    """The id in vLLM's name of an engine's region, the same in each of its processes."""
+    """The engine id that vLLM puts in the name of the region's file; it marks StrataKV's
+    engines."""
     return engine_id + MARK
 
 
@@ -40,16 +41,16 @@ class Hold:
             fcntl.flock(self._lock.descriptor, fcntl.LOCK_SH)
             if os.fstat(self._lock.descriptor).st_nlink:
                 break
-            self._lock.close()  # another engine found it without a lock just now
+            self._lock.close()  # another engine has just removed the file
 
     def release_lock(self) -> None:
-        """Release the lock after an orderly stop, in which vLLM removes the region; the engine's
-        last process removes the lock file. Idempotent, and without effect in a forked process."""
+        """Release the lock after an orderly stop, in which vLLM removes the region. The engine's
+        last process removes the lock file. Idempotent; no effect in a forked process."""
         self._let_go([])
 
     def abandon(self) -> None:
-        """Release the lock after a stop that was not orderly, such as a refused start: the last
-        process removes the region too. Idempotent, and without effect in a forked process."""
+        """Release the lock after a stop that was not orderly, such as a refused start. The last
+        process removes the region too. Idempotent; no effect in a forked process."""
         self._let_go(_regions(self._place))
 
     def _let_go(self, others: list[Path]) -> None:
@@ -59,14 +60,14 @@ class Hold:
             fcntl.flock(self._lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for place in (*others, self._place):
                 place.unlink(missing_ok=True)
-        except OSError:  # others of the engine have it
+        except OSError:  # other processes of the engine hold it
             pass
         finally:
             self._lock.close()
 
 
 def left_behind(folder: Path = SHARED_MEMORY) -> list[Path]:
-    """The files of engines that are gone, which `sweep` would remove."""
+    """The files of engines that are gone; `sweep` would remove them."""
     found: list[Path] = []
     for lock in folder.glob(f"{PREFIX}*{MARK}{LOCK}"):
         try:
@@ -77,7 +78,7 @@ def left_behind(folder: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def unmarked(folder: Path = SHARED_MEMORY) -> list[Path]:
-    """The regions of engines without our spec; whether such an engine runs is unknown."""
+    """The regions of engines without StrataSpec. It is unknown whether their engines run."""
     return [place for place in folder.glob(f"{PREFIX}*.mmap*") if MARK not in place.name]
 
 
@@ -107,5 +108,5 @@ def _sweep_one(lock: Path, *, remove: bool = True) -> list[Path]:
 
 
 def _regions(lock: Path) -> list[Path]:
-    """The files beside a lock: NAME.mmap, and of large regions NAME.mmap.1 and so on."""
+    """The region's files beside a lock: NAME.mmap, and for large regions NAME.mmap.1 and so on."""
     return list(lock.parent.glob(f"{lock.name.removesuffix(LOCK)}.mmap*"))

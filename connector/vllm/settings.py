@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the tiers below vLLM, read from the JSON that vLLM is given, and written for it.
+"""The settings of the tiers below vLLM, read from vLLM's JSON configuration and written for it.
 
-The names are those of the engine's flags without `--kv-offload-`, with underscores.
+A setting's name is StrataKV's flag without `--kv-offload-`, with underscores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..chunks.chunk_settings import Host, HostSettings
 
 MODULE = "stratakv.connector.vllm"
 SPEC, TIER, CONNECTOR = "StrataSpec", "StrataTier", "StrataConnector"
-# Where the settings stand among vLLM's own of the connector, for StrataSpec.
+# The key of StrataKV's settings in vLLM's `kv_connector_extra_config`.
 SECTION = "stratakv"
 
 LOADS = ("auto", "always")
@@ -25,7 +25,7 @@ LOADS = ("auto", "always")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings(HostSettings):
-    """The settings of tiers below vLLM, with those that other hosts lack."""
+    """The settings of tiers below vLLM; other hosts lack the ones defined here."""
 
     load: str = setting(
         "auto", readers.one_of(*LOADS),
@@ -50,13 +50,14 @@ OPTIONS = HOST.options
 
 
 def transfer_config(region_bytes: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of `--kv-transfer-config` of vLLM: a region of so many bytes, and these
-    settings. Raises ConfigError for settings that vLLM would refuse at its start."""
+    """Return the value of vLLM's `--kv-transfer-config` for StrataSpec, with a region of
+    `region_bytes` and these settings. Raises ConfigError for settings that would stop vLLM's
+    start."""
     HOST.read(given)
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        # vLLM's answer to a failed load of its own; below its region no load of its own fails.
+        # vLLM's policy for a failed load between the GPU and its region.
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "spec_name": SPEC,
@@ -68,7 +69,7 @@ def transfer_config(region_bytes: int, given: Mapping[str, Any]) -> dict[str, An
 
 
 def connector_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for StrataConnector, which has no region of vLLM's."""
+    """Return the value of `--kv-transfer-config` for StrataConnector. Raises ConfigError."""
     HOST.read(given)
     return {
         "kv_connector": CONNECTOR,

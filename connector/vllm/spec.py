@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataSpec: vLLM's tiering spec with our tiers below its region, and a worker for CPU builds.
+"""StrataSpec: vLLM's tiering spec with StrataTier below its region, and a worker for CPU builds.
 
-Everything above the region stays vLLM's: its manager, and on a GPU its copies. The settings stand
-under "stratakv" in `kv_connector_extra_config`.
+vLLM keeps its manager and, on a GPU, its copies between the cache and the region. The settings
+stand under "stratakv" in `kv_connector_extra_config`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .worker import CpuWorker
 class StrataSpec(TieringOffloadingSpec):
     """vLLM's tiering spec with StrataTier below. Raises ConfigError for unusable settings."""
 
-    # vLLM's own.
+    # Set by vLLM.
     secondary_tier_configs: list[dict[str, Any]]
     _engine_id: str
     _manager: Any
@@ -49,7 +49,7 @@ class StrataSpec(TieringOffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """vLLM's, and ours."""
+        """vLLM's definitions and StrataTier's."""
         from .tier import StrataTier
 
         definitions: dict[str, Any] = super().build_metric_definitions(extra_config)
@@ -61,7 +61,7 @@ class StrataSpec(TieringOffloadingSpec):
         return super().get_manager()
 
     def get_worker(self, kv_caches: Any) -> Any:
-        """Return vLLM's worker on a GPU, ours on its CPU build."""
+        """Return vLLM's worker on a GPU, CpuWorker on vLLM's CPU build."""
         if not versions.is_cpu_build():
             return super().get_worker(kv_caches)
         if self._worker is None:
@@ -69,7 +69,7 @@ class StrataSpec(TieringOffloadingSpec):
         return self._worker
 
     def release_region(self) -> None:
-        """Release the region: this process's side of the engine has stopped. Idempotent."""
+        """Release the region when the engine stops in this process. Idempotent."""
         atexit.unregister(self._hold.abandon)
         self._hold.release_lock()
 
@@ -95,8 +95,8 @@ class StrataSpec(TieringOffloadingSpec):
 
 
 def tier_config(extra_config: Any) -> dict[str, Any]:
-    """Our tier's entry among vLLM's secondary tiers. Raises ConfigError for settings that cannot
-    work, in every process that reads them."""
+    """StrataTier's entry in vLLM's list of secondary tiers. Raises ConfigError for settings that
+    cannot work."""
     given = extra_config.get(SECTION, {})
     if not isinstance(given, dict):
         raise ConfigError(f"{SECTION} takes an object of settings, not {format_value(given)}")

@@ -6,7 +6,7 @@
     submit_store      take chunks that vLLM has just stored    a job, done by a thread
     get_finished_jobs report the jobs that the thread has done
 
-A load that fails is a miss from then on, so that vLLM computes the chunks and does not ask again.
+Chunks whose load failed are misses for a while, so that vLLM computes them.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _RESULTS = {
     Found.MISS: LookupResult.MISS,
     Found.RETRY: LookupResult.RETRY,
 }
-# Time for the copies, beside the time that the settings allow for a load.
+# Time for copies, added to the setting `read_seconds`.
 DRAIN_SECONDS = 5.0
 
-MAX_STEPS = 64  # steps whose chunks have not come yet
+MAX_STEPS = 64  # most steps whose chunks vLLM has not stored yet
 
 
 class StrataTier(SecondaryTierManager):
-    """The slab, the SSD and the cache servers below vLLM's region. The keyword arguments are the
-    settings of settings.py. Raises ConfigError or TierConfigError for those that cannot work."""
+    """The slab, the SSD and the cache servers below vLLM's region. `given` are the settings of
+    settings.py. Raises ConfigError or TierConfigError for settings that cannot work."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -75,13 +75,13 @@ class StrataTier(SecondaryTierManager):
         self._settings = settings
         self._meter = PrefillMeter(self._tiers.prefill)
         self._metrics = metrics.TierMetrics(self._tiers)
-        self._jobs: dict[int, tuple[bool, dict[bytes, bytes]]] = {}  # is a load, vLLM's key of ours
+        self._jobs: dict[int, tuple[bool, dict[bytes, bytes]]] = {}  # is a load, our key → vLLM's
         self._has_checked_names = False
         self._process_id = os.getpid()
         atexit.register(self.shutdown)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Whether a chunk is there and to be loaded."""
+        """Whether a tier has the chunk and loading it pays."""
         transfers = self._tiers.transfers
         if transfers.is_broken:
             return LookupResult.MISS
@@ -126,11 +126,11 @@ class StrataTier(SecondaryTierManager):
         return results
 
     def has_pending_work(self) -> bool:
-        """Whether vLLM must step for a job to be reported. Work below the slab needs no steps."""
+        """Whether vLLM must step so that a job is reported. Work below the slab needs no steps."""
         return bool(self._jobs)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Ask vLLM for chunks as they are computed."""
+        """Return the default context: vLLM then offers chunks as they are computed."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -156,8 +156,8 @@ class StrataTier(SecondaryTierManager):
         return self._metrics.build_stats()
 
     def shutdown(self) -> None:
-        """Write the chunks that are to survive, and release everything. Idempotent. No effect in a
-        forked process, which has the registration but none of the threads."""
+        """Write unwritten chunks, and release everything. Idempotent. No effect in a forked
+        process, because it has none of the threads."""
         atexit.unregister(self.shutdown)
         if self._process_id != os.getpid():
             return
@@ -167,7 +167,7 @@ class StrataTier(SecondaryTierManager):
             release()
 
     def _register_job(self, job: Any, *, is_load: bool) -> dict[bytes, bytes]:
-        """vLLM's keys of a job by ours, in their order."""
+        """Map our keys of a job to vLLM's, in the job's order."""
         lookups = self._tiers.lookups
         with self._tiers.transfers.lock:
             names = {lookups.key_of(key, job.req_context): key for key in job.keys}
@@ -185,7 +185,7 @@ class StrataTier(SecondaryTierManager):
 
 
 def chunk_tokens(spec: Any) -> int:
-    """The tokens of a chunk, of the longest where cache groups differ."""
+    """The tokens of a chunk; the most if cache groups differ."""
     block_tokens: int = max(group.tokens_per_block for group in spec.config.groups)
     return block_tokens * int(spec.blocks_per_chunk)
 
@@ -242,7 +242,7 @@ class _Step:
 
 
 class PrefillMeter:
-    """Records the times of vLLM's steps in `rate`."""
+    """Records the times of vLLM's prefill steps in `rate`."""
 
     def __init__(self, rate: PrefillRate, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate = rate
@@ -250,15 +250,15 @@ class PrefillMeter:
         self._steps: list[_Step] = []
 
     def scheduled(self, request_ids: Collection[str]) -> None:
-        """Record that a step has been scheduled, in which these requests run for the first time.
-        Call it once for each step."""
+        """Record that vLLM has scheduled a step, and the requests that run in it for the first
+        time. Call it once for each step."""
         self._record_steps()
         if request_ids:
             self._steps.append(_Step(self._clock(), set(request_ids)))
             del self._steps[:-MAX_STEPS]
 
     def measure_stored(self, request_id: str, ends: Sequence[int], chunk_tokens: int) -> None:
-        """Record that chunks of a request have been computed, each up to the token in `ends`."""
+        """Record that chunks of a request have been computed; they end at the tokens in `ends`."""
         for step in self._steps:
             if request_id in step.requests and ends:
                 step.requests.remove(request_id)

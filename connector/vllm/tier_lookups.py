@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-ups of a request's prompt in the tiers as vLLM asks for them: chunk by chunk, in every step
-in which the request waits.
+"""Look-ups of prompts in the tiers for vLLM, which asks chunk by chunk in every step in which a
+request waits.
 
-The first question of a step is answered for all chunks behind it at once, and remembered until
-something in the tiers changes or a load fails. MISS is also the answer for
+The first question looks up all later chunks of the prompt too. The answers are remembered until the
+tiers change or a load fails. MISS is also the answer for
 - chunks that are quicker to compute than to load,
 - chunks whose load has just failed, so that no request waits for them again,
-- chunks whose answer a request has waited for too long: a server whose answers are damaged is
-  asked again and again,
-- chunks that would not fit into vLLM's region beside those that wait there for other requests:
+- chunks for which a request has waited too long: a server with damaged answers would be asked again
+  and again,
+- chunks without room in vLLM's region beside the chunks that wait there for other requests:
   promoted chunks would evict each other before they are loaded.
 """
 
@@ -26,9 +26,9 @@ from ..costs.economics import Economics
 from . import versions
 from .identity import GROUP_BYTES, ChunkKeys
 
-# A request waits for answers of remote stores so long at most, in all.
+# The longest total wait of a request for answers of remote stores.
 MOST_RETRY_SECONDS = 5.0
-# The same chunk is loaded for the same request so often at most.
+# Most loads of the same chunk for the same request.
 MAX_LOADS = 2
 # The share of vLLM's region for chunks that wait there for their requests.
 REGION_SHARE = 0.75
@@ -44,16 +44,16 @@ class Found(Enum):
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """The answers and decisions for one request. vLLM keeps them with the request."""
+    """The answers and decisions for one request. vLLM holds this object with the request."""
 
-    version: tuple[int, int] | None = None  # of the tiers, and of the loads that failed
+    version: tuple[int, int] | None = None  # versions of the tiers and of FailedChunks
     answers: dict[bytes, Found] = field(default_factory=dict)  # by vLLM's keys
-    keys: dict[bytes, bytes] = field(default_factory=dict)  # ours of vLLM's
+    keys: dict[bytes, bytes] = field(default_factory=dict)  # vLLM's → ours
     accepted: set[bytes] = field(default_factory=set)  # keys of ours, to be loaded
     declined: set[bytes] = field(default_factory=set)  # keys of ours, to be computed
     loads: dict[bytes, int] = field(default_factory=dict)  # loads begun, by key
     is_announced: bool = False
-    retry_until: float | None = None  # monotonic; None: it has not waited for an answer
+    retry_until: float | None = None  # monotonic; None before its first wait
 
 
 class TierLookups:
@@ -80,7 +80,7 @@ class TierLookups:
     def find_chunk(self, host_key: bytes, context: Any) -> Found:
         """The answer for one chunk of vLLM's."""
         asked = self._asked(context)
-        # A load that finds no room fails and changes nothing in the tiers.
+        # A load without room fails but does not change the tiers' version, so both count.
         version = self._hierarchy.version, self._failed.version
         if asked.version != version:
             asked.version = version
@@ -99,17 +99,17 @@ class TierLookups:
         return self._key(self._asked(context), host_key)
 
     def loading(self, keys: Sequence[bytes], context: Any) -> None:
-        """Count a load of these chunks, by our keys, for the request."""
+        """Count a load of these chunks for the request."""
         asked = self._asked(context)
         for key in keys:
             asked.loads[key] = asked.loads.get(key, 0) + 1
 
     def clear_failures(self, keys: Sequence[bytes]) -> None:
-        """Forget failed loads of these chunks, which have been computed anew."""
+        """Forget failed loads of these chunks, because vLLM has computed them again."""
         self._failed.discard_stored(keys)
 
     def let_go(self, request_ids: Collection[str]) -> None:
-        """Release the room of requests that have begun to run, or have ended."""
+        """Release the region's room of requests that run now or have ended."""
         for request_id in request_ids:
             asked = self._waiting.pop(request_id, None)
             if asked is not None:
@@ -130,7 +130,7 @@ class TierLookups:
         return key
 
     def _lookup_chunks(self, asked: Asked, host_key: bytes, context: Any) -> None:
-        """Look up the chunks from this one on and remember the answers."""
+        """Look up this chunk and all later ones, and remember the answers."""
         positions = versions.key_positions(context)
         run = [host_key]
         if host_key in positions and not asked.answers:
@@ -161,7 +161,7 @@ class TierLookups:
     def _wanted(
         self, asked: Asked, keys: Sequence[bytes], first_token: int, tiers: Sequence[str]
     ) -> int:
-        """The number of leading chunks, in `tiers`, to load. An earlier decision stands."""
+        """The number of leading chunks to load from `tiers`. An earlier decision stays valid."""
         if keys[0] in asked.declined:
             return 0
         decided = next((i for i in range(len(tiers)) if keys[i] not in asked.accepted), len(tiers))
@@ -188,7 +188,7 @@ class TierLookups:
 
 
 def _may_wait(asked: Asked) -> bool:
-    """Whether the request may wait for an answer, from its first question on."""
+    """Whether the request may still wait; its time begins with the first call."""
     now = time.monotonic()
     if asked.retry_until is None:
         asked.retry_until = now + MOST_RETRY_SECONDS

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's metrics of the tiers, beside its own counts of every secondary tier.
+"""The tiers' metrics for vLLM, beside vLLM's own counts of every secondary tier.
 
-vLLM sums counters, so each report has their growth since the last one.
+vLLM sums the reports of a counter, so each report has the growth since the last one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COUNTERS = {
     "declined_tokens": "prompt tokens a tier had that were quicker to compute",
 }
 DAMAGED = "damaged_blocks"
-# Metrics of StrataConnector: name -> the name of its one label, and its meaning.
+# Metrics of StrataConnector: name -> (its only label, its meaning).
 CONNECTOR_COUNTERS = {
     "loaded_tokens": ("tier", "prompt tokens that came from a tier"),
     "load_failures": ("reason", "loads of which something, or everything, did not come"),
@@ -62,7 +62,7 @@ class TierMetrics:
         self._next = 0.0
 
     def build_stats(self) -> Any:
-        """Return vLLM's payload; None if it is too soon for another."""
+        """Return vLLM's payload; None within TELL_SECONDS of the last one."""
         now = time.monotonic()
         if now < self._next:
             return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs that vLLM gives its tier: copies between rows of its region and the slab.
+"""vLLM's jobs for its tier: copies between rows of vLLM's region and the slab.
 
-vLLM's scheduler calls from its step loop, so only `wait_for_jobs` and `close` wait here: any other
-call reserves or pins and leaves the rest to the thread. The thread also takes in finished stores,
-so blocks reach a cache server while the engine is idle.
+vLLM's scheduler calls from its step loop, so only `wait_for_jobs` and `close` wait here. Other
+calls only reserve or pin slots; the thread does the rest. The thread also completes stores, so
+chunks reach a cache server even while the engine is idle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Ended(NamedTuple):
     """The end of a job of vLLM's."""
 
     job_id: int
-    missing: frozenset[bytes]  # keys of a load that did not come
+    missing: frozenset[bytes]  # keys of chunks of a load that did not come
     seconds: float
     num_bytes: int
 
@@ -52,8 +52,8 @@ class _Load:
 
 
 class Transfers(ChunkMover):
-    """Moves chunks between `rows`, vLLM's region with a chunk in each row, and the tiers. It adds
-    chunks whose load failed to `failed`; `economics` learns the times of loads."""
+    """Moves chunks between vLLM's region and the tiers. A row of `rows` is a chunk of the region.
+    Chunks whose load failed are added to `failed`; times of loads go to `economics`."""
 
     THREAD, THEN = "stratakv-vllm", "computed"
 
@@ -78,8 +78,8 @@ class Transfers(ChunkMover):
         self._thread.start()
 
     def store(self, job_id: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        """Copy these rows to the slab, as far as it has room and lacks them. The caller leaves the
-        rows unchanged until the job has ended."""
+        """Copy the rows to the slab that it lacks and has room for. The caller leaves all rows
+        unchanged until the job has ended."""
         row_of = dict(zip(keys, rows, strict=True))
         with self.lock:
             self._num_open += 1
@@ -92,7 +92,7 @@ class Transfers(ChunkMover):
         self._wakeup.set()
 
     def load(self, job_id: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        """Load these chunks into these rows, which only this job uses until it has ended."""
+        """Load chunks into rows. Only this job may use the rows until it has ended."""
         with self.lock:
             self._num_open += 1
             if self._is_over:
@@ -115,7 +115,7 @@ class Transfers(ChunkMover):
             if not self._idle.wait_for(lambda: not self._num_open, seconds):
                 self._let_go_loads()
                 self._fail_loads()
-                # A copy of bytes in memory ends.
+                # The running copy is in memory and ends soon.
                 self._idle.wait_for(lambda: not self._num_open, CLOSE_SECONDS)
 
     def close(self, seconds: float) -> None:
@@ -187,7 +187,7 @@ class Transfers(ChunkMover):
             self._read_times.let_go(load.ticket)
 
     def _fail_loads(self) -> None:
-        """Report the loads that are not being copied as failed."""
+        """Report all loads as failed whose copy has not begun."""
         for load in self._loads:
             self._failed.add(load.ticket.keys)
             self._record_ended(Ended(load.job_id, frozenset(load.ticket.keys), 0.0, 0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supported versions of vLLM, and everything that differs between them.
+"""The supported versions of vLLM, and the differences between them.
 
     0.30   ReqContext has no positions of keys; a secondary tier takes no backpressure detector;
            JobResult has no transfer_bytes
@@ -7,7 +7,7 @@
     0.32   cache_hit_source of a tier; a KV connector is asked for the sources of hits
     0.33   submit_load has `expedited`; a lock around manager and tiers
 
-Otherwise StrataConnector overrides and reads the same things in all of them.
+All other members that StrataConnector overrides or reads are the same in all versions.
 
 This module reads vLLM's objects by their attributes and imports vLLM only inside its functions.
 """
@@ -24,14 +24,14 @@ SUPPORTED = Supported("vLLM", "vllm", (*OLDEST, 0), (0, NEWEST[1] + 1, 0), "0.30
 
 
 def host_version() -> tuple[int, int]:
-    """vLLM's version, major and minor. Raises ConfigError for one that is not supported."""
+    """vLLM's version, major and minor. Raises ConfigError for an unsupported version."""
     import vllm
 
     return check_version(vllm.__version__)
 
 
 def check_version(text: str) -> tuple[int, int]:
-    """vLLM's version from its own text. Raises ConfigError for one that is not supported."""
+    """vLLM's version from `vllm.__version__`. Raises ConfigError for an unsupported version."""
     return SUPPORTED.require_version(text)[:2]
 
 
@@ -48,7 +48,7 @@ def platform_name() -> str:
 
 
 def key_positions(context: Any) -> Mapping[bytes, int]:
-    """The known keys of a request, with the token that each ends at."""
+    """A request's known keys; the chunk of a key ends at the token given here."""
     positions: Mapping[bytes, int] = getattr(context, "_offload_key_positions", {})
     return positions
 
@@ -61,7 +61,7 @@ def tier_arguments(detector: Any) -> dict[str, Any]:
 def job_result(
     job_id: int, *, loaded: list[bytes] | None, success: bool, seconds: float, num_bytes: int
 ) -> Any:
-    """vLLM's JobResult. `loaded`: which keys of a failed load came all the same."""
+    """vLLM's JobResult. `loaded`: the keys of a failed load whose chunks did come."""
     from vllm.v1.kv_offload.tiering.base import JobResult
 
     more = {"transfer_bytes": num_bytes} if host_version() > OLDEST else {}
@@ -75,8 +75,8 @@ def job_result(
 
 
 def hit_sources(num_near: int, num_tokens: int, tiers: Sequence[str]) -> dict[Any, int]:
-    """The sources of so many tokens, in the terms of vLLM 0.32 and later: `num_near` from memory,
-    the others from one of `tiers`. Older versions do not ask."""
+    """Counts of `num_tokens` by vLLM's CacheHitSource: `num_near` from memory, the others from
+    `tiers`. Only vLLM 0.32 and later asks for them."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     far = CacheHitSource.DISK if [*tiers] == ["ssd"] else CacheHitSource.EXTERNAL_UNSPECIFIED
@@ -86,7 +86,7 @@ def hit_sources(num_near: int, num_tokens: int, tiers: Sequence[str]) -> dict[An
 
 
 def hash_seed_is_random() -> bool:
-    """Whether no other process names blocks as this one does, nor this one after a restart."""
+    """Whether vLLM's names of blocks differ in every process, also after a restart."""
     import os
 
     from vllm.v1.core import kv_cache_utils

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between the KV tensors and the region of vLLM's CPU build, which has no such copies.
+"""Copies between the KV tensors and vLLM's region on a CPU, where vLLM has no copies of its own.
 
-Each call makes its copy itself: on a CPU the forward pass would wait as long for a thread that
-copies, and no other thread writes to the memory meanwhile. So no job is ever under way, and none
-fails unless the worker ends.
+Each call makes its copy itself, because on a CPU the forward pass would wait just as long for a
+copying thread. So a job has always ended when its call returns, and a job fails only if the worker
+ends.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ...tiers.errors import TierConfigError
 
 
 class Pages(NamedTuple):
-    """The pages of one tensor: in the KV cache by block, in the region by chunk and block."""
+    """The pages of one tensor, in the KV cache and in the region."""
 
     blocks: torch.Tensor  # [blocks, bytes]
     region: torch.Tensor  # [chunks, blocks of a chunk, bytes]
 
 
 class CpuWorker(OffloadingWorker):
-    """Copies between `kv_caches` and `region`, this rank's part of vLLM's region, which it takes
-    over. Raises TierConfigError where the two do not fit together."""
+    """Copies between `kv_caches` and `region`, this rank's part of vLLM's region. Takes `region`
+    over. Raises TierConfigError if their sizes differ."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class CpuWorker(OffloadingWorker):
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return at once: no job is ever under way."""
+        """Return at once: all jobs have ended."""
 
     def shutdown(self) -> None:
-        """Release the region; the last process that made it removes its file. Idempotent."""
+        """Release the region. Idempotent."""
         self._pages = []
         region, self._region = self._region, None
         if region is not None:
@@ -113,8 +113,8 @@ class CpuWorker(OffloadingWorker):
     def _by_group(
         self, blocks: Any, chunks: Any
     ) -> Iterator[tuple[int, list[int], list[tuple[int, int]]]]:
-        """The blocks of each group, with the chunk of each and its place in there: a group's first
-        block may lie inside its first chunk."""
+        """The blocks of each group, with the chunk of each block and the block's index in it. A
+        group's first block may lie inside its first chunk."""
         block_ids, chunk_ids = _as_ids(blocks.block_ids), _as_ids(chunks.block_ids)
         first_block = first_chunk = 0
         for group, count in enumerate(blocks.group_sizes):
@@ -131,8 +131,8 @@ class CpuWorker(OffloadingWorker):
 
 
 class _Run(NamedTuple):
-    """`length` neighbouring blocks that go to neighbouring chunks, at one place within each, or to
-    neighbouring places of one chunk (`within_chunk`)."""
+    """`length` neighbouring blocks that go to neighbouring places of one chunk (`within_chunk`), or
+    to neighbouring chunks, at the same place in each."""
 
     block: int
     chunk: int
@@ -142,7 +142,7 @@ class _Run(NamedTuple):
 
 
 def _runs(ids: Sequence[int], places: Sequence[tuple[int, int]]) -> list[_Run]:
-    """The fewest runs to copy. Indexing by lists would copy everything twice."""
+    """The fewest runs to copy. Tensors indexed by lists would be copied twice."""
     runs: list[_Run] = []
     for block, (chunk, within) in zip(ids, places, strict=True):
         last = runs[-1] if runs else None

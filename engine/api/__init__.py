@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the HTTP front; never imports the worker."""
+"""The HTTP front. No module here imports the worker."""

@@ -28,8 +28,8 @@ _BY_STATUS: dict[int, tuple[str, str]] = {
 
 
 class ApiError(Exception):
-    """An error answer: HTTP status and the fields of OpenAI's error object. `retry_seconds`: the
-    same request may succeed after that time."""
+    """An error answer: HTTP status and the fields of OpenAI's error object. After `retry_seconds`
+    the same request may succeed."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_seconds: int | None = None,
     ) -> None:
-        if len(message) > MAX_MESSAGE_CHARACTERS:  # it may quote the client's input
+        if len(message) > MAX_MESSAGE_CHARACTERS:  # a message may quote the client's input
             message = message[:MAX_MESSAGE_CHARACTERS] + "..."
         super().__init__(message)
         self.message = message
@@ -57,7 +57,7 @@ class ClientGone(Exception):
 
 
 class ErrorDetail(msgspec.Struct):
-    """OpenAI's error fields."""
+    """The fields of OpenAI's error object."""
 
     message: str
     type: str
@@ -66,13 +66,13 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """The error object as it is sent."""
+    """The JSON body of an error answer."""
 
     error: ErrorDetail
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The answer for any exception. Logs unexpected ones, which are faults of this server."""
+    """The error answer for any exception. Logs unexpected ones as faults of this server."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDead):
@@ -99,7 +99,7 @@ def encode_error(error: ApiError) -> bytes:
 
 
 def error_response(error: ApiError) -> Response:
-    """The whole answer. 413 closes the connection, since the rest of its body is not read."""
+    """The HTTP answer. 413 closes the connection: the server does not read the rest of the body."""
     headers = {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

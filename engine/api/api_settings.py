@@ -11,7 +11,7 @@ from ..request.sampling_params import MAX_N
 
 @dataclass(frozen=True, slots=True)
 class CrossOrigin:
-    """The pages of other origins that may use the server from a browser. `*` is any."""
+    """The pages of other origins that may use the server from a browser. `*`: every origin."""
 
     origins: tuple[str, ...]
     methods: tuple[str, ...] = ("*",)
@@ -35,7 +35,7 @@ class ApiSettings:
     request_timeout_seconds: float = 3600.0
     # The time for a client to send its body.
     body_timeout_seconds: float = 60.0
-    # The same for each later part of a prompt that comes in parts.
+    # The time to send each later part of a prompt that comes in parts.
     part_timeout_seconds: float = 60.0
     # One rendering of the chat template: time, and characters of its result.
     template_timeout_seconds: float = 2.0
@@ -50,11 +50,11 @@ class ApiSettings:
     max_choices_per_request: int = 256
     # Log-probabilities of prompts in one answer: positions, each with its likeliest tokens.
     max_prompt_logprobs_per_request: int = 1_000_000
-    # The same for new tokens, counted by the longest possible answers.
+    # The same limit for new tokens, as if every answer reached its `max_tokens`.
     max_logprobs_per_request: int = 1_000_000
     max_template_kwargs_bytes: int = 64 * 1024
     max_tools_per_request: int = 128
-    max_tools_bytes: int = 256 * 1024  # of all of them, as JSON
+    max_tools_bytes: int = 256 * 1024  # of all tools of a request, as JSON
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():

@@ -58,7 +58,7 @@ Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
 
 METRICS_PATH = "/metrics"
 DEV_ROUTES = ("/reset_prefix_cache", "/pause", "/resume", "/is_paused")
-# Routes of OpenAI's API, and of others that clients ask for, that are not built.
+# Routes of OpenAI's API and of other APIs that clients ask for and this server lacks.
 NOT_BUILT: Mapping[str, str] = {
     **{
         f"/v1/{name}": f"OpenAI's API of {what} is not built here"
@@ -83,7 +83,7 @@ PAUSES = ("new", "all")
 NODE_OBJECT = "stratakv.node"  # the object type of the answer at NODE_PATH
 NONE = "none"
 NO_DEFAULTS: Mapping[str, float | int] = MappingProxyType({})
-CLIENT_CLOSED_REQUEST = 499  # not sent; tells such requests from answered ones in logs
+CLIENT_CLOSED_REQUEST = 499  # never sent; marks requests in logs whose client has left
 
 
 def create_app(
@@ -106,11 +106,11 @@ def create_app(
     `app.state.in_flight` counts the requests being answered, and can end them. `model_aliases` are
     paths that clients may name in place of `model_name`. `default_sampling`, the result of
     `load_default_sampling`, is used for fields that a client leaves out. `marks` delimit the
-    model's thoughts, which chats then return apart. `check_params` raises ValueError for parameters
-    that a logits processor refuses. `pooling` is that of embeddings. `tool_call_parser` names the
-    parser of tool calls; if it is empty, the chat template shows which one. `chat_template`
-    replaces the model's own. Raises ConfigError for a chat template or a parser that cannot be
-    used.
+    model's thoughts; with them chats return thoughts apart from the text. `check_params` raises
+    ValueError for parameters that a logits processor refuses. `pooling` is the pooling of
+    embeddings. `tool_call_parser` names the parser of tool calls; if it is empty, the chat template
+    shows which one. `chat_template` replaces the model's own. Raises ConfigError for a chat
+    template or a parser that cannot be used.
     """
     settings = settings or ApiSettings()
     if chat_template is None and tokenizer is not None:
@@ -165,7 +165,7 @@ def create_app(
             _route("/resume", ["POST"], front, partial(_call, "resume")),
             _route("/is_paused", ["GET"], front, partial(_call, "paused")),
         ]
-    # No generated documentation: it would be empty, since handlers check their input themselves.
+    # Generated documentation is off: handlers check their input themselves, so it would be empty.
     socket = WebSocketRoute(PARTS_PATH, PartsSocket(front))
     app = FastAPI(title="StrataKV", version=__version__, openapi_url=None, routes=[*routes, socket])
     app.router.redirect_slashes = False
@@ -176,7 +176,7 @@ def create_app(
         open_paths += [METRICS_PATH] if settings.metrics_without_key else []
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key, open_paths=open_paths)
     if settings.cross_origin is not None:
-        # Before the key check: a browser's first request has no key, and a page must see a 401.
+        # Before the key check: a browser's first request has no key, and pages must see a 401.
         _allow_cross_origin(app, settings.cross_origin)
     if settings.allowed_hosts is not None:
         app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)
@@ -194,7 +194,7 @@ def _allow_cross_origin(app: FastAPI, allowed: CrossOrigin) -> None:
 
 
 class _Endpoint:
-    """A handler as an ASGI application. A `counted` one is in flight until its answer is sent."""
+    """A handler as an ASGI application. `counted`: its requests are in flight until answered."""
 
     def __init__(self, front: Front, handler: Handler, counted: bool) -> None:
         self._front = front
@@ -244,7 +244,7 @@ def _cure(path: str, known: Sequence[str]) -> str:
     if path in DEV_ROUTES:
         return "; start the server with --enable-dev-routes"
     bare = path.rstrip("/")
-    # Routes below those of the other APIs count too.
+    # A route below one of NOT_BUILT is not built either.
     other = next((name for name in NOT_BUILT if f"{bare}/".startswith(f"{name}/")), None)
     if other is not None:
         return f": {NOT_BUILT[other]}; chats are at /v1/chat/completions"
@@ -284,8 +284,8 @@ async def _health(front: Front, request: Request) -> ASGIApp:
 
 
 async def _node(front: Front, request: Request) -> ASGIApp:
-    """Answer with the facts by which a router compares nodes. They need no key, so they contain no
-    secret and no address."""
+    """Answer with the facts by which a router compares nodes. No key is needed, so the facts
+    contain no secret and no address."""
     told = {
         "object": NODE_OBJECT,
         "model": front.model_name,
@@ -299,8 +299,8 @@ async def _node(front: Front, request: Request) -> ASGIApp:
 
 
 def _generation_digest(front: Front) -> str:
-    """A digest of the sampling defaults and EOS tokens. Equal digests: requests without these
-    settings are answered alike."""
+    """A digest of the sampling defaults and EOS tokens. Nodes with equal digests give the same
+    answers to requests without these settings."""
     defaults = [sorted(front.default_sampling.items()), front.client.ready.eos_token_ids]
     return hashlib.sha256(msgspec.json.encode(defaults)).hexdigest()
 

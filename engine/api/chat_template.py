@@ -3,7 +3,7 @@
 
 Templates come with models from outside, so they are treated as hostile. Jinja's sandbox, without
 access to Python's internals, compiles and renders them in a separate process with limits on time
-and memory. The sizes of source and output are limited, and the number of renderings at once.
+and memory. Limits bound the source, the output and the number of renderings at once.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         sources = [source] if tool_use is None else [source, tool_use]
         whole = json.dumps([*sources, self._special_tokens], sort_keys=True)
-        self.digest = hashlib.sha256(whole.encode()).hexdigest()  # equal digests: equal prompts
+        self.digest = hashlib.sha256(whole.encode()).hexdigest()  # equal digest: equal prompts
         self._running = asyncio.Semaphore(MAX_CONCURRENT_RENDERINGS)
         self._tool_use = None
         if tool_use is not None:
@@ -92,8 +92,8 @@ class ChatTemplate:
     @classmethod
     def load(cls, model_path: Path, tokenizer: SpecialTokens) -> ChatTemplate | None:
         """The template of a Hugging Face directory: from `chat_template.jinja`, else from
-        `tokenizer_config.json`; None if it has neither. The one named `tool_use` is in
-        `additional_chat_templates/`, or in the list of the configuration."""
+        `tokenizer_config.json`; None if the directory has neither file. The template named
+        `tool_use` is in `additional_chat_templates/`, or in the list of the configuration."""
         sources, origin = _sources_in(model_path, tokenizer)
         if DEFAULT not in sources:
             return None
@@ -128,8 +128,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
         """Render the prompt text. `variables` are plain JSON values for the template, none of them
-        in RESERVED_VARIABLES; `tools` are in the form of OpenAI's API. Raises TemplateRefused, with
-        the template's own message if it has one, and for an output that is too long or late."""
+        in RESERVED_VARIABLES; `tools` are in the form of OpenAI's API. Raises TemplateRefused if
+        the template refuses (with its message, if any), or if the output is too long or late."""
         context = {
             **variables,
             **self._special_tokens,

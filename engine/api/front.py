@@ -30,7 +30,7 @@ from .openai.dropped import DroppedFields
 from .openai.request.protocol import Prompt
 from .token_texts import TokenTexts
 
-# Longer texts are tokenized in a thread. A hop costs about 50 us, as long as these take.
+# Longer texts are tokenized in a thread. The hop costs about 50 us, as much as such a text.
 MAX_INLINE_CHARACTERS = 2048
 # Longer texts take so much memory and time that only MAX_LONG_TEXTS are tokenized at once.
 MAX_SHARED_CHARACTERS = 256 * 1024
@@ -49,7 +49,7 @@ class Front:
     template: ChatTemplate | None
     settings: ApiSettings
     metrics: Metrics
-    # The authors' recommendations, used for fields that a client leaves out.
+    # The sampling values of the model's authors, used for fields that a client leaves out.
     default_sampling: Mapping[str, float | int]
     texts: TokenTexts
     model_aliases: tuple[str, ...] = ()  # paths that clients may use as the model's name
@@ -86,8 +86,8 @@ class Front:
         return self.max_model_len - 1
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 for a name that is not served. None and "" mean the served one.
-        A path may have other spellings, `./x/` for `x`."""
+        """Raise ApiError 404 for a name that is not served. None and "" mean the served one. Other
+        spellings of a served path are accepted: `./x/` for `x`."""
         if not name or name == self.model_name:
             return
         if not self.model_aliases or normpath(name) not in map(normpath, self.model_aliases):
@@ -110,8 +110,9 @@ class Front:
         max_tokens: int | None = None,
         param: str = "prompt",
     ) -> list[bytes]:
-        """Each prompt as int32 bytes, only its last `truncate_to` tokens if given; -1 keeps as many
-        as fit beside an answer of `max_tokens`. All prompts are checked before any is returned."""
+        """Each prompt as int32 bytes. `truncate_to` keeps only that many last tokens of a prompt;
+        -1 keeps as many as fit beside an answer of `max_tokens`. All are checked before any is
+        returned."""
         keep_last = self._num_kept_tokens(truncate_to, max_tokens)
         prompts = as_list(prompt, param)
         most = self.settings.max_prompts_per_request
@@ -194,8 +195,8 @@ class Front:
         return ApiError(f"{error} ({context})", param=param, code="context_length_exceeded")
 
     async def off_loop(self, work: Callable[[], T], size: int) -> T:
-        """The result of `work` on `size` characters or tokens: made here if that is quick, else in
-        a thread. Raises TimeoutError for a long text that gets no turn in time."""
+        """The result of `work` on `size` characters or tokens. Short work runs here, longer work in
+        a thread. Raises TimeoutError if a long text waits too long for its turn."""
         if size <= MAX_INLINE_CHARACTERS:
             return work()
         if size <= MAX_SHARED_CHARACTERS:
@@ -225,7 +226,7 @@ class Front:
     def check_vocabulary(
         self, ids: Sequence[int], param: str, *, is_text: bool = False
     ) -> NDArray[np.int64]:
-        """The ids as an array. Raises ApiError, with the position, for one that is out of range."""
+        """The ids as an array. Raises ApiError, with its position, for an invalid id."""
         vocab_size = self.client.ready.vocab_size
         try:
             array = np.array(ids, np.int64)
@@ -245,8 +246,7 @@ class Front:
 
 
 def as_list(prompt: Prompt, param: str = "prompt") -> Sequence[str | list[int]]:
-    """The prompts of a request: a list of ids is one prompt; any other list holds several, and is
-    returned unchanged."""
+    """The prompts of a request: a list of ids is one prompt; any other list holds several."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))

@@ -8,9 +8,8 @@ from types import TracebackType
 
 
 class InFlight:
-    """The count of generating requests that are being answered, for load balancers, and the signal
-    that ends them with the server. Use `with in_flight:` around a request. Belongs to one event
-    loop."""
+    """The count of generating requests in flight, for load balancers, and the signal that ends them
+    with the server. Use `with in_flight:` around a request. Belongs to one event loop."""
 
     __slots__ = ("_ended", "count")
 

@@ -25,8 +25,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenText(NamedTuple):
-    """The text and bytes of a token. `raw` is None if the tokenizer cannot tell; a text without
-    special tokens leaves out one that `is_special`."""
+    """The text and bytes of a token. `raw` is None if the tokenizer cannot tell the bytes. A text
+    without special tokens leaves out a token that `is_special`."""
 
     text: str
     raw: list[int] | None
@@ -77,8 +77,8 @@ def _spelling(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _bytes_of(text: str, spelling: str) -> list[int] | None:
-    """The bytes of a token's text. If some are no character, they come from the vocabulary's
-    spelling, provided that they decode to that text; else None."""
+    """The bytes of a token's text. If the text has replacement characters, the bytes come from the
+    vocabulary's spelling; None if they do not decode to that text."""
     if REPLACEMENT not in text:
         return list(text.encode())
     byte = _BYTE_TOKEN.fullmatch(spelling)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The changes of the persistent batch in one step, for parts that keep state by row.
 
-Readers apply the three lists in this order: rows removed, rows added (an added row replaces the one
-at its index), rows moved.
+Readers apply the three lists in this order: removed rows, added rows, moved rows. An added row
+replaces the row at its index.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ IntArray = npt.NDArray[np.int64]
 
 
 class AddedRow(NamedTuple):
-    """A request that took a row. `output_token_ids` is the request's own growing list, so a reader
-    always sees its newest tokens."""
+    """A request that took a row. `output_token_ids` is the request's own list, which grows, so a
+    reader always sees the newest tokens."""
 
     row: int
     params: SamplingParams
@@ -33,8 +33,8 @@ class AddedRow(NamedTuple):
 
 
 class MovedRow(NamedTuple):
-    """A request that changed its row. The source is empty afterwards; the target's old content is
-    gone."""
+    """A request that changed its row. Afterwards the source row is empty, and the target's old
+    content is gone."""
 
     source: int
     target: int
@@ -51,17 +51,17 @@ class BatchUpdate:
 
 
 class BatchUpdateBuilder:
-    """Collects a step's changes: all removals first, then additions and moves.
+    """Collects the changes of one step: all removals first, then additions and moves.
 
-    Removed rows are handed out again lowest first, to keep the batch dense. A row that is handed
-    out is no longer reported as removed, since the added request replaces its content.
+    New requests get removed rows, the lowest first, which keeps the batch dense. A row that is
+    given out again is not reported as removed, since the added request replaces its content.
     """
 
     def __init__(self) -> None:
         self._reset()
 
     def remove(self, row: int) -> None:
-        """Record an emptied row. Raises RuntimeError once removed rows have been read."""
+        """Record an emptied row. Raise RuntimeError if removed rows have been read in this step."""
         if self._removals_read:
             raise RuntimeError(
                 f"row {row} is removed too late: removed rows have been read in this step, and "
@@ -101,6 +101,6 @@ class BatchUpdateBuilder:
 
     def _sort_removed(self) -> None:
         if not self._removals_read:
-            # Descending, so that the lowest is popped from the end.
+            # Descending, so that `pop` takes the lowest row from the end.
             self._removed.sort(reverse=True)
             self._removals_read = True

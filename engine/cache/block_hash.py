@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block hasher: names the full blocks of a request as its tokens arrive.
 
-How a digest is made stands in `tiers/block.py`; here it is only decided which bytes and which
-extras of a request go into which block.
+`tiers/block.py` computes digests; this module decides which tokens and which extras of a request
+(salt, adapter, embeddings) go into the digest of which block.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 from ...tiers.block import Extra, chain_digests, chain_digests_sha256_cbor, encode_extras
 from ..request.request import BlockHasher, Request
 
-# Where the chain of `sha256_cbor` starts; routers must be set to the same.
+# Start of the digest chain of `sha256_cbor`; routers must be set to the same value.
 _CBOR_SEED = "0"
 _TAIL = b"stratakv.tail"
 
 
 def make_block_hasher(root: bytes, block_size: int, algorithm: str = "sha256") -> BlockHasher:
-    """A hasher that returns the digests (32 bytes each) of the full blocks a request has and its
-    `block_hashes` lack; the chain goes on from the last digest it has.
+    """Return a hasher. It computes the digests (32 bytes each) of a request's full blocks that
+    `block_hashes` does not have yet, and continues the chain from the last digest there.
 
     `sha256` starts from `root` (`Identity.root()`). `sha256_cbor` is the form that routers
     recompute: it starts from the CBOR of "0", so a store of such digests must be bound to
@@ -45,7 +45,7 @@ def _sha256_hasher(root: bytes, block_size: int) -> BlockHasher:
         if end <= first:
             return []
         extras = _encoded_extras(request, first, end, block_size)
-        # The order of bytes is part of the name; on little-endian hosts this is no copy.
+        # Names depend on the byte order, so it is fixed; on little-endian hosts this makes no copy.
         tokens = request.all_token_ids[first * block_size : end * block_size]
         raw = tokens.astype("<i4", copy=False).data.cast("B")
         return chain_digests(known[-1] if known else root, raw, block_size, extras)
@@ -64,21 +64,21 @@ def _sha256_hasher(root: bytes, block_size: int) -> BlockHasher:
 
 
 def _tail_digest(num_tokens: int, digest: bytes) -> bytes:
-    """No part of a block has the name of a full one, nor of a longer or shorter part."""
+    """Return a partial block's name, distinct from those of full blocks and other lengths."""
     return hashlib.sha256(_TAIL + num_tokens.to_bytes(4, "little") + digest).digest()
 
 
 def _encoded_extras(
     request: Request, first: int, end: int, block_size: int
 ) -> dict[int, bytes] | None:
-    """Extras by index within the run of blocks `first`..`end`: the salt names the first block of a
-    request (the chain carries it on), the adapter names every block, and embeddings those that they
-    lie in."""
+    """Return extras by index within the blocks `first`..`end`. The salt goes into a request's first
+    block (the chain carries it on), the adapter into every block, embeddings into their own
+    blocks."""
     salt: list[Extra] = [] if request.cache_salt is None else [("salt", request.cache_salt)]
     lora: list[Extra] = [] if request.lora_name is None else [("lora", request.lora_name)]
     embeds = _embeds_digests(request, first, end, block_size)
     extras: dict[int, bytes] = {}
-    # In most requests it is the first block at the most.
+    # Without adapter and embeddings only the first block of the request can have extras.
     for index in range(end - first if lora or embeds else min(end, 1 - first)):
         kinds = [*(salt if first + index == 0 else ()), *lora]
         if index in embeds:
@@ -89,8 +89,8 @@ def _encoded_extras(
 
 
 def _embeds_digests(request: Request, first: int, end: int, block_size: int) -> dict[int, bytes]:
-    """Hashes of the embeddings in blocks `first`..`end` of a prompt, numbers and type, by index
-    within the run; blocks without embeddings have none."""
+    """Hash the embeddings (numbers and type) in blocks `first`..`end` of a prompt. The result is
+    keyed by index within the run; blocks without embeddings are missing."""
     embeds = request.prompt_embeds
     if embeds is None:
         return {}
@@ -131,7 +131,7 @@ def _sha256_cbor_hasher(root: bytes, block_size: int) -> BlockHasher:
 def _plain_extras(
     request: Request, first: int, end: int, block_size: int
 ) -> dict[int, Extra] | None:
-    """The same extras as bare values, adapter before salt: the order of the form routers know."""
+    """Return the same extras as bare values, adapter before salt: the order that routers expect."""
     lora: Extra = () if request.lora_name is None else (request.lora_name,)
     extras: dict[int, Extra] = dict.fromkeys(range(end - first), lora) if lora else {}
     if first == 0 and request.cache_salt is not None:

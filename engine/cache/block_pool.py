@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block pool: which block is free, which is shared, and under which names blocks are found.
+"""The block pool: which blocks are free or shared, and under which names they are found.
 
-One pool serves all cache groups. A block has a page in one of them, or in several that attend alike
-(`group_spec.pages_per_block`); it is held, named and reused as one, so what is true of one of its
-pages is true of all. Counts and names that others see are those of pages
+One pool serves all cache groups. A block has one page, or several pages for several groups that
+attend alike (`group_spec.pages_per_block`). A block is held, named and reused as a whole, so its
+pages are always in the same state. Counts and names for other parts are in pages
 (`connector/page_names.py`).
 
 A block is in one of these states:
@@ -12,27 +12,27 @@ A block is in one of these states:
     free, named       in the queue, still found by its key; reusing it is an eviction
     held              `ref_cnt` > 0, not in the queue, named once it is full
 
-*When a name may be trusted.* A full block gets its name when it is allocated, that is before the
-step that writes it has run. Until `commit_step` it counts as not computed:
+*When a name may be trusted.* A full block gets its name at its allocation, before the step that
+writes it has run. It counts as not computed until `commit_step`:
 
-- other requests of the same step may hit it, because each layer writes the K and V of the whole
-  batch before it reads any; and those of later steps, because steps run in their order and fail
-  together (below);
-- it may not be hit by a request that would only read it in a later step (one that loads), because
-  the step may yet fail: `all_computed` tells;
-- if it is reused before the commit, its name is dropped and not reported as evicted, so what was
-  never written can never reach a tier;
-- `drop_uncomputed` takes the names away after a step that failed, and those of all later steps,
-  which may have read its blocks.
+- Other requests of the same step may hit it, because each layer writes the K and V of the whole
+  batch before it reads any. Requests of later steps may hit it too, because steps run in order and
+  fail together (see below).
+- A request that reads it in a later step without being in this one (a load) may not hit it, since
+  the step may still fail: `all_computed` tells.
+- If it is reused before the commit, it loses its name and is not reported as evicted. Data that
+  was never written therefore never reaches a tier.
+- After a failed step, `drop_uncomputed` removes the names that this step and all later steps gave;
+  the later steps may have read its blocks.
 
-`tell_dropped` reports every name that a block loses without being evicted, at that moment: the next
-step may overwrite the block, so a pending copy of it is void.
+`tell_dropped` sets a function that is told at once of each name that a block loses other than by
+eviction. The next step may overwrite the block, so a pending copy of it is void.
 
-Steps are told apart by their ids, which only grow: a block belongs to the step that `begin_step`
-named last when it got its name. Names from a finished load are trusted at once.
+Step ids only grow. A block belongs to the step that was current (`begin_step`) when the block got
+its name. Names from a finished load are trusted at once.
 
-Several blocks may carry one name: block tables only ever grow at their end, so a request that
-computed what another one has keeps its own copy.
+Several blocks may have the same name: block tables only grow at their end, so a request that
+computes the same tokens as another request keeps its own copy.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from .cold_blocks import ColdBlocks
 from .kv_block import FreeBlockQueue, KVCacheBlock
 from .residency import Residency
 
-# From a triple, at half the price of the class itself; a step may evict thousands.
+# Makes an EvictedBlock from a triple at half the cost of the class; a step may evict thousands.
 _evicted_block = partial(tuple.__new__, EvictedBlock)
 
 
 class BlockPool:
-    """`num_blocks` pages, that of the null block (id 0, never handed out, never named) among them.
+    """A pool of `num_blocks` pages. Page 0 is the null block, never handed out and never named.
 
-    Called by one thread. Nothing here waits.
+    Called by one thread. No method waits.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool = True, width: int = 1) -> None:
-        """`width`: the pages of a block, and so the cache groups that share it; what takes a group
-        takes the first of them. Raises ValueError for too small a pool."""
+        """`width`: pages of a block, and so the number of groups that share it. A `group_id`
+        argument is the first of these groups. Raises ValueError if the pool is too small."""
         if num_blocks <= width:
             least = "one" if width == 1 else width
             raise ValueError(
@@ -69,7 +69,7 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self.width = width
-        # What is left over, fewer than a block has, belongs to none.
+        # Pages beyond the last whole block are unused.
         self.num_usable = (num_blocks - 1) // width * width
         self.enable_caching = enable_caching
         self.blocks = [KVCacheBlock(i) for i in (0, *range(1, self.num_usable + 1, width))]
@@ -78,25 +78,25 @@ class BlockPool:
         self.free_queue = FreeBlockQueue(self.blocks[1:])
         self.num_evicted = 0
         self.residency = Residency(self.blocks[1:])
-        # Nearly every key has one block; a dict of its own only where there are several.
+        # Nearly every key has one block; a dict is made only for several blocks.
         self._named: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
-        # The step that writes a block, in the order they were named: that of the steps.
+        # The step that writes each block, in the order of naming, which is the order of the steps.
         self._uncomputed: dict[KVCacheBlock, int] = {}
         self._step_id = 0
         self._evicted: list[tuple[int, bytes, int]] = []
-        # For `take_fresh`: computed and not offered yet, in the order of steps; not to be changed.
+        # For `take_fresh`: computed blocks not offered yet, in the order of steps. Read only.
         self.fresh: deque[KVCacheBlock] = deque(maxlen=len(self.blocks))
         self._offers_all = False
         self._num_fresh = 0
         self._cold = ColdBlocks(self.free_queue)
-        self._pins: dict[KVCacheBlock, int] = {}  # how many of its holders run no more
+        self._pins: dict[KVCacheBlock, int] = {}  # number of its holders that are pins
         self._num_reclaimable = 0
         self.observer: Observer | None = None
         self._tell_dropped: Callable[[Sequence[EvictedBlock]], None] = _nobody
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had, those with a name included."""
+        """Pages that can be allocated, including the pages of named free blocks."""
         return self.free_queue.num_free * self.width
 
     @property
@@ -114,7 +114,7 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Held blocks as a fraction of those that can be held."""
+        """Held pages as a fraction of the pages that can be held."""
         return self.num_held / self.num_usable
 
     @property
@@ -124,13 +124,13 @@ class BlockPool:
     def get_cached_prefix(
         self, digests: Sequence[bytes], group_ids: Sequence[int] = (0,)
     ) -> tuple[list[KVCacheBlock], ...]:
-        """The blocks of the longest run of `digests` that every group has, a list for each group.
+        """Return the longest prefix of `digests` whose blocks every group has: one list per group.
 
-        Changes nothing; the blocks may be reused until they are touched.
+        Changes nothing; the blocks may be reused until `touch` holds them.
         """
         prefix = [self._leading(digests, group_ids[0])]
         for group in group_ids[1:]:
-            # What one group lacks need not be looked for in the next.
+            # The next group need not look further than this group's prefix.
             prefix.append(self._leading(digests[: len(prefix[-1])], group))
         shortest = len(prefix[-1])
         for found in prefix[:-1]:
@@ -151,7 +151,7 @@ class BlockPool:
         return not uncomputed or not any(block in uncomputed for block in blocks)
 
     def is_due(self, block: KVCacheBlock) -> bool:
-        """Whether a block gets its bytes from the step being scheduled, and not from one before."""
+        """Whether the step being scheduled writes this block, rather than an earlier step."""
         return self._uncomputed.get(block) == self._step_id
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -162,9 +162,9 @@ class BlockPool:
         self.residency.touched(blocks)
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
-        """Hold the first `count` of the free queue, whole blocks, all or none (RuntimeError).
+        """Hold `count` blocks from the front of the free queue: all, or none (RuntimeError).
 
-        Their names are dropped; those of computed blocks go to `take_evicted`.
+        The blocks lose their names; computed ones that had a name go to `take_evicted`.
         """
         blocks = self.free_queue.popleft_n(count)
         self._cold.num_unseen += count
@@ -197,8 +197,8 @@ class BlockPool:
         return blocks
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Give blocks back for one request, the one to be reused first in front: the tail of a
-        sequence before its head, so that prefixes live longest."""
+        """Release blocks for one request, in the order of reuse: the tail of a sequence comes
+        before its head, so that prefixes live longest."""
         if not self._pins:
             self._cold.added(self.free_queue.release_n(blocks))
             return
@@ -208,8 +208,8 @@ class BlockPool:
         self._num_reclaimable += sum([pins.get(block) == block.ref_cnt for block in blocks])
 
     def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Count held blocks as held by a pin, and no longer by a running request; `num_reclaimable`
-        counts those that pins alone hold."""
+        """Turn one holder of each block from a running request into a pin. `num_reclaimable` counts
+        the blocks that only pins hold."""
         for block in blocks:
             if not block.is_null:
                 count = self._pins[block] = self._pins.get(block, 0) + 1
@@ -239,8 +239,8 @@ class BlockPool:
         computed: bool = False,
     ) -> None:
         """Name held blocks by their digests. `computed`: their bytes are there already (loaded),
-        not written by the step being scheduled. Null blocks, which get no name, may only come
-        before all others."""
+        and the step being scheduled does not write them. Null blocks get no name; they may only
+        stand before all others."""
         if not self.enable_caching:
             return
         if blocks and blocks[0].is_null:
@@ -258,20 +258,20 @@ class BlockPool:
             self._uncomputed.update(dict.fromkeys(blocks, self._step_id))
 
     def name_computed(self, digest: bytes, block: KVCacheBlock, group_id: int = 0) -> None:
-        """Name a held block after it was computed, so that it is offered as others are. It keeps
-        the name of a full block, if it has one."""
+        """Name a held block that was computed before, and queue it for `take_fresh`. A block that
+        has a name keeps it."""
         if block.block_hash is None and not block.is_null:
             self.cache_full_blocks([digest], [block], group_id, computed=True)
             self._add_fresh([block])
 
     def note_computed(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """The blocks were named when their step had run; `take_fresh` gives them where it gives
-        all."""
+        """Note blocks that were named after their step had run. With `offer_all` they are queued
+        for `take_fresh`."""
         if self._offers_all:
             self._add_fresh([block for block in blocks if block.block_hash is not None])
 
     def offer_again(self, keys: Iterable[bytes]) -> None:
-        """Give computed blocks to `take_fresh` once more, as far as they are here."""
+        """Queue the computed blocks with these names for `take_fresh` once more, if present."""
         for key in block_keys(keys, self.width):
             found = self._named.get(key)
             block = next(iter(found.values())) if isinstance(found, dict) else found
@@ -280,38 +280,38 @@ class BlockPool:
                 self._add_fresh([block])
 
     def offer(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Give these to `take_fresh`, but for those that were given before under their names."""
+        """Queue blocks for `take_fresh`, except blocks already given under their present names."""
         self._add_fresh([each for each in blocks if each.block_hash and not each.is_offered])
 
     @property
     def num_fresh(self) -> int:
-        """Blocks queued for `take_fresh` since the start."""
+        """Blocks that were queued for `take_fresh` since the start."""
         return self._num_fresh
 
     @property
     def num_given(self) -> int:
-        """The number of the `num_fresh` blocks, in their order, that were given or passed over."""
+        """Blocks of `num_fresh`, counted in order, that `take_fresh` has given or passed over."""
         return self._num_fresh - len(self.fresh)
 
     def tell_dropped(self, tell: Callable[[Sequence[EvictedBlock]], None]) -> None:
-        """Call `tell` from now on with blocks that lose their names and are not reported as
-        evicted, whatever took the names away."""
+        """Set the function that is called with blocks when they lose their names in any way other
+        than by eviction."""
         self._tell_dropped = tell
 
     def offer_all(self) -> None:
-        """Queue every computed block for `take_fresh` from now on, and not only offered ones."""
+        """Queue every computed block for `take_fresh` from now on, not only offered blocks."""
         self._offers_all = True
 
     def begin_step(self, step_id: int) -> None:
-        """Give names on behalf of this step from now on. Raises ValueError for an id that does not
-        grow."""
+        """Let names given from now on belong to this step. Raise ValueError if the id is not
+        greater than the last one."""
         if step_id <= self._step_id:
             raise ValueError(f"steps are numbered upwards: {step_id} came after {self._step_id}")
         self._step_id = step_id
 
     def commit_step(self, step_id: int | None = None) -> None:
-        """This step and all before it have run (without an id, all): the blocks that they name are
-        computed."""
+        """Note that this step and all before it have run (None: all steps). The blocks that they
+        named are now computed."""
         uncomputed = self._uncomputed
         if step_id is None or step_id >= self._step_id:  # nothing else is in flight
             computed = list(uncomputed)
@@ -324,14 +324,14 @@ class BlockPool:
             self._add_fresh(computed)
 
     def drop_uncomputed(self, from_step_id: int = 0) -> None:
-        """This step failed, and with it all later ones (without an id, all): what they named cannot
-        be found any more."""
+        """Drop the names that this step, which failed, and all later steps gave to blocks (0: the
+        names of all uncomputed blocks)."""
         named = self._uncomputed.items()
         self.drop_names([block for block, step_id in named if step_id >= from_step_id])
 
     def revoke_names(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take back the names that the step being scheduled gave to blocks of one request. Raises
-        RuntimeError where another request has found one of them, and nothing changes."""
+        """Take back the names that the step being scheduled gave to these blocks of one request. If
+        another request has found one of them, raise RuntimeError and change nothing."""
         own = [b for b in blocks if self._uncomputed.get(b) == self._step_id]
         shared = [block.block_id for block in own if block.ref_cnt > 1]
         if shared:
@@ -339,7 +339,7 @@ class BlockPool:
         self.drop_names(own)
 
     def drop_names(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Make blocks unfindable, held or free; free ones are now the first to be reused."""
+        """Remove the names of blocks, held or free; free ones are reused first from now on."""
         worthless = []
         dropped = []
         for block in blocks:
@@ -358,12 +358,12 @@ class BlockPool:
         if dropped:
             self._tell_dropped(dropped)
             if self.observer is not None:
-                # Of two blocks with one name one may be left, or both be among them.
+                # Blocks that share a name may all be here, or one may still have it.
                 keys = dict.fromkeys(block.key for block in dropped)
                 self._tell_unnamed([key for key in keys if key not in self._named])
 
     def drop_keys(self, digests: Sequence[bytes], group_id: int = 0) -> None:
-        """`drop_names` of every block that carries one of these names."""
+        """Call `drop_names` for every block that has one of these names."""
         suffix = group_suffix(group_id)
         blocks: list[KVCacheBlock] = []
         for digest in digests:
@@ -373,43 +373,42 @@ class BlockPool:
         self.drop_names(blocks)
 
     def take_evicted(self) -> list[EvictedBlock]:
-        """Computed blocks that were evicted since the last call, in that order. They are to be
-        copied, if at all, before the step being scheduled writes to them."""
+        """Return the computed blocks evicted since the last call, in that order. A copy of such a
+        block must happen before the step being scheduled writes to it."""
         evicted = list(map(_evicted_block, self._evicted))
         self._evicted.clear()
         self.num_evicted += len(evicted) * self.width
         return evicted
 
     def has_cold(self, least: int) -> bool:
-        """Whether `take_cold` may have so many, or any where one was evicted too soon."""
+        """Whether `take_cold` may find `least` pages, or a block was evicted unoffered."""
         return self._cold.num_unseen >= self._whole(least) or self._cold.was_late
 
     def take_cold(self, count: int, within: int, least: int = 1) -> list[EvictedBlock]:
-        """Up to `count` computed blocks with a name among the `within` to be reused next, in that
-        order. A block is given whole (of `count` 1 too), once under one name. Empty while there are
-        fewer than `least`, unless one was evicted that had not been given: then there is something
-        to store anyway."""
+        """Return up to `count` computed, named blocks among the `within` that are reused next, in
+        that order. Counts are pages, and a block is given whole, even for a `count` of 1, and once
+        under one name. Returns nothing while there are fewer than `least`, unless a block was
+        evicted before it was offered."""
         if self.width > 1:
             count, within, least = self._whole(count), self._whole(within), self._whole(least)
         cold = self._cold.collect_cold(count, within, least, self._uncomputed)
         return self._offered(cold) if cold else []
 
     def take_fresh(self, count: int) -> list[EvictedBlock]:
-        """Up to `count` blocks that were computed since they were last asked for, the tail of a
-        sequence before its head. A block is given whole, once under one name, here or by
-        `take_cold`."""
+        """Return up to `count` pages of blocks that were queued as computed, the tail of a sequence
+        before its head. A block is given whole, and once under one name, here or by `take_cold`."""
         fresh: dict[KVCacheBlock, None] = {}
         most = self._whole(count)
         while self.fresh and len(fresh) < most:
             block = self.fresh.popleft()
-            # It may have been evicted, and even named anew by the step that runs.
+            # It may have been evicted, or renamed by the step that runs.
             if block.block_hash and not block.is_offered and block not in self._uncomputed:
                 fresh[block] = None
         return self._offered(list(fresh)[::-1])
 
     def resident(self) -> list[EvictedBlock]:
-        """The computed blocks with a name, as they would be evicted: free ones in the order of
-        reuse, then held ones. Changes nothing; for an orderly shutdown."""
+        """Return the computed, named blocks in the form of evicted ones: free blocks in the order
+        of reuse, then held blocks. Changes nothing; for an orderly shutdown."""
         held = [block for block in self.blocks if block.ref_cnt > 0]
         return [
             EvictedBlock(block.block_id, block.block_hash, self.width)
@@ -444,11 +443,11 @@ class BlockPool:
             self.observer.unnamed(page_keys(keys, self.width))
 
     def _whole(self, num_pages: int) -> int:
-        """The number of blocks with `num_pages` pages; one at least."""
+        """Convert a number of pages to whole blocks, at least one."""
         return min(num_pages, max(1, num_pages // self.width))
 
     def _offered(self, blocks: Sequence[KVCacheBlock]) -> list[EvictedBlock]:
-        """Named blocks, given once under their names."""
+        """Mark named blocks as offered, and return them in the form of evicted ones."""
         offered = []
         for block in blocks:
             assert block.block_hash is not None
@@ -484,7 +483,7 @@ class BlockPool:
     def _keep_others(
         self, key: bytes, block: KVCacheBlock, found: KVCacheBlock | dict[int, KVCacheBlock]
     ) -> None:
-        """Put the other blocks of a popped key back, which named `block` too."""
+        """Put back the other blocks of a name that was popped for `block`."""
         if isinstance(found, dict):
             del found[block.block_id]
             self._named[key] = found if len(found) > 1 else found.popitem()[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which free blocks to store next: those that are reused first."""
+"""Finds the free blocks to store next: the ones that are reused first."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ColdBlocks:
         head | offered | offered | new | new | ... | tail
              |<------------- window -------------->|
 
-    A step takes blocks from the front, and the window moves on over others. The queue's owner
-    reports its changes, so it is walked only when enough may have come into the window.
+    A step takes blocks from the front, and the window moves on to later ones. The pool reports
+    changes of the queue, so the queue is walked only when enough blocks may be new in the window.
     """
 
     __slots__ = ("_queue", "_window", "num_unseen", "was_late")
@@ -24,21 +24,21 @@ class ColdBlocks:
     def __init__(self, queue: FreeBlockQueue) -> None:
         self._queue = queue
         self._window = 0
-        # Blocks that came into the window since the walk, at most. The pool adds one for each that
-        # left the queue.
+        # Most blocks that can have come into the window since the last walk. The pool adds one for
+        # each block that leaves the queue.
         self.num_unseen = len(queue)
         self.was_late = False  # a block was evicted that had not been offered
 
     def added(self, count: int) -> None:
-        """Count `count` blocks that came to the end of the queue, where a short queue has them in
-        the window."""
+        """Count `count` blocks added at the end of the queue. They matter only if the queue is so
+        short that they lie in the window."""
         if self._queue.num_free - count < self._window:
             self.num_unseen += count
 
     def collect_cold(
         self, count: int, within: int, least: int, uncomputed: Container[KVCacheBlock]
     ) -> list[KVCacheBlock]:
-        """See `BlockPool.take_cold`; the caller marks them as offered."""
+        """Do the work of `BlockPool.take_cold`; the caller marks the blocks as offered."""
         self._window = within
         if self.was_late:
             self.was_late, least = False, 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache groups of a model: which layers share a block table, and so the pages of the pool.
+"""The cache groups of a model: which layers share a block table, and thus the pages of the pool.
 
 A page is a block of the pool: K and V of `block_size` tokens in the layers of one group. A block of
-tokens has a page in each group, with an id of its own; all ids come from the one pool, so all pages
+tokens has one page in each group, with an id of its own. All ids come from one pool, so all pages
 have one size. The layers of a group attend alike, because a group forgets a block as a whole.
 
     group 0   full attention      layers 5 11          table: 7 3 8
@@ -11,16 +11,16 @@ have one size. The layers of a group attend alike, because a group forgets a blo
     group 3   window of 512       layers 4             table: 0 6 2    (its pages have a place free)
 
 The layers of a draft model (speculation) lie in the same pool, so a block that is found, copied or
-loaded brings its K and V too. Where all layers of the model see everything, they lie behind these
-in each page; else they have groups of their own. A page is read as places of the draft model's size
-from its beginning, so it has a whole number of those.
+loaded brings their K and V too. If all layers of the model see everything, the draft's layers lie
+behind them in each page; otherwise they have groups of their own. The draft reads a page as places
+of its own size, so the page size is a multiple of that size.
 
     page                  | model 0 | model 1 | model 2 | model 3 | free |
     as the draft sees it  |    |    |    |    |    |    |    |    | 0 | 1|
 
-Layers without K and V, those that only carry a state or are an MLP alone, have no table. A
-checkpoint of the states of a sequence is cut into pieces, each of which takes a page and is named
-as a page of a group of its own, behind the other groups (`state_checkpoints.py`):
+Layers that only carry a state or only have an MLP have no K and V, and no table. A checkpoint of
+the states of a sequence is cut into pieces. Each piece takes a page, named like a page of a group
+of its own, numbered after the other groups (`state_checkpoints.py`):
 
     D|0   K and V of the block that ends here      D|1 D|2 D|3   the states behind it
 """
@@ -39,19 +39,18 @@ from ...tiers.settings.values import MAX_BLOCKS, ConfigError
 from ..models.layer_attention import LayerAttention, full
 from ..models.states.state_spec import StateSpec
 
-# The kinds have so many layers for each other's one at the most for pages to be as large as the
-# larger kind: that wastes less than a place in five, and one group fewer is one table fewer.
+# The largest ratio of layer counts at which pages take the size of the larger kind. This wastes
+# less than one place in five, and saves one group and its table.
 _NEARLY_EQUAL = 1.25
-# States in the middle of a chunk that a worker keeps for one step, beside those of requests and in
-# the slots of requests that do not run. Of more such checkpoints in a step the chunk ends at the
-# next one.
+# Spare slots for states in the middle of a chunk, kept for one step, beside the slots of requests.
+# If a step has more such checkpoints, the chunk ends at the first one without a slot.
 NUM_SPARE_STATES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers in the order in which they lie in a page, and how each of them attends. There may be
-    fewer than a page has places for; the last places then hold nothing."""
+    """Layers in the order of their places in a page, and their kind of attention. If there are
+    fewer layers than places, the last places are empty."""
 
     layers: tuple[int, ...]
     attention: LayerAttention
@@ -64,7 +63,7 @@ class CacheGroup:
 
     @property
     def window(self) -> int | None:
-        """The tokens of its sliding window; None for other kinds."""
+        """Tokens of the sliding window; None for other kinds of attention."""
         return self.attention.window
 
 
@@ -79,13 +78,13 @@ NO_PLACE = LayerPlace(-1, -1)  # of a layer without K and V
 
 
 def states_of_request(most_drafts: int) -> int:
-    """The states that a worker keeps of a request which may have so many drafts in a step: those
-    before the step, and those behind each of its rows."""
+    """Return the number of states per request with up to `most_drafts` drafts in a step: the state
+    before the step, and one after each of its rows."""
     return most_drafts + 2 if most_drafts else 1
 
 
 def num_state_slots(num_requests: int, most_drafts: int = 0) -> int:
-    """The states that a worker keeps for so many requests that run at once."""
+    """Return the number of states that a worker keeps if `num_requests` run at once."""
     return num_requests * states_of_request(most_drafts) + NUM_SPARE_STATES
 
 
@@ -93,7 +92,7 @@ def num_state_slots(num_requests: int, most_drafts: int = 0) -> int:
 class DraftPages:
     """The pages of a pool as a draft model sees them."""
 
-    layout: BlockLayout  # of a page: `num_layers` places of the size of its layers
+    layout: BlockLayout  # of a page: `num_layers` places of the draft's place size
     places: tuple[LayerPlace, ...]  # of each of its layers
 
 
@@ -101,11 +100,11 @@ class StateBytes(NamedTuple):
     """The states of all layers of one sequence."""
 
     num_bytes: int
-    plan: str  # which layers, shapes and number types: other bytes have another one
+    plan: str  # layers, shapes and number types; differs when the bytes differ
 
 
 def state_bytes(state: StateSpec | None, dtype: str) -> StateBytes | None:
-    """The states of a model that computes in `dtype`; None where no layer carries one."""
+    """Describe the states of a model that computes in `dtype`; None without such layers."""
     if state is None:
         return None
     return StateBytes(state.slot_bytes(dtype), f"{state} {dtype}")
@@ -117,7 +116,7 @@ class StatePages:
 
     states: StateBytes
     num_pages: int
-    first_group: int  # the pages are named as those of groups from this one on
+    first_group: int  # the pages are named like pages of the groups from here on
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ class CacheGroups:
 
     groups: tuple[CacheGroup, ...]
     layout: BlockLayout
-    num_layers: int  # of the model, those without K and V among them
+    num_layers: int  # layers of the model, also those without K and V
     draft: DraftPages | None = None
     state: StatePages | None = None
 
@@ -135,7 +134,7 @@ class CacheGroups:
 
     @property
     def num_places(self) -> int:
-        """The places of a block of tokens, over all groups."""
+        """Places of a block of tokens, summed over all groups."""
         return sum(group.num_places for group in self.groups)
 
     @property
@@ -145,18 +144,19 @@ class CacheGroups:
 
     @property
     def forgets(self) -> bool:
-        """Whether some group does not keep all blocks of a sequence."""
+        """Whether some group gives back blocks of a running sequence."""
         return not all(group.attention.is_full for group in self.groups)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the pages of a checkpoint of states; 0 where no layer carries one."""
+        """Bytes of the pages of a checkpoint of states; 0 without states."""
         return 0 if self.state is None else self.state.num_pages * self.layout.page_bytes
 
     def bound(self, fingerprint: str, draft_fingerprint: str = "") -> str:
-        """The fingerprint of a model whose blocks lie as here, 64 hexadecimal digits. Where some
-        layers forget, which layers share a block is for this version to choose: one that chooses
-        otherwise must not find these blocks. Neither must one with another draft model."""
+        """Return the fingerprint of a model with this plan of blocks, 64 hexadecimal digits. If
+        some layers forget, versions of this code may choose different groups, and with a draft
+        model its blocks differ; the digest keeps engines with different plans from finding each
+        other's blocks."""
         if not self.forgets and self.draft is None and self.state is None:
             return fingerprint
         plan: list[object] = [[str(group.attention), *group.layers] for group in self.groups]
@@ -167,8 +167,8 @@ class CacheGroups:
         return hashlib.sha256(f"{fingerprint} {plan}".encode()).hexdigest()
 
     def num_pages(self, num_blocks: int) -> int:
-        """The pages that take the memory of `num_blocks` over all layers. Raises ConfigError for
-        more than a pool may have."""
+        """Return the number of pages in the memory of `num_blocks` blocks over all layers. Raise
+        ConfigError if a pool may not have so many."""
         pages = num_blocks * self.num_places // self.layout.num_layers
         if pages > MAX_BLOCKS:
             raise ConfigError(
@@ -179,14 +179,14 @@ class CacheGroups:
         return pages
 
     def most_pages(self, num_tokens: int, most_step_tokens: int) -> int:
-        """The pages that a request of `num_tokens` holds at once at most
-        (`LayerAttention.most_blocks`), those of a checkpoint among them, which it may load."""
+        """Return the most pages that a request of `num_tokens` holds at once
+        (`LayerAttention.most_blocks`), including a checkpoint that it may load."""
         size = self.layout.block_size
         pages = sum(kind.most_blocks(num_tokens, size, most_step_tokens) for kind in self.attention)
         return pages if self.state is None else pages + self.state.num_pages
 
     def places(self) -> list[LayerPlace]:
-        """The place of every layer of the model, NO_PLACE for those without K and V."""
+        """List the place of every layer of the model, NO_PLACE without K and V."""
         found = {
             layer: LayerPlace(number, place)
             for number, group in enumerate(self.groups)
@@ -196,9 +196,9 @@ class CacheGroups:
 
 
 def pages_per_block(attention: Sequence[LayerAttention]) -> int:
-    """The pages of a pool block, one for each of the groups that share it. Consecutive groups that
-    attend alike hold and forget the same tokens, so they share blocks; all blocks of a pool have
-    equally many pages.
+    """Return the pages of a pool block, one for each of the groups that share it. Consecutive
+    groups that attend alike hold and forget the same tokens, so they share blocks. All blocks of a
+    pool have equally many pages.
 
         full full                             2
         full full window window window window    2
@@ -215,15 +215,15 @@ def plan_groups(
     draft: BlockLayout | None = None,
     states: StateBytes | None = None,
 ) -> CacheGroups:
-    """Split the layers of a model, whose blocks over all layers have this layout, into groups whose
-    pages are equal. `attention` has a value for each layer; without it all attend to everything.
-    Those without K and V are not among the layers of the layout, and in no group. `states` are
-    those of layers that carry one, beside K and V or in their place.
+    """Split the layers of a model into groups with pages of equal size. `layout` is a block over
+    all layers with K and V; other layers are in no group. `attention` has a value for each layer;
+    without it all layers attend to everything. `states` describes the layers that carry a state,
+    beside K and V or instead of them.
 
-    Where all layers attend alike, there are `num_groups`. Otherwise the kinds say how many groups
-    there are, and `num_groups` must be 1. `draft` is the layout of a block over all layers of a
-    draft model, of as many tokens and the same number type. Raises ConfigError, naming the layers,
-    where the pages cannot be equal.
+    If all layers attend alike, there are `num_groups` groups. Otherwise the kinds decide the number
+    of groups, and `num_groups` must be 1. `draft` is the layout of a block over all layers of a
+    draft model, with as many tokens and the same number type. Raises ConfigError, which names the
+    layers, if the pages cannot be equal.
     """
     attention = tuple(attention) or (full(),) * layout.num_layers
     num_attending = sum(kind.has_kv for kind in attention)
@@ -247,7 +247,7 @@ def plan_groups(
             f"{num_groups} cache groups cannot be asked for where layers attend in several ways: "
             f"{_describe(kinds)}; leave the number of groups at 1, and the layers will decide"
         )
-    # Full attention first: what it has found bounds what the others look for.
+    # Full attention first: its hit limits the search of the other groups.
     in_order = sorted(kinds.items(), key=lambda item: not item[0].is_full)
     groups = tuple(
         CacheGroup(tuple(layers[start : start + size]), kind)
@@ -264,9 +264,9 @@ def plan_groups(
 
 
 def _with_draft(groups: CacheGroups, draft: BlockLayout) -> CacheGroups:
-    """The groups of a model, with places for the layers of a draft model."""
+    """Add places for the layers of a draft model to the groups."""
     size, draft_size = groups.layout.place_bytes, draft.place_bytes
-    # A page of a multiple of so many places is a whole number of the draft's.
+    # A page with a multiple of `unit` places holds a whole number of the draft's places.
     unit = draft_size // math.gcd(size, draft_size)
     layout = groups.layout
     if len(groups) == 1 and not groups.forgets:
@@ -299,7 +299,7 @@ def _with_draft(groups: CacheGroups, draft: BlockLayout) -> CacheGroups:
 
 
 def _equal_size(kinds: dict[LayerAttention, list[int]], num_groups: int) -> int:
-    """The layers of a group where all attend alike: without a place free, as that was asked for."""
+    """Return the layers per group if all layers attend alike; no place may stay empty."""
     [layers] = kinds.values()
     size, rest = divmod(len(layers), num_groups)
     if rest or not size:
@@ -311,8 +311,8 @@ def _equal_size(kinds: dict[LayerAttention, list[int]], num_groups: int) -> int:
 
 
 def _common_size(counts: Sequence[int]) -> int:
-    """The layers of a page for kinds with so many layers each: the fewest of any kind, so that a
-    kind with few layers has no place free in its pages; or the most, where that is nearly equal."""
+    """Return the layers per page for kinds with `counts` layers: the fewest of any kind, so that a
+    small kind leaves no place empty, or the most, if both are nearly equal."""
     least, most = min(counts), max(counts)
     return most if most <= least * _NEARLY_EQUAL else least
 
@@ -322,7 +322,7 @@ def _describe(kinds: dict[LayerAttention, list[int]]) -> str:
 
 
 def _ranges(layers: Sequence[int]) -> str:
-    """`0-4, 6, 8-9`."""
+    """Format layer numbers as `0-4, 6, 8-9`."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and runs[-1][-1] == layer - 1:

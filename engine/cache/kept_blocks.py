@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KeptBlocks: the blocks of requests that have ended, for the requests that continue them.
 
-No running request holds them. They are given up where any request lacks room; a request that would
-have gone on in them then computes what the pool has lost.
+No running request holds these blocks. They are given up when any request lacks room; a request that
+continues them then computes again what the pool has lost.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .kv_cache_manager import KVCacheManager
 
 
 class KeptBlocks:
-    """Ended requests with the blocks that are kept of them, the oldest first. Called by the
-    engine's step thread only."""
+    """Ended requests whose blocks are kept, the oldest first. Called by the engine's step thread
+    only."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -33,17 +33,17 @@ class KeptBlocks:
         self._ended.append(request)
 
     def add_heir(self, ended: Request) -> None:
-        """A new request continues one that has ended, whose blocks are kept for it as well."""
+        """Count a new request that continues an ended one and needs its kept blocks."""
         if (kept := ended.progress.kept) is not None:
             kept.num_heirs += 1
 
     def blocks_for(self, request: Request) -> GroupBlocks:
-        """The kept blocks that a waiting request goes on in."""
+        """Return the kept blocks in which a waiting request will go on."""
         return self._manager.tables(_kept_for(request).holder)
 
     def lend(self, request: Request) -> None:
-        """The request holds the blocks that `blocks_for` said, and what they hold is computed. They
-        are kept no longer where no other request is to go on in them."""
+        """Let the request hold the blocks of `blocks_for` as computed ones. The blocks are kept no
+        longer if no other request will continue them."""
         assert request.continues is not None
         num_tokens = num_common_tokens(request.continues, request)
         self._manager.fork(_kept_for(request).holder, request, num_tokens)
@@ -51,15 +51,15 @@ class KeptBlocks:
         self.remove_heir(request)
 
     def take_back(self, request: Request) -> None:
-        """A request to which blocks were lent could not begin, and holds nothing again."""
+        """Undo `lend` for a request that could not begin; it holds no blocks again."""
         self._manager.free(request)
         request.num_computed_tokens = 0
         if request.continues is not None:
             self.add_heir(request.continues)
 
     def remove_heir(self, request: Request) -> None:
-        """A request has begun in kept blocks, or has ended; the last of those that were to go on in
-        them releases them."""
+        """Note that a request has begun in kept blocks, or has ended. After the last request that
+        continues them, the blocks are released."""
         before = request.continues
         if before is not None and (kept := before.progress.kept):
             kept.num_heirs -= 1
@@ -67,7 +67,7 @@ class KeptBlocks:
                 self.release_blocks([before])
 
     def release_blocks(self, requests: Iterable[Request]) -> None:
-        """Give the blocks of these ended requests back; requests without any are ignored."""
+        """Release the blocks of these ended requests; requests without kept blocks are ignored."""
         for request in requests:
             if (kept := request.progress.kept) is not None:
                 request.progress.kept = None
@@ -76,13 +76,13 @@ class KeptBlocks:
 
     @property
     def ended(self) -> Sequence[Request]:
-        """The requests whose blocks are kept, in the order in which they have ended."""
+        """The requests whose blocks are kept, in the order of their ends."""
         return self._ended
 
 
 def num_common_tokens(ended: Request, request: Request) -> int:
-    """The tokens that a request which continues an ended one need not compute: those of the other's
-    prompt, but for its own last one, whose logits are wanted."""
+    """Return how many tokens a request need not compute if it continues an ended one: the prompt of
+    the ended request, without the new request's last token, whose logits are needed."""
     return min(ended.num_prompt_tokens, request.num_tokens - 1)
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool's block noun and the queue of free ones.
+"""The pool's blocks and the queue of free ones.
 
-The queue is linked through the blocks themselves, between two sentinels that are never handed out:
+The queue links the blocks themselves, between two sentinels that are never handed out:
 
     head <-> block <-> block <-> ... <-> tail
              least recently freed        most recently freed
 
-so that taking any block out, also from the middle, costs the same few assignments and allocates
-nothing. The `next_free` of a block outside the queue is itself; no link is ever None.
+Taking any block out, also from the middle, costs a few assignments and allocates nothing. The
+`next_free` of a block outside the queue is the block itself; no link is ever None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BlockIds = tuple[list[int], ...]
 
 
 class BlockCopy(NamedTuple):
-    """A page of a request, and the copy that takes its place before the request writes to it."""
+    """A shared page of a request, and the copy that replaces it before the request writes to it."""
 
     request_id: str
     group_id: int
@@ -42,7 +42,7 @@ class KVCacheBlock:
     ref_cnt: int = 0  # requests whose tables hold it
     block_hash: bytes | None = None
     is_null: bool = False
-    is_offered: bool = False  # under this name, to be stored ahead of its eviction
+    is_offered: bool = False  # given to the tiers under this name, ahead of its eviction
     prev_free: KVCacheBlock = field(init=False, repr=False)
     next_free: KVCacheBlock = field(init=False, repr=False)
 
@@ -53,8 +53,8 @@ class KVCacheBlock:
 class FreeBlockQueue:
     """Free blocks, the one to be reused next in front.
 
-    Misuse (a block put in twice, taken out though it is not in, more asked for than there are)
-    raises RuntimeError; it means the caller has lost count of its blocks.
+    Misuse (a block added twice, a block removed that is not in, more blocks taken than there are)
+    raises RuntimeError: the caller has lost count of its blocks.
     """
 
     __slots__ = ("_head", "_tail", "num_free")
@@ -97,21 +97,21 @@ class FreeBlockQueue:
         return taken
 
     def append(self, block: KVCacheBlock) -> None:
-        """Put one block at the end: it is reused last."""
+        """Add one block at the end: it is reused last."""
         self.append_n((block,))
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._insert(self._tail.prev_free, blocks, self._tail)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Put blocks in front, in this order: for those whose bytes are worth nothing."""
+        """Add blocks in front, in this order: for blocks whose bytes are worthless."""
         self._insert(self._head, blocks, self._head.next_free)
 
     def remove(self, block: KVCacheBlock) -> None:
         self.remove_n((block,))
 
     def remove_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take blocks out, wherever they stand."""
+        """Remove blocks from any position."""
         for block in blocks:
             after = block.next_free
             if after is block:
@@ -123,8 +123,8 @@ class FreeBlockQueue:
         self.num_free -= len(blocks)
 
     def hold_n(self, blocks: Sequence[KVCacheBlock]) -> int:
-        """Count one more holder of each block but null blocks, and take those out that had none;
-        how many these were. One walk: a step holds and releases thousands."""
+        """Add one holder to each block except null blocks, and remove blocks without an earlier
+        holder from the queue. Return their number. One walk, since a step may hold thousands."""
         num_taken = 0
         for block in blocks:
             if block.ref_cnt:
@@ -143,8 +143,8 @@ class FreeBlockQueue:
         return num_taken
 
     def release_n(self, blocks: Iterable[KVCacheBlock]) -> int:
-        """Count one holder of each block less, but for null blocks, and put those that have none
-        left at the end, in this order; how many these are."""
+        """Remove one holder from each block except null blocks, and append blocks without a holder
+        left to the queue, in this order. Return their number."""
         tail = self._tail
         before = tail.prev_free
         num_released = 0
@@ -175,8 +175,8 @@ class FreeBlockQueue:
                 raise RuntimeError(f"block {block.block_id} is in the free queue already")
             block.prev_free = before
             before.next_free = block
-            # Not only the last one: a block that links to itself would pass for one outside, and
-            # the same block given twice would go unnoticed.
+            # Every block gets a link, not only the last: a block linked to itself would count as
+            # outside the queue, and a block given twice would not be noticed.
             block.next_free = after
             before = block
         after.prev_free = before
@@ -184,17 +184,17 @@ class FreeBlockQueue:
 
 
 def page_ids(block_ids: Sequence[int], place: int) -> list[int]:
-    """The pages of blocks in the group that comes `place` after their first one."""
+    """Return the pages of blocks in the group `place` after the first group that shares them."""
     return [block_id and block_id + place for block_id in block_ids]  # 0 is the null block
 
 
 def page_tables(blocks: Sequence[Sequence[KVCacheBlock]], width: int) -> BlockIds:
-    """The ids of blocks, as of tables, in every group: `width` of them share the blocks of each."""
+    """Return the page ids of blocks for every group; `width` groups share each list of blocks."""
     ids = [[block.block_id for block in each] for each in blocks]
     if width == 1:
         return tuple(ids)
     return tuple([page_ids(each, place) for each in ids for place in range(width)])
 
 
-# One list of blocks for all cache groups that share them, in the order of the first of these.
+# One list of blocks for each set of cache groups that share blocks, in the order of the groups.
 GroupBlocks = tuple[list[KVCacheBlock], ...]

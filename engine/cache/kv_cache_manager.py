@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache manager: blocks for requests, or a "no" that has changed nothing.
+"""The KV cache manager: gives blocks to requests, or refuses and changes nothing.
 
 The tokens of one request, as `allocate_slots` sees them:
 
@@ -7,17 +7,15 @@ The tokens of one request, as `allocate_slots` sees them:
     |  held    |  hits, to be   | to be allocated |
     |          |  attached      |                 |
 
-`computed` is `request.num_computed_tokens`; `external` tokens will come from a tier. Full blocks
-are named; tokens beyond `request.num_tokens` get a place but no name.
+`computed` is `request.num_computed_tokens`; a tier will load the `external` tokens. Full blocks are
+named; tokens beyond `request.num_tokens` get a place but no name.
 
-Requests that were forked share all blocks, the last one too, which need not be full
-(`shared_tails.py`).
+Forked requests share all blocks, also the last one, which may be partly filled (`shared_tails.py`).
 
-Where layers carry states, a hit ends at a checkpoint of these (`state_checkpoints.py`).
+If layers carry states, a hit ends at a checkpoint of the states (`state_checkpoints.py`).
 
-The cache groups of a model are treated as one. Groups that share blocks
-(`group_spec.pages_per_block`) have one group manager, and count as one but for the ids of their
-pages.
+All cache groups are handled together. Groups that share blocks (`group_spec.pages_per_block`) have
+one group manager and count as one group, except for their page ids.
 """
 
 from __future__ import annotations
@@ -38,13 +36,13 @@ from .state_checkpoints import StateCheckpoints
 
 
 class KVCacheManager:
-    """Called by the engine's step thread only. Block counts are per pool, token counts per request.
+    """Called by the engine's step thread only. The pool counts blocks, requests count tokens.
 
     `watermark` is the fraction of all blocks that admission leaves free (`watermark_blocks`), so
-    that running requests can grow for some steps before anyone is preempted.
+    that running requests can grow for some steps before one is preempted.
 
-    The order of the group managers is that of all `GroupBlocks`. Tables of one request are equally
-    long, and as many of their first blocks have had names.
+    Every `GroupBlocks` has the order of the group managers. The tables of one request have equal
+    lengths and equal numbers of named blocks.
     """
 
     def __init__(
@@ -62,14 +60,14 @@ class KVCacheManager:
         num_state_pages: int = 0,
         state_interval: int = 0,
     ) -> None:
-        """`attention`: how the layers of each cache group attend; without it there are `num_groups`
-        that attend to everything. `most_step_tokens`: the most that a step computes of a request,
-        which bounds what groups with windows hold. `hash_block_size`: the tokens of a digest of
-        `Request.block_hashes`, if not those of a block. No option sets it yet: row A7 of
-        docs/rows.md asks for it, for hybrid models. `num_state_pages`: those of a checkpoint of
-        states, which is made every `state_interval` tokens too; 0: no layer carries a state.
+        """`attention`: the attention of each cache group; without it, `num_groups` groups attend to
+        everything. `most_step_tokens`: the most tokens of a request in one step; it limits the
+        blocks of groups with windows. `hash_block_size`: the tokens of one digest in
+        `Request.block_hashes`, by default those of a block; no option sets it yet (row A7 of
+        docs/rows.md, for hybrid models). `num_state_pages`: the pages of a checkpoint of states, 0
+        if no layer carries a state. `state_interval`: the tokens between checkpoints.
 
-        Raises ValueError for digests of which no whole number make a block.
+        Raises ValueError unless a block is a whole number of digests.
         """
         each, rest = divmod(block_size, hash_block_size or block_size)
         if rest or not each:
@@ -82,10 +80,10 @@ class KVCacheManager:
         self._last_offset = block_size - 1
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * num_blocks)
-        # A piece of a checkpoint is a page by itself.
+        # A piece of a checkpoint takes a single page, so blocks have one page then.
         width = 1 if num_state_pages else pages_per_block(attention)
         self.pool = BlockPool(num_blocks, enable_caching, width)
-        self.num_groups = len(attention)  # as many pages has a block in all groups
+        self.num_groups = len(attention)  # also the pages of a block of tokens
         self.forgets = not all(kind.is_full for kind in attention)
         self._width = width
         sizes = (block_size, min(most_step_tokens or max_model_len, max_model_len))
@@ -116,22 +114,22 @@ class KVCacheManager:
             )
 
     def tables(self, request_id: str) -> GroupBlocks:
-        """The blocks of a request, which the caller must not change; empty tables without any."""
+        """Return the blocks of a request, read only; empty tables if it has none."""
         return self._tables.get(request_id, self.no_blocks)
 
     def num_slots(self, request_id: str) -> int:
-        """Tokens that the blocks of a request have room for, from its first token on."""
+        """Return the tokens, from the first on, for which a request's blocks have room."""
         return len(self.tables(request_id)[0]) * self.block_size
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a request of `num_tokens` holds at once, at most, when nothing is shared and
-        a load brings its states."""
+        """Return the most blocks that a request of `num_tokens` holds at once, if it shares none
+        and a load brings its states."""
         num_blocks = self._width * sum(group.most_blocks(num_tokens) for group in self._groups)
         return num_blocks if self.states is None else num_blocks + self.states.num_pages
 
     def num_missing_blocks(self, request: Request, hits: GroupBlocks | None = None) -> int:
-        """Free blocks that a request takes, at most, until all tokens that it has now have been
-        computed. The hits are not its own yet."""
+        """Return the most free blocks that a request takes until all its present tokens are
+        computed. Free blocks among the hits count, because the request does not hold them yet."""
         given = self.no_blocks if hits is None else hits
         tables = self.tables(request.request_id)
         return self._width * sum(
@@ -140,8 +138,8 @@ class KVCacheManager:
         )
 
     def num_reserved(self, wanted: Mapping[str, int]) -> int:
-        """Free blocks that requests by these ids take, at most, until each has had so many tokens
-        computed; also where they share blocks, and one of them gives its own back."""
+        """Return the most free blocks that requests take until each has computed its number of
+        tokens in `wanted`, even if they share blocks and one of them ends."""
         num_blocks = sum(
             [
                 group.num_reserved(table, num_tokens)
@@ -154,19 +152,19 @@ class KVCacheManager:
         return self._width * num_blocks
 
     def num_to_reserve(self, num_tokens: int, hits: GroupBlocks | None = None) -> int:
-        """Pages by which held and reserved ones become more together when a request begins with
-        these hits that will have `num_tokens` computed."""
+        """Return by how many pages the held and reserved pages grow if a request begins with these
+        hits and will compute `num_tokens`."""
         given = self.no_blocks if hits is None else hits
         both = zip(self._groups, given, strict=True)
         blocks = sum([group.num_to_reserve(num_tokens, found) for group, found in both])
         return self._width * blocks
 
     def get_computed_blocks(self, request: Request) -> tuple[GroupBlocks, int]:
-        """The longest known prefix of a request that holds no blocks, and its tokens.
+        """Find the longest cached prefix of a request that holds no blocks. Return its blocks and
+        tokens.
 
-        At most `num_tokens - 1` tokens, because the last one must be computed to get its logits.
-        Changes nothing in the pool; the hits are the request's own once `allocate_slots` was given
-        them.
+        The prefix has at most `num_tokens - 1` tokens, because the last token must be computed for
+        its logits. The pool does not change; the request holds the hits after `allocate_slots`.
         """
         if not self.pool.enable_caching or request.skip_reading_prefix_cache:
             return self.no_blocks, 0
@@ -177,15 +175,15 @@ class KVCacheManager:
             return blocks, num_tokens
         found, num_blocks = num_tokens, num_tokens // self.block_size
         while num_blocks and (length := self.states.longest_hit(digests, num_blocks)) < num_blocks:
-            # Windows need other blocks for a shorter hit, and may have none of the same length.
+            # A shorter hit needs other blocks in windows, which may be missing.
             blocks, num_tokens = self._finder.find(digests[:length])
             num_blocks = num_tokens // self.block_size
         request.progress.junction = found if found > num_tokens else 0
         return blocks, num_tokens
 
     def stateless_blocks(self, request: Request, num_tokens: int) -> GroupBlocks:
-        """The blocks that the pool has of the first `num_tokens` of a request, where the states
-        behind them are to be loaded. Changes nothing."""
+        """Return the pool's blocks of the first `num_tokens` of a request whose states are to be
+        loaded. Changes nothing."""
         digests = self.names.of_blocks(request.block_hashes)[: num_tokens // self.block_size]
         return self._finder.find(digests)[0]
 
@@ -199,19 +197,20 @@ class KVCacheManager:
         delay_cache_blocks: bool = False,
         keep_free_blocks: int = 0,
     ) -> GroupBlocks | None:
-        """Blocks for the next tokens of a request: those added (hits not among them), or None.
+        """Give a request blocks for its next tokens. Return the added blocks, without hits, or
+        None.
 
-        None means fewer than `keep_free_blocks` would be left, and nothing has changed. Hits that
-        no request holds are in the free queue and count as taken; blocks that no later token reads
-        are given back first, and count as free. Names are given at once, unless
-        `delay_cache_blocks`: then `cache_blocks` gives them when the load has ended."""
+        None means that fewer than `keep_free_blocks` would stay free; nothing has changed then.
+        Hits without a holder are in the free queue and count as taken. Blocks that no later token
+        reads are released first and count as free. The blocks are named at once, or, with
+        `delay_cache_blocks`, by `cache_blocks` after the load."""
         computed = request.num_computed_tokens
         forked = self.shared_tails.families
         if forked and not self._own_tail(request, num_new_tokens, keep_free_blocks):
             return None
         more = new_computed_blocks or num_external_computed_tokens
         if num_new_tokens == 1 and not more and (offset := computed % self.block_size):
-            # A decode in a block that the request has.
+            # A decode into a block that the request has already.
             if offset == self._last_offset and not delay_cache_blocks:
                 self._name_full(request, min(computed + 1, request.num_tokens))
             return self.no_blocks
@@ -235,8 +234,8 @@ class KVCacheManager:
         return added
 
     def fork(self, parent_id: str, child: Request, num_tokens: int) -> None:
-        """`child`, which holds no blocks, holds those of the first `num_tokens` of another one,
-        which it has too."""
+        """Let `child`, which has no blocks, hold the parent's blocks of their common first
+        `num_tokens`."""
         num_full, rest = divmod(num_tokens, self.block_size)
         num_blocks = num_full + (rest > 0)
         tables = tuple([table[:num_blocks] for table in self._tables[parent_id]])
@@ -249,13 +248,13 @@ class KVCacheManager:
             self.shared_tails.add_fork(parent_id, child.request_id)
 
     def can_go_on(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether the request holds all that is read behind its first `num_computed_tokens`."""
+        """Whether the request holds all blocks that its token `num_computed_tokens` reads."""
         tables = self.tables(request.request_id)
         return all(group.can_go_on(tables[i], num_computed_tokens) for i, group in self._forgetful)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> bool:
-        """Name the full blocks among the first `num_computed_tokens`, which a load brought. False,
-        and nothing has changed, unless the request holds all that is read behind them."""
+        """Name the full blocks of the first `num_computed_tokens`, which a load brought. If the
+        request lacks a block that the next token reads, return False and change nothing."""
         if not self.can_go_on(request, num_computed_tokens):
             return False
         self._name_full(request, num_computed_tokens, computed=True)
@@ -264,14 +263,13 @@ class KVCacheManager:
         return True
 
     def name_blocks(self, request: Request, num_tokens: int) -> None:
-        """Name the full blocks among the first `num_tokens`, which the last step made computes."""
+        """Name full blocks of the first `num_tokens`, which the last scheduled step computes."""
         self._name_full(request, num_tokens)
         if self.states is not None:
             self.states.name_known(request)
 
     def name_accepted(self, request: Request) -> None:
-        """Name the full blocks of tokens that were drafts when a step computed them, which has come
-        back."""
+        """Name the full blocks of accepted drafts; the step that computed them has come back."""
         tables = self.tables(request.request_id)
         first = self.names.counts.get(request.request_id, 0)
         num_tokens = min(request.num_tokens, request.num_computed_tokens)
@@ -280,7 +278,7 @@ class KVCacheManager:
         self.pool.note_computed([block for table in tables for block in table[first:end]])
 
     def trim(self, request: Request) -> None:
-        """Blocks behind the tokens of a request, which drafts were given, are free."""
+        """Release the blocks after the request's tokens, which only rejected drafts used."""
         num_blocks = -(-request.num_tokens // self.block_size)
         for table in self.tables(request.request_id):
             if len(table) > num_blocks:
@@ -288,27 +286,27 @@ class KVCacheManager:
                 del table[num_blocks:]
 
     def name_tail(self, request: Request) -> None:
-        """Name the block that the prompt's end lies in, if it is not a full one. The prompt has
-        been computed, and nothing more will be written for the request."""
+        """Name the block of the prompt's end if it is partly filled. The prompt must be computed,
+        and the request must write no more tokens."""
         self.names.name_tail(request, self._tables[request.request_id])
 
     def prompt_keys(self, request: Request, *, with_tail: bool) -> list[bytes]:
-        """The names of the blocks of a prompt, as the pool keeps them, that an engine reads which
-        goes on behind it."""
+        """Return the page names of a prompt's blocks that another engine needs to continue the
+        prompt."""
         digests = self.names.of_prompt(request, with_tail=with_tail)
         keys = self.names.page_keys(digests, request.num_prompt_tokens)
         if self.states is not None and digests:
-            # Without its states the other engine computes what is behind an earlier checkpoint.
+            # Without these states the other engine would compute from an earlier checkpoint on.
             keys += [key for key in self.states.keys(digests[-1]) if self.pool.has(key)]
         return keys
 
     def revoke(
         self, request: Request, num_computed_tokens: int, block_ids: BlockIds | None
     ) -> None:
-        """The step being scheduled will not compute the request after all: what the step named
-        beyond its first `num_computed_tokens` loses its name, and the blocks that the step added,
-        `block_ids` for each group, are given back. Raises RuntimeError where another request of the
-        step has found one of them, and nothing changes."""
+        """Undo the scheduling of a request in the present step. Its blocks after the first
+        `num_computed_tokens` lose the names that the step gave, and the blocks that the step added,
+        `block_ids` for each group, are released. If another request of the step has found one of
+        these blocks, raise RuntimeError and change nothing."""
         request_id = request.request_id
         tables = self.tables(request_id)
         self.names.revoke_names(request_id, tables, num_computed_tokens // self.block_size)
@@ -320,11 +318,11 @@ class KVCacheManager:
                 del table[-count:]
 
     def free(self, request: Request) -> None:
-        """Give the blocks of a request back, tail first; they keep names and bytes until reused."""
+        """Release the blocks of a request, tail first; they keep names and bytes until reused."""
         self._free(request.request_id)
 
     def pin(self, request: Request, holder: str) -> None:
-        """The blocks of a request that has ended are `holder`'s until `unpin`, who runs no more."""
+        """Move the blocks of an ended request to `holder`, which never runs, until `unpin`."""
         request_id = request.request_id
         self.shared_tails.remove_request(request_id)
         if self.states is not None:
@@ -337,7 +335,7 @@ class KVCacheManager:
             self.pool.pin(table)
 
     def unpin(self, holder: str) -> None:
-        """Give blocks back that were pinned, tail first."""
+        """Release the blocks of a pin, tail first."""
         for table in self.tables(holder):
             self.pool.unpin(table)
         if self.states is not None:
@@ -345,14 +343,14 @@ class KVCacheManager:
         self._free(holder)
 
     def offer(self, request: Request) -> None:
-        """Offer the blocks of a request to the tiers ahead of their eviction, its head first."""
+        """Offer the blocks of a request to the tiers before they are evicted, head first."""
         for table in self.tables(request.request_id):
             self.pool.offer(table)
 
     def drop_names(self, request: Request) -> list[bytes]:
-        """Take their names from the blocks of a request, which keeps them, and from other blocks of
-        the same names: no look-up finds them. Returns the names, head first, which tiers may have
-        too."""
+        """Remove the names of the request's blocks, and of all other blocks with the same names, so
+        that no lookup finds them. The request keeps its blocks. Return the names, head first; tiers
+        may have them too."""
         digests = self.names.of_blocks(request.block_hashes)
         for group, table in zip(self._groups, self.tables(request.request_id), strict=True):
             self.pool.drop_names(table)
@@ -363,23 +361,23 @@ class KVCacheManager:
         tail = request.prompt_tail_hash() if request.hands_over else b""
         ends = [*digests, tail] if tail else digests
         self.states.drop_names(ends)
-        # All pieces, wherever they are: old ones beside those of a later checkpoint are wrong.
+        # All pieces: a tier's old pieces beside pieces of a later checkpoint would be wrong.
         return keys + [key for digest in ends for key in self.states.keys(digest)]
 
     def get_block_ids(self, request_id: str) -> BlockIds:
         return self.page_ids(self.tables(request_id))
 
     def load_page_ids(self, request_id: str, num_tokens: int) -> BlockIds:
-        """The pages that a load is for which brings states and begins behind `num_tokens`: of each
-        cache group those of all blocks from there on, some of which the pool may have, and behind
-        these the pages of a checkpoint."""
+        """Return the target pages of a load that brings states and begins after `num_tokens`. For
+        each cache group these are all blocks from there on, even if the pool has some of them; the
+        pages of a checkpoint follow."""
         assert self.states is not None
         first = num_tokens // self.block_size
         pages = self.page_ids(tuple([table[first:] for table in self.tables(request_id)]))
         return (*pages, self.states.load_page_ids(request_id))
 
     def page_ids(self, blocks: GroupBlocks) -> BlockIds:
-        """The ids of such blocks, of their page in each cache group."""
+        """Return the page ids of these blocks in each cache group."""
         return page_tables(blocks, self._width)
 
     def _add_blocks(
@@ -390,15 +388,15 @@ class KVCacheManager:
         hits: GroupBlocks | None,
         num_spare: int,
     ) -> GroupBlocks | None:
-        """Blocks until `num_slots` tokens have a place, behind `num_computed`, of which `hits` hold
-        the first. Those added, or None where the free ones would become fewer by more than
-        `num_spare`, and nothing has changed."""
+        """Add blocks until `num_slots` tokens have a place; `num_computed` tokens are computed, the
+        first of them in `hits`. Return the added blocks. If more than `num_spare` free pages would
+        be taken, return None and change nothing."""
         tables = self._tables.get(request_id) or tuple([[] for _ in self._groups])
         num_hits = 0 if hits is None else len(hits[0])
         held, num_blocks = len(tables[0]) + num_hits, -(-num_slots // self.block_size)
         more = num_blocks - held if num_blocks > held else 0
         if (more + num_hits) * self.num_groups > num_spare:
-            # Only if it could matter is it counted what hits take, and what is given back.
+            # Hits and returned blocks are counted only if the result may depend on them.
             taken = self._num_taken(tables, num_blocks, num_computed, hits)
             if taken > 0 and taken > num_spare:
                 return None
@@ -415,7 +413,7 @@ class KVCacheManager:
             return self._extend_behind_gaps(tables, num_blocks, num_computed)
         if not more:
             return self.no_blocks
-        # One take for all of them, and each gets its part.
+        # One call takes the blocks of all tables, and each table gets its part.
         new = self.pool.get_new_blocks(more * len(tables))
         added: list[list[KVCacheBlock]] = []
         for table in tables:
@@ -435,14 +433,14 @@ class KVCacheManager:
         *,
         is_load: bool,
     ) -> GroupBlocks | None:
-        """Add blocks as `_add_blocks` does, and pages for the states that a load brings; hits have
-        a checkpoint behind them. Checkpoints without a name are given up where room is lacking."""
+        """Like `_add_blocks`, but also take pages for the states that a load brings; hits must end
+        at a checkpoint. If room is short, checkpoints without a name are given up."""
         request_id = request.request_id
         is_hit = hits is not None and bool(hits[0]) and not is_load
         if is_load:
             keep_free_blocks += states.num_pages
         elif is_hit:
-            # Now, since the blocks added may be taken from its pages.
+            # Noted before blocks are added, because these may be the checkpoint's own pages.
             digests = self.names.of_blocks(request.block_hashes)
             states.note_hit(request_id, digests[computed // self.block_size - 1])
         while True:
@@ -460,8 +458,8 @@ class KVCacheManager:
                 return None
 
     def _own_tail(self, request: Request, num_new_tokens: int, keep_free_blocks: int) -> bool:
-        """A forked request is about to write, and gets a copy of its last block where others hold
-        that. False where there is no room for a copy, and nothing has changed."""
+        """Copy the last block of a forked request, which is about to write, if other requests hold
+        the block. If there is no room for the copy, return False and change nothing."""
         request_id, computed = request.request_id, request.num_computed_tokens
         if request_id not in self.shared_tails.families:
             return True
@@ -476,8 +474,8 @@ class KVCacheManager:
     def _num_taken(
         self, tables: GroupBlocks, num_blocks: int, num_computed: int, hits: GroupBlocks | None
     ) -> int:
-        """Free pages that are taken, net, where tables begin with hits, or are pruned, and then get
-        `num_blocks`."""
+        """Return the net number of free pages taken if tables get the hits, are pruned, and then
+        grow to `num_blocks` blocks."""
         taken = 0
         for group, table, found in zip(self._groups, tables, hits or self.no_blocks, strict=True):
             first = group.first_needed(num_computed)
@@ -488,8 +486,8 @@ class KVCacheManager:
     def _add_computed_blocks(
         self, request_id: str, tables: GroupBlocks, num_computed: int, hits: GroupBlocks
     ) -> None:
-        """Hold hits, but for what is not read of them. In all groups before any of them takes new
-        blocks, which may be the hits of another."""
+        """Hold the hits that are still read. All groups do this before any group takes new blocks,
+        because these could be another group's hits."""
         if any(tables):
             raise RuntimeError(f"request {request_id} has blocks, so no hits can go before them")
         null = self.pool.null_block
@@ -502,8 +500,8 @@ class KVCacheManager:
     def _extend_behind_gaps(
         self, tables: GroupBlocks, num_blocks: int, num_computed: int
     ) -> GroupBlocks:
-        """New blocks for all tables, and null blocks before the first that is read. All of those;
-        a load brings what is read."""
+        """Extend all tables to `num_blocks`: null blocks before the first block that is read, then
+        new blocks, which a load will fill. Return all added blocks."""
         gaps = [
             max(0, group.first_needed(num_computed) - len(table))
             for group, table in zip(self._groups, tables, strict=True)
@@ -524,8 +522,8 @@ class KVCacheManager:
         self.names.name_full(request, tables, num_tokens, computed=computed)
 
     def _free(self, request_id: str) -> None:
-        """Give all blocks of a request back: of all groups the last ones first, since a hit needs
-        every group."""
+        """Release all blocks of a request. The last blocks of all groups go first, because a hit
+        needs every group."""
         self.names.counts.pop(request_id, None)
         if self.states is not None:
             self.states.free(request_id)

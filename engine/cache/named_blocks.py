@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NamedBlocks: which blocks of requests have names, and what blocks of given tokens are called.
+"""NamedBlocks: which blocks of requests have names, and the names of given tokens.
 
-    tokens of a block    its digest, which covers those before it too (`block_hash.py`)
-    page in the pool     digest and cache group, its key
+        block of tokens      named by its digest, which covers all earlier tokens (`block_hash.py`)
+        page in the pool     named by its key: the digest and the cache group
 
-Blocks are named from the first on, each once, when its tokens are known.
+The blocks of a request are named in order, each once, when its tokens are known.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .kv_block import GroupBlocks, KVCacheBlock, page_ids
 class NamedBlocks:
     """The names of blocks that requests hold. Called by the engine's step thread only.
 
-    `hashes_per_block`: the digests of a request that come for each of its blocks, of which the last
-    names it. The manager removes the count of a request together with its blocks.
+    `hashes_per_block`: the digests of a request per block; the last digest of a block names it. The
+    manager removes the count of a request together with its blocks.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class NamedBlocks:
     ) -> None:
         self.hashes_per_block = hashes_per_block
         self._pool, self._groups, self._block_size = pool, groups, block_size
-        self.counts: dict[str, int] = {}  # leading blocks that have had names, by request
+        self.counts: dict[str, int] = {}  # by request: leading blocks that have been named
 
     def name_full(
         self, request: Request, tables: GroupBlocks, num_tokens: int, *, computed: bool
     ) -> None:
-        """Name the full blocks among the first `num_tokens` that have no name yet; none where the
-        request has no digests."""
+        """Name the full blocks of the first `num_tokens` that have no name yet. Does nothing for a
+        request without digests."""
         pool, digests = self._pool, request.block_hashes
         each, known = self.hashes_per_block, self.counts.get(request.request_id, 0)
         full = min(num_tokens // self._block_size, len(digests) // each)
@@ -54,40 +54,40 @@ class NamedBlocks:
             self.counts[request.request_id] = full
 
     def name_tail(self, request: Request, tables: GroupBlocks) -> None:
-        """Name the block that the prompt's end lies in, if it is not a full one. The prompt has
-        been computed, and nothing more will be written for the request."""
+        """Name the block of the prompt's end if it is partly filled. The prompt must be computed,
+        and the request must write no more tokens."""
         if tail := request.prompt_tail_hash():
             index = (request.num_prompt_tokens - 1) // self._block_size
             for group, table in zip(self._groups, tables, strict=True):
                 self._pool.name_computed(tail, table[index], group.group_id)
 
     def revoke_names(self, request_id: str, tables: GroupBlocks, num_blocks: int) -> None:
-        """Blocks that the step being scheduled named, behind the first `num_blocks`, lose their
-        names. Raises RuntimeError where another request of the step has found one of them, and
-        nothing changes."""
+        """Remove the names that the step being scheduled gave to blocks after the first
+        `num_blocks`. If another request of the step has found one of these blocks, raise
+        RuntimeError and change nothing."""
         known = self.counts.get(request_id, 0)
         self._pool.revoke_names([block for table in tables for block in table[num_blocks:known]])
         self.counts[request_id] = min(known, num_blocks)
 
     def of_blocks(self, digests: Sequence[bytes]) -> Sequence[bytes]:
-        """The digests of a request that name a block: the last of each block's."""
+        """Return the digests that name blocks: the last digest of each block."""
         each = self.hashes_per_block
         return digests if each == 1 else digests[each - 1 :: each]
 
     def of_request(self, request: Request) -> list[bytes]:
-        """The digests of all full blocks of a request, its output's too."""
+        """Return the digests of all full blocks of a request, including its output."""
         return list(self.of_blocks(request.block_hashes))
 
     def of_prompt(self, request: Request, *, with_tail: bool = True) -> list[bytes]:
-        """The digests of the blocks of a prompt; its end has one of its own where it fills none."""
+        """Return the digests of a prompt's blocks, also of a partly filled last block."""
         blocks = self.of_blocks(request.block_hashes)
         digests = list(blocks[: request.num_prompt_tokens // self._block_size])
         tail = request.prompt_tail_hash() if with_tail else b""
         return [*digests, tail] if tail else digests
 
     def page_keys(self, digests: Sequence[bytes], num_tokens: int = 0) -> list[bytes]:
-        """The names of the pages of every group, head first in each, as the pool keeps them: those
-        that the token behind the first `num_tokens`, or any later one, reads."""
+        """Return the page names, in all groups, of the blocks that the token at index `num_tokens`
+        or a later one reads; head first in each group."""
         return [
             digest + group_suffix(group.group_id + place)
             for group in self._groups
@@ -98,7 +98,7 @@ class NamedBlocks:
     def _report(
         self, request: Request, group_id: int, first: int, blocks: Sequence[KVCacheBlock]
     ) -> None:
-        # Null blocks come before all others.
+        # Null blocks only stand before all others.
         ids = [block.block_id for block in blocks if not block.is_null]
         first += len(blocks) - len(ids)
         if self._pool.observer is not None and ids:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix finders: the longest hit of a request in the pool, for all cache groups of a model.
 
-    unitary   one manager, which decides alone
+    unitary   one manager decides alone
     hybrid    a hit needs every group
 
-A hybrid hit is found by going round: each group shortens the length to one that is a hit for it,
-and the round ends when all agree. No longer hit is passed by, because a group takes the longest one
-that is not above what the others left.
+The hybrid finder asks the groups in turn. Each group shortens the length to its own longest hit
+within it, and the search ends when all groups agree. This finds the longest common hit, because
+every common hit is within the length at all times.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class PrefixFinder(ABC):
 
     @abstractmethod
     def find(self, digests: Sequence[bytes]) -> tuple[GroupBlocks, int]:
-        """Blocks of the longest known prefix, and its tokens; `digests` name the blocks to find,
-        head first. Null blocks stand where nothing is needed."""
+        """Return the blocks and the token count of the longest known prefix. `digests` name the
+        wanted blocks, head first. The null block stands for blocks that are not needed."""
 
     def _longest_local(
         self, groups: tuple[GroupManager, ...], digests: Sequence[bytes], most: int
     ) -> int:
-        """The longest hit, in blocks, of groups that all attend alike."""
+        """Return the longest hit, in blocks, of groups that attend alike."""
         suffixes = [group_suffix(group.group_id) for group in groups]
         pool = self._pool
 
@@ -57,14 +57,14 @@ class PrefixFinder(ABC):
     def _local_blocks(
         self, group: GroupManager, digests: Sequence[bytes], length: int
     ) -> list[KVCacheBlock]:
-        """A hit of `length` blocks as a group needs it."""
+        """Return a hit of `length` blocks in the form that a group needs."""
         pool, suffix = self._pool, group_suffix(group.group_id)
         first = group.first_needed(length * self.block_size)
         return [pool.null_block] * first + [pool.named(d + suffix) for d in digests[first:length]]
 
 
 class UnitaryPrefixFinder(PrefixFinder):
-    """The finder of one group, or of several that share all blocks."""
+    """The finder for one group, or for several groups that share all blocks."""
 
     def find(self, digests: Sequence[bytes]) -> tuple[GroupBlocks, int]:
         if self._full_ids:
@@ -76,7 +76,7 @@ class UnitaryPrefixFinder(PrefixFinder):
 
 
 class HybridPrefixFinder(PrefixFinder):
-    """Several groups, of one kind or of several."""
+    """The finder for several groups, of one kind or of several kinds."""
 
     def __init__(
         self,
@@ -89,14 +89,15 @@ class HybridPrefixFinder(PrefixFinder):
         for group in groups:
             if not group.attention.is_full:
                 kinds.setdefault(group.attention, []).append(group)
-        # Groups that attend alike are asked as one: what one needs, all need.
+        # Groups that attend alike need the same blocks, so they are asked together.
         self._local = tuple(map(tuple, kinds.values()))
 
     def find(self, digests: Sequence[bytes]) -> tuple[GroupBlocks, int]:
         prefixes: GroupBlocks = ()
         most = len(digests)
         if self._full_ids:
-            # Any part of a prefix is one, so what full attention found only becomes shorter.
+            # Any part of a prefix is a prefix, so the other groups can only shorten full
+            # attention's hit.
             prefixes = self._pool.get_cached_prefix(digests, self._full_ids)
             most = len(prefixes[0])
         length = self._agreed(digests, most)
@@ -112,7 +113,7 @@ class HybridPrefixFinder(PrefixFinder):
         return tuple(blocks), length * self.block_size
 
     def _agreed(self, digests: Sequence[bytes], most: int) -> int:
-        """The longest hit, in blocks, of all groups that see nearby tokens only."""
+        """Return the longest hit, in blocks, of all groups that see only nearby tokens."""
         length = most
         while True:
             before = length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long blocks stay in the pool, from a few that are followed."""
+"""Measures how long blocks stay in the pool, by a sample of blocks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _SECONDS = (
 
 
 class Residency:
-    """Histograms of the time that blocks stay in the pool: age and idle time at eviction, and the
-    time between two uses. A block is used when it is handed out and when a request finds it by its
-    name.
+    """Histograms of blocks in the pool: age and idle time at eviction, and time between two uses. A
+    use is an allocation or a hit by name.
 
-    Only every n-th block is followed, so that a step of thousands of blocks pays for a few.
+    Only every n-th block is sampled, so that a step of thousands of blocks costs little.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class Residency:
         self.reuse_gap = Histogram(_SECONDS)
 
     def taken(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Free blocks are handed out; those that still have a name are evicted by it."""
+        """Note that free blocks are allocated; those that still have a name are evicted by this."""
         followed = self._followed.intersection(blocks)
         if not followed:
             return
@@ -53,7 +52,7 @@ class Residency:
             self._born[block_id] = self._used[block_id] = now
 
     def touched(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Blocks were found by their names."""
+        """Note hits of blocks by their names."""
         followed = self._followed.intersection(blocks)
         if not followed:
             return
@@ -63,7 +62,7 @@ class Residency:
             self._used[block.block_id] = now
 
     def stats(self) -> dict[str, Any]:
-        """The three histograms, as plain values."""
+        """Return the three histograms as plain values."""
         return {
             "lifetime": asdict(self.lifetime),
             "idle_before_evict": asdict(self.idle_before_evict),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the `stratakv` command; each subcommand imports what it needs when it runs."""
+"""The `stratakv` command. Each subcommand imports its modules when it runs."""

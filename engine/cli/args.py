@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags that commands share, and a parser that says in one sentence what is wrong.
+"""The flags that commands share, and a parser that reports a fault in one sentence.
 
-A parser with the engine's flags also reads the environment and a file, so its result has the values
-that apply; `config/` reads them.
+A parser with the engine's flags also reads the environment and a file (`config/`), so its result
+has the effective values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Report argparse's complaint in words that say what to do."""
+        """Report argparse's complaint with a remedy. Raises ConfigError."""
         text = message.removeprefix("argument ")
         flag = text.partition(":")[0]
         if text.endswith(": expected one argument"):
@@ -50,8 +50,8 @@ class Parser(argparse.ArgumentParser):
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse the arguments. Raises ConfigError for an unknown flag, with the nearest known one.
 
-        With the engine's flags, `settings` holds the values of all layers, and the options in the
-        namespace have these values.
+        If the parser has the engine's flags, `settings` in the namespace holds the values of all
+        layers, and the options have these values.
         """
         namespace, unknown = self.parse_known_args(list(argv))
         if unknown:
@@ -109,8 +109,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(group: argparse._ActionsContainer, options: Mapping[str, Option]) -> None:
-    """Add a flag for each option, with its default in words. Options that are not given are absent
-    from the namespace."""
+    """Add a flag for each option, with its default in words. The namespace lacks options not
+    given."""
     for name, option in options.items():
         text = f"{option.help} (default: {option.default_text})"
         settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
@@ -131,7 +131,7 @@ def _form(metavar: str) -> dict[str, Any]:
 
 
 def _add_layers(namespace: argparse.Namespace) -> None:
-    """Put the values of all layers into the namespace."""
+    """Put the values of all layers, and `settings`, into the namespace."""
     given = vars(namespace)
     flags = {name: given[name] for name in SCHEMA if given.get(name) is not None}
     flags |= {
@@ -164,7 +164,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 @contextmanager
 def naming_origins(args: argparse.Namespace) -> Iterator[None]:
-    """Add to a ConfigError in the body the origins of the options that it names."""
+    """Catch a ConfigError of the body and add the origins of the options that the error names."""
     try:
         yield
     except ConfigError as error:

@@ -21,8 +21,8 @@ from .args import Parser
 DESCRIPTION = "Run a benchmark; it prints a table and writes JSON and a plot."
 
 # Name → module with run(args) -> exit code, and add_arguments(parser) if it has options; args also
-# has `quick` and `out`, which every benchmark takes. A package without `run` has it in its module
-# `command`: such a benchmark needs torch, but its --help does not.
+# has `quick` and `out`, which every benchmark takes. A package without `run` has a module `command`
+# with `run`: such a benchmark needs torch, but its --help does not.
 BENCHMARKS = {
     "offload": "...benchmarks.offload",
     "serve": "...benchmarks.serve",
@@ -41,7 +41,7 @@ BENCHMARKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the name; the rest belongs to the benchmark."""
+    """Add the benchmark's name; the benchmark parses the remaining arguments."""
     parser.add_argument("name", metavar="NAME", nargs="?", help=", ".join(BENCHMARKS))
     parser.add_argument(
         "rest", metavar="...", nargs=argparse.REMAINDER, help="options of the benchmark"
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_directory(path: Path) -> None:
-    """Make the directory of the results, so that a fault shows before a run of minutes. Raises
+    """Make the directory of the results now: a fault shows before a long run. Raises
     ConfigError."""
     try:
         path.mkdir(parents=True, exist_ok=True)

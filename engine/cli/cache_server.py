@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv cache-server`: keeps blocks for the engines of a cluster, in a process of its own.
 
-`config/cache_server_options.py` has its options. Without other credentials it admits clients of its
-own user, by a token in a file that it leaves for them. After SIGHUP it reads tenants, tokens and
-certificates anew and keeps its blocks. SIGTERM or SIGINT ends it in an orderly way: it reports
-NOT_SERVING, finishes running calls and writes blocks to disk; a second one ends it at once. It runs
-with the base installation and imports neither torch nor the engine's parts.
+`config/cache_server_options.py` has its options. Without other credentials it admits only clients
+of its own user: it writes a token into a file that these clients can read. After SIGHUP it reads
+tenants, tokens and certificates anew and keeps its blocks. SIGTERM or SIGINT ends it in an orderly
+way: it reports NOT_SERVING, finishes running calls and writes blocks to disk. A second signal ends
+it at once. It runs with the base installation and imports neither torch nor the engine's parts.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _prepare_process() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # grpc's own thread handles each event; with Python's default it would wait 5 ms for each while
-    # the event loop works.
+    # grpc's thread handles each event. With Python's default interval each event would wait up to 5
+    # ms for the event loop.
     sys.setswitchinterval(_SWITCH_SECONDS)
     _keep_freed_memory()
 
@@ -127,7 +127,7 @@ async def _serve(
     settings: ServerSettings, read_again: Callable[[], ServerSettings], asked_early: Sequence[int]
 ) -> int:
     """Serve until a signal, and return the exit code. `asked_early` has an entry for each SIGHUP
-    that came before."""
+    that came before the event loop ran."""
     from ...tiers.cache_server.server import CacheServer
 
     told = asyncio.Event()
@@ -141,7 +141,7 @@ async def _serve(
     server = CacheServer(settings)
     await server.start()
     gc.collect()
-    gc.freeze()  # the collector need not scan these objects, which stay
+    gc.freeze()  # these objects stay, so the collector need not scan them
     logs.announce(_announcement(server))
     systemd.tell_ready()
     reloading = asyncio.create_task(_reload(server, hung_up, read_again))
@@ -150,7 +150,7 @@ async def _serve(
     reloading.cancel()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.remove_signal_handler(number)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shutdown goes on
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a SIGHUP must not stop the shutdown
     logger.info("ending within about %g s", settings.drain_seconds)
     return 0 if await server.drain() else _EXIT_NOT_WRITTEN
 
@@ -158,7 +158,7 @@ async def _serve(
 async def _reload(
     server: CacheServer, hung_up: asyncio.Queue[float], read_again: Callable[[], ServerSettings]
 ) -> None:
-    """Reload the settings after each SIGHUP, or after several that came during a reload."""
+    """Reload the settings after each SIGHUP. Several during a reload cause one more reload."""
     while True:
         heard = await hung_up.get()
         while not hung_up.empty():
@@ -168,7 +168,7 @@ async def _reload(
             left = await server.reload(read_again)
         except (ConfigError, TierConfigError) as error:
             logger.error("SIGHUP: %s; everything stays as it was", one_line(str(error)))
-        except Exception:  # the task must go on, for the next signal
+        except Exception:  # the task must live on and wait for the next signal
             logger.exception("SIGHUP: tenants and certificates could not be read anew")
         else:
             seconds = asyncio.get_running_loop().time() - heard

@@ -2,8 +2,8 @@
 """`stratakv config show` and `config check FILE`: the values of all options and their origins; and
 `config vllm`: the configuration for another engine.
 
-`show` takes the arguments of `serve` and refuses the same ones; its output is a file for
-`--config`. `vllm` prints the value of vLLM's `--kv-transfer-config`. They start no engine.
+`show` accepts and refuses the same arguments as `serve`; its output is a file for `--config`.
+`vllm` prints the value of vLLM's `--kv-transfer-config`. They start no engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .args import Parser, naming_origins, settings_of
 DESCRIPTION = "Show the settings that hold and where they come from, or check a file of them."
 
 DEFAULT = "default"
-# Texts that YAML reads as themselves without quotes.
+# Texts that YAML reads unchanged without quotes.
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./,-]*|\d+[MGT]iB")
 _WORDS_OF_YAML = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
@@ -175,8 +175,7 @@ def _vllm(words: list[str]) -> int:
 
 
 def transfer_config_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Make vLLM's transfer configuration from the flags of `add_vllm_arguments`. Raises
-    ConfigError."""
+    """Make vLLM's transfer configuration from `add_vllm_arguments`. Raises ConfigError."""
     flag, region = "--region-bytes", args["region_bytes"]
     given = _given(args, VLLM_OPTIONS)
     if args["connector"]:
@@ -203,8 +202,8 @@ _WORDS: Mapping[str, Callable[[list[str]], int]] = {
 
 
 def effective(settings: Settings) -> dict[str, Any]:
-    """Return the value of every option in the form of a file. Secrets are masked; None: no value,
-    or no effect."""
+    """Return the value of every option in the form of a file. Secrets are masked. An option without
+    a value or without effect is None."""
     engine = engine_config(settings.model, settings.engine_options, is_fetched=False)
     server = server_config(settings.server_options)
     values = {name: SCHEMA[name].file_value(value_in(name, engine, server)) for name in SCHEMA}
@@ -226,7 +225,7 @@ def _print_lines(values: Mapping[str, Any], settings: Settings, *, with_origin: 
 
 
 def _yaml_line(name: str, value: Any) -> str:
-    """Return a line of YAML; a comment for a secret or a missing value, which no file can hold."""
+    """Return a line of YAML. A secret or a missing value becomes a comment: no file can hold it."""
     if value is None:
         is_unused = SCHEMA[name].default_text != SCHEMA[name].unset
         return f"# {name}: {'not used' if is_unused else SCHEMA[name].unset}"

@@ -25,7 +25,7 @@ from .checks.base import Finding, Level, run_checks
 DESCRIPTION = "Say what will not work on this machine, or below another engine, before the start."
 
 EXIT_PROBLEMS = 1
-# Flags of this machine, which may come before the name of another engine.
+# Flags about this machine. They may come before the name of another engine.
 _HOST_FLAGS = (
     "--cpu-bytes", "--ssd-path", "--ssd-bytes", "--address", "--tls-cert", "--tls-key",
     "--tls-client-ca", "--device", "--port", "--cpu-huge-pages", "--json",
@@ -34,7 +34,8 @@ _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the name of another engine, to which the rest belongs, and the flags of this machine."""
+    """Add the flags about this machine and the name of another engine, whose checks parse the
+    remaining arguments."""
     add_host_arguments(parser)
     parser.add_argument("host", metavar="|".join(_HOSTS), nargs="?", help="another engine")
     parser.add_argument(
@@ -127,7 +128,7 @@ def _host(args: argparse.Namespace) -> int:
 
 
 def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of vLLM's transfer configuration, in two forms, and those of its start."""
+    """Add the flags of vLLM's transfer configuration, in two forms, and of vLLM's start."""
     parser.add_argument(
         "--config", metavar="FILE|JSON", help="what --kv-transfer-config is to be given"
     )
@@ -152,7 +153,7 @@ def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _vllm(words: list[str]) -> int:
-    # Imported here, since `add_arguments` does not need their imports.
+    # Imported here, because `add_arguments` works without these imports.
     from .checks import python, vllm
 
     parser = Parser(

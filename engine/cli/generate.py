@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     params = _sampling_params(args)
     set_up(log_level(args))
     check_model(engine_config_of(args))
-    from ..llm import LLM  # what refuses a model needs none of these
+    from ..llm import LLM  # imported late: a refused model needs none
     from ..text.bad_words import with_spelt_bad_words
     from ..text.reasoning import with_reasoning_marks
 
@@ -165,6 +165,6 @@ def _extra_args(text: str | None) -> Any:
 
 
 def _flag_error(error: ValueError) -> ConfigError:
-    """Turn an error that begins with a field's name into one that begins with its flag."""
+    """Replace the field's name at the beginning of an error by the field's flag."""
     name, _, rest = str(error).partition(" ")
     return ConfigError(f"{_FLAGS.get(name) or flag_of(name)} {rest}")

@@ -25,7 +25,7 @@ from ..config.optional_packages import explain_missing_module
 from ..logs import is_json
 from .args import Parser, naming_origins
 
-# A fixed name, since __name__ is __main__ when this runs as a module.
+# A fixed name: __name__ is __main__ when this file runs as a module.
 logger = logging.getLogger("stratakv.engine.cli.main")
 
 # Each is a module here with DESCRIPTION, add_arguments(parser) and run(args) -> exit code.
@@ -45,7 +45,7 @@ COMMANDS = {
     "plan": "say what a model takes and what fits",
 }
 _OF_TIERS = ("ping", "describe", "check", "cache")  # their modules lie in tiers/
-_RELOADED = ("cache-server",)  # commands that SIGHUP reloads, and must not end during the start
+_RELOADED = ("cache-server",)  # SIGHUP reloads these; it must not end them during the start
 _USAGE = "usage: stratakv [--version] [--help] COMMAND ..."
 
 EXIT_FAILED = 1
@@ -82,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _silence_grpc() -> None:
-    """Turn off grpc's own log lines about faults of clients, which would appear among ours on
-    standard error. The code that makes a call reports its faults. A user who wants the lines sets
-    GRPC_VERBOSITY."""
+    """Turn off grpc's own log lines about faults of clients: they would appear among our lines on
+    standard error. The code that makes a call reports the faults of that call. A user who wants the
+    lines sets GRPC_VERBOSITY."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
@@ -95,7 +95,7 @@ def _write_any_text() -> None:
 
 
 class _Lossy:
-    """Standard error, whose write faults end no command: on a full disk its lines are lost."""
+    """Standard error without write errors: on a full disk lines are lost and commands go on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -109,7 +109,7 @@ class _Lossy:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, and drop text that cannot be written, so that Python does not retry at exit."""
+        """Flush. Drop text that cannot be written: Python would try again at exit."""
         try:
             self._stream.flush()
         except OSError:
@@ -128,8 +128,8 @@ def _lose_what_standard_error_cannot_take() -> None:
 
 
 def _check_working_directory() -> None:
-    """Raise ConfigError if the working directory was removed: relative paths are invalid then, and
-    libraries that use it would end the process with messages of their own."""
+    """Raise ConfigError if the working directory was removed: then relative paths are invalid, and
+    libraries would end the process with their own messages."""
     try:
         os.getcwd()
     except OSError as error:
@@ -165,7 +165,7 @@ def _run(words: list[str]) -> int:
         known = ("--version", "--help") if kind == "option" else COMMANDS
         near = did_you_mean(name, known) or f"; the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no {kind} {format_value(name)}{near}")
-    if name in _RELOADED:  # it has read no settings yet, so a reload has no work to do
+    if name in _RELOADED:  # no settings were read yet, so there is nothing to reload
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _check_working_directory()
     command = import_command(name)

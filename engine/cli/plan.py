@@ -2,7 +2,7 @@
 """`stratakv plan`: the memory that a model needs, the capacity of the tiers, and the prefixes that
 load faster than they compute, before an engine starts.
 
-It reads config.json, and looks whether the weight files exist. The arithmetic is in
+The command reads config.json and checks whether the weight files exist. The arithmetic is in
 `engine/plan/memory_plan.py`, rates come from `machine_rates.py`, and `table.py` prints.
 """
 
@@ -42,11 +42,11 @@ DESCRIPTION = "Say what a model and its KV cache take, what fits, and when loadi
 TYPICAL_TOKENS = 2048
 MAX_DEVICES = 1024
 MAX_SEQS = 1 << 20
-# Bounds of a rate: more than all computers together reach, and less than any one does.
+# The bounds of a rate: above what all computers together reach, below what any computer reaches.
 MAX_PER_SECOND = 1e24
 MIN_PER_SECOND = 1e-3
 
-_SIZES = ("memory", "cpu", "ssd", "reserve")  # these are shown in the unit in which they are given
+_SIZES = ("memory", "cpu", "ssd", "reserve")  # each is shown in the unit that the user gave
 
 
 def _size(called: str, value: Any) -> int:
@@ -169,7 +169,7 @@ def make_plan(path: Path, given: Mapping[str, Any], probe: bool) -> dict[str, An
     """Make the whole plan in its JSON form. Raises ConfigError."""
     subject = _subject(path, given)
     tiers = _tiers(subject, given)
-    rates = resolve_rates(given, probe)  # behind all other checks, since it takes a second
+    rates = resolve_rates(given, probe)  # after all other checks: it takes a second
     return {
         "model": _model(subject),
         "block": {
@@ -222,7 +222,7 @@ def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
 
 
 def _num_drafts(given: Mapping[str, Any]) -> int:
-    """The drafts of a request in a step; fewer than asked for where each has states."""
+    """The drafts of a request in a step, at most MOST_WITH_STATES."""
     return min(given.get("num_speculative_tokens", 0), MOST_WITH_STATES)
 
 
@@ -268,7 +268,7 @@ def _weight_files(path: Path) -> dict[str, int] | None:
     """Return the count and size of the safetensors files; None if some are missing."""
     try:
         files = find_shards(path).files
-    except ConfigError:  # a plan does not need them
+    except ConfigError:  # a plan works without weight files
         return None
     return {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}
 

@@ -30,7 +30,7 @@ DESCRIPTION = "Send requests to prefill and decode nodes, and their answers back
 
 logger = logging.getLogger(__name__)
 
-# Time beyond --drain-seconds for the last event of answers that did not end in time.
+# Time after --drain-seconds to send the last event of answers that did not end in time.
 _LAST_WORDS_SECONDS = 3.0
 
 

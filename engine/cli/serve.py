@@ -2,7 +2,8 @@
 """`stratakv serve MODEL`: the HTTP server in this process, the engine core in its own.
 
 The port is bound before the model is loaded, so that a port in use is known at once. A signal ends
-it in an orderly way: no new requests, running ones may finish for a while, tiers are written back.
+the server in an orderly way: it takes no new requests, lets running requests finish for a while,
+and writes the tiers back.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ DESCRIPTION = "Serve a model over HTTP, in the form of OpenAI's API."
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-# Time for requests that run when the server is told to end.
+# Time to finish for requests that run when the server is told to end.
 _REQUEST_SECONDS = 5.0
-# Time beyond that for the last event of answers that did not end in time.
+# Time after that to send the last event of answers that did not end in time.
 _LAST_WORDS_SECONDS = 3.0
-# Time beyond that of the tiers to write back.
+# Further time, beyond the time in which the tiers write back.
 _CLOSE_GRACE_SECONDS = 10.0
 
 
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _notes(config: EngineConfig, server: ServerConfig, settings: Settings) -> Iterator[str]:
-    """Yield notes on settings that apply without being given, or that have no effect."""
+    """Yield notes on settings that apply though not given, and on settings without effect."""
     offload = config.offload
     if "ssd" in offload.tiers and "kv_offload_ssd_bytes" not in settings.given:
         yield (
@@ -107,7 +108,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(info[4])
-        # Already now, or another process could take the port while the model is loaded.
+        # Listen already now, or another process could take the port while the model is loaded.
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
@@ -326,8 +327,8 @@ def _in_home(path: Path) -> str:
 
 
 async def _unless(told: asyncio.Event, starting: asyncio.Future[ProcessClient]) -> bool:
-    """Wait for the start. Return False if `told` was set first; the start is then cancelled and has
-    ended."""
+    """Wait for the start. Return False if `told` was set first; then the start was cancelled and
+    has ended."""
     asking = asyncio.ensure_future(told.wait())
     await asyncio.wait((starting, asking), return_when=asyncio.FIRST_COMPLETED)
     asking.cancel()

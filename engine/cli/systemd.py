@@ -2,7 +2,7 @@
 """Tells systemd, of a unit with `Type=notify` or `notify-reload`, when a server can be used, reads
 its files anew, and ends: sd_notify(3), a datagram to the socket that NOTIFY_SOCKET names.
 
-Without that variable it sends nothing. A message that cannot be sent is one line in the log, and
+Without that variable it sends no message. A message that cannot be sent causes one log line and
 does not end the server.
 """
 
@@ -27,7 +27,7 @@ def tell_ready() -> None:
 
 def tell_reloading() -> None:
     """Tell systemd that a reload begins. `tell_ready` must follow, even if the reload fails."""
-    # By the time `notify-reload` sees that this answers its own signal and not an earlier one.
+    # The time shows `notify-reload` that this answers its own signal, not an earlier one.
     _tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
 
@@ -39,7 +39,7 @@ def _tell(*lines: str) -> None:
     name = os.environ.get(VARIABLE, "")
     if not name:
         return
-    # A name in the kernel's own space begins with a zero byte, which a variable cannot hold.
+    # An abstract socket name begins with a zero byte, which a variable cannot hold.
     address = "\0" + name[1:] if name.startswith("@") else name
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv trace explain|export`: reads a file of `--step-trace`.
 
-Both read the last run in a file. `explain` prints the history of a request in words, or lists the
-requests; `export` makes a timeline for Perfetto.
+Both subcommands read the last run in a file. `explain` prints the history of a request in words, or
+lists the requests; `export` makes a timeline for Perfetto.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _explain(words: list[str]) -> int:
 
 
 def _named(request: str, stories: list[Story], path: Path) -> list[Story]:
-    """Return a request by its id, or by the beginning of an id that no other shares."""
+    """Return the request with this id, or the only request whose id begins with it."""
     exact = [story for story in stories if story.request_id == request]
     found = exact or [story for story in stories if story.request_id.startswith(request)]
     ids = list(dict.fromkeys(story.request_id for story in found))

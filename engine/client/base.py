@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an engine client with HTTP and the Python API.
+"""The contract of an engine client with its callers, HTTP and the Python API.
 
 A caller may rely on this:
-- `generate` yields outputs in order and ends after the one with a finish reason, or raises
+- `generate` yields outputs in order and ends after the output with a finish reason, or raises
   EngineDead; closing the iterator early aborts the request in the core;
 - every wait has a deadline or ends with the core;
 - a bad request fails alone: its last output carries `error` and finish reason "error".
@@ -16,7 +16,7 @@ from typing import Any
 
 from ..request.core_messages import AddRequest, ExtendPrompt, Ready, TokenOutput
 
-# So many failed steps are not the fault of one request; a few more end the core.
+# After so many failed steps one request cannot be the cause; a few more steps end the core.
 UNHEALTHY_FAILED_STEPS = 3
 
 
@@ -25,7 +25,7 @@ class EngineDead(RuntimeError):
 
 
 class PromptUnknown(ValueError):
-    """A prompt that was opened, or its last output, is not known any more."""
+    """The client no longer knows an opened prompt or its last output."""
 
 
 class PromptEnded(ValueError):
@@ -36,13 +36,13 @@ class EngineClient(ABC):
     """The client of one engine core."""
 
     ready: Ready
-    # The worker's failed steps since the last good one, by the core's last message.
+    # The worker's failed steps since its last good step, as of the core's last message.
     num_failed_steps: int = 0
 
     @property
     @abstractmethod
     def is_alive(self) -> bool:
-        """False once the core is known to be gone."""
+        """False once the client knows that the core is gone."""
 
     @abstractmethod
     def generate(self, request: AddRequest) -> AsyncIterator[TokenOutput]:
@@ -55,9 +55,9 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def extend_prompt(self, part: ExtendPrompt) -> None:
-        """Send the next part of an opened prompt. Raises PromptEnded with the reason if its request
-        has ended (`generate` yields the last output), and PromptUnknown if the prompt is not known
-        any more."""
+        """Send the next part of an opened prompt. Raises PromptEnded, with the reason, if the
+        request has ended (`generate` yields its last output), and PromptUnknown if the client no
+        longer knows the prompt."""
 
     @abstractmethod
     async def drop_prompt(self, request_id: str) -> None:
@@ -65,7 +65,7 @@ class EngineClient(ABC):
         ids are ignored."""
 
     def has_enough(self, request_id: str) -> None:  # noqa: B027 - a hint, not a duty
-        """Note that a stop string has come: closing the iterator of this request then ends it as
+        """Note that a stop string has come. Closing the request's iterator then ends the request as
         stopped, not as aborted."""
 
     @abstractmethod
@@ -79,4 +79,4 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def close(self, timeout_seconds: float = 30.0) -> None:
-        """Shut down the core in order (tiers written back). Idempotent."""
+        """Shut down the core in order; the tiers are written back. Idempotent."""

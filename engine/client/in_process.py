@@ -24,7 +24,7 @@ _EXIT_SECONDS = 5.0
 
 
 class InProcessClient(MessageClient):
-    """The client of `core`, which it owns. Belongs to the event loop that it was made in."""
+    """The client and owner of `core`. Belongs to the event loop in which it was made."""
 
     def __init__(self, core: EngineCore) -> None:
         super().__init__()

@@ -21,10 +21,10 @@ from ..core.start import CoreStart, encode_start
 
 # The path of a Unix socket has to fit into 107 bytes.
 _MAX_DIRECTORY_BYTES = 90
-# With glibc's own thresholds every large tensor is mapped, faulted in and unmapped again, which
-# costs more than filling it if page faults are slow. OpenMP's threads spin at the end of each
-# parallel loop; if another process needs the processor, that costs a time slice for each operation
-# (measured: 20 times the whole work), so they spin for microseconds only and then sleep.
+# With glibc's own thresholds every large tensor is mapped, faulted in and unmapped again; where
+# page faults are slow this costs more than filling the tensor. OpenMP's threads spin at the end of
+# each parallel loop. If another process needs the processor, spinning costs a time slice for each
+# operation (measured: 20 times the whole work), so they spin for microseconds only and then sleep.
 CORE_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
@@ -52,10 +52,10 @@ class LaunchedCore:
         self._process = subprocess.Popen(
             python_command("-m", "stratakv.engine.core.process"),
             stdin=subprocess.PIPE,
-            stdout=2,  # standard error, since this process may print results to standard output
+            stdout=2,  # standard error; standard output may get results
             env={**CORE_ENVIRONMENT, **os.environ},
             # Ctrl-C must reach only this process, which then tells the core to shut down. The core
-            # stays in the same session, by which Linux groups processes for scheduling: the
+            # stays in the same session. Linux groups processes by session for scheduling, and the
             # compiler of grammars yields only to processes of its group.
             process_group=0,
         )
@@ -68,7 +68,7 @@ class LaunchedCore:
             self._process.stdin.write(encode_start(start))
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # the core is gone already, which `on_exit` reports
+            pass  # the core is gone already; `on_exit` reports that
 
     @property
     def is_started(self) -> bool:
@@ -82,13 +82,13 @@ class LaunchedCore:
         return self._process.pid
 
     def hang_up(self) -> None:
-        """Close the core's standard input, which the core takes for the end of its launcher."""
+        """Close the core's standard input; for the core this means that its launcher has ended."""
         if self._process is None or self._process.stdin is None:
             return
         try:
             self._process.stdin.close()
         except BrokenPipeError:
-            pass  # unwritten bytes are left; the reader is gone
+            pass  # bytes were left to write, but the core is gone
 
     def kill(self) -> None:
         if self._process is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The common part of all engine clients: it assigns outputs to requests, and answers to calls.
 
-A subclass carries messages to the core and passes the core's messages to `_receive`. All of it runs
-in one event loop.
+A subclass carries messages to the core, and passes the core's messages to `_receive`. All code here
+runs in one event loop.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ _MERGED_FIELDS = tuple(
 
 logger = logging.getLogger(__name__)
 
-# The wait for a core that takes no messages; a step is never this long.
+# The longest wait for a core that takes no messages; a step never takes this long.
 SEND_SECONDS = 60.0
-# The time from the newest part of a prompt to the reader of its answer, beyond the core's time-out
-# for the next part.
+# Time without a reader for an opened prompt, beyond the core's time-out for the next part.
 UNREAD_SECONDS = 3600.0
 
 
@@ -53,11 +52,11 @@ class MessageClient(EngineClient):
 
     def __init__(self) -> None:
         self._mailboxes: dict[str, Mailbox] = {}
-        # Requests that reach the core before their `generate`: forks, which the first request
-        # brings, and opened prompts. The future says whether they were sent.
+        # Requests that reach the core before their `generate` call: opened prompts, and forks,
+        # which come with the first request. The future tells whether the request was sent.
         self._brought: dict[str, asyncio.Future[bool]] = {}
         self._unread_timers: dict[str, asyncio.TimerHandle] = {}  # of opened prompts
-        # Aborts under way of forks without a `generate` in time.
+        # Running aborts of forks whose `generate` did not come in time.
         self._aborts: dict[str, asyncio.Task[None]] = {}
         self._stopped: set[str] = set()
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -85,7 +84,7 @@ class MessageClient(EngineClient):
         finished = False
         try:
             if (abort := self._aborts.get(request_id)) is not None:
-                await asyncio.wait([abort])  # that abort must not end this request
+                await asyncio.wait([abort])  # else the abort would end this request
             if brought is None or not await brought:
                 await self._send_with_forks(request)
             while not finished:
@@ -174,7 +173,7 @@ class MessageClient(EngineClient):
 
     @abstractmethod
     async def _close_transport(self, timeout_seconds: float) -> None:
-        """Wait for the end of the core, which was told to shut down, and release everything."""
+        """Wait until the core, which was told to shut down, has ended; then release everything."""
 
     def _receive(self, message: FromCore) -> None:
         """Handle a message from the core."""
@@ -182,7 +181,7 @@ class MessageClient(EngineClient):
             self.num_failed_steps = message.num_failed_steps
             for output in message.outputs:
                 mailbox = self._mailboxes.get(output.request_id)
-                if mailbox is not None:  # else aborted meanwhile
+                if mailbox is not None:  # None: the request was aborted meanwhile
                     mailbox.put(output)
         elif isinstance(message, Reply):
             self._take_reply(message)
@@ -221,7 +220,7 @@ class MessageClient(EngineClient):
                 sent.set_result(False)
 
     def _start_unread_timer(self, request_id: str) -> None:
-        """Restart the time in which an opened prompt must be read or extended, which is longer than
+        """Restart the timer in which an opened prompt must be read or extended. It is longer than
         the core's time-out for the next part."""
         self._stop_unread_timer(request_id)
         seconds = UNREAD_SECONDS + self.ready.session_idle_seconds
@@ -239,7 +238,7 @@ class MessageClient(EngineClient):
             self._send_soon(AbortRequests([request_id], ABORTED))
 
     def _forget_unread(self, request_id: str) -> bool:
-        """Drop the outputs of a request without a reader; return whether there was one."""
+        """Drop the outputs of a request without a reader; return whether it was known."""
         self._stop_unread_timer(request_id)
         if self._brought.pop(request_id, None) is None:
             return False
@@ -247,8 +246,8 @@ class MessageClient(EngineClient):
         return True
 
     def _drop_unread_forks(self, request: AddRequest) -> None:
-        """Abort the forks of an ended request that have no reader. A later `generate` sends such a
-        fork as a request of its own."""
+        """Abort the forks of an ended request that have no reader. A later `generate` sends an
+        aborted fork as a request of its own."""
         unread = [each for each in _forks_of(request) if self._brought.pop(each, None) is not None]
         for request_id in unread:
             del self._mailboxes[request_id]
@@ -338,8 +337,8 @@ class Mailbox:
         self._filled.set()
 
     async def get(self) -> TokenOutput:
-        """Wait for an output; return all outputs since the last call as one. Raises the error of
-        `fail`, which the mailbox's owner calls when no more outputs can come."""
+        """Wait for an output; return all outputs since the last call as one. Raises the error that
+        the mailbox's owner passed to `fail`: no more outputs can come."""
         await self._filled.wait()
         output, self._pending = self._pending, None
         if self._error is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client of an engine core in a process of its own: msgpack over ZMQ on private Unix sockets.
 
-Python threads of HTTP do not compete with the step loop for the interpreter, and the client notices
-the end of a core at once.
+Two processes keep HTTP's Python threads from competing with the step loop for the interpreter. The
+client notices the end of a core at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 600.0
 _HIGH_WATER_MESSAGES = 1024
-# The time to read the last messages of a dead core, which may still be in the socket.
+# The time to read the last messages of a dead core: they may still be in the socket.
 _LAST_WORDS_SECONDS = 0.3
 # The time for the process to exit after it has reported its shutdown.
 _EXIT_SECONDS = 5.0
@@ -66,7 +66,7 @@ class ProcessClient(MessageClient):
         """Start a core, and return its client once the core is up.
 
         Raises ConfigError for a setting that cannot work, EngineDead if the core failed, and
-        TimeoutError if it is not up in time; the process and its sockets are gone then.
+        TimeoutError if it is not up in time. After an error the process and its sockets are gone.
         """
         client = cls()
         try:
@@ -115,7 +115,7 @@ class ProcessClient(MessageClient):
 
     async def _close_transport(self, timeout_seconds: float) -> None:
         self._core.hang_up()
-        # The core has reported its shutdown, so only its exit is left to wait for.
+        # The core has reported its shutdown; wait for its exit.
         seconds = max(timeout_seconds, _EXIT_SECONDS)
         if self._core.is_started and not await self._wait_exit(seconds):
             logger.warning("the engine core did not end within %.0f s and is killed", seconds)

@@ -36,18 +36,18 @@ _SAME = (
     "host", "port", "metrics_host", "metrics_port", "metrics_exposed", "insecure", "reflection",
     "drain_seconds",
 )  # fmt: skip
-_MOST_TEXT_BYTES = 16 * 1024**2  # read of a file of tenants or a token
+_MOST_TEXT_BYTES = 16 * 1024**2  # limit of a file of tenants or of a token
 
 _CPU = options_of(CpuSettings, "")
 _SSD = options_of(SsdSettings, "")
-_CODECS = (NONE, *CODECS)  # engines may have others
+_CODECS = (NONE, *CODECS)  # engines may have other codecs
 
 _port = readers.integer_within(0, MAX_PORT)
 _count = readers.integer_within(1, 1_000_000)
 
 
 def _as_engines(option: Option, default: str, **changed: Any) -> Any:
-    """Make a field with the option that engines have for their tiers."""
+    """Make a field like the option that engines have for their tiers."""
     return field(default=default, metadata={Option: replace(option, field="", **changed)})
 
 
@@ -129,7 +129,7 @@ OPTIONS: Mapping[str, Option] = options_of(CacheServerOptions, "")
 
 def read_options(flags: Mapping[str, Any], environ: Mapping[str, str]) -> CacheServerOptions:
     """Return every option: from `flags`, else the environment, else the file, else its default.
-    `flags` are the given ones, by name, with `config`. Raises ConfigError."""
+    `flags` are the given flags by name, `config` among them. Raises ConfigError."""
     given: dict[str, tuple[str, Any]] = {}
     variables = _variables(environ)
     config = variables.pop("config", None)
@@ -153,7 +153,7 @@ def read_options(flags: Mapping[str, Any], environ: Mapping[str, str]) -> CacheS
 
 def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return the options in the environment, and `config`, each with its variable. Raises
-    ConfigError for an unknown variable with their prefix."""
+    ConfigError for an unknown variable with the options' prefix."""
     found = {}
     for variable, value in environ.items():
         if not variable.startswith(CACHE_SERVER_PREFIX) or is_service_link(variable, value):
@@ -173,8 +173,8 @@ def server_settings(
     options: CacheServerOptions, running: ServerSettings | None = None
 ) -> ServerSettings:
     """Make the server's settings. A `running` server keeps its secret, its key and the token that
-    it left for clients; their files are not read, since their disk may be gone. Raises ConfigError
-    or TierConfigError."""
+    it left for clients. The files of these are not read again: their disk may be gone. Raises
+    ConfigError or TierConfigError."""
     from ...tiers.cache_server.secret_file import read_secret
     from ...tiers.cache_server.server import ServerSettings
 
@@ -213,7 +213,7 @@ def server_settings(
 
 
 def _ssd_settings(options: CacheServerOptions) -> SsdSettings:
-    """Make the settings of every tenant's store. Unusable ones are refused here, at the start."""
+    """Make the settings of every tenant's store. Refuses unusable settings, at the start."""
     from ...tiers.admission import make_filter
     from ...tiers.block import BlockLayout
     from ...tiers.codecs.known_codecs import make_codec
@@ -241,7 +241,7 @@ def _mac_key(options: CacheServerOptions) -> Any:
     if not disks:
         raise ConfigError("--ssd-mac-key-file is for blocks on a disk; give --ssd-path too")
     keys = [read_mac_key(path, flag_of("ssd_mac_key_file"), disk) for disk in disks]
-    return keys[0]  # all are equal: only the disk that must not hold the key differs
+    return keys[0]  # the keys are equal; the checks for each disk differ
 
 
 def _limits(options: CacheServerOptions) -> Limits:
@@ -269,8 +269,8 @@ def _tls(options: CacheServerOptions) -> Any:
 
 
 def _tenants(options: CacheServerOptions, left_token: str | None) -> tuple[Tenants, str | None]:
-    """Return all tenants, and the token for clients of this user, if there is one: `left_token`, if
-    one was left before."""
+    """Return all tenants, and the token for clients of this user, if there is one. A token that the
+    server left before (`left_token`) is used again."""
     from ...tiers.cache_server.access.tenants import (
         check_totals,
         new_token,
@@ -299,7 +299,7 @@ def _tenants(options: CacheServerOptions, left_token: str | None) -> tuple[Tenan
         raise ConfigError("--token-file is for a server without --tenants; give one of the two")
     text = _text_of(path, "--tenants")
     mode = path.stat().st_mode
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):  # a user who can write it can admit any client
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):  # a user who can write the file can admit any client
         raise ConfigError(
             f"--tenants names {path}, which other users can write (mode {stat.S_IMODE(mode):04o}); "
             f"run: chmod go-w {path}"
@@ -332,7 +332,7 @@ def _token_of(path: Path) -> str:
 
 def _text_of(path: Path, flag: str) -> str:
     try:
-        # An editor may have put a byte-order mark in front.
+        # An editor may have put a byte-order mark at the front.
         return read_ordinary(path, _MOST_TEXT_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} names {path}, which cannot be read as text ({error})") from error

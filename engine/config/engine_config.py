@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of an engine: a few frozen value objects with units in their names.
 
-Their fields are the engine's options. Each object checks itself and raises ConfigError with the
-expected value, the given one and a remedy.
+Their fields are the engine's options. Each object checks itself. Its ConfigError has the expected
+value, the given value and a remedy.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ ATTENTION_BACKENDS = ("auto", "gather", "kernels", "triton", "sdpa", "fa3")
 _GPU_BACKENDS = ("triton", "sdpa", "fa3")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 COMPILATIONS = ("none", "elementwise")
-EXECUTORS = ("uni", "mp")  # the model runner in the core's process, or in one of its own
-# The part of an engine among others that share its cache. prefill: it answers when others can load
-# the prompt's blocks; decode: others have computed its prompts.
+EXECUTORS = ("uni", "mp")  # the model runner in the core's process, or in its own
+# An engine's role among the engines that share its cache. prefill: it answers once other engines
+# can load the prompt's blocks; decode: other engines have computed its prompts.
 ROLES = ("both", "prefill", "decode")
 # The backends that make an answer follow a schema or a grammar (`structured/backends.py`).
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "xgrammar", "guidance")
 POOLINGS = LAST, MEAN = ("last", "mean")
 RESERVES = ("none", "prompt", "full")
 BLOCK_HASHES = ("sha256", "sha256_cbor")
-# The pool of every model on the CPU, if the memory is there.
+# The size of the pool on the CPU, for every model, if there is enough memory.
 DEFAULT_POOL_BYTES = 1 * GIB
 DEFAULT_GPU_SHARE = 0.9
 MAX_BLOCK_SIZE = 256
@@ -64,7 +64,7 @@ class ModelConfig:
         "branch, tag or commit of a model on the Hub; separates the blocks of otherwise equal "
         "models", "TEXT",
     )  # fmt: skip
-    # auto: the checkpoint's, if the device is fast in it.
+    # auto: the checkpoint's type, if the device computes fast in it.
     dtype: str = setting("auto", readers.one_of(*DTYPES), ", ".join(DTYPES), "TYPE")
     device: str = setting(
         "cpu", readers.device, "where to compute: cpu, cuda or one GPU, cuda:1", "DEVICE"
@@ -175,13 +175,13 @@ class CacheConfig:
         "those at the ends of prompts and where prompts part; 0: none", "N",
     )  # fmt: skip
     watermark: float = 0.01  # fraction of blocks kept free when admitting requests
-    # If all layers attend alike they are split into so many groups with block tables of their own;
-    # otherwise their kinds decide (`cache/group_spec.py`). Settings count blocks over all layers; a
-    # pool of several groups has a smaller block in each instead.
+    # If all layers attend alike they are split into this many groups with block tables of their
+    # own; otherwise the kinds of layers decide (`cache/group_spec.py`). Settings count blocks over
+    # all layers. In a pool of several groups each group has smaller blocks instead.
     num_groups: int = 1
-    # Attention reads blocks of so many tokens, several of which lie one behind the other in each
-    # block of the pool; None: the pool's blocks. It changes the order of the bytes, so engines with
-    # different numbers share no blocks.
+    # Attention reads blocks of this many tokens; None: the pool's blocks. A block of the pool then
+    # consists of several such blocks, in order. The number changes the order of the bytes, so
+    # engines with different numbers share no blocks.
     kernel_block_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -232,8 +232,8 @@ class SchedulerConfig:
         True, readers.switch, "spread a prompt over several steps"
     )
     max_waiting_requests: int = 4096
-    # The gap between these shares keeps a newly admitted request from being sent back at once.
-    # Neither applies to the only request that runs.
+    # The gap between the two shares protects a newly admitted request from preemption at once.
+    # Neither share applies to the only request that runs.
     admit_below: float = setting(
         0.8, readers.number, "let requests in while less than this share of the pool is held",
         "SHARE",
@@ -247,12 +247,12 @@ class SchedulerConfig:
         "who runs next: fcfs, first come, first served; priority, by the requests' `priority`, the "
         "lowest first; or a policy of another package", "NAME", name="scheduling_policy",
     )  # fmt: skip
-    reserve: str = setting(  # none: for the first step alone
+    reserve: str = setting(  # none: room for the first step only
         "none", readers.one_of(*RESERVES),
         "let a request in only if the pool has room for its prompt (prompt), or for all the tokens "
         "that it may come to (full), beside what those before it may still take", "WHAT",
     )  # fmt: skip
-    pin_tenant_share: float = setting(  # jobs have half of the pool at most
+    pin_tenant_share: float = setting(  # all jobs together: at most half of the pool
         1.0, readers.number,
         "of the blocks that continuum keeps for agents' jobs, those that it keeps for one tenant "
         "at most", "SHARE",
@@ -355,8 +355,8 @@ class EngineConfig:
             self._check_kv_cache_dtype()
 
     def _check_role(self) -> None:
-        """Raise ConfigError if other engines cannot find a prefill node's blocks, or a decode node
-        cannot find theirs."""
+        """Raise ConfigError if no other engine can find a prefill node's blocks, or a decode node
+        cannot find the blocks of other engines."""
         offload = self.offload
         works = {"prefill": offload.is_read_by_others, "decode": offload.reads_others}
         if works.get(self.role, True):

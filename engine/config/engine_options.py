@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's options by name, for flags and keyword arguments, and the EngineConfig.
 
-One table serves `stratakv serve --block-size 32` and `LLM(block_size=32)`. It is made of the fields
-of the value objects in `engine_config.py`, which check values; this module refuses unknown names
-and contradictions. It also finds options without effect.
+One table serves `stratakv serve --block-size 32` and `LLM(block_size=32)`. The table is made of the
+fields of the value objects in `engine_config.py`. These objects check values; this module refuses
+unknown names and contradictions. It also finds options without effect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .unsupported_options import explain_not_built
 EMBEDDED_MODEL = Path(__file__).parents[1] / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"
 _POOL_SIZES = ("num_blocks", "kv_cache_memory_bytes")
-_OF_SPECULATION = tuple(options_of(SpeculativeConfig, ""))[1:]  # behind the method
+_OF_SPECULATION = tuple(options_of(SpeculativeConfig, ""))[1:]  # without the method
 _OF_LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
 _SHOWN_LATE = ("scheduling_policy", "reserve", "pin_tenant_share")
 
@@ -78,13 +78,13 @@ def engine_config(
         sections[option.section][option.field] = option.read(flag_of(name), value)
     _refuse_contradictions(given, sections)
     if "ssd" in sections["offload"].get("tiers", ()) and "path" not in sections["offload.ssd"]:
-        # Only if needed, since a user without a home directory has no default.
+        # Only if needed: a user without a home directory has no default path.
         sections["offload.ssd"]["path"] = default_ssd_path()
     path = model_directory(model, sections["model"].get("revision", ""), is_fetched=is_fetched)
     if draft := sections["speculative"].get("model"):
         from ..models.eagle.eagle_spec import (
             is_eagle_head,
-        )  # it reads tensors, which a router must not import
+        )  # reads tensors: a router must not import it
 
         directory = model_directory(draft, is_fetched=is_fetched)
         kind = EAGLE if is_eagle_head(directory) else DRAFT_MODEL
@@ -152,8 +152,8 @@ def model_directory(
     needs_weights: bool = True,
 ) -> Path:
     """Return the directory of a model: a directory of that name or, for an id such as org/model,
-    that of the Hub's cache, downloaded if necessary and `is_fetched`. Raises ConfigError if there
-    is none."""
+    the directory in the Hub's cache. If the cache lacks the model and `is_fetched`, it is
+    downloaded. Raises ConfigError if there is no such directory."""
     if model is None:
         return EMBEDDED_MODEL
     path = readers.path("MODEL", model)
@@ -166,9 +166,9 @@ def model_directory(
 
 
 def model_aliases(model: str | Path | None, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return other names that clients may use for a model: the path at the start, as typed and in
-    full. Empty if `given` names the model, for the embedded one, and for an id of the Hub, which is
-    its name already."""
+    """Return other names that clients may use for a model: its path, as typed at the start and in
+    full. Empty if `given` names the model, for the embedded model, and for an id of the Hub: the id
+    is the name already."""
     if model is None or "served_model_name" in given:
         return ()
     if is_hub_id(str(model)) and not os.path.lexists(model):

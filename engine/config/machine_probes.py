@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rates of this machine: memory copies, disk reads, multiplications.
 
-Each probe takes some tenths of a second and returns the best of a few tries, since the limit of the
-hardware shows only without other load.
+Each probe takes some tenths of a second and returns the best of a few tries: only a try without
+other load shows the limit of the hardware.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def disk_read_bytes_per_second(directory: Path) -> float:
 
 def multiply_operations_per_second() -> float:
     """Measure a float32 product of two square matrices, on torch's number of threads, by the
-    fastest library in torch: `torch.mm` reaches less than half of that on some processors."""
+    fastest library in torch. On some processors `torch.mm` reaches less than half of that rate."""
     left, right = (torch.rand(_MATRIX_ROWS, _MATRIX_ROWS) for _ in range(2))
     multiply = Linear(right)
     with torch.inference_mode():
@@ -64,7 +64,7 @@ def _best_seconds(work: Callable[[], object]) -> float:
 
 
 def _write_file(path: Path, view: memoryview) -> None:
-    view[:] = os.urandom(_READ_BYTES)  # random, since a disk may compress zeros
+    view[:] = os.urandom(_READ_BYTES)  # random: a disk may compress zeros
     with path.open("xb", buffering=0) as file:
         for _ in range(_FILE_BYTES // _READ_BYTES):
             file.write(view)
@@ -72,8 +72,7 @@ def _write_file(path: Path, view: memoryview) -> None:
 
 
 def _read_file(path: Path, view: memoryview) -> None:
-    """Read a file by O_DIRECT or, where the file system refuses that, with its cached pages
-    dropped."""
+    """Read a file by O_DIRECT; where the file system refuses that, drop its cached pages first."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:

@@ -28,7 +28,7 @@ from ...tiers.tier_settings import (
 from ...tiers.wire.listen import LARGEST_PORT
 
 _LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
-OFFLOAD_TIERS = ("cpu", "ssd")  # beside the tiers of other packages
+OFFLOAD_TIERS = ("cpu", "ssd")  # other packages may add tiers
 LOAD_FAILURES = ("recompute", "fail")
 
 
@@ -113,12 +113,12 @@ class OffloadConfig(TierSettings):
 
     @property
     def reads_others(self) -> bool:
-        """Whether this engine finds blocks of others: on cache servers or peers."""
+        """Whether this engine finds blocks of other engines: on cache servers or peers."""
         return bool(self.cache_servers or self.peers)
 
     @property
     def is_read_by_others(self) -> bool:
-        """Whether others find this engine's blocks: on cache servers or by `serve_at`."""
+        """Whether other engines find this engine's blocks: on cache servers or by `serve_at`."""
         return bool(self.cache_servers or self.serve_at)
 
     @property

@@ -32,7 +32,7 @@ def model_mark(called: str, value: Any) -> str:
 
 
 def processor_names(called: str, value: Any) -> tuple[str, ...]:
-    """Read `module:Class`, several with commas between, a list of them, or of classes."""
+    """Read `module:Class`, several with commas between, or a list of names or classes."""
     items = value if isinstance(value, list | tuple) else [] if value is None else [value]
     names: list[str] = []
     for item in items:
@@ -72,7 +72,7 @@ def generation_config(called: str, value: Any) -> str:
 
 
 def origins(called: str, value: Any) -> tuple[str, ...]:
-    """Read origins in the form of browsers: without a path, which would match none."""
+    """Read origins in the form of browsers. A path is refused: it would match no page."""
     names = readers.texts(called, value)
     for origin in names:
         if origin != ANY and not _ORIGIN.fullmatch(origin):

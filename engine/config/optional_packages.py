@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optional installation of a missing package, and the sentence about it.
+"""The optional installation that has a missing package, and the sentence that names it.
 
 It uses only the package names of `pyproject.toml`.
 """
@@ -20,7 +20,7 @@ _EXTRAS = {
 
 
 def install_extra(extra: str) -> str:
-    """Return the command that installs an extra. StrataKV is published only as its repository."""
+    """Return the command that installs an extra, from the repository: no index has StrataKV."""
     return f"pip install '.[{extra}]'"
 
 

@@ -3,11 +3,11 @@
 
     flags  >  environment  >  file  >  values that aliases imply  >  defaults
 
-The highest layer that gives an option decides it. Where two options exclude each other, the one of
-the higher layer also hides the other of a lower layer; within one layer that is a contradiction,
-which is refused when the values are used. The same for every command, so that one file serves them
-all. `STRATAKV_BLOCK_SIZE=32` is `--block-size 32`; a variable that begins so and is none is
-refused, since a mistyped one would be ignored in silence.
+The highest layer that gives an option decides it. If two options exclude each other, the option of
+the higher layer also hides the option of the lower layer. Within one layer the two are a
+contradiction, which is refused when the values are used. These rules hold for every command, so one
+file serves all commands. `STRATAKV_BLOCK_SIZE=32` is `--block-size 32`; any other variable with
+that prefix is refused, because a mistyped variable would be ignored in silence.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "STRATAKV_CPU_KERNELS": "which compiled kernels of the CPU run, for kernels/cpu/library.py",
 }
 MAX_NAME_CHARACTERS = 80
-# Kubernetes gives these to every container beside a service whose name begins with `stratakv`.
+# Kubernetes sets these in every container beside a service whose name begins with `stratakv`.
 _SERVICE_LINK = re.compile(r".*_SERVICE_(HOST|PORT|PORT_.+)|.*_PORT_\d+_(TCP|UDP|SCTP)(_.+)?")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.+")
 
@@ -66,7 +66,7 @@ Layer = Mapping[str, Given]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of all layers. `notes` name accepted ones that have no effect."""
+    """The settings of all layers. `notes` name accepted settings that have no effect."""
 
     given: Layer
     notes: tuple[str, ...] = ()
@@ -102,10 +102,10 @@ class Settings:
 def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str], config: str | None = None
 ) -> Settings:
-    """Read all layers. `flags` are by name, aliases too; `config` is the file that a flag names.
+    """Read all layers. `flags` are by name, with aliases; `config` is the file that a flag names.
 
     Raises ConfigError for an unknown name, a value of the wrong kind, and two spellings of one
-    option in one layer. Contradictions between options are found when they are used.
+    option in one layer. Contradictions between options are found when the options are used.
     """
     place = config if config is not None else environ.get(CONFIG_VARIABLE)
     path, from_file = None, _Read({}, {}, [])
@@ -184,7 +184,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
 
 
 def is_service_link(variable: str, value: str) -> bool:
-    """Whether Kubernetes has set this variable, for a service whose name begins like ours."""
+    """Whether Kubernetes has set this variable for a service whose name begins with `stratakv`."""
     if _SERVICE_LINK.fullmatch(variable):
         return True
     return variable.endswith("_PORT") and _SERVICE_URL.fullmatch(value) is not None
@@ -200,7 +200,7 @@ def _explain_unknown(variable: str, known: Mapping[str, str]) -> str:
     explained = explain_not_built(shown, variable.removeprefix(VARIABLE_PREFIX).lower())
     if explained:
         return f"{explained}; unset it"
-    # Without the prefix, which would make any two of them similar.
+    # Compare names without the prefix, which would make any two variables similar.
     ends = [name.removeprefix(VARIABLE_PREFIX) for name in (*known, *OTHER_VARIABLES)]
     near = did_you_mean(variable.removeprefix(VARIABLE_PREFIX), ends)
     near = re.sub(r"\b([A-Z][A-Z_]*)", rf"{VARIABLE_PREFIX}\1", near)

@@ -16,7 +16,7 @@ from .engine_config import EngineConfig
 from .engine_options import OPTIONS
 from .server_options import SERVER_OPTIONS, ServerConfig
 
-MODEL = "model"  # the only option that is an argument and no flag
+MODEL = "model"  # the only option that is no flag but an argument
 VARIABLE_PREFIX = "STRATAKV_"
 
 MODEL_OPTION = Option(

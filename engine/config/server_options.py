@@ -98,7 +98,7 @@ class ServerConfig:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for options that have no effect, or an unsafe one, together."""
+        """Raise ConfigError for options that together have no effect or an unsafe effect."""
         self._check_origins()
         self._check_tls()
 
@@ -146,5 +146,5 @@ SERVER_OPTIONS: Mapping[str, Option] = options_of(ServerConfig, "server")
 
 
 def server_config(given: Mapping[str, Any]) -> ServerConfig:
-    """Make the server's settings from the given options, without those of the engine."""
+    """Make the server's settings from the given options of the server."""
     return ServerConfig(**read_fields(SERVER_OPTIONS, given))

@@ -15,15 +15,15 @@ EAGLE = "eagle"
 OF_MODELS = (DRAFT_MODEL, EAGLE)  # methods that need a model
 METHODS = ("none", "ngram", "suffix", *OF_MODELS)
 MAX_DRAFTS = 64
-# Most drafts of a model whose layers carry states, which take tens of megabytes for each draft.
+# Most drafts of a model whose layers carry states: the states of each draft take tens of megabytes.
 MOST_WITH_STATES = 4
 _MAX_LOOKUP = 256  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """The settings of draft tokens, which change the number of steps of an answer, but none of its
-    tokens."""
+    """The settings of draft tokens. Drafts change the number of steps, but no token of an
+    answer."""
 
     method: str = setting(
         "none", readers.one_of(*METHODS),
@@ -76,8 +76,8 @@ class SpeculativeConfig:
         return self.method != "none"
 
     def most_drafts(self, *, has_states: bool) -> int:
-        """Return the most drafts of a request in a step; 0: none. If layers carry states, each
-        draft takes memory of its own."""
+        """Return the most drafts of a request in a step; 0: none. The number is lower if layers
+        carry states, because each draft then takes memory."""
         if not self.is_on:
             return 0
         return min(self.num_tokens, MOST_WITH_STATES) if has_states else self.num_tokens

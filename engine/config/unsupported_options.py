@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of vLLM for features that StrataKV lacks, and what to do without them.
+"""vLLM's options for features that StrataKV lacks, each with a reason and an alternative.
 
 A user of a vLLM command line gets this reason, and no hint at an option with a similar name.
 """
@@ -111,8 +111,8 @@ _SHORT: Mapping[str, str] = {
 
 
 def explain_not_built(called: str, name: str) -> str:
-    """Return a sentence on an option of vLLM that is not built, `called` as it was typed. It is
-    empty if `name`, with `_` and without leading dashes, is no such option."""
+    """Return a sentence on an option of vLLM that is not built, `called` as it was typed. Empty if
+    `name`, with `_` and without leading dashes, is no such option."""
     bare = name.removeprefix("no_")
     reason = NOT_BUILT.get(_SHORT.get(bare, bare))
     return f"{called} is an option of vLLM that is not built here: {reason}" if reason else ""

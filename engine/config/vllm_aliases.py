@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's names for options, accepted as flags and in files, so that its command lines work here.
 
-Each is another name of an option, or accepted only with values that change nothing, or refused with
-the reason and a remedy. No option is dropped in silence: one without an effect leaves a note.
+Each name stands for an option of StrataKV, or is accepted only with values that change nothing, or
+is refused with the reason and a remedy. An option without an effect leaves a note.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SPECULATIVE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """An alias in terms of StrataKV's own options, already read."""
+    """The meaning of an alias: values of StrataKV's own options, already read."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)  # used if no layer gives the option
@@ -107,7 +107,7 @@ def _no_log_stats(called: str, value: Any) -> Meaning:
 
 
 def _pooler_config(called: str, value: Any) -> Meaning:
-    """Read vLLM's object, as far as it says which hidden states are pooled."""
+    """Read vLLM's object: only the hidden states that are pooled."""
     rest = _object_of(value) or {}
     kinds = {str(rest.pop(name, None)).lower() for name in _POOLING_TYPES if name in rest}
     is_neutral = all(name in _ALWAYS_ON and on is True for name, on in rest.items())
@@ -129,13 +129,13 @@ def _speculative_config(called: str, value: Any) -> Meaning:
         )
     known = METHODS[1:]
     if given.get("method") is None:
-        given.pop("method", None)  # the model says which
+        given.pop("method", None)  # the model determines the method
     elif given["method"] not in known:
         raise ConfigError(
             f"{called} takes {' or '.join(known)} as its method here, not "
             f"{format_value(given['method'])}: drafts of such heads are not built"
         )
-    if given.get("draft_tensor_parallel_size") == 1:  # as it is here
+    if given.get("draft_tensor_parallel_size") == 1:  # as always here
         del given["draft_tensor_parallel_size"]
     if others := given.keys() - _SPECULATIVE_NAMES.keys():
         raise ConfigError(
@@ -143,13 +143,13 @@ def _speculative_config(called: str, value: Any) -> Meaning:
             f"{format_value(min(others, key=str))}"
         )
     bounds = [name for name in ("prompt_lookup_min", "prompt_lookup_max") if name in given]
-    if len(bounds) == 1:  # as there, both are the one that is given
+    if len(bounds) == 1:  # as in vLLM, one given bound is both bounds
         given |= dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), given[bounds[0]])
     return Meaning({_SPECULATIVE_NAMES[name]: value for name, value in given.items()})
 
 
 def _object_of(value: Any) -> dict[str, Any] | None:
-    """Return an object from JSON, or one that was read already; None for any other value."""
+    """Return an object from JSON, or an object that was read already; None for any other value."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

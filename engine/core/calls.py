@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients ask of a core beside requests: figures, pauses, the prefix cache, hints."""
+"""Calls of clients to a core, beside requests: figures, pauses, the prefix cache, hints."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class CoreCalls:
         }
 
     def answer(self, name: str, argument: str) -> Any:
-        """Answer a `wire.Call` with plain values; raises ValueError, with the reason, for one that
-        is unknown or cannot be followed now."""
+        """Answer a `wire.Call` with plain values. Raise ValueError, with the reason, for a call
+        that is unknown or not possible now."""
         if name not in self._answers:
             *names, last = self._answers
             raise ValueError(f"the core answers {', '.join(names)} and {last}, not {name!r}")
@@ -71,8 +71,8 @@ class CoreCalls:
         }
 
     def _follow(self, argument: str) -> bool:
-        """Another engine computes the prompt of this AddRequest, in JSON. Whether it is followed;
-        raises ValueError for what is no such request."""
+        """Note that another engine computes the prompt of this AddRequest (JSON). Return whether
+        the connector follows it. Raise ValueError for other JSON."""
         request = self._builder.make_request(decode_request(argument))
         elsewhere = self._connector.prompts_elsewhere
         if request.skip_reading_prefix_cache or elsewhere is None:
@@ -80,7 +80,7 @@ class CoreCalls:
         return elsewhere.follow_blocks(self._scheduler.manager.names.of_prompt(request))
 
     def _tool_called(self, argument: str) -> bool:
-        """The turn of a job that ended last has called a tool: a ToolCalled in JSON."""
+        """Note the tool call at the end of a job's latest turn; `argument` is a ToolCalled."""
         try:
             called = msgspec.json.decode(argument, type=ToolCalled)
         except msgspec.MsgspecError as error:
@@ -108,7 +108,7 @@ class CoreCalls:
         return self._paused("")
 
     def _paused(self, _argument: str) -> dict[str, Any]:
-        """The pause in force, None without one, and the numbers of running and waiting requests."""
+        """Return the pause in force, or None, and the counts of running and waiting requests."""
         scheduler = self._scheduler
         return {
             "paused": None if scheduler.paused is None else scheduler.paused.value,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The core's measurements of its steps, and the settings that are shown beside them.
 
-Plain values, as they travel in the answer to `stats`.
+The values are plain, for the answer to the call `stats`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096
 
 
 class CoreStats:
-    """Told of every step that was computed; a few additions each."""
+    """Counters of computed steps; one step costs a few additions."""
 
     def __init__(
         self,
@@ -39,19 +39,19 @@ class CoreStats:
     def note_step(
         self, step: SchedulerOutput, result: ModelRunnerOutput, seconds: float
     ) -> PromptCost | None:
-        """The worker took `seconds` for a step. What its prompts took, where that can be told."""
+        """Note a step that took the worker `seconds`. Return its prompts' cost, None if unknown."""
         if not step.total_num_scheduled_tokens:
             return None
         self._step_tokens.observe_value(step.total_num_scheduled_tokens)
         for request in step.new_requests:
             self._max_tokens.observe_value(request.sampling_params.max_tokens)
         if result.connector_output is not None:
-            # Blocks on their way out held the step up; that is no part of computing.
+            # The step waited for blocks being stored; this wait is not computing.
             seconds -= result.connector_output.store_wait_seconds
         return self.savings.measure(step, seconds)
 
     def stats(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return all figures as plain values."""
         return {
             "seconds_per_token": self.savings.seconds_per_token,
             "saved_seconds": dict(self.savings.saved_seconds),
@@ -65,8 +65,8 @@ class CoreStats:
 def _cache_config(
     config: EngineConfig, layout: BlockLayout, num_blocks: int, num_groups: int
 ) -> dict[str, str]:
-    """Settings under the names that users of other engines know: the pool's blocks are the GPU's
-    there. Its tokens are counted as if every layer kept all of them."""
+    """Return settings under vLLM's names, where "GPU blocks" are the blocks of the pool. The token
+    count assumes that every layer keeps all tokens."""
     cache = config.cache
     return {
         "block_size": str(layout.block_size),
@@ -80,7 +80,7 @@ def _cache_config(
 
 
 def _offload_config(config: EngineConfig, layout: BlockLayout) -> dict[str, str]:
-    """A chunk is what is moved at once between tiers: here one block."""
+    """Return the tiers' settings. A chunk is the unit of a move between tiers: here one block."""
     offload = config.offload
     return {
         "blocks_per_chunk": "1",

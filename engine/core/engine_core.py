@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core: model, pool, tiers, scheduler and worker put together, and stepped.
+"""The engine core: builds model, pool, tiers, scheduler and worker, and runs their steps.
 
-One thread calls it. It takes and gives the messages of `core_messages.py`.
+One thread calls it. Its messages are defined in `core_messages.py`.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 _IDLE_SECONDS = 5.0
-# For copies under way when there is no time for anything else.
+# Seconds for copies under way at shutdown, even when the time is up.
 MIN_COPY_SECONDS = 1.0
 
 
 class EngineCore:
     """The core of one served model.
 
-    Raises ConfigError for settings, a model directory or tiers that cannot work; nothing stays
+    Raises ConfigError for settings, a model directory or tiers that cannot work, and leaves nothing
     open then. `progress` gets a line for each phase of the start. `max_steps_in_flight` steps are
-    begun before the first of them comes back; None: two where steps are made while others are
-    computed. `observer` gets every decision and changes none.
+    begun before the first of them comes back; the default is two if steps are scheduled while
+    others are computed, else one. `observer` gets every decision and changes none.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class EngineCore:
         self._placement = placement_of(config)
         device = self._placement.device
         if max_steps_in_flight is None:
-            # A CPU that computes on the core's own thread has nothing to overlap with.
+            # A CPU on the core's own thread computes and schedules in turn, with no overlap.
             overlaps = config.executor == "mp" or device.type != "cpu"
             max_steps_in_flight = 2 if config.async_scheduling and overlaps else 1
         self._dtype = dtype_for(config, self.spec, device)
@@ -138,7 +138,7 @@ class EngineCore:
                 self._tiers = open_tiers(
                     config.offload,
                     self._groups.layout,
-                    # Digests of the other form do not carry the identity, so the store must.
+                    # Digests of the other form do not carry the identity, so the store checks it.
                     identity.root() if config.cache.block_hash == "sha256_cbor" else b"",
                     self._progress,
                     device=config.model.device,
@@ -151,7 +151,7 @@ class EngineCore:
                 if config.role == "decode" and elsewhere is not None:
                     elsewhere.expect_prompts()
             self._build_engine(num_blocks)
-            for each in files:  # the weights that are loaded are those that name the blocks
+            for each in files:  # the files that named the blocks must be the ones that were loaded
                 each.check_unchanged()
             self._request_builder = RequestBuilder(
                 self.spec.vocab_size,
@@ -213,7 +213,7 @@ class EngineCore:
 
     @property
     def num_failed_steps(self) -> int:
-        """Steps that the worker has failed since the last good one."""
+        """Steps that the worker has failed in a row."""
         return self.steps.num_failed_steps
 
     def ready(self) -> Ready:
@@ -238,15 +238,15 @@ class EngineCore:
         )
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
-        """Queue a request. One that cannot run ends here: its only output is returned."""
+        """Queue a request. If it cannot run, return its only output."""
         return self._adder.add(request)
 
     def extend_prompt(self, message: ExtendPrompt) -> list[TokenOutput]:
-        """The next part of a prompt has come. The last output of a request that cannot go on."""
+        """Add the next part of a prompt. Return the last output of a request that cannot go on."""
         return self._adder.extend_prompt(message)
 
     def abort_requests(self, request_ids: Iterable[str], reason: str = ABORTED) -> None:
-        """End requests whose client is gone, or has what it wanted (STOPPED); unknown ids are
+        """End requests whose client is gone, or needs no more tokens (STOPPED). Unknown ids are
         ignored."""
         request_ids = list(request_ids)
         for request_id in request_ids:
@@ -267,10 +267,10 @@ class EngineCore:
             return True
         if self._grammars.is_due or self._continuations.sessions.is_due:
             return True
-        return not self.executor.is_alive  # the next step says so
+        return not self.executor.is_alive  # a dead executor: the next step raises the reason
 
     def idle_seconds(self) -> float:
-        """The most seconds to wait for an event before `has_work` is read again."""
+        """Seconds that the loop may wait for an event before it reads `has_work` again."""
         scheduler = self.scheduler
         may_retry = scheduler.num_waiting and scheduler.paused is not Pause.ALL
         return min(
@@ -282,28 +282,29 @@ class EngineCore:
         )
 
     def step(self) -> list[TokenOutput]:
-        """Schedule, compute, take in: `max_steps_in_flight` steps are begun, and the oldest comes
-        back. A fault of the worker ends the requests of this step, and of those begun after it.
-        Raises RuntimeError where the worker will not work again: after MAX_FAILED_STEPS in a row,
-        or with a device that is lost."""
+        """Begin steps until `max_steps_in_flight` are under way, and take in the oldest. A fault of
+        the worker ends the requests of this step and of the steps begun after it. Raises
+        RuntimeError if the worker will not work again: after MAX_FAILED_STEPS faults in a row, or
+        with a lost device."""
         outputs = self._adder.add_compiled() + self._adder.add_whole()
         stepped = self.steps.run_step()
         return outputs + self._held.filter_outputs(stepped) + self._held.release_answers()
 
     def enter_thread(self) -> None:
-        """Make the calling thread the one that steps; it may be another than the one that built
-        the core."""
+        """Make the calling thread the one that runs steps; a different thread may have built the
+        core."""
         self.executor.enter_thread()
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called, from any thread, when `has_work` may have become True."""
+        """Set the function that is called, from any thread, when `has_work` may have become
+        True."""
         self._connector.set_wakeup(wakeup)
         self._grammars.set_wakeup(wakeup)
 
     def shutdown(self, timeout_seconds: float | None = None) -> None:
-        """Abort what runs, hand the pool's blocks to the tiers, write back. Idempotent.
+        """Abort all requests, give the pool's blocks to the tiers, write them back. Idempotent.
 
-        The time is that of the configuration unless given.
+        The default time is `offload.shutdown_seconds`.
         """
         if self._closed:
             return
@@ -312,7 +313,7 @@ class EngineCore:
             timeout_seconds = self.config.offload.shutdown_seconds
         now = time.monotonic()
         deadline = now + timeout_seconds
-        # A worker that hangs leaves the tiers half of the time.
+        # If the worker hangs, half of the time is left for the tiers.
         self.executor.end_by(now + max(MIN_COPY_SECONDS, timeout_seconds / 2))
         self.scheduler.finish_requests(list(self.scheduler.requests))
         self.steps.give_up_steps()
@@ -322,13 +323,13 @@ class EngineCore:
             self._progress(f"shutting down, {len(resident)} blocks of the pool go to the tiers")
             try:
                 self.executor.start_copies(self._connector.build_meta(resident))
-            except Exception as error:  # what the tiers have is still to be kept
+            except Exception as error:  # the tiers must still save their blocks
                 logger.error("the blocks of the pool did not go to the tiers", exc_info=error)
         self._drain_and_close(deadline - time.monotonic())
 
     def _build_engine(self, num_blocks: int | None) -> None:
-        """Without `num_blocks`, which are over all layers, the pool is what a GPU has left beside
-        the weights."""
+        """Build scheduler and worker. `num_blocks` counts the blocks of all layers; None: as many
+        as fit into the GPU memory beside the weights."""
         config = self.config
         if num_blocks is None:
             self._executor = executor = self._load_model(None)
@@ -351,7 +352,7 @@ class EngineCore:
             )
             self._observers.append(self._trace)
         state = self._groups.state
-        # Before the weights are loaded where that can be, since it may refuse the settings.
+        # Where possible before the weights are loaded: the scheduler may refuse the settings.
         self.scheduler = Scheduler(
             config.scheduler,
             KVCacheManager(
@@ -379,8 +380,7 @@ class EngineCore:
             self._executor = self._load_model(num_blocks)
 
     def _page_order(self) -> str:
-        """The part of the identity that names the order of bytes in a block; empty for the usual
-        order."""
+        """Name the order of bytes in a block, for the identity; empty for the usual order."""
         cache = self.config.cache
         if cache.kernel_block_size in (None, cache.block_size):
             return ""
@@ -406,7 +406,7 @@ class EngineCore:
         return InProcessExecutor(runner)
 
     def _try_offload(self) -> None:
-        """Seed what loading and computing are taken to cost, and say it."""
+        """Measure and seed the costs of loading and computing, and report them."""
         estimates = self._connector.estimates
         if estimates is None:
             return
@@ -422,7 +422,7 @@ class EngineCore:
         self._progress(told)
 
     def _tell_states(self) -> None:
-        """Say what states take, or that settings about them mean nothing."""
+        """Report the memory of states, or warn that settings for states have no effect."""
         state, interval = self._groups.state, self.config.cache.state_checkpoint_interval
         if state is not None:
             size = show_size(self._groups.checkpoint_bytes)
@@ -466,9 +466,9 @@ class EngineCore:
         return make_block_hasher(root, cache.block_size, cache.block_hash)
 
     def _drain_and_close(self, timeout_seconds: float) -> None:
-        """Let copies end and be taken in, then close the tiers; all within the time."""
+        """Let copies end and be taken in, then close the tiers, all within the time."""
         deadline = time.monotonic() + max(0.0, timeout_seconds)
-        # Copies take milliseconds. Half of the time is left to the tiers where one does not end.
+        # Copies take milliseconds. If one hangs, half of the time is left for the tiers.
         copy_seconds = max(MIN_COPY_SECONDS, timeout_seconds / 2)
         output = None
         if self._executor is not None:

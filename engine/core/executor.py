@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where steps are computed: the seam between the engine core and the worker.
+"""Executors compute steps: the interface between the engine core and the worker.
 
     handle = dispatch(step)     copies, changes of the batch, forward pass
     sample(handle, mask)        tokens, among those that the mask allows
     result(handle)              waits for them
 
 Steps are computed in the order in which they were dispatched, and each handle goes through the
-three calls once. A step may be dispatched as soon as the one before it has been sampled, and it
-may compute tokens that are being chosen there: whatever works by itself goes on without a pause,
-with `dispatch 1 · sample 1 · dispatch 2 · result 1 · sample 2 · dispatch 3 · result 2`. So a mask
-can be made of all tokens that there are, while the forward pass runs.
+three calls once. A step may be dispatched once the step before it is sampled; its input may be
+tokens that this sampling is still choosing. So the engine core calls `dispatch 1 · sample 1 ·
+dispatch 2 · result 1 · sample 2 · dispatch 3 · result 2`, and the device never waits. A mask may
+depend on all earlier tokens, because it is made while the forward pass runs.
 
-What goes wrong with a step, at whatever point, is raised by its `result`; a step that was
-dispatched before that was known is refused (`SchedulerOutput.last_failed_id`), but the copies of
-both begin and are reported.
+`result` raises a step's error, whichever call it occurred in. A step that was already dispatched
+when an earlier one failed is refused (`SchedulerOutput.last_failed_id`). The copies of both steps
+begin all the same and are reported.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from ..worker.speculation.proposers import make_proposer
 
 
 class ExecutorDied(RuntimeError):
-    """The worker is gone, or answers no more; no step will be computed again."""
+    """The worker is gone or no longer answers; it will compute no more steps."""
 
 
 @dataclass(slots=True)
 class StepHandle:
-    """A step under way, as the executor knows it."""
+    """A step that an executor has begun."""
 
     step: SchedulerOutput
 
@@ -65,19 +65,19 @@ class Executor(ABC):
 
     @property
     def is_alive(self) -> bool:
-        """False once it can compute no step any more; the next one then says why."""
+        """Whether it can still compute; once False, the next step raises the reason."""
         return True
 
     def end_by(self, deadline: float) -> None:  # noqa: B027 - most have nothing to do
-        """Wait for the worker until this moment at the latest, which is monotonic, and give it up
-        then. Where there is nothing that could be given up, nothing is."""
+        """Set the latest moment (monotonic seconds) to wait for the worker; after it the worker is
+        given up. Does nothing for an executor without a worker process."""
 
     def enter_thread(self) -> None:  # noqa: B027 - most have nothing to do
         """Make the calling thread the engine's step thread."""
 
     @abstractmethod
     def dispatch(self, step: SchedulerOutput) -> StepHandle:
-        """Begin a step."""
+        """Begin a step: its copies, the changes of the batch and the forward pass."""
 
     @abstractmethod
     def sample(self, handle: StepHandle, mask: TokenMask | None = None) -> None:
@@ -85,21 +85,21 @@ class Executor(ABC):
 
     @abstractmethod
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
-        """Wait for a step, the oldest first. Raises what went wrong with it; ExecutorDied where
-        nothing will ever come."""
+        """Wait for the oldest step. Raises the step's error, or ExecutorDied if no result will
+        come."""
 
     @abstractmethod
     def call_worker(
         self, name: str, *, meta: ConnectorMetadata | None = None, seconds: float | None = None
     ) -> ConnectorWorkerOutput | None:
-        """Call the worker between steps, and wait for its answer: `start_copies` with
-        `meta`, `poll_copies`, or `shutdown` within `seconds`. Raises what the worker raises, and
-        ValueError for anything else."""
+        """Call the worker between steps and wait for its answer. `name` is `start_copies` (with
+        `meta`), `poll_copies`, or `shutdown` (within `seconds`); else ValueError. Raises what the
+        worker raises."""
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> ConnectorWorkerOutput | None:
-        """Let copies end, at most so long, and give everything back. What the connector's worker
-        side had not reported yet. Idempotent."""
+        """Let copies end within the time, then release everything. Return the transfers that the
+        connector's worker side had not reported yet. Idempotent."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         handle = self.dispatch(step)
@@ -110,7 +110,7 @@ class Executor(ABC):
         self.call_worker("start_copies", meta=meta)
 
     def poll_copies(self) -> ConnectorWorkerOutput | None:
-        """The transfers that the connector's worker side has finished; None without such a side."""
+        """Return the transfers that the connector's worker side has finished; None without one."""
         return self.call_worker("poll_copies")
 
 
@@ -126,8 +126,8 @@ def load_runner(
     progress: Callable[[str], None],
     draft: ModelSource | None = None,
 ) -> ModelRunner:
-    """The model runner that an engine's settings ask for; see `ModelRunner`. Raises ConfigError for
-    a logits processor that cannot be loaded."""
+    """Load the model runner for an engine's settings; see `ModelRunner`. Raises ConfigError for a
+    logits processor that cannot be loaded."""
     processors = load_processors(config.logits_processors)
     return ModelRunner(
         spec,
@@ -156,7 +156,7 @@ def load_runner(
 def call_runner(
     runner: ModelRunner, name: str, meta: ConnectorMetadata | None, seconds: float | None
 ) -> ConnectorWorkerOutput | None:
-    """Run a call of `Executor.call_worker`, where the runner lives."""
+    """Run a call of `Executor.call_worker` in the process of the model runner."""
     if name == "start_copies" and meta is not None:
         runner.start_copies(meta)
         return None

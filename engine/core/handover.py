@@ -4,7 +4,7 @@
     expect ──► (the request runs) ──► hold ──► its last blocks are given to the tiers ──►
         others can load all of them, or will not ──► release
 
-Only the last output waits. A request that ends in another way than by its tokens is not held.
+Only the last output waits. A request that ends by an abort or an error is not held.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ..request.handover_ticket import Ticket, params_digest
 from ..request.logprobs import PositionLogprobs
 from ..request.request import Request
 
-# For blocks to be given to the tiers, which copies of earlier ones can hold up.
+# For blocks to reach the tiers; copies of earlier blocks may delay them.
 MOST_SECONDS = 10.0
 
 
 @dataclass(slots=True)
 class _Held:
-    """An output that waits."""
+    """The last output of a request, held until its blocks are in the tiers."""
 
     output: TokenOutput
     keys: list[bytes]
-    given_when: int  # of `BlockPool.num_given`
+    given_when: int  # `BlockPool.num_given` when the tiers have its blocks
     give_up_at: float  # monotonic
     is_moving: bool = False  # the connector has been told
     is_second: bool = False
@@ -38,11 +38,11 @@ class _Held:
 
 @dataclass(slots=True)
 class HandOverCounts:
-    """Since the start, in requests; part of `stats`."""
+    """Counts of requests since the start; part of `stats`."""
 
     handed_over: int = 0
-    incomplete: int = 0  # of those, where others cannot load all blocks
-    seconds: float = 0.0  # for which answers were held
+    incomplete: int = 0  # handed over, but other engines cannot load all blocks
+    seconds: float = 0.0  # time that answers were held
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class HeldAnswers:
     """The hand-overs of one engine core. Called by its thread."""
 
     manager: KVCacheManager
-    handover: HandOver | None  # None: nothing is handed over
+    handover: HandOver | None  # None: no request is handed over
     counts: HandOverCounts = field(default_factory=HandOverCounts)
     _expected: dict[str, Request] = field(default_factory=dict)
     _held: dict[str, _Held] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class HeldAnswers:
 
     @property
     def is_due(self) -> bool:
-        """Whether a step would have something to release, whatever else there is to do."""
+        """Whether the deadline of a held answer has passed."""
         return self._give_up_at <= time.monotonic()
 
     @property
@@ -77,12 +77,12 @@ class HeldAnswers:
         return min(waiting, default=math.inf)
 
     def expect(self, request: Request) -> None:
-        """A request has been queued that is to be handed over."""
+        """Note a queued request whose answer is to be held, if it is handed over."""
         if request.hands_over and self.handover is not None:
             self._expected[request.request_id] = request
 
     def drop_answer(self, request_id: str) -> None:
-        """Its client is gone, or it has ended in another way."""
+        """Forget an answer whose client is gone, or that ended by an abort or an error."""
         self._first_logprobs.pop(request_id, None)
         if self._expected.pop(request_id, None) is None and request_id in self._held:
             del self._held[request_id]
@@ -90,7 +90,7 @@ class HeldAnswers:
                 self.handover.forget_hand_over(request_id)
 
     def filter_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """The outputs of a step that are sent at once; last outputs of expected hand-overs are
+        """Return the outputs of a step that are sent now. Last outputs of expected hand-overs are
         held."""
         if not self._expected:
             return outputs
@@ -112,7 +112,7 @@ class HeldAnswers:
         return passing
 
     def release_answers(self) -> list[TokenOutput]:
-        """Outputs whose blocks others can load by now, or never will."""
+        """Return the held outputs whose blocks other engines can load now, or never will."""
         if not self._held or self.handover is None:
             return []
         now = time.monotonic()
@@ -124,7 +124,7 @@ class HeldAnswers:
         for request_id, missing in self.handover.take_handed_over():
             held = self._held[request_id]
             if missing and not held.is_second and now < held.give_up_at:
-                # The pool still has what the others have lost, or some of it.
+                # The pool still has some of the blocks that the tiers have lost.
                 self.manager.pool.offer_again(missing)
                 held.given_when = self.manager.pool.num_fresh
                 held.is_moving, held.is_second = False, True
@@ -138,7 +138,7 @@ class HeldAnswers:
     def _defer_output(self, output: TokenOutput, request: Request) -> None:
         request_id = output.request_id
         del self._expected[request_id]
-        # Of a longer answer the block that the prompt ends in holds more by now.
+        # After more than one output token the prompt's last block contains output tokens as well.
         keys = self.manager.prompt_keys(request, with_tail=request.num_output_tokens == 1)
         output.ticket = self._ticket_of(request)
         pool, give_up_at = self.manager.pool, time.monotonic() + MOST_SECONDS

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop around an engine core: take messages, step while there is work, give outputs out.
 
-One thread runs it and is the only one to touch the core; any thread may submit, wake and stop. It
-is the same in a process of its own and in a thread of the caller's.
+One thread runs it, and only this thread touches the core; any thread may submit, wake and stop. The
+loop is the same in a process of its own and in a thread of the caller's process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 QUEUE_MESSAGES = 8192
 # For messages between two steps: about as long as a step may take. Checking a request with a
-# thousand biases takes milliseconds, and those who are being answered wait meanwhile.
+# thousand biases takes milliseconds, during which running requests get no tokens.
 TAKE_SECONDS = 0.02
 
 
@@ -61,7 +61,7 @@ class _Answer(NamedTuple):
 
 
 class CoreLoop:
-    """`emit` is called by the loop's thread and may block: the core then waits for its reader."""
+    """The loop of one core. Its thread calls `emit`, which may block: the core waits meanwhile."""
 
     def __init__(self, core: Core, emit: Callable[[FromCore], None]) -> None:
         self._core = core
@@ -73,23 +73,23 @@ class CoreLoop:
         core.set_wakeup(self.wake)
 
     def submit(self, message: ToCore, timeout_seconds: float) -> None:
-        """Queue a message; raises queue.Full where none is taken within the time."""
+        """Queue a message. Raise queue.Full if there is no room within the time."""
         if timeout_seconds > 0:
             self._queue.put(message, timeout=timeout_seconds)
         else:
             self._queue.put_nowait(message)
 
     def answer(self, message: FromCore, timeout_seconds: float) -> None:
-        """Queue a message that the loop's thread emits; raises queue.Full as `submit` does."""
+        """Queue a message that the loop's thread emits. Raises queue.Full like `submit`."""
         self._queue.put(_Answer(message), timeout=timeout_seconds)
 
     def break_off(self, reason: str) -> None:
-        """End as a core that has failed does, since its clients can no longer be understood."""
+        """End the loop as if the core had failed, because clients' messages cannot be read."""
         self._broken = reason
         self.wake()
 
     def wake(self) -> None:
-        """End an idle wait, so that the core is asked for work again."""
+        """End an idle wait, so that the loop reads the core's `has_work` again."""
         try:
             self._queue.put_nowait(None)
         except queue.Full:
@@ -105,8 +105,8 @@ class CoreLoop:
         return self._stopping.is_set()
 
     def run(self) -> bool:
-        """Run until stopped, then shut the core down. False where the core failed: its clients
-        were told at once, and what could be saved is saved."""
+        """Run until stopped, then shut the core down. Return False if the core failed. In that case
+        clients are told first, and the tiers still save their blocks."""
         failed = False
         for part in (self._step_until_stopped, self._shut_down):
             try:
@@ -118,7 +118,7 @@ class CoreLoop:
         return not failed
 
     def _emit_fatal(self, last_words: Fatal) -> None:
-        """The tiers are still to be written, so a client that cannot hear must not matter."""
+        """Emit the last message. Errors are logged only, since the tiers must still be written."""
         try:
             self._emit(last_words)
         except Exception:
@@ -138,12 +138,12 @@ class CoreLoop:
                 self._emit(Outputs(outputs, failed_steps))
 
     def _take_messages(self, may_wait: bool) -> list[TokenOutput]:
-        """Handle what is queued; the outputs of requests that were refused."""
+        """Handle the queued messages. Return the outputs of requests that end at once."""
         outputs: list[TokenOutput] = []
         try:
             if may_wait:
                 self._handle(self._queue.get(timeout=self._core.idle_seconds()), outputs)
-            # No more than is queued now, nor for longer, so that no flood can hold up the step.
+            # Bounded in number and time, so that a flood of messages cannot delay the step.
             enough = time.monotonic() + TAKE_SECONDS
             for _ in range(self._queue.qsize()):
                 self._handle(self._queue.get_nowait(), outputs)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's tiers: opened as its settings say, and described in words: for people, and for
-others who are to find its blocks."""
+"""Opens the engine's tiers, and describes them for the log and for engines that read its blocks."""
 
 from __future__ import annotations
 
@@ -32,13 +31,13 @@ Progress = Callable[[str], None]
 _PROGRESS_STEPS = 10
 NONE = "none"
 FP8 = "fp8"  # a codec that rounds
-# Of a secret: two that differ are told apart in 255 of 256 cases, and no guess can be confirmed.
+# Digest bytes of a secret: two secrets differ in 255 of 256 cases; a guess cannot be confirmed.
 _CHECK_BYTES = 1
 
 
 class OpenTiers(NamedTuple):
-    """The scheduler side of a connector, and the worker side; or what that is built from in another
-    process, and the number of ended jobs is to be told to."""
+    """Both sides of a connector. If the worker side lives in another process, `worker` is None,
+    `description` says how to build it there, and `note_ended` takes the number of ended copies."""
 
     side: KVConnectorScheduler
     worker: KVConnectorWorker | None
@@ -57,10 +56,10 @@ def open_tiers(
     with_worker: bool = True,
     parts: Parts | None = None,
 ) -> OpenTiers:
-    """The connector over the tiers that the settings name, for a pool on `device`; without its
-    worker side where that lives in another process. Raises ConfigError, and nothing stays open
-    then. `progress` hears what this is busy with; `prefill` is what computing costs; `parts` says
-    how the cache groups attend, whose pages have this layout."""
+    """Open the connector over the tiers that the settings name, for a pool on `device`.
+    `with_worker` is False if the worker side lives in another process. `progress` gets lines about
+    the start, `prefill` is the cost of computing, `parts` describes the cache groups, whose pages
+    have this layout. Raises ConfigError, and leaves nothing open then."""
     if parts is not None and parts.num_state_keys and offload.ssd.codec == FP8:
         raise ConfigError(
             f"--kv-offload-ssd-codec {FP8} rounds K and V, and would spoil the states that layers "
@@ -101,7 +100,7 @@ def open_tiers(
 
 
 def parts_of(groups: CacheGroups) -> Parts:
-    """The blocks of a position, one in each cache group, and which of them the group attends to."""
+    """Describe the blocks of a position, one in each group, and which of them the group reads."""
     seen = [None if each.is_full else each.first_seen for each in groups.attention]
     states = [] if groups.state is None else [StatePieces(groups.state.num_pages)]
     return Parts(groups.layout.block_size, [*seen, *states])
@@ -119,9 +118,9 @@ def describe_tiers(offload: OffloadConfig) -> str:
 def describe_identity(
     config: EngineConfig, identity: Identity, groups: CacheGroups
 ) -> dict[str, str]:
-    """The facts by which two engines find each other's blocks, with the role and the tiers of this
-    one. They contain no secret. Raises ConfigError for a tag key that is gone since
-    the tiers were opened."""
+    """Return the facts that must be equal for two engines to find each other's blocks, with this
+    engine's role and tiers. They contain no secret. Raises ConfigError for a tag key file that has
+    changed or gone since the tiers were opened."""
     offload, cache = config.offload, config.cache
     salt = tenant_salt(config.tenant_secret, "", "")
     return {
@@ -157,7 +156,7 @@ def _tag_key_check(offload: OffloadConfig) -> str:
 
 
 def _steps_of(progress: Progress, what: str) -> Callable[[int, int], None]:
-    """Bytes done and in all, told as a few lines and no more."""
+    """Return a function that reports bytes done and bytes in all, in a few lines only."""
     told = 0
 
     def tell(done: int, total: int) -> None:

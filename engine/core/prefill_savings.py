@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The savings: what the cache has saved, in seconds of prefill, so that it can be held against what
-its loads have cost.
+"""The seconds of prefill that the cache has saved, for comparison with the cost of its loads.
 
     saved += tokens that were not computed  x  seconds that computing a prompt token takes there now
 
-The price of a token is measured, from steps that computed at least `MIN_PROMPT_TOKENS` of prompts,
-and depends on where in its prompt a token stands. A step may also have advanced requests by one
-token each. What a step of as many such rows takes alone is known from steps that did nothing else
-(by powers of two of their number) and is taken off; where no such step was seen yet, the mixed step
-is not used. Until there is a price nothing is recorded, and what was found until then never will
-be.
+The price of a token is measured in steps that computed at least `MIN_PROMPT_TOKENS` of prompts, and
+depends on the position of the token in its prompt. Such a step may also have advanced other
+requests by one token each. The seconds of these rows are known from steps without prompts (by
+powers of two of the number of rows) and are subtracted. If no such step was seen yet, the mixed
+step is not used. Savings made before the first price are never recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from ..scheduler.output import SchedulerOutput
 
 MIN_PROMPT_TOKENS = 32
 
-# Prefixes of the scheduler's counts of such tokens, and of the sums of their positions.
+# Prefixes of the scheduler's counts: reused tokens, and the sums of their positions.
 REUSED, POSITIONS = "reused_tokens_", "reused_positions_"
 
 
@@ -35,26 +33,27 @@ class PromptCost(NamedTuple):
 
 
 class PrefillSavings:
-    """Told of every step. All figures are in seconds. `rate` learns what computing costs; others
-    may read it."""
+    """Seconds of prefill saved. It is told of every step. `rate` learns the cost of computing;
+    other parts may read it."""
 
     def __init__(self, rate: PrefillRate | None = None) -> None:
         self._rate = PrefillRate() if rate is None else rate
         self._row_seconds: dict[int, float] = {}  # of a step without prompts, by log2 of its rows
-        self._recorded: dict[str, float] = {}  # by the scheduler's count
-        self.saved_seconds: dict[str, float] = {}  # by source
+        self._recorded: dict[str, float] = {}  # last value of each of the scheduler's counts
+        self.saved_seconds: dict[str, float] = {}  # by the blocks' source, such as a tier
 
     @property
     def seconds_per_token(self) -> float | None:
-        """The price of computing the average token of a prompt; None while none was measured."""
+        """The price of an average prompt token; None before the first measurement."""
         return self._rate.seconds_per_token
 
     def measure(self, step: SchedulerOutput, seconds: float) -> PromptCost | None:
-        """A step took so long to compute. What its prompts took, where that can be told."""
+        """Note a step that took `seconds`. Return the cost of its prompts, or None if it is not
+        known."""
         num_rows = len(step.num_scheduled_tokens)
         num_tokens = step.total_num_scheduled_tokens
         if step.draft_token_ids:
-            return None  # tokens that are checked are no prompt, and take longer than a decode
+            return None  # checked draft tokens are no prompt, and take longer than a decode
         if num_tokens == num_rows:
             if num_rows:
                 self._measure_rows(num_rows, seconds)
@@ -73,12 +72,12 @@ class PrefillSavings:
         return cost
 
     def record_cost(self, cost: PromptCost) -> None:
-        """Record the cost of prompts that were measured outside of steps; `measure` records those
-        of steps."""
+        """Record the cost of prompts that ran outside of steps; `measure` records the cost in
+        steps."""
         self._rate.record_prefill(*cost)
 
     def add_counts(self, counts: Mapping[str, float]) -> None:
-        """Enter what the scheduler has counted since the last call."""
+        """Add the increase of the scheduler's counts since the last call."""
         for name in counts:
             if name.startswith(REUSED):
                 source = name.removeprefix(REUSED)
@@ -102,7 +101,7 @@ class PrefillSavings:
 
 
 def _context_of(step: SchedulerOutput) -> int:
-    """The positions before the tokens of prompts, summed over these tokens."""
+    """Sum, over the prompt tokens of the step, the number of tokens before each."""
     cached = step.cached_requests
     starts = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
     starts.update((new.request_id, new.num_computed_tokens) for new in step.new_requests)

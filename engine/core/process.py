@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry of the core's process: settings from standard input, messages over ZMQ, then the loop.
+"""The entry of the core's process: settings from standard input, then the loop over ZMQ.
 
     input thread   blocks on the socket, decodes, fills the loop's bounded queue
     watch thread   blocks on standard input and signals: the end of either ends the loop
     main thread    steps the core; sends one message of outputs a step
 
-Heavy packages are imported after the first word to the launcher is possible, so that a missing one
-is reported like any other cause.
+Heavy packages are imported once the launcher can be told of errors, so that a missing package is
+reported like any other error.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from .start import CoreStart, read_start, tell_import
 if TYPE_CHECKING:
     from .engine_core import EngineCore
 
-# Not __name__, which is __main__ in this process.
+# `__name__` is __main__ in this process.
 logger = logging.getLogger("stratakv.engine.core.process")
 
 _HIGH_WATER_MESSAGES = 1024
 _LINGER_MILLISECONDS = 2000
-# For the last words to a client that reads nothing; the tiers are still to be written.
+# For the last message to a client that does not read; the tiers are still to be written.
 _LAST_WORDS_SECONDS = 5.0
 _POLL_MILLISECONDS = 500
-# Beyond the time for an orderly shutdown, for the step that is running.
+# Added to the time for an orderly shutdown, for the step that is running.
 _GRACE_SECONDS = 15.0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
@@ -66,7 +66,7 @@ class CoreServer:
         self._ended = threading.Event()
 
     def run(self) -> int:
-        """Run until told to stop; the exit status."""
+        """Run until told to stop. Return the exit status."""
         watch = threading.Thread(
             target=self._watch_launcher, args=(_signal_pipe(),), name="core-watch", daemon=True
         )
@@ -79,7 +79,7 @@ class CoreServer:
             reader.start()
             self._send_to_client(core.ready())
             return 0 if self._loop.run() else EXIT_FAILED
-        except Exception as error:  # noqa: BLE001 - whatever ends the core, its client is told
+        except Exception as error:  # noqa: BLE001 - the client is told of the error
             return self._report_fatal(error)
         finally:
             self._ended.set()
@@ -106,8 +106,8 @@ class CoreServer:
         return EXIT_CONFIG if is_config else EXIT_FAILED
 
     def _send_to_client(self, message: FromCore) -> None:
-        """Wait for room. A client that reads nothing is a paused one, whose requests pause with it:
-        once it has left, the end of standard input ends the wait, and it gets nothing."""
+        """Send a message. While the client does not read, the engine waits. After the client has
+        gone, the end of standard input ends the wait, and the message is dropped."""
         began = time.monotonic()
         while not self._output.poll(_POLL_MILLISECONDS, zmq.POLLOUT):
             if self._loop is not None and self._loop.is_stopping:
@@ -119,7 +119,7 @@ class CoreServer:
         self._output.send(encoder.encode(message))
 
     def _run_input_thread(self) -> None:
-        """The input thread."""
+        """Read messages until the end; the body of the input thread."""
         try:
             self._read_until_ended()
         except zmq.ContextTerminated:
@@ -135,8 +135,8 @@ class CoreServer:
                 self._handle_frame(source.recv())
 
     def _handle_frame(self, frame: bytes) -> None:
-        """Hand on a message. One that cannot be read is answered, so that no client waits for it;
-        or ends the core, where it does not say who does."""
+        """Give a message to the loop. An unreadable message gets an error as its answer, so that
+        its client does not wait. If its client cannot be told from it, the loop ends."""
         assert self._loop is not None
         try:
             message = to_core_decoder.decode(frame)
@@ -156,10 +156,10 @@ class CoreServer:
                 hand_over(_POLL_MILLISECONDS / 1000)
                 return
             except queue.Full:
-                continue  # the step loop is behind; the sender feels it in the end
+                continue  # the step loop is behind; the full socket slows the sender down
 
     def _watch_launcher(self, signals: socket.socket) -> None:
-        """The watch thread: ends the loop with the launcher or at a signal, by force if need be."""
+        """Stop the loop when the launcher ends or a signal comes; exit by force after a limit."""
         with selectors.DefaultSelector() as selector:
             selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
             selector.register(signals, selectors.EVENT_READ)
@@ -176,8 +176,8 @@ class CoreServer:
 def _signal_pipe() -> socket.socket:
     """A socket that becomes readable when SIGTERM or SIGINT comes.
 
-    A handler runs in the main thread, maybe in the middle of a queue's lock, so it does nothing;
-    the interpreter itself writes to the socket.
+    A signal handler would run in the main thread, maybe while it has a queue's lock. So the handler
+    does nothing, and the interpreter itself writes to the socket.
     """
     receiving, sending = socket.socketpair()
     sending.setblocking(False)
@@ -189,7 +189,7 @@ def _signal_pipe() -> socket.socket:
 
 def main() -> int:
     """Run the core that standard input describes."""
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # of a terminal that stops who writes behind
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal sends it to stop background writers
     try:
         start = read_start(sys.stdin.buffer, CoreStart)
     except (ValueError, msgspec.MsgspecError) as error:

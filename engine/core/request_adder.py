@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RequestAdder: takes requests in, at once or when their grammar is there, and refuses the others.
+"""RequestAdder: queues requests, at once or when their grammar is compiled, and refuses bad ones.
 
 add ──► built and checked ──► queued
              └─► queued without a turn ──► its grammar is compiled beside the steps
@@ -38,12 +38,12 @@ from .request_builder import RequestBuilder, context_of
 
 logger = logging.getLogger(__name__)
 
-# The mask of a step is made of all tokens before it.
+# A step's mask depends on all tokens before the step, so more steps cannot be ahead.
 MOST_STEPS_WITH_GRAMMAR = 2
 
 
 class RequestAdder:
-    """The way of requests into one engine core, whose thread calls it."""
+    """Adds requests to one engine core, whose thread calls it."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class RequestAdder:
         self._max_steps_in_flight = max_steps_in_flight
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
-        """Queue a request and its forks, or have them wait for their grammars; or begin a beam
-        search. One that cannot run ends here: its only output is returned."""
+        """Queue a request and its forks, let them wait for their grammars, or begin a beam search.
+        Return the only output of each request that cannot run."""
         extras = request.extras
         if extras is not None and extras.more_follows:
             return _refusing(request, partial(self._open_session, request))
@@ -93,7 +93,7 @@ class RequestAdder:
         return outputs
 
     def add_compiled(self) -> list[TokenOutput]:
-        """The requests whose grammars are there may run; the outputs of those that end."""
+        """Let requests run whose grammars are compiled. Return the outputs of requests that end."""
         return [
             output
             for waiting in self.grammars.take_compiled()
@@ -101,12 +101,12 @@ class RequestAdder:
         ]
 
     def extend_prompt(self, message: ExtendPrompt) -> list[TokenOutput]:
-        """Take in the next part of a prompt; the last output of a session that cannot go on."""
+        """Add the next part of a prompt. Return the last output of a session that cannot go on."""
         return self._sessions.extend_prompt(message) + self.add_whole()
 
     def add_whole(self) -> list[TokenOutput]:
-        """Queue the sessions whose prompts are whole; the outputs of those that end, and of those
-        that have waited too long."""
+        """Queue the sessions whose prompts are whole. Return the outputs of sessions that end here,
+        including those that have timed out."""
 
         def add_one(whole: WholePrompt) -> list[TokenOutput]:
             return self._add(whole.message, self._sessions.make_whole(whole), None)
@@ -138,7 +138,7 @@ class RequestAdder:
         ]
 
     def _check_free(self, request_id: str) -> None:
-        """Raise before a request is built where it cannot be queued."""
+        """Raise early, before the request is built, if it cannot be queued."""
         self._scheduler.check_queue()
         if request_id in self.grammars or request_id in self._sessions:
             raise ValueError(f"request id {request_id!r} is in use; give each its own")
@@ -165,8 +165,7 @@ class RequestAdder:
         return outputs
 
     def _take_compiled(self, waiting: Waiting) -> list[TokenOutput]:
-        """A request that has waited for its grammar may run; or ends, since that cannot be
-        compiled."""
+        """Let a request run whose grammar is compiled; end it if the compilation failed."""
         request_id = waiting.message.request_id
         if waiting.compilation.error:
             output = _output_without_grammar(waiting)
@@ -180,8 +179,8 @@ class RequestAdder:
         return []
 
     def _activate(self, waiting: Waiting) -> None:
-        """The answer of a queued request follows its grammar from now on. The request ends where
-        that cannot be: without its grammar it must not run."""
+        """Set the grammar of a queued request. If this fails, the request ends: without its grammar
+        it must not run."""
         try:
             self.grammars.activate_grammar(waiting)
         except Exception:
@@ -222,14 +221,14 @@ class RequestAdder:
 
 
 def _output_without_grammar(waiting: Waiting) -> TokenOutput:
-    """The only output of a request whose grammar cannot be compiled."""
+    """Return the only output of a request whose grammar cannot be compiled."""
     text = f"this request's schema or grammar cannot be used: {waiting.compilation.error}"
     code = OVERLOADED if waiting.compilation.may_be_later else INVALID_GRAMMAR
     return TokenOutput(waiting.message.request_id, [], "error", error=text, error_code=code)
 
 
 def _refusing(request: AddRequest, queue: Callable[[], list[TokenOutput]]) -> list[TokenOutput]:
-    """Do what queues a request; what that raises is the request's only output."""
+    """Call `queue`. If it raises, the request's only output is the error."""
     code = None
     try:
         return queue()

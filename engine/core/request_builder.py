@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RequestBuilder: from what a client's message asks for to a request that the scheduler can take.
+"""RequestBuilder: makes the scheduler's Request from a client's message.
 
-Checks what only the model knows: its vocabulary and its context.
+It checks the facts that depend on the model: its vocabulary and its context length.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 class Continued(NamedTuple):
-    """A request that has ended, and the tokens that another one has behind its prompt."""
+    """A request that has ended, and the tokens that its successor adds to its prompt."""
 
     request: Request
     token_ids: Sequence[int] | TokenArray
 
 
 class RequestBuilder:
-    """Builds requests for one model. Without a `hasher` no request is found in a cache."""
+    """Builds requests for one model. Without a `hasher` no request uses the prefix cache."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class RequestBuilder:
     def build_with_ticket(
         self, request: AddRequest, fork_of: Request | None = None
     ) -> tuple[Request, Ticket | None]:
-        """The request, and its ticket where that is of this prompt and these parameters. Raises as
-        `make_request`."""
+        """Return the request, and its ticket if it fits this prompt and these parameters. Raises
+        like `make_request`."""
         built = self.make_request(request, fork_of)
         ticket = None if request.extras is None else request.extras.ticket
         if ticket is None or not is_possible(ticket, self._vocab_size):
@@ -75,8 +75,8 @@ class RequestBuilder:
         params, num_tokens = built.sampling_params, built.num_prompt_tokens
         needs_prompt = params.prompt_logprobs is not None or built.tail_hash is None
         needs_prompt = needs_prompt or built.routed_from is not None
-        # The last token of the prompt is computed again, and the first one chosen by the grammar
-        # that is compiled here.
+        # With a grammar, the ticket's first token is unused: this engine chooses it by the grammar
+        # that it compiles, and computes the prompt's last token again.
         needs_prompt = needs_prompt or params.structured_outputs is not None
         is_good = not needs_prompt and fits(ticket, built.prompt_digest(), num_tokens, params)
         if not is_good:
@@ -84,8 +84,8 @@ class RequestBuilder:
         return built, ticket if is_good else None
 
     def max_new_tokens(self, request: AddRequest) -> int:
-        """The tokens that an answer to it may have: those that the context has room for, and one
-        where another node makes the answer."""
+        """Return the most tokens that the answer may have: 1 if another node makes the answer, else
+        as many as the context has room for."""
         extras = request.extras or NO_EXTRAS
         if extras.asked_elsewhere and self._role == "prefill":
             return 1
@@ -97,9 +97,9 @@ class RequestBuilder:
         fork_of: Request | None = None,
         continued: Continued | None = None,
     ) -> Request:
-        """`fork_of` was made of the same message, but for its id and its parameters. `continued`:
-        so was that request, and tokens were added to its prompt. Raises ValueError for tokens that
-        cannot be, and for what is not done yet."""
+        """Build a request. `fork_of` was built from the same message, except for its id and
+        parameters. So was the request in `continued`; the new prompt is its prompt and the added
+        tokens. Raises ValueError for invalid tokens and for unsupported parameters."""
         check_priority(request.priority, self._takes_priority)
         if request.sampling_params.n != 1:
             raise ValueError(
@@ -118,7 +118,7 @@ class RequestBuilder:
         _check_vocabulary(params, self._vocab_size)
         most = self._max_model_len - len(tokens)
         if extras.asked_elsewhere and self._role == "prefill":
-            most = min(most, 1)  # the other node makes the answer
+            most = min(most, 1)  # the other node computes the rest
         self._check_pooling(extras)
         # Cached tokens are not computed, so they have no logits and no hidden states to report.
         needs_all_rows = params.prompt_logprobs is not None or extras.pooling == MEAN
@@ -148,8 +148,8 @@ class RequestBuilder:
         return job_key(salt, called.job_id)
 
     def elsewhere(self, request: AddRequest) -> Elsewhere:
-        """Whether another engine computes its prompt now, as far as its sender says. Of two
-        nodes that are asked the same at once, the one that decodes is to wait for the other."""
+        """Say whether another engine computes this prompt now, as far as the sender tells. If two
+        nodes get the same prompt at once, the one that decodes waits for the other."""
         extras, decodes = request.extras or NO_EXTRAS, self._role == "decode"
         if self._role == "prefill" or extras.hand_over or extras.ticket is not None:
             return Elsewhere.NO
@@ -162,8 +162,8 @@ class RequestBuilder:
     def _routed_from(
         self, params: SamplingParams, extras: RequestExtras, *, is_part: bool
     ) -> int | None:
-        """The first token whose experts are told; None: of no token. Raises ValueError where they
-        are asked for and cannot be told."""
+        """Return the first token whose experts are reported, or None for no token. Raises
+        ValueError if experts are asked for and cannot be reported."""
         start = params.routed_experts_prompt_start
         is_part = is_part or extras.more_follows or extras.beams is not None
         if self._tells_experts and not is_part:
@@ -189,7 +189,7 @@ class RequestBuilder:
             )
 
     def _check_embeds(self, request: AddRequest, num_tokens: int) -> EmbedArray | None:
-        """The embeddings that a request brings, as many as its tokens."""
+        """Return a request's embeddings, or None. Raise ValueError unless each token has one."""
         data = b"" if request.extras is None else request.extras.prompt_embeds
         if not data:
             return None
@@ -205,8 +205,8 @@ class RequestBuilder:
         return embeds
 
     def read_tokens(self, packed: bytes, num_before: int = 0) -> TokenArray:
-        """The tokens of a prompt, or of what comes behind its first `num_before`. Raises ValueError
-        for none, and for those that the model does not have or has no room for."""
+        """Decode the tokens of a prompt, or of a part after `num_before` tokens. Raises ValueError
+        if there are none, or if the model does not have them or has no room for them."""
         if not packed or len(packed) % BYTES_PER_TOKEN:
             raise ValueError("the prompt is empty or no list of int32; give at least one token id")
         tokens = np.frombuffer(packed, "<i4")
@@ -225,7 +225,7 @@ class RequestBuilder:
 
 
 def decode_request(text: str) -> AddRequest:
-    """An AddRequest that came as JSON. Raises ValueError."""
+    """Decode an AddRequest from JSON; raises ValueError."""
     try:
         return msgspec.json.decode(text, type=AddRequest)
     except msgspec.MsgspecError as error:
@@ -233,7 +233,7 @@ def decode_request(text: str) -> AddRequest:
 
 
 def context_of(request: AddRequest) -> RequestContext:
-    """The tenant, session and priority of a request, as the tiers get them."""
+    """Return a request's tenant, session and priority in the form that the tiers take."""
     extras = request.extras
     if not request.tenant and not request.priority and extras is None:
         return NO_CONTEXT
@@ -248,7 +248,7 @@ def context_of(request: AddRequest) -> RequestContext:
 
 
 def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ValueError for token ids in the parameters that the model does not have."""
+    """Raise ValueError if the parameters name token ids that the model does not have."""
     for name, ids in (
         ("logit_bias", [token for token, _ in params.logit_bias]),
         ("stop_token_ids", params.stop_token_ids),
@@ -262,7 +262,7 @@ def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _fit_max_tokens(params: SamplingParams, room: int) -> SamplingParams:
-    """The same with no more tokens than there is room for (at least 1, refused elsewhere)."""
+    """Limit `max_tokens` to `room`, but at least 1: a prompt without room is refused elsewhere."""
     if params.max_tokens <= room:
         return params
     most = max(room, 1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launcher tells a new core process, once, over its standard input.
+"""The launcher's one message to a new core process, over its standard input.
 
-A length (u32, little-endian) and msgpack. The pipe stays open afterwards and carries nothing: its
-end tells the core that the launcher is gone.
+Format: a length (u32, little-endian), then msgpack. The pipe stays open afterwards and carries
+nothing more: its end tells the core that the launcher is gone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def encode_start(start: msgspec.Struct) -> bytes:
 
 
 def read_start(stream: BinaryIO, kind: type[Start]) -> Start:
-    """Read it back; raises ValueError for anything else, such as a person's terminal."""
+    """Read a start message. Raise ValueError for other input, such as a terminal's."""
     head = stream.read(_LENGTH.size)
     size = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else 0
     body = stream.read(size) if 0 < size <= MAX_BYTES else b""
@@ -53,14 +53,14 @@ def read_start(stream: BinaryIO, kind: type[Start]) -> Start:
 
 
 def tell_import(progress: Callable[[str], None]) -> None:
-    """Say that torch is about to be imported, which takes seconds, and half a minute on a busy
-    machine or a cold disk, in which nothing else is said."""
+    """Report that torch is about to be imported. The import takes seconds, or half a minute on a
+    busy machine or a cold disk, without any other report."""
     if "torch" not in sys.modules:
         progress("importing torch")
 
 
 def encode_path(value: Any) -> Any:
-    """A path as plain text; NotImplementedError for anything else that has no form of its own."""
+    """Encode a Path as text; raises NotImplementedError for other types unknown to msgspec."""
     if isinstance(value, Path):
         return str(value)
     raise NotImplementedError(f"no encoding for {type(value).__name__}")

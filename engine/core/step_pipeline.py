@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepPipeline: steps that are scheduled, computed and taken in, some of them begun ahead.
+"""StepPipeline: schedules, computes and takes in steps; some are begun ahead.
 
     schedule ──► dispatch (forward pass begins) ──► sample (grammars' masks) ──► result ──► update
 
-Of `depth` steps that are under way the oldest comes back first. A step is sampled when the one
-before it has come back, or when the next one has been dispatched behind it, whichever is first.
+Up to `depth` steps are under way, and the oldest comes back first. A step is sampled when the step
+before it has come back, or earlier, when the next step is about to be dispatched.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .executor import Executor, ExecutorDied, StepHandle
 
 logger = logging.getLogger(__name__)
 
-# A worker that has failed so often in a row will fail for ever; a request of its own seldom makes
-# more than its own step fail. A lost device is given up at once.
+# After so many faults in a row the worker will not recover; a single bad request seldom fails more
+# than its own step. A lost device is given up at once.
 MAX_FAILED_STEPS = 5
 
 
@@ -43,9 +43,8 @@ class DispatchedStep:
 
 @dataclass(slots=True, eq=False)
 class StepPipeline:
-    """The steps of one engine core, whose thread calls it. `in_flight` has those that have not come
-    back. `num_failed_steps` counts since the last good one; steps without tokens are neither good
-    nor failed."""
+    """The steps of one engine core, whose thread calls it. `in_flight` has the steps that have not
+    come back. `num_failed_steps` counts faults in a row; steps without tokens do not change it."""
 
     scheduler: Scheduler
     executor: Executor
@@ -55,16 +54,16 @@ class StepPipeline:
     depth: int
     num_failed_steps: int = field(init=False, default=0)
     in_flight: deque[DispatchedStep] = field(init=False, default_factory=deque)  # the oldest first
-    # The last outputs of requests that a step has no token for.
+    # Last outputs of requests that end without a token of a step.
     _ended: list[TokenOutput] = field(init=False, default_factory=list)
     _last_ended: float = field(init=False, default=0.0)  # when the last step came back
 
     def run_step(self) -> list[TokenOutput]:
-        """Begin steps until `depth` are under way, and take the oldest in: its outputs. A fault of
-        the worker ends the requests of this step, and of those begun after it.
+        """Begin steps until `depth` are under way. Take in the oldest and return its outputs. A
+        fault of the worker ends the requests of this step and of the steps begun after it.
 
-        Raises RuntimeError where the worker will not work again: after MAX_FAILED_STEPS in a row,
-        or with a device that is lost; ExecutorDied where it has ended.
+        Raises RuntimeError if the worker will not work again (after MAX_FAILED_STEPS in a row, or
+        with a lost device), and ExecutorDied if it has ended.
         """
         in_flight = self.in_flight
         while not in_flight or (len(in_flight) < self.depth and self.scheduler.has_runnable_work()):
@@ -73,13 +72,13 @@ class StepPipeline:
             except ExecutorDied:
                 if not in_flight:
                     raise
-                break  # what it answered before is still to be delivered
+                break  # steps that the worker answered before are still to be delivered
         step = in_flight.popleft()
         output = step.handle.step
         try:
             self._sample(step)
             result = self.executor.result(step.handle)
-        except Exception as error:  # noqa: BLE001 - it is logged, and told to the step's requests
+        except Exception as error:  # noqa: BLE001 - it is logged, and told to the requests
             return self._fail_step(output, error)
         if output.num_scheduled_tokens:
             self.num_failed_steps = 0
@@ -89,11 +88,11 @@ class StepPipeline:
         if (speculation := self.scheduler.speculation) is not None:
             speculation.note_step(output, result, now - began)
         outputs = self.continuations.take(self.scheduler.update_from_output(output, result))
-        if in_flight:  # the worker must not have to wait for this
+        if in_flight:  # sampled now, so that the worker does not wait for the counts below
             try:
                 self._sample(in_flight[0])
             except ExecutorDied:
-                pass  # the next call says so; these tokens are still to be delivered
+                pass  # the next call raises it; these tokens are still to be delivered
         self.stats.savings.add_counts(self.scheduler.counts)
         return outputs + self._take_ended()
 
@@ -106,14 +105,14 @@ class StepPipeline:
         output = self.scheduler.schedule(held)
         if self.in_flight:
             self._sample(self.in_flight[-1])
-        elif self.grammars:  # all tokens are known, so masks can be made beside the forward pass
+        elif self.grammars:  # all tokens are known, so masks are made during the forward pass
             self.grammars.begin_masks(self.scheduler.choosing(output), output.draft_token_ids)
         began = time.monotonic()
         self.in_flight.append(DispatchedStep(self.executor.dispatch(output), began))
 
     def give_up_steps(self) -> list[TokenOutput]:
-        """Wait for the steps under way, and drop their tokens; what they report of copies
-        counts."""
+        """Wait for the steps under way and drop their tokens. Their reports of copies are taken
+        in."""
         outputs: list[TokenOutput] = []
         while self.in_flight:
             step = self.in_flight.popleft()
@@ -121,7 +120,7 @@ class StepPipeline:
             try:
                 self._sample(step)
                 result = self.executor.result(step.handle)
-            except Exception as error:  # noqa: BLE001 - behind a failed one, it was to fail
+            except Exception as error:  # noqa: BLE001 - steps after a failed one should fail
                 logger.debug("a step was given up: %s", error)
             outputs += self.continuations.take(self.scheduler.give_up_step(output, result))
         return outputs
@@ -133,7 +132,8 @@ class StepPipeline:
             self.executor.sample(step.handle, mask)
 
     def _mask_of(self, output: SchedulerOutput) -> TokenMask | None:
-        """The tokens that the grammars of a step allow; requests at the end of theirs end."""
+        """Return the mask of tokens that grammars allow. Requests at the end of their grammar
+        end."""
         choosing = () if self.grammars.has_begun else self.scheduler.choosing(output)
         mask, ended = self.grammars.masks(choosing, output.draft_token_ids)
         for request, error in ended:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the arguments of `LLM`, which become one value for each prompt.
+"""Checks the arguments of `LLM`, and turns them into one value for each prompt.
 
-All functions raise ValueError, which names the expected and the given value.
+All functions raise ValueError with the expected and the given value.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..request.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | npt.NDArray[Any]
 Conversation = Sequence[Mapping[str, Any]]
-# Iterable types that are no lists: they hold other values, or have no order.
+# Iterable types that are not lists: they hold other values, or have no order.
 NO_LISTS = (bytes, bytearray, memoryview, dict, set, frozenset)
 
 
 def prompts_in(prompts: Any) -> list[Any]:
-    """Return the prompts of a call, which gives one or several."""
+    """Return the prompts of a call as a list; the call gives one or several."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, NO_LISTS) or not hasattr(prompts, "__iter__"):
@@ -76,7 +76,7 @@ def priorities_for(count: int, given: Sequence[int] | None, what: str) -> Sequen
 
 
 def conversations_in(messages: Any) -> list[Any]:
-    """Return the conversations of a call, which gives one or several."""
+    """Return the conversations of a call as a list; the call gives one or several."""
     if isinstance(messages, list | tuple):
         if all(isinstance(each, list | tuple) for each in messages):
             return list(messages)
@@ -90,7 +90,7 @@ def conversations_in(messages: Any) -> list[Any]:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Begin the message of a ValueError that is raised inside with `what`."""
+    """Put `what` in front of the message of a ValueError that the block raises."""
     try:
         yield
     except ValueError as error:

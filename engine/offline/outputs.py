@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results of the Python API: an answer to each prompt, with one choice or several.
 
-The names are vLLM's if it has the same field. Also the line that counts answers on a terminal.
+Fields have vLLM's names where vLLM has them. `ProgressLine` counts answers on a terminal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..request.logprobs import PositionLogprobs, PromptLogprobs
 from ..request.pooling import finish_vector
 from ..text.output_processor import TextOutput
 
-# Calls that are shorter write no line; others rewrite it at this interval.
+# Shorter calls write no line; longer calls rewrite it at this interval.
 PROGRESS_SECONDS = 1.0
 
 
@@ -34,12 +34,12 @@ class Logprob(NamedTuple):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """A choice of an answer. `logprobs` has a map by token id for each of `token_ids`, that token
-    first, or is None if the request asks for none; it is made of `position_logprobs`. `timings` are
-    seconds, by name; `cached_tokens_by_tier` has the pool and each tier of the engine."""
+    """A choice of an answer. `logprobs` has, for each of `token_ids`, a map by token id with this
+    token first; None if the request asks for none. `position_logprobs` has the same data. `timings`
+    are seconds, by name; `cached_tokens_by_tier` has the pool and each tier."""
 
     index: int  # among the choices of its prompt
-    text: str = ""  # of chats, without their thoughts
+    text: str = ""  # without thoughts, in chats
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error" | ...
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it
@@ -51,8 +51,9 @@ class CompletionOutput:
     cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     position_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    # If the engine reports experts: uint8 or uint16 `[tokens, layers with experts, experts of a
-    # token]`, from the first requested token, by default the prompt's, to the last but one.
+    # If the engine reports experts: uint8 or uint16 `[tokens, layers with experts, experts per
+    # token]`. The first row is the first requested token (default: the prompt's); the last has
+    # none.
     routed_experts: npt.NDArray[Any] | None = field(default=None, repr=False)
 
     @property
@@ -63,7 +64,7 @@ class CompletionOutput:
         return sum(entry.logprobs[0] for entry in self.position_logprobs)
 
     def finished(self) -> bool:
-        """Whether it has ended, perhaps by an error. A method, as in vLLM."""
+        """Whether the choice has ended, perhaps by an error. A method, as in vLLM."""
         return self.finish_reason is not None
 
     def add(self, part: TextOutput) -> None:
@@ -104,10 +105,10 @@ class BeamSearchSequence:
     """An answer of a beam search. `tokens` and `text` begin with the prompt, as in vLLM."""
 
     tokens: list[int]
-    logprobs: list[dict[int, Logprob]]  # of the tokens behind the prompt
+    logprobs: list[dict[int, Logprob]]  # of the tokens after the prompt
     text: str | None  # None without a tokenizer
-    cum_logprob: float  # the log-probability of the tokens behind the prompt
-    score: float  # by which answers are sorted
+    cum_logprob: float  # log-probability of the tokens after the prompt
+    score: float  # sort key of the answers
     finish_reason: str | None
     error: str | None = None
 
@@ -121,13 +122,13 @@ class BeamSearchOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answer to one prompt. The properties beside `outputs` are those of the first choice,
-    except for `error`, which is that of the first choice that failed."""
+    """The answer to one prompt. The other properties repeat the first choice of `outputs`, except
+    for `error`: the error of the first choice that failed."""
 
     request_id: str
     prompt: str | None  # None for a prompt given as token ids or numbers
     prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]  # as many as `n`
+    outputs: list[CompletionOutput]  # `n` choices
     prompt_logprobs: PromptLogprobs | None = None
     embedding: bytes | None = field(default=None, repr=False)  # as the engine sent it
 
@@ -146,7 +147,7 @@ class RequestOutput:
 
     @property
     def error(self) -> str | None:
-        """The error of the first choice that failed; None: no choice failed."""
+        """The error of the first choice that failed; None if no choice failed."""
         return next((each.error for each in self.outputs if each.error is not None), None)
 
     @property
@@ -185,7 +186,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """The vector of one prompt; empty if the request failed."""
+    """The vector of one prompt. It is empty if the request failed."""
 
     embedding: list[float]
 
@@ -206,7 +207,7 @@ class EmbeddingRequestOutput:
     def from_request_output(
         cls, answer: RequestOutput, *, normalize: bool, dimensions: int | None
     ) -> EmbeddingRequestOutput:
-        """Make it from the answer to a request with an embedding."""
+        """Make the output from the answer to a request with an embedding."""
         vector: list[float] = []
         error = answer.error
         if error is None:
@@ -227,7 +228,7 @@ class EmbeddingRequestOutput:
 
 
 class ProgressLine:
-    """`3 of 12 answers, 250 tokens/s`, written over itself while `keep_redrawing` runs."""
+    """The text `3 of 12 answers, 250 tokens/s`, rewritten in place by `keep_redrawing`."""
 
     def __init__(self, total: int, stream: TextIO) -> None:
         self._total, self._stream = total, stream
@@ -236,7 +237,7 @@ class ProgressLine:
 
     @classmethod
     def create_for_terminal(cls, num_prompts: int, total: int) -> ProgressLine | None:
-        """Make the line on standard error if that is a terminal and there are several prompts."""
+        """Make the line if standard error is a terminal and there are several prompts."""
         stream = sys.stderr
         if num_prompts < 2 or stream is None or stream.closed or not stream.isatty():
             return None
@@ -249,8 +250,8 @@ class ProgressLine:
         self._num_answers += 1
 
     async def keep_redrawing(self) -> None:
-        """Write the line at intervals until this task is cancelled, and then end the line."""
-        # A terminal may go away; the answers must not be lost by that.
+        """Rewrite the line at intervals until this task is cancelled, then end the line."""
+        # A terminal may disappear; the answers must not be lost with it.
         with contextlib.suppress(OSError, ValueError):
             try:
                 while True:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs prompts of the Python API: a request for each choice, all of them at once.
+"""Runs prompts of the Python API: one request for each choice, all at once.
 
-The choices of a prompt begin together, so that it is computed once. A failed request does not end
-others. The runner belongs to the event loop that runs it.
+The choices of a prompt begin together, so that the prompt is computed once. A failed request does
+not end others. The runner belongs to the event loop that runs it.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ logger = logging.getLogger(__name__)
 
 
 class CheckedPrompt(NamedTuple):
-    """A checked prompt."""
+    """A checked prompt, ready to run."""
 
-    request: AddRequest  # of all its choices
+    request: AddRequest  # for all its choices
     text: str | None  # None for token ids and numbers
-    # Whether an answer begins inside a thought; None: thoughts are not split off.
+    # Whether the answer begins inside a thought; None: thoughts are not split off.
     is_inside: bool | None = None
-    beams: BeamSearchParams | None = None  # a search whose answers are the choices
+    beams: BeamSearchParams | None = None  # set for a beam search, whose answers are the choices
 
 
 class Run(NamedTuple):
-    """A choice whose request is running."""
+    """A choice and its request, which runs or waits to begin."""
 
     request: AddRequest
     answer: RequestOutput
-    child: int  # among the choices of its answer
+    child: int  # index of the choice in its answer
     thoughts: Thoughts | None
     may_begin: asyncio.Event  # shared by all choices that begin together
 
@@ -72,7 +72,7 @@ class PromptRunner:
             for run in self._runs_of(prompt, answer)
         ]
         line = ProgressLine.create_for_terminal(len(answers), len(runs)) if use_tqdm else None
-        places = asyncio.Semaphore(self._max_at_once)  # the core refuses more than it may queue
+        places = asyncio.Semaphore(self._max_at_once)  # the core limits its queue
         tasks = [asyncio.ensure_future(self._run_one(run, places, line)) for run in runs]
         tasks.append(asyncio.ensure_future(_begin_in_turn(runs, places)))
         showing = [] if line is None else [asyncio.ensure_future(line.keep_redrawing())]
@@ -85,8 +85,8 @@ class PromptRunner:
         return answers
 
     def name_logprobs(self, answers: Sequence[RequestOutput]) -> None:
-        """Make the maps by token of the choices that have log-probabilities. This takes some time
-        for many choices, so it must not run on an event loop."""
+        """Make the maps by token for choices with log-probabilities. For many choices this takes
+        time, so it must not run on an event loop."""
         from ..api.token_texts import TokenTexts
 
         texts = TokenTexts(self._tokenizer)
@@ -143,7 +143,7 @@ class PromptRunner:
                         line.count_new_tokens(len(part.token_ids))
         except EngineDead:
             raise
-        except Exception as error:  # such as a panic of the tokenizer
+        except Exception as error:  # for example a panic of the tokenizer
             logger.exception("request %s failed", request.request_id)
             answer.outputs[child].fail(str(error) or type(error).__name__)
         finally:
@@ -153,7 +153,7 @@ class PromptRunner:
 
 
 async def _begin_in_turn(runs: Sequence[Run], places: asyncio.Semaphore) -> None:
-    """Let runs begin as places become free. Runs that begin together wait for a place for each."""
+    """Let runs begin when places become free. Runs that begin together wait until all have one."""
     for _, together in itertools.groupby(runs, key=lambda run: id(run.may_begin)):
         group = list(together)
         for _ in group:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PromptSession: a prompt that a caller of the Python API gives in parts, and its answer."""
+"""PromptSession: a prompt given in parts by a caller of the Python API, and its answer."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class Requester(Protocol):
 
 
 class PromptSession:
-    """A prompt that is fed to the engine in parts, and its answer. `LLM.open_session` makes it. The
-    end of a `with` block drops a session without an answer."""
+    """A prompt that is given to the engine in parts, and its answer. `LLM.open_session` makes it.
+    The end of a `with` block drops a session that was not answered."""
 
     def __init__(self, llm: Requester, params: SamplingParams, cache_salt: str) -> None:
         self._llm, self._params, self._cache_salt = llm, params, cache_salt
         most = llm.max_prompt_tokens
         self._parts = PromptParts(llm.tokenizer, most)
-        self._request: AddRequest | None = None  # once the first tokens are known
+        self._request: AddRequest | None = None  # set when the first tokens are known
         self._has_ended = False
         self._feeding = threading.Lock()
 
     def feed(self, part: str | Sequence[int]) -> None:
-        """Feed the next part of the prompt, a text or a list of token ids. The engine computes it
+        """Add the next part of the prompt, a text or a list of token ids. The engine computes it
         before the rest arrives. Raises ValueError for an invalid part, after the end, and while
-        another thread feeds."""
+        another thread adds a part."""
         with self._exclusively():
             tokens = self._parts.add_part(self._checked(part))
             if self._request is None:
@@ -69,8 +69,8 @@ class PromptSession:
                 self._extend(tokens)
 
     def answer(self, part: str | Sequence[int] = "") -> RequestOutput:
-        """Feed the last part, and return the answer to the whole prompt. Raises what `feed` and
-        `LLM.generate` raise."""
+        """Add the last part, and return the answer to the whole prompt. Raises like `feed` and
+        `LLM.generate`."""
         with self._exclusively():
             num_kept, tokens = self._parts.end_prompt(self._checked(part))
             whole = self._llm.make_request(self._parts.token_ids, self._params, self._cache_salt)

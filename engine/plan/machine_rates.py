@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rates of a plan: given, measured here in a second, or reference figures.
+"""The rates of a plan: given by the user, measured here in a second, or reference figures.
 
-Every rate keeps its origin, so that the output can say it.
+Every rate keeps its origin for the output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPERATIONS = "operations"
 PREFILL_TOKENS = "prefill_tokens"
 GIVEN, MEASURED, REFERENCE = "given", "measured", "reference"
 
-# Flag → its rate, and the unit
+# Flag → name of the rate, and its unit.
 _FLAGS = {
     "cpu_bandwidth": ("cpu", "bytes"),
     "ssd_bandwidth": ("ssd", "bytes"),
@@ -49,8 +49,8 @@ REFERENCES: Mapping[str, Rate] = {
 
 
 def resolve_rates(given: Mapping[str, Any], probe: bool) -> dict[str, Rate]:
-    """Return the rates that the plan needs. The network's cannot be measured here, so it is there
-    only if it is given, or with reference figures. Raises ConfigError."""
+    """Return the rates that the plan needs. The network's rate cannot be measured here, so it is
+    missing unless it is given or reference figures are used. Raises ConfigError."""
     if "flops" in given and "prefill_tokens_per_second" in given:
         raise ConfigError(
             "--flops and --prefill-tokens-per-second both set how fast prompts are computed; "
@@ -71,7 +71,7 @@ def resolve_rates(given: Mapping[str, Any], probe: bool) -> dict[str, Rate]:
     return {name: rates[name] for name in (*REFERENCES, PREFILL_TOKENS) if name in rates}
 
 
-# The probes are imported when they run, since they need torch and --help does not.
+# The probes are imported when they run: they need torch, which --help does not.
 def _measure_memory() -> Rate:
     from ..config.machine_probes import memory_copy_bytes_per_second
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of `stratakv plan`: a model's demand, the capacity of each tier, and the prefixes
-for which loading is faster than computing.
+"""The arithmetic of `stratakv plan`: the memory that a model needs, the capacity of each tier, and
+the prefixes for which loading is faster than computing.
 
-It computes bytes, blocks and seconds from shapes, sizes and rates, and measures, opens and prints
+It computes bytes, blocks and seconds from shapes, sizes and rates. It measures, opens and prints
 nothing. Prefill of n tokens is counted in operations:
 
-    2 * n * (elements of the layers' matrices)  +  2 * n^2 * layers * heads * head_dim
-                 of experts those of a token
+        2 * n * (elements of the layers' matrices)  +  2 * n^2 * layers * heads * head_dim
+                 (of experts: only those of a token)
 
-the second for scores and their sums over half of the square. Loading is counted in whole blocks,
-each one contiguous chunk; blocks from below the CPU tier pass through it, one after the other.
+The second term is for scores and weighted sums, over half of the square. Loads are counted in
+whole, contiguous blocks. Blocks of lower tiers pass through the CPU tier singly.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ..models.model_spec import ModelSpec
 Shapes = Mapping[str, tuple[int, ...]]
 
 PREFIX_TOKENS = (1024, 8192, 32768)
-# The pool's null block, which holds no tokens; a pool needs at least one block beside it.
+# The pool's null block, which has no tokens; a pool needs at least one more block.
 NULL_BLOCKS = 1
 MIN_POOL_BLOCKS = 2
 _LAYER_PREFIX = "model.layers."
-STATES = "states"  # in the place of a group's attention
+STATES = "states"  # stands for a group's attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The division of one device's memory, in bytes."""
+    """The parts of one device's memory, in bytes."""
 
     total_bytes: int
     weight_bytes: int
     reserve_bytes: int
-    state_bytes: int = 0  # of running requests, if layers carry states
+    state_bytes: int = 0  # of running requests, for layers that carry states
 
     @property
     def kv_bytes(self) -> int:
@@ -63,7 +63,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The capacity of one tier: its blocks, and the tokens and requests that they have room for."""
+    """The size of one tier: its blocks, and the tokens and requests that fit into them."""
 
     size_bytes: int
     blocks: int
@@ -74,18 +74,18 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A cache group, and the most that a request of the longest length holds of it."""
+    """A cache group, and the most that a request of the longest length holds in it."""
 
     attention: str
     layers: tuple[int, ...]
-    page_bytes: int  # K and V of one block of tokens in its layers
+    page_bytes: int  # K and V of one block of tokens in the group's layers
     pages: int
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Slots behind the last token of a request, if all lengths are equally likely."""
+    """Empty slots after the last token of a request, if all lengths are equally likely."""
 
     tokens_per_request: float
     bytes_per_request: float
@@ -94,7 +94,7 @@ class Waste:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A prefix loaded, from each tier, and computed."""
+    """The times to load a prefix, from each tier, and to compute it."""
 
     tokens: int
     blocks: int
@@ -108,8 +108,8 @@ def num_elements(shapes: Shapes) -> int:
 
 
 def weight_bytes(shapes: Shapes, dtype: str, num_devices: int = 1) -> int:
-    """Return the bytes of weights on each device: matrices are split, all devices have
-    the vectors."""
+    """Return the bytes of weights on each device. Matrices are split; every device has all
+    vectors."""
     matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
     vectors = num_elements(shapes) - matrices
     return (-(-matrices // num_devices) + vectors) * DTYPE_BYTES[dtype]
@@ -117,13 +117,13 @@ def weight_bytes(shapes: Shapes, dtype: str, num_devices: int = 1) -> int:
 
 def activation_bytes(spec: ModelSpec, dtype: str) -> int:
     """Estimate the bytes that a step of the default size needs beside weights, KV and states. Each
-    token needs two hidden states, the inputs and output of attention or, if they are more, of a
-    layer with a state, and two rows of the MLP. Each request needs two rows of float32 over the
+    token needs two hidden states, two rows of the MLP, and the inputs and output of attention, or
+    of a layer with a state if these are larger. Each request needs two float32 rows over the
     vocabulary."""
     step = SchedulerConfig()
     mixer = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     if (state := spec.state) is not None:
-        # Rows before and behind the convolution, the recurrence's output, and the gated output.
+        # Rows before and after the convolution, the recurrence's output, and the gated output.
         mixer = max(mixer, state.in_size + state.conv_channels + 2 * state.inner_size)
     row = 2 * spec.hidden_size + mixer + 2 * spec.widest_mlp
     logits = 2 * step.max_num_seqs * spec.vocab_size * DTYPE_BYTES["float32"]
@@ -133,16 +133,15 @@ def activation_bytes(spec: ModelSpec, dtype: str) -> int:
 def running_state_bytes(
     states: StateBytes, num_requests: int, num_devices: int = 1, num_drafts: int = 0
 ) -> int:
-    """Return the bytes of states on each device for `num_requests` that run at once, with
-    `num_drafts` each."""
+    """Return the bytes of states on each device for `num_requests` running requests with
+    `num_drafts` drafts each."""
     return num_state_slots(num_requests, num_drafts) * -(-states.num_bytes // num_devices)
 
 
 def device_layout(
     spec: ModelSpec, block_size: int, kv_dtype: str, num_devices: int = 1
 ) -> BlockLayout:
-    """Return the layout of a block on each device. Raises ConfigError if the heads cannot
-    be split."""
+    """Return the layout of a block on each device. Raise ConfigError if heads cannot be split."""
     for what, count in (("attention", spec.num_heads), ("key-value", spec.num_kv_heads)):
         if count % num_devices:
             raise ConfigError(
@@ -181,8 +180,8 @@ def capacity(
     typical_tokens: int,
     null_blocks: int = 0,
 ) -> Capacity:
-    """Return the capacity of `blocks`, `null_blocks` of them empty; a request takes
-    whole blocks."""
+    """Return the capacity of `blocks`, of which `null_blocks` are empty. Requests take whole
+    blocks."""
     usable = blocks - null_blocks
     return Capacity(
         size_bytes=size_bytes,
@@ -196,9 +195,9 @@ def capacity(
 def pool_capacity(
     groups: CacheGroups, size_bytes: int, *, max_model_len: int, typical_tokens: int
 ) -> Capacity:
-    """Return the capacity of a pool in blocks over all layers. In layers with windows a request
-    holds the blocks of the window and of a step of the default size; tokens are counted as if every
-    layer kept all."""
+    """Return the capacity of a pool, in blocks over all layers. In layers with windows a request
+    holds the blocks of the window and of a step of the default size. Tokens are counted as if every
+    layer kept all of them."""
     blocks = size_bytes // (groups.layout.place_bytes * groups.num_places)
     usable = groups.num_pages(blocks) - NULL_BLOCKS
 
@@ -217,8 +216,8 @@ def pool_capacity(
 def group_table(
     groups: CacheGroups, max_model_len: int, state_layers: tuple[int, ...] = ()
 ) -> list[Group]:
-    """Return for each group the most that a request of `max_model_len` tokens holds, in steps of
-    the default size; for the states of `state_layers` that is a checkpoint."""
+    """Return, for each group, the most that a request of `max_model_len` tokens holds in steps of
+    the default size. The states of `state_layers` are a group that holds one checkpoint."""
     size, step = groups.layout.block_size, SchedulerConfig().most_step_tokens
     rows = []
     for group in groups.groups:
@@ -234,13 +233,13 @@ def group_table(
 
 
 def waste(layout: BlockLayout, typical_tokens: int) -> Waste:
-    """Return the average loss in last blocks, of which none to all but one slots are empty."""
+    """Return the average waste in last blocks, whose empty slots range from none to all but one."""
     tokens = (layout.block_size - 1) / 2
     return Waste(tokens, tokens * layout.token_bytes, tokens / (typical_tokens + tokens))
 
 
 def prefill_of(shapes: Shapes, spec: ModelSpec, operations_per_second: float) -> Prefill:
-    """Return the prefill time at a rate of operations, that of all devices together."""
+    """Return the prefill time at a total rate of operations, over all devices."""
     matrices = 0.0
     for name, shape in shapes.items():
         if not name.startswith(_LAYER_PREFIX) or len(shape) < 2:
@@ -271,7 +270,7 @@ def block_seconds(
 
 
 def prefix_lengths(max_model_len: int) -> list[int]:
-    """Return the prefixes to compare: the usual ones that fit, and the whole context."""
+    """Return the prefix lengths to compare: the usual ones that fit, and the whole context."""
     return [tokens for tokens in PREFIX_TOKENS if tokens < max_model_len] + [max_model_len]
 
 
@@ -283,8 +282,8 @@ def loads(
     num_devices: int = 1,
     num_state_blocks: int = 0,
 ) -> list[Load]:
-    """Return the loads of the full blocks of each prefix, without prefixes that fill no block. The
-    states behind a prefix take `num_state_blocks`."""
+    """Return the loads of the full blocks of each prefix; prefixes without a full block are left
+    out. The states at the end of a prefix take `num_state_blocks`."""
     rows = []
     for length in lengths:
         blocks = length // layout.block_size
@@ -306,7 +305,7 @@ def loads(
 def break_even_tokens(
     seconds_per_block: float, block_size: int, prefill: Prefill, num_state_blocks: int = 0
 ) -> int | None:
-    """Return the shortest prefix of whole blocks that is loaded sooner than computed; None: none.
+    """Return the shortest prefix, in whole blocks, that loads faster than it computes, or None.
 
     Both times grow from 0, except that every load includes the blocks of states. If computing is
     faster for the first token, the quadratic term of prefill decides.

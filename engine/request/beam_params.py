@@ -12,7 +12,7 @@ from ...tiers.settings.format import format_value
 from .sampling_params import SamplingParams
 
 MAX_BEAM_WIDTH = 64
-MAX_LENGTH_PENALTY = 16.0  # and its negative; scores of all lengths stay finite
+MAX_LENGTH_PENALTY = 16.0  # and the least is its negative; scores of all lengths stay finite
 _WITHOUT_EFFECT = (
     "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "bad_words", "structured_outputs", "repetition_detection", "stop", "stop_token_ids",
@@ -25,11 +25,11 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     """A beam search, which gives `beam_width` answers, the best first.
 
     The score of an answer is the sum of its tokens' log-probabilities divided by its number of
-    tokens to the power of `length_penalty`. `early_stopping` True ends the search with the first
-    `beam_width` answers that have ended; False once no beam at its present length scores above the
-    worst of them; "never" once none could at any length. Scores are of the model's own
-    log-probabilities, so `temperature` changes nothing, as in vLLM. `ignore_eos`: every answer has
-    `max_tokens` tokens. Raises ValueError, naming the field, for anything out of bounds.
+    tokens to the power of `length_penalty`. `early_stopping` decides when a search with
+    `beam_width` ended answers stops. True: at once. False: when no beam, at its present length,
+    scores above the worst of them. "never": when no beam could do so at any length. Scores use the
+    model's own log-probabilities, so `temperature` changes nothing, as in vLLM. `ignore_eos`: every
+    answer has `max_tokens` tokens. Raises ValueError, naming the field, for anything out of bounds.
     """
 
     beam_width: int
@@ -69,7 +69,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
 
 def wish_without_effect(params: SamplingParams) -> str:
     """Return the first parameter that asks for a feature without effect on beams; "": none. Beams
-    follow the most tokens and the ends of an answer, and have log-probabilities of their tokens."""
+    follow only the token limit, the ends of an answer and the log-probabilities."""
     if params.logprobs:
         return "logprobs"
     asked = (name for name in _WITHOUT_EFFECT if getattr(params, name) != getattr(_PLAIN, name))

@@ -21,15 +21,15 @@ from .sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
 
-# Reasons to abort a request, since its client reads no further.
+# Reasons to abort a request whose client reads no further.
 ABORTED = "abort"
 STOPPED = "stop"
 
-# The model's logits for a request were not finite. Blocks that are forgotten because of that are
+# The model's logits for a request were not finite. Blocks that are forgotten for this reason are
 # counted under this name too.
 NOT_FINITE = "not_finite"
-PROCESSOR_FAILED = "logits_processor_failed"  # one of another package raised for the request
-# The grammar that an answer should have followed cannot be compiled, or not be followed to its end.
+PROCESSOR_FAILED = "logits_processor_failed"  # a processor of another package raised
+# The grammar of an answer cannot be compiled, or cannot be followed to its end.
 INVALID_GRAMMAR = "invalid_grammar"
 OVERLOADED = "overloaded"  # the engine was full and did not take the request; try again later
 
@@ -37,7 +37,7 @@ MAX_PRIORITY = 2**31
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):
-    """Another answer to the prompt of a request, which is computed once for both."""
+    """Another answer to the prompt of a request. The prompt is computed once for both answers."""
 
     request_id: str
     sampling_params: SamplingParams
@@ -46,26 +46,26 @@ class Fork(msgspec.Struct, array_like=True, frozen=True):
 class RequestExtras(
     msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, frozen=True
 ):
-    """Optional request fields, sent by name, so a new field does not change the array layout. A
-    core that does not know a field refuses the request."""
+    """Optional request fields. They are sent by name, so a new field does not change the array
+    layout. A core that does not know a field refuses the request."""
 
-    session: str = ""  # turns of one conversation, or of one agent's job, have one name
+    session: str = ""  # the same for all turns of a conversation or of an agent's job
     is_last_step: bool = False  # no other turn of the job follows
     tool: str = ""  # the tool whose result this turn has; "": none, or unknown
     kv_transfer: dict[str, Any] = {}  # passed unchanged to the connector and its tiers
     # The last output waits until others can load the prompt's blocks, and has a ticket.
     hand_over: bool = False
-    ticket: Ticket | None = None  # of a node that has computed the prompt
+    ticket: Ticket | None = None  # from the node that computed the prompt
     computed_elsewhere: bool = False  # another node computes the prompt at this moment
-    asked_elsewhere: bool = False  # another node, of another role, was asked the same at once
+    asked_elsewhere: bool = False  # a node of another role got the same request at the same time
     # A safetensors file of embeddings in place of the prompt's tokens, which are zeros.
     prompt_embeds: bytes = b""
-    # `last` or `mean`: the prompt's embedding is requested, which comes with the first token.
+    # `last` or `mean`: the prompt's embedding is to come with the first token; "": no embedding.
     pooling: str = ""
     forks: list[Fork] = []  # requests queued with this one, which differ only in these fields
-    # The prompt goes on: an ExtendPrompt brings its next part.
+    # True: the prompt goes on, and an ExtendPrompt brings its next part.
     more_follows: bool = False
-    # The answers, of which the forks are the second and later ones, are those of a beam search.
+    # This request and its forks are the answers of a beam search.
     beams: BeamSearchParams | None = None
 
 
@@ -86,8 +86,8 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
 
 
 def share_prompt(requests: Sequence[AddRequest], beams: BeamSearchParams | None = None) -> None:
-    """Make the first of these requests bring the others to the core, which computes their prompt
-    once. They differ only in ids and parameters. `beams`: they are the answers of this search."""
+    """Make the other requests forks of the first, so the core computes their prompt once. The
+    requests differ only in ids and parameters. `beams`: they are the answers of this search."""
     if beams is not None:
         for each in requests:
             each.extras = msgspec.structs.replace(each.extras or NO_EXTRAS, beams=beams)
@@ -104,7 +104,7 @@ class ExtendPrompt(msgspec.Struct, tag="extend", array_like=True):
     # Little-endian int32. Empty: the client has sent a part whose tokens are not certain yet.
     prompt_token_ids: bytes
     is_last: bool = False
-    # Of the tokens before it, how many are the prompt's own; -1: all of them.
+    # How many of the tokens sent before belong to the prompt; -1: all of them.
     num_kept: int = -1
 
 
@@ -117,7 +117,7 @@ class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
 
 
 class Call(msgspec.Struct, tag="call", array_like=True):
-    """Ask the core for one of: "stats", "follow" (an AddRequest in JSON), "tool_called" (a
+    """Call one function of the core: "stats", "follow" (an AddRequest in JSON), "tool_called" (a
     ToolCalled in JSON), "reset_prefix_cache", "pause", "resume", "paused", "shutdown"."""
 
     call_id: int
@@ -126,7 +126,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
 
 
 class ToolCalled(msgspec.Struct, forbid_unknown_fields=True):
-    """The turn of a job that ended last has called a tool."""
+    """The news that the last ended turn of a job has called a tool."""
 
     job_id: str
     tool: str
@@ -134,7 +134,7 @@ class ToolCalled(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: str = ""
 
 
-# Untracked by the collector: a step has hundreds of them, and none is part of a cycle.
+# Untracked by the garbage collector: a step has hundreds of these objects, and no cycles.
 class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     """The output of a step for one request."""
 
@@ -144,14 +144,13 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     stop_reason: int | str | None = None
     # With the first token of a request:
     num_cached_tokens: int | None = None
-    cached_tokens_by_tier: dict[str, int] | None = None  # of `Ready.tiers` → tokens
+    cached_tokens_by_tier: dict[str, int] | None = None  # name in `Ready.tiers` → tokens
     error: str | None = None
-    # With the last output, and up to then with the first token: queue, prefill, ... in seconds.
+    # With the first token (so far) and with the last output: queue, prefill, ... in seconds.
     timings: dict[str, float] | None = None
     # For errors on which a client can act: OVERLOADED, INVALID_GRAMMAR.
     error_code: str | None = None
-    # If requested: one for each of `new_token_ids`, and with the first token one for each prompt
-    # token.
+    # If requested: an entry for each new token; with the first token, for each prompt token.
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     # With the last output, if the prompt was handed over.
@@ -160,7 +159,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     embedding: bytes | None = None
     # If requested: experts of computed tokens; the last entry of a repeated position counts.
     routed_experts: list[RoutedRows] | None = None
-    # With the last output: no token ended the request, but its grammar did.
+    # With the last output: the grammar ended the request, not a token.
     ends_without_token: bool = False
 
 
@@ -168,7 +167,7 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True):
     """All outputs of a step, in one message."""
 
     outputs: list[TokenOutput]
-    num_failed_steps: int = 0  # that the worker has failed since the last good one
+    num_failed_steps: int = 0  # failed since the worker's last good step
 
 
 class Reply(msgspec.Struct, tag="reply", array_like=True):
@@ -188,10 +187,10 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     num_blocks: int
     block_size: int
     eos_token_ids: list[int]
-    # Places from which prompt tokens can come without being computed.
+    # Names of the places from which prompt tokens can come without being computed.
     tiers: tuple[str, ...] = ("pool",)
     tiers_down: list[str] = []
-    hidden_size: int = 0  # numbers of a prompt embedding
+    hidden_size: int = 0  # how many numbers a prompt embedding has
     identity: dict[str, str] = {}  # values that another engine must share to find its blocks
     takes_priority: bool = False  # whether requests may have a priority
     tells_experts: bool = False  # whether answers may have the experts of their tokens
@@ -216,7 +215,7 @@ encoder = msgspec.msgpack.Encoder()
 
 
 def check_priority(priority: int, is_taken: bool) -> None:
-    """Raise ValueError for a priority that no request may have, or none but 0."""
+    """Raise ValueError for a priority out of bounds, and for any but 0 unless `is_taken`."""
     if priority and not is_taken:
         raise ValueError(
             f"priority must be 0, got {priority}: requests are served in the order in which they "
@@ -227,8 +226,7 @@ def check_priority(priority: int, is_taken: bool) -> None:
 
 
 def refuse(frame: bytes, why: str) -> FromCore | None:
-    """Return the answer to a message to the core that cannot be decoded; None if it has no readable
-    id to answer."""
+    """Return the answer to an undecodable message to the core; None if it has no readable id."""
     try:
         fields = msgspec.msgpack.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError):

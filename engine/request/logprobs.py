@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import msgspec
 
-# The most that OpenAI's API allows for a chat.
+# The most likely tokens at a position that OpenAI's API allows for a chat.
 MAX_LOGPROBS = 20
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True):
-    """The token at one position, and the likeliest ones there.
+    """The token at one position, and the likeliest tokens there.
 
-    Both lists begin with the token of the position, at any rank; the likeliest follow in descending
-    order, and the token is among them a second time if it is one of them.
+    Both lists begin with the token of the position, at any rank; the likeliest tokens follow in
+    descending order. If the token is one of the likeliest, it is in the lists twice.
     """
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int  # of the position's token; 1 is the likeliest, equal ones do not count
+    rank: int  # of the position's token: 1 + the number of likelier tokens
 
 
-# An entry for each prompt token; None for the first, which has no token before it.
+# An entry for each prompt token; None for the first, which no token precedes.
 PromptLogprobs = list[PositionLogprobs | None]

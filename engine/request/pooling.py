@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings in the fronts: the form of the request, length 1, fewer numbers.
 
-The pooled hidden states depend on the model and are set by `--pooling`. A model whose training
-makes the first numbers of a vector a vector of their own (matryoshka) says so in config.json.
+The pooled hidden states depend on the model and are set by `--pooling`. In a matryoshka model the
+first numbers of a vector are a usable vector too; such a model says so in config.json.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MAX_LISTED = 1024  # entries of a config.json's list
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The numbers of an embedding that clients may ask for: all, and with `may_be_fewer` only the
-    first ones: any number of them, or one in `listed` if that is not empty."""
+    """The sizes of an embedding that clients may ask for: the full size and, with `may_be_fewer`,
+    any smaller size; if `listed` is not empty, only a size in it."""
 
     may_be_fewer: bool = False
     listed: tuple[int, ...] = ()
@@ -65,14 +65,14 @@ class Dimensions:
 
 
 def with_pooling(request: AddRequest, pooling: str) -> AddRequest:
-    """Return the request with a wish for the embedding of its prompt."""
+    """Return the request with `pooling` set: it asks for the embedding of its prompt."""
     extras = msgspec.structs.replace(request.extras or NO_EXTRAS, pooling=pooling)
     return msgspec.structs.replace(request, extras=extras)
 
 
 def finish_vector(data: bytes | None, *, normalize: bool, dimensions: int | None = None) -> Vector:
     """Make a client's vector from the engine's: its first `dimensions` numbers, of length 1 if
-    `normalize`. Raises ValueError if it is missing or not finite."""
+    `normalize`. Raises ValueError if the engine's vector is missing or not finite."""
     if data is None:
         raise ValueError("the engine sent no embedding; use one version of StrataKV")
     vector: Vector = np.frombuffer(data, "<f8")[:dimensions]

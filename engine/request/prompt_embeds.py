@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt embeddings from the bytes of a safetensors file, as clients send them.
 
-The bytes are untrusted: the header is checked before they are used, and the data can only become
-numbers.
+The bytes are untrusted. The header is checked before the data is used; data only becomes numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ EmbedArray = npt.NDArray[np.floating[Any]]
 # The name of a type in a safetensors file -> the numpy type of its bytes.
 _TYPES = {"F16": "<f2", "BF16": "<u2", "F32": "<f4", "F64": "<f8"}
 _LENGTH_BYTES = 8
-# A header with one tensor has some hundred bytes; the rest is for metadata in the file.
+# A header with one tensor has some hundred bytes; the rest of the limit is for metadata.
 MAX_HEADER_BYTES = 64 * 1024
 _METADATA = "__metadata__"
 
@@ -40,11 +39,11 @@ def read_embeds(
     data: bytes, hidden_size: int, max_tokens: int, largest: float = math.inf
 ) -> EmbedArray:
     """Read the only tensor of a safetensors file: float16, bfloat16, float32 or float64
-    `[num_tokens, hidden_size]` of 1 to `max_tokens` tokens. Float64 stays; the others become
+    `[num_tokens, hidden_size]` of 1 to `max_tokens` tokens. Float64 stays; the other types become
     float32, which changes no number. `largest` is the largest number of the model's type.
 
     Raises EmbedsError, which names the fault, for any other content, for numbers that are not
-    finite and for those that the model's type cannot hold.
+    finite and for numbers that the model's type cannot hold.
     """
     tensor, content = _only_tensor(data)
     name, shape = tensor.dtype, tensor.shape

@@ -28,8 +28,8 @@ class Mark:
     def __init__(self, token_ids: Sequence[int]) -> None:
         """`token_ids` must not be empty."""
         self.token_ids = tuple(token_ids)
-        # For each length that matched, the next shorter beginning that it also ends with
-        # (Knuth, Morris, Pratt).
+        # For each number of matched tokens, the next smaller number of first tokens that they also
+        # end with (Knuth, Morris, Pratt).
         self._fallback = [0] * len(self.token_ids)
         matched = 0
         for index in range(1, len(self.token_ids)):
@@ -41,7 +41,7 @@ class Mark:
 
     def matched_after(self, matched: int, token_id: int) -> int:
         """Return how many of the mark's first tokens end the sequence after `token_id`, if
-        `matched` of them ended it before. `matched` must be less than the whole mark."""
+        `matched` of them ended it before `token_id`. `matched` must be less than the whole mark."""
         ids = self.token_ids
         while matched and ids[matched] != token_id:
             matched = self._fallback[matched - 1]
@@ -60,7 +60,7 @@ class Mark:
 
 
 class ThoughtTracker:
-    """The state of one sequence, which it follows token by token. No mark may contain the other."""
+    """The state of one sequence, updated token by token. Neither mark may contain the other."""
 
     __slots__ = ("_end", "_start", "_start_matched", "end_matched", "is_inside", "length")
 
@@ -69,8 +69,8 @@ class ThoughtTracker:
         self._start, self._end = start, end
         self._start_matched = 0
         self.is_inside = is_inside
-        # Tokens of the thought so far, 0 outside one, and the number of the end mark's first tokens
-        # at its end; these count as the thought's until the mark is whole.
+        # The number of tokens of the thought so far, 0 outside a thought; and how many of the end
+        # mark's first tokens end the sequence. These count as thought until the mark is whole.
         self.length = 0
         self.end_matched = 0
 
@@ -78,8 +78,8 @@ class ThoughtTracker:
     def behind(cls, prompt: TokenArray, start: Mark, end: Mark) -> ThoughtTracker:
         """Make the tracker at the end of a prompt, by array operations and a step for each mark.
 
-        In a prompt the last start mark counts, since messages may have others before it; in an
-        output the first one counts, so that no second one renews a budget.
+        In a prompt the last start mark counts: earlier messages may have start marks too. In an
+        output the first start mark counts, so a second start mark renews no budget.
         """
         tracker = cls(start, end)
         marks = [(place, True) for place in start.ends_in(prompt)]
@@ -89,7 +89,7 @@ class ThoughtTracker:
             size = len(start) if is_start else len(end)
             if place - size >= last and (is_start or tracker.is_inside):
                 tracker.is_inside, last = is_start, place
-        # A mark may have begun in the last tokens; of those before only the count matters.
+        # A mark may have begun in the last tokens; only the count of earlier tokens matters.
         longest = max(len(start), len(end)) - 1
         tail = max(last, len(prompt) - longest)
         tracker.length = tail - last if tracker.is_inside else 0
@@ -113,7 +113,8 @@ class ThoughtTracker:
             self.track_token(token_id)
 
     def after(self, token_ids: Iterable[int]) -> ThoughtTracker:
-        """Return a tracker of the sequence followed by these tokens; this one does not change."""
+        """Return a new tracker, of the sequence followed by these tokens. This one does not
+        change."""
         other = ThoughtTracker(self._start, self._end, is_inside=self.is_inside)
         other._start_matched = self._start_matched
         other.length, other.end_matched = self.length, self.end_matched
@@ -133,7 +134,7 @@ class ThoughtCounter:
 
     def count_thoughts(self, token_ids: Iterable[int], *, is_last: bool = False) -> int:
         """Count these tokens, and return the increase, never less than 0. A possible beginning of
-        an end mark counts only when it turns out not to be one."""
+        an end mark counts only once it proves to be no end mark."""
         before, tracker = self.count, self._tracker
         for token_id in token_ids:
             was_inside, own = tracker.is_inside, tracker.length - tracker.end_matched

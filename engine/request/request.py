@@ -2,7 +2,7 @@
 """Request: its inputs, its progress and its status.
 
 Token ids are kept as int32 in one growing buffer, so that hashing and the worker take views of it
-instead of rebuilding lists. Output is copied there when a view is needed, which is once a block.
+instead of rebuilding lists. Output is copied there when a view is needed, once in each block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .logprobs import PromptLogprobs
 from .routed_rows import RoutedRows
 from .sampling_params import SamplingParams
 
-# Token ids travel to the core and are hashed as little-endian int32. The core checks their range.
+# Token ids travel to the core, and are hashed, as little-endian int32. The core checks their range.
 BYTES_PER_TOKEN = 4
 
 _PROMPT = b"stratakv.prompt"
@@ -59,7 +59,7 @@ class BlockHasher(NamedTuple):
     root: bytes  # the digest of the identity of all engines that share these blocks
     # The digests (32 bytes each) of a request's full blocks that its `block_hashes` lack.
     digests: Callable[[Request], list[bytes]]
-    # The digest of the tokens of its prompt behind the full blocks; b"" if there are none.
+    # The digest of a request's prompt tokens behind the full blocks; b"" if there are none.
     tail: Callable[[Request], bytes]
 
 
@@ -67,7 +67,7 @@ class RequestStatus(enum.IntEnum):
     """The stage of a request. Every status after PREEMPTED is finished."""
 
     WAITING = enum.auto()
-    WAITING_FOR_GRAMMAR = enum.auto()  # that is being compiled
+    WAITING_FOR_GRAMMAR = enum.auto()  # the grammar is being compiled
     WAITING_FOR_REMOTE_KVS = enum.auto()
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
@@ -76,7 +76,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_ABORTED = enum.auto()
     FINISHED_ERROR = enum.auto()
     FINISHED_NOT_FINITE = enum.auto()  # the model's logits for it were not finite numbers
-    FINISHED_REPETITION = enum.auto()  # it had begun to repeat itself
+    FINISHED_REPETITION = enum.auto()  # the answer had begun to repeat itself
     FINISHED_PROCESSOR_FAILED = enum.auto()  # a logits processor raised for it
 
     @property
@@ -104,7 +104,7 @@ _numbers = itertools.count()
 
 
 def job_key(cache_salt: bytes | None, job_id: str) -> bytes:
-    """The name of an agent's job, which is its tenant's own."""
+    """The name of an agent's job; jobs of different tenants never share a name."""
     return (cache_salt or b"") + b"\0" + job_id.encode()
 
 
@@ -119,49 +119,49 @@ class LoadKind(enum.Enum):
 class DraftRecord:
     """The success of draft tokens for one request so far."""
 
-    most: int  # drafts that it gets next
-    num_steps: int = 0  # steps with drafts of it
-    num_drafts: float = 0.0  # drafts of a step, averaged with most weight on the newest
+    most: int  # how many drafts the request gets next
+    num_steps: int = 0  # steps with drafts of this request
+    num_drafts: float = 0.0  # drafts of a step, averaged with more weight on newer steps
     num_accepted: float = 0.0  # accepted drafts, averaged likewise
     num_pauses: int = 0  # pauses in a row
-    resume_at: int = 0  # number of its tokens from which on it gets drafts
+    resume_at: int = 0  # it gets drafts again from this number of tokens on
 
 
 @dataclass(slots=True)
 class KeptEnd:
-    """The blocks of a request that has ended, kept for those that continue it."""
+    """The blocks of a request that has ended, kept for the requests that continue it."""
 
-    holder: str  # has them in the manager's tables
-    num_heirs: int = 0  # requests that will go on in them
+    holder: str  # the id that holds the blocks in the manager's tables
+    num_heirs: int = 0  # requests that will continue in these blocks
 
 
 @dataclass(slots=True)
 class Progress:
     """The scheduler's data of one request, from arrival to end: its end, its timestamps, its load,
-    and its tokens that were computed or loaded before. Timestamps are monotonic; None: not yet."""
+    and its lost tokens. Timestamps are monotonic; None: not yet."""
 
     end_ids: frozenset[int] = frozenset()
-    is_known: bool = False  # the worker has it
+    is_known: bool = False  # the worker has the request
     scheduled: float | None = None
     first_token: float | None = None
-    prompt_logprobs: PromptLogprobs | None = None  # that came with a token that was dropped
-    routed_experts: list[RoutedRows] | None = None  # likewise
-    # None: no copy writes to its blocks. BLOCKING outlives the request until the report comes.
+    prompt_logprobs: PromptLogprobs | None = None  # came with a dropped token
+    routed_experts: list[RoutedRows] | None = None  # came with a dropped token
+    # None: no copy writes to its blocks. BLOCKING outlives the request until the load is reported.
     load: LoadKind | None = None
     load_seconds: float = 0.0
-    # Tokens that its last load brought, by tier, until it runs.
+    # Tokens that the last load brought, by tier, until the request runs.
     loaded_by_tier: dict[str, int] = field(default_factory=dict)
-    # The leading tokens that existed, or that a tier had promised, and why they may be missing.
+    # Leading tokens that existed or that a tier had promised but that may be missing, and why.
     lost_tokens: int = 0
     lost_cause: str = ""
-    drafting: DraftRecord | None = None  # with speculation, once it has decoded
-    # Requests that wait for its prompt, with the context of each for the tiers.
+    drafting: DraftRecord | None = None  # with speculation, after the first decode
+    # Requests that wait for this request's prompt, each with its context for the tiers.
     forks: dict[Request, RequestContext] = field(default_factory=dict)
     kept: KeptEnd | None = None
-    # Tokens whose K and V another one had, and states were not there: a checkpoint is due behind
-    # them (`engine/cache/state_checkpoints.py`).
+    # Leading tokens whose K and V another request had, but whose states were missing: a checkpoint
+    # is due behind them (`engine/cache/state_checkpoints.py`).
     junction: int = 0
-    # Of one that goes on in kept blocks, for the tiers, which are asked where these are given up.
+    # Set if it goes on in kept blocks: with it the tiers are asked if the blocks are given up.
     context: RequestContext | None = None
 
     def lose(self, num_tokens: int, cause: str) -> None:
@@ -173,10 +173,10 @@ class Progress:
 class Request:
     """A sequence that the engine generates.
 
-    `num_tokens` counts prompt and verified output, `num_computed_tokens` positions whose K and V
-    are written (or promised by a load). The scheduler closes the gap between them, and goes on by
-    `num_placeholders`: tokens that steps in flight will choose, behind which the next step may go
-    on. `draft_token_ids` may follow the verified ones: the next step computes them too.
+    `num_tokens` counts prompt and verified output. `num_computed_tokens` counts positions whose K
+    and V are written, or promised by a load. The scheduler closes the gap between the two counts.
+    Behind `num_tokens` it may go on by `num_placeholders`: tokens that steps in flight will choose.
+    `draft_token_ids` may follow the verified tokens; the next step computes them too.
     """
 
     __slots__ = (
@@ -249,8 +249,8 @@ class Request:
         fork_of: Request | None = None,
         continues: Request | None = None,
     ) -> None:
-        """`fork_of` has the same prompt, and this one's prompt goes on behind that of `continues`,
-        so names of blocks are the same."""
+        """`fork_of` is a request with the same prompt; `continues` is a request whose prompt begins
+        this prompt. The names of the common blocks are taken from either."""
         if len(prompt_token_ids) == 0:
             raise ValueError("a request needs at least one prompt token")
         self.request_id = request_id
@@ -261,28 +261,29 @@ class Request:
         # [num_prompt_tokens, hidden]: the model's input in place of the prompt's tokens.
         self.prompt_embeds = prompt_embeds
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
-        # The first token whose experts are reported, so that it is computed; None: no token's are.
+        # The first token whose experts are reported, so it is computed; None: no experts.
         self.routed_from = routed_from
         self.pooling = pooling  # see `RequestExtras`
-        self.priority = priority  # the lower, the earlier; for policies that use it
+        self.priority = priority  # lower is earlier, under policies that use it
         # The name of an agent's job, which is unique to its tenant; b"" without one.
         self.job = job_key(cache_salt, job_id) if job_id else b""
         self.job_id = job_id
         self.tenant = tenant  # "": shared by all clients without a tenant
-        # The id of a request with the same prompt; both choose their first token in the same step.
+        # The id of a request with the same prompt. Both choose their first token in one step.
         self.fork_of = "" if fork_of is None else fork_of.request_id
-        # Until it runs: the request that it continues, in whose blocks it goes on if they are kept.
+        # Until this request runs: the request that it continues. It goes on in that one's blocks if
+        # they are kept.
         self.continues = continues
-        self.keeps_blocks = False  # others continue it when it has ended
+        self.keeps_blocks = False  # True: other requests continue this one after its end
         self.num_likeliest = 0  # as in `NewRequestData`
         self.is_last_step = is_last_step
-        self.number = next(_numbers)  # of all requests of this process, in their order
+        self.number = next(_numbers)  # counts the requests of this process in order
 
         self.num_prompt_tokens = len(prompt_token_ids)
-        # Copied here, since they are read after every token.
+        # Copied here, because they are read after every token.
         self.max_tokens = sampling_params.max_tokens
         self.repetition_detection = sampling_params.repetition_detection
-        # Prompt and output; a scheduler with a shorter context lowers it.
+        # Limit of prompt and output together; a scheduler with a shorter context lowers it.
         self.max_num_tokens = self.num_prompt_tokens + self.max_tokens
         self._tokens: TokenArray = np.empty(self.max_num_tokens, np.int32)
         self._tokens[: self.num_prompt_tokens] = prompt_token_ids
@@ -294,13 +295,13 @@ class Request:
         self.num_external_computed_tokens = 0
         self.num_placeholders = 0
         self.draft_token_ids: Sequence[int] = ()
-        # The worker's count of `num_computed_tokens`; -1: it has none.
+        # The worker's own `num_computed_tokens`; -1: the worker has none.
         self.num_told_tokens = -1
         self.num_cached_tokens = -1  # set once, when first scheduled
         self.cached_tokens_by_tier: dict[str, int] = {}
         self.num_preemptions = 0
-        # After a failed load the request computes, since another look-up could loop for ever. For a
-        # request that continues one that has just ended, no tier has more than the pool.
+        # True: no look-up in the tiers. After a failed load another look-up could loop for ever. If
+        # the request continues one that has just ended, no tier has more than the pool.
         self.external_load_failed = continues is not None or routed_from is not None
 
         self.status = RequestStatus.WAITING
@@ -321,19 +322,20 @@ class Request:
 
     @property
     def most_cached_tokens(self) -> int:
-        """Leading tokens that may come from the prefix cache: not the last one, whose logits are
-        needed, and none whose experts are reported."""
+        """Leading tokens that may come from the prefix cache. The last token may not, because its
+        logits are needed, nor may tokens whose experts are reported."""
         most = self.num_tokens - 1
         return most if self.routed_from is None else min(most, self.routed_from)
 
     @property
     def tail_hash(self) -> bytes | None:
-        """Digest as in `RequestView`; None too if it has output that the other engine lacks."""
+        """Digest as in `RequestView`. None also if the output has tokens unknown to the other
+        engine."""
         return self._tail_hash if self.num_tokens - 1 <= self.num_prompt_tokens else None
 
     def prompt_tail_hash(self) -> bytes:
-        """Return the digest of the prompt's tokens behind its full blocks; b"" if there are
-        none."""
+        """Return the digest of the prompt's tokens behind its full blocks; b"" without such
+        tokens."""
         assert self._block_hasher is not None
         return self._block_hasher.tail(self)
 
@@ -379,8 +381,8 @@ class Request:
     def timings(self, now: float) -> dict[str, float]:
         """Return the timings for the last output, in seconds (and the number of preemptions).
 
-        A request that ended before a stage spent all its time in the stages before. Loads for which
-        a request waits are part of `queue_seconds`.
+        A request that ended before a stage spent all its time in the stages before. The time of a
+        load for which the request waits is part of `queue_seconds`.
         """
         progress, arrival = self.progress, self.arrival_seconds
         scheduled = now if progress.scheduled is None else progress.scheduled

@@ -10,7 +10,7 @@ class RoutedRows(msgspec.Struct, array_like=True, gc=False):
     """The experts of consecutive tokens: little-endian uint8, or uint16 for more than 256 experts,
     `[tokens, layers with experts, experts of a token]`."""
 
-    start: int  # position of the first
+    start: int  # position of the first token
     shape: tuple[int, int, int]
     data: bytes
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampling parameters of a request, checked once when a client sends them.
 
-The names are those of OpenAI's and vLLM's APIs. The parts that have a vocabulary check token ids
-against it.
+The names are those of OpenAI's and vLLM's APIs. Parts that know the vocabulary check the token ids.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MAX_BAD_WORD_CHARACTERS = 128
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 64
 MAX_REASONING_MARK_TOKENS = 64
-# A pattern as long as this costs some microseconds for each token of an answer.
+# A pattern of this length costs some microseconds for each token of an answer.
 MAX_PATTERN_TOKENS = 256
 MAX_PATTERN_COUNT = 1024
 MAX_EXTRA_ARGS_BYTES = 16 * 1024  # as JSON
@@ -81,17 +80,17 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling of one request.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token; `min_p` drops tokens less likely
-    than that share of the likeliest. `seed` makes the draws of this request independent of the
-    rest of the batch. `stop` may be one string, `logit_bias` a map; tuples may be lists. `logprobs`
-    N asks for the log-probability of each new token and of the N likeliest at its position,
-    `prompt_logprobs` the same for the prompt. `bad_words` come with their spellings in
-    `bad_words_token_ids`, which the front fills in by its tokenizer. `thinking_token_budget` is the
-    most tokens of a thought, the text between the marks `reasoning_start_token_ids` and
-    `reasoning_end_token_ids`; the front fills them in by the model's marks, and without them the
-    budget has no effect. `structured_outputs` is the form of the answer. `extra_args` are copied.
-    `n` is the number of answers, for which the front makes a request each by `child_params`. Raises
-    ValueError, which names the field, for another type and for values out of bounds.
+    `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token; `min_p` drops tokens whose
+    probability is below that share of the likeliest token's. `seed` makes the draws of this request
+    independent of the rest of the batch. `stop` may be one string, `logit_bias` a map; tuples may
+    be lists. `logprobs` N asks for the log-probability of each new token and of the N likeliest
+    tokens at its position; `prompt_logprobs` asks for the same in the prompt. The front fills in
+    `bad_words_token_ids`, the spellings of `bad_words`, by its tokenizer. `thinking_token_budget`
+    is the most tokens of a thought, the text between the marks `reasoning_start_token_ids` and
+    `reasoning_end_token_ids`; the front fills in the model's marks. Without marks the budget has no
+    effect. `structured_outputs` is the form of the answer. `extra_args` are copied. `n` is the
+    number of answers; the front makes a request for each by `child_params`. Raises ValueError,
+    which names the field, for another type and for values out of bounds.
     """
 
     max_tokens: int = 16
@@ -109,7 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0  # of prompt and output tokens; above 1 makes them less likely
     presence_penalty: float = 0.0  # of output tokens, once
     frequency_penalty: float = 0.0  # of output tokens, each time
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, what is added to its logit
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, number added to its logit
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
@@ -121,8 +120,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     extra_args: dict[str, Any] | None = None  # plain values of JSON, for logits processors
     structured_outputs: StructuredOutputsParams | None = None
     n: int = 1  # answers to the same prompt
-    skip_reading_prefix_cache: bool = False  # compute the whole prompt; others may find it
-    # The first token whose experts are reported, if the engine does that; None: the prompt's.
+    skip_reading_prefix_cache: bool = False  # compute the whole prompt; its blocks may be found
+    # The first token whose experts are reported, if any are; None: the prompt's first.
     routed_experts_prompt_start: int | None = None
 
     def __post_init__(self) -> None:
@@ -143,7 +142,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def _take_lists(self) -> None:
         """Turn lists, or single strings, into tuples."""
         for name in ("stop", "stop_token_ids", "bad_words", "bad_words_token_ids", *_MARKS):
-            value: Any = getattr(self, name)  # perhaps not of the declared type
+            value: Any = getattr(self, name)  # its type may differ from the declared type
             if isinstance(value, str) and name in ("stop", "bad_words"):
                 value = (value,)
             _check(isinstance(value, tuple | list), name, "a list", value)
@@ -212,7 +211,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check(self.max_tokens < 2**63, "max_tokens", "a 64-bit integer", self.max_tokens)
         in_range = 0 <= self.min_tokens <= self.max_tokens
         _check(in_range, "min_tokens", "between 0 and max_tokens", self.min_tokens)
-        in_range = 0.0 <= self.temperature <= 100.0  # which NaN is not
+        in_range = 0.0 <= self.temperature <= 100.0  # False for NaN
         _check(in_range, "temperature", "between 0 and 100", self.temperature)
         _check(-1 <= self.top_k <= MAX_TOP_K, "top_k", "-1, 0 or a positive count", self.top_k)
         _check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1", self.top_p)
@@ -295,10 +294,10 @@ def check_params_for_embeds(params: SamplingParams) -> None:
 
 
 def child_params(params: SamplingParams, child: int, *, with_prompt: bool) -> SamplingParams:
-    """Return the parameters of one of several answers to a prompt. Each has a seed of its own; the
-    prompt's log-probabilities are computed only for the one `with_prompt`."""
+    """Return the parameters of one of several answers to a prompt. Each answer has a seed of its
+    own. Only the answer `with_prompt` gets the prompt's log-probabilities."""
     changes: dict[str, int | None] = {"n": 1}
-    if params.seed is not None:  # the least seed follows the greatest one
+    if params.seed is not None:  # after the greatest seed comes the least
         changes["seed"] = (params.seed + child + _SEEDS // 2) % _SEEDS - _SEEDS // 2
     if not with_prompt:
         changes["prompt_logprobs"] = None
@@ -306,7 +305,7 @@ def child_params(params: SamplingParams, child: int, *, with_prompt: bool) -> Sa
 
 
 def with_changes(params: SamplingParams, **changes: int | None) -> SamplingParams:
-    """Return a copy with other values, which must be in range. They are not checked: checking a
+    """Return a copy with other values, which must be in range. The copy is not checked: checking a
     thousand biases again for each of hundreds of answers would take a second."""
     changed = copy.copy(params)
     for name, value in changes.items():
@@ -315,8 +314,8 @@ def with_changes(params: SamplingParams, **changes: int | None) -> SamplingParam
 
 
 def _plain(value: Any) -> Any:
-    """Turn numbers and texts of other types into Python's own, which the core can receive. Other
-    values stay unchanged, and are refused later."""
+    """Turn numbers and texts of other types into Python's own types, which the core can receive.
+    Other values stay unchanged and are refused later."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, str):

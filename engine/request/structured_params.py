@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The form of an answer that a client sets: a schema, a regex, a choice, a grammar.
 
-The field names are vLLM's. The compiler of a grammar finds the faults in its text; this module
-makes the checks that need no compiler.
+The field names are vLLM's. The compiler of a grammar finds faults in the grammar; this module makes
+the checks that need no compiler.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from ..json_schemas import prepared, with_schemas
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 100
 MAX_CHOICES = 4096
-# The default of characters between two parts of JSON, so that a model does not write white space
-# for ever.
+# Default of characters between two parts of JSON: a model could write white space for ever.
 MOST_WHITESPACE = 32
 
 
@@ -35,24 +34,25 @@ class Kind(enum.StrEnum):
 
 
 class GrammarSpec(NamedTuple):
-    """A grammar to compile. Two that are equal accept the same texts."""
+    """A grammar to compile. Equal specs accept the same texts."""
 
     kind: Kind
     text: str  # of a choice: a JSON list of its strings; of a JSON object: empty
     any_whitespace: bool = True  # between the parts of JSON; False: none, or one space
-    whitespace_pattern: str = ""  # a regex for the white space in place of that
+    whitespace_pattern: str = ""  # a regex for the white space; overrides `any_whitespace`
 
 
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """The form of an answer, by exactly one of: `json`, a schema as a dict or as text; `regex`;
-    `choice`, a list of texts; `grammar`, as EBNF (GBNF) or Lark; `json_object`, any JSON object;
-    `structural_tag`, free text in which tags begin parts that follow a schema, as a dict or text.
+    """The form of an answer. Exactly one of these fields gives it: `json`, a schema as a dict or as
+    text; `regex`; `choice`, a list of texts; `grammar`, as EBNF (GBNF) or Lark; `json_object`, any
+    JSON object; `structural_tag`, free text with tags that begin parts of a schema, as a dict or
+    text.
 
     `disable_any_whitespace` and `whitespace_pattern` concern the white space in JSON. Raises
-    ValueError, which names the field, for none or several of them, for another type, and for a text
-    that is too long, too deep or no JSON.
+    ValueError, which names the field, if no field or several are given, for a wrong type, and for a
+    text that is too long, too deep or no JSON.
     """
 
     json: str | dict[str, Any] | None = None
@@ -140,7 +140,7 @@ def _checked_json(name: str, value: str | dict[str, Any]) -> str:
     what = f"structured_outputs.{name}"
     try:
         if isinstance(value, str):
-            if len(value) > MAX_GRAMMAR_BYTES:  # its length is refused anyway
+            if len(value) > MAX_GRAMMAR_BYTES:  # refused anyway for its length
                 return value
             text, decoded = value, std_json.loads(value)
         else:

@@ -21,8 +21,8 @@ from .proxy import RETRY_SECONDS
 
 @dataclass(slots=True, eq=False)
 class HeldBytes:
-    """The count of held bytes, at most `most`; a client that is alone may hold more. Belongs to one
-    event loop."""
+    """The count of held bytes, at most `most`; a client without others may hold more. Belongs to
+    one event loop."""
 
     most: int
     num_bytes: int = 0
@@ -53,7 +53,7 @@ class Share:
 
     def counted(self, receive: Receive, most: int) -> Receive:
         """`receive` with the bytes of a body counted; a body of more than `most` bytes is dropped,
-        so it counts as 0. It raises as `hold` does."""
+        so it counts as 0. The result raises as `hold` does."""
         num_bytes = 0
 
         async def receive_counted() -> Message:

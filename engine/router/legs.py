@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a request's two legs: the bodies for the prefill node and the decode node, and the
-facts for the choice of a node.
+"""The inputs of a request's two legs (prefill and decode): the body for each node, and the facts
+for the choice of the node.
 
-Fields are kept as the client's bytes, so that a decode node reads exactly what the client wrote. A
-body that is no JSON object goes unchanged to a decode node, which reports the error.
+Fields are kept as the client's bytes, so a decode node reads exactly the client's text. A body that
+is no JSON object goes unchanged to a decode node, which reports the error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WITH_PROMPT = (COMPLETIONS, PARTS_PATH)
 # English text has about four bytes of UTF-8 per token.
 BYTES_PER_TOKEN = 4
 
-# A longer prompt is not decoded part by part, which would block the event loop for seconds.
+# A longer prompt is not decoded part by part: that would block the event loop for seconds.
 MAX_PARTS = 65536
 _IN_LISTS_OF_IDS = b"0123456789-, \t\r\n"
 
@@ -35,7 +35,7 @@ _NOT_FOR_PREFILL = (
     "min_tokens", "prompt_logprobs", "return_token_ids", "stream_options", "top_logprobs",
     "use_beam_search",
 )  # fmt: skip
-# Those that determine the first token's log-probabilities.
+# Fields that determine the first token's log-probabilities.
 _OF_FIRST_TOKEN = ("logprobs", "top_logprobs")
 _ONE, _FALSE, _NULL = msgspec.Raw(b"1"), msgspec.Raw(b"false"), msgspec.Raw(b"null")
 _ASK_FOR_REMOTE_DECODE = msgspec.Raw(b'{"do_remote_decode":true,"do_remote_prefill":false}')
@@ -64,10 +64,10 @@ def read_facts(path: str, fields: Fields) -> Facts:
 
 
 def wants_prefill(facts: Facts, above: int) -> bool:
-    """Whether a prefill node is to compute the prompt first: it has more than `above` tokens, and
-    the request has no `kv_transfer_params` of another router, asks for no prompt log-probabilities
-    (the decode node would compute the whole prompt for them), and is no beam search (one node makes
-    it alone)."""
+    """Whether a prefill node is to compute the prompt first. The prompt must have more than `above`
+    tokens, and the request no `kv_transfer_params` of another router. A request for prompt
+    log-probabilities stays with the decode node, which computes the whole prompt for them, and so
+    does a beam search, which one node makes alone."""
     return (
         facts.prompt_tokens > above
         and _is_null(facts.fields, KV_PARAMS)
@@ -78,7 +78,7 @@ def wants_prefill(facts: Facts, above: int) -> bool:
 
 def prefill_body(fields: Fields, *, with_kv_params: bool) -> bytes:
     """The request for one token, without a stream. With `with_kv_params` the token is handed over,
-    so it keeps the client's sampling fields and log-probabilities."""
+    so the request keeps the client's sampling fields and log-probabilities."""
     body = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
     if with_kv_params:
         body |= {name: fields[name] for name in _OF_FIRST_TOKEN if name in fields}
@@ -118,14 +118,14 @@ def _decode(fields: Fields, name: str) -> Any:
 
 
 def _tokens_of_many(raw: bytes) -> tuple[int, bool]:
-    """The tokens of a prompt with many parts, by its bytes, and whether the number is exact."""
+    """The number of tokens of a prompt with many parts, by its bytes, and whether it is exact."""
     if raw.translate(None, _IN_LISTS_OF_IDS) == b"[]":
         return raw.count(b",") + 1, True
     return len(raw) // BYTES_PER_TOKEN, False
 
 
 def _prompt_tokens(prompt: Any) -> tuple[int, bool]:
-    """The tokens of the longest prompt, and whether the number is exact."""
+    """The number of tokens of the longest prompt, and whether it is exact."""
     if isinstance(prompt, str):
         return len(prompt.encode()) // BYTES_PER_TOKEN, False
     if not isinstance(prompt, list) or not prompt:

@@ -15,7 +15,7 @@ from ...tiers.settings.format import format_value
 
 Identity = Mapping[str, str]
 
-_OBJECT = "stratakv.node"  # the object type of the answer, which other software lacks
+_OBJECT = "stratakv.node"  # the object type of the answer; other software lacks it
 # The fields in the order of comparison, each with its source.
 _OF_ANSWERS = {
     "model": "--served-model-name",
@@ -25,7 +25,7 @@ _OF_ANSWERS = {
     "tokenizer": "the model's tokenizer.json",
     "chat_template": "the model's chat template",
 }
-# Nodes that differ in these give the same answers, and find none of each other's blocks.
+# Nodes that differ in these fields give the same answers, but find none of each other's blocks.
 _OF_BLOCKS = {
     "kv_dtype": "--dtype and --kv-cache-dtype",
     "dtype": "--dtype",
@@ -44,7 +44,7 @@ _TOLD = (*_OF_ANSWERS, *_OF_BLOCKS, "role", "tiers")
 
 
 class Difference(NamedTuple):
-    """A field that two nodes have different values of."""
+    """A field with different values on two nodes."""
 
     field: str
     value: str
@@ -52,7 +52,7 @@ class Difference(NamedTuple):
     source: str  # the flags or files that determine the field
 
     def explain(self, other_name: str) -> str:
-        """Explain why the node with `value` is not used beside the other one, with the cure."""
+        """Explain why the node with `value` is not used beside the other node, with the cure."""
         return (
             f"its {self.field} is {format_value(self.value)} and that of {other_name} is "
             f"{format_value(self.other)}; it comes from {self.source}: have both the same, or put "
@@ -72,8 +72,8 @@ def read_identity(body: bytes) -> Identity | None:
 
 
 def find_difference(one: Identity, other: Identity, *, with_blocks: bool) -> Difference | None:
-    """The first field in which two nodes differ and may not; None without one. `with_blocks`: the
-    nodes must load each other's blocks."""
+    """The first forbidden difference between two nodes, or None. `with_blocks`: the nodes must load
+    each other's blocks."""
     return next(_differences(one, other, with_blocks), None)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The TLS of connections to https nodes, with trusted authorities from a file that may be renewed.
 
-Every request has a connection of its own, and the file is checked before each, so that a renewed
-file needs no restart.
+Every request has its own connection. The file is checked before each connection, so a renewed file
+needs no restart.
 """
 
 from __future__ import annotations

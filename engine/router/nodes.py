@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The nodes, the state of each, and the choice between them.
 
-The rest of the router may rely on this: `pick` returns a node that is believed up, unless all
-decode nodes are believed down; a drained or refused node gets no requests; `busy` counts requests
-in flight.
+The rest of the router may rely on this: `pick` returns a node that is up as far as the router
+knows, except that it returns a decode node though all are down; a drained or refused node gets no
+requests; `busy` counts requests in flight.
 
 A node is refused if it was started for another role, or differs from the *reference*, the identity
-of the current decode nodes. The first decode node on the command line that is up sets it. It stays
-while a decode node that agrees with it lives and is not drained, so that one node that returns with
-another model cannot displace all others; then the next one that is up sets it again. A prefill node
-never sets it, since answers are possible without prefill nodes.
+of the current decode nodes. The first decode node on the command line that is up sets the
+reference. The reference stays while a decode node that agrees with it lives and is not drained. So
+one node that returns with another model cannot displace all others. When no such node is left, the
+next decode node that is up sets the reference anew. A prefill node never sets it, because answers
+are possible without prefill nodes.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from .upstream import NodeError, NodeRequest, NodeSlow, exchange
 
 logger = logging.getLogger(__name__)
 
-# A node that failed so many health checks in a row is taken for dead or hung: its requests are
-# aborted, so that they can be tried elsewhere. A node that was down for so many does not keep the
-# reference any more.
+# After so many failed health checks in a row a node counts as dead or hung: its requests are
+# aborted, so that they can be tried elsewhere. After so many checks down a node no longer keeps the
+# reference.
 HOPELESS_LOOKS = 5
 _MAX_ANSWER_BYTES = 64 * 1024
 _NOT_IMPLEMENTED = 501
@@ -61,9 +62,9 @@ class Node:
         self.failed_looks = 0  # in a row, without any answer
         self.looks_down = 0  # in a row
         self.identity: Identity | None = None  # from its last answer; None: other software
-        self.refused = ""  # the reason why it is not used beside the others
-        self.difference: Difference | None = None  # the difference, if that is the reason
-        self.follows = True  # False: it does not know the route /follow
+        self.refused = ""  # the reason why the node is not used
+        self.difference: Difference | None = None  # set if a difference is the reason
+        self.follows = True  # False: the node lacks the route /follow
         self.last_pick = 0  # the number of its last pick among all picks
         self.transports: set[asyncio.WriteTransport] = set()
 
@@ -97,7 +98,7 @@ class Node:
         self.last_error = ""
 
     def refuse(self, reason: str, difference: Difference | None = None) -> None:
-        """Give it no requests while it has this identity. Logs the reason once, and a new one."""
+        """Give it no requests while it has this identity. Logs each new reason once."""
         if not self.refused or difference != self.difference:
             logger.warning("%s is not used: %s", self.name, reason)
         self.refused = reason
@@ -123,8 +124,8 @@ class Facts:
 
 
 class Choice(ABC):
-    """A policy that chooses the node for a request. It gets only the facts and keeps any other
-    state itself; routing by cached blocks would be another policy."""
+    """A policy that chooses the node for a request. It gets only the facts, and keeps any other
+    state itself. Routing by cached blocks would be a further policy."""
 
     @abstractmethod
     def choose(self, facts: Facts, nodes: Sequence[Node]) -> Node:
@@ -132,7 +133,7 @@ class Choice(ABC):
 
 
 class LeastLoaded(Choice):
-    """The node with the fewest of this router's requests in flight; equal ones in turn."""
+    """The node with the fewest of this router's requests in flight. Equal nodes take turns."""
 
     def choose(self, facts: Facts, nodes: Sequence[Node]) -> Node:
         return min(nodes, key=lambda node: (node.in_flight, node.last_pick))
@@ -155,7 +156,7 @@ class Nodes:
         self._tls = tls
         self._num_picks = 0
         self._reference: Identity | None = None  # the required identity; None: not known yet
-        self._holder = ""  # the name of a decode node that has it
+        self._holder = ""  # the name of a decode node that has the reference
         self.of_role: dict[Role, list[Node]] = {
             Role.PREFILL: [Node(each, Role.PREFILL) for each in prefill],
             Role.DECODE: [Node(each, Role.DECODE) for each in decode],
@@ -166,7 +167,7 @@ class Nodes:
             yield from nodes
 
     def num_up(self, role: Role) -> int:
-        """The number of nodes that can get a request, without drained and refused ones."""
+        """The number of nodes that can get a request; drained and refused nodes do not count."""
         return len(self._up(role))
 
     def num_refused(self, role: Role) -> int:
@@ -181,8 +182,8 @@ class Nodes:
         return next((node for node in self if node.address.url == wanted), None)
 
     def candidates(self, role: Role, tried: Collection[Node] = ()) -> list[Node]:
-        """The nodes that a request may still try, after `tried`; never drained or refused ones. If
-        all decode nodes are down, they are candidates nevertheless; prefill nodes must be up."""
+        """The nodes that a request may still try, after `tried`; never drained or refused nodes.
+        Prefill nodes must be up. Decode nodes must be up too, unless all of them are down."""
         nodes = self._up(role)
         if not nodes and role is Role.DECODE:
             nodes = [n for n in self.of_role[role] if not n.is_draining and not n.refused]
@@ -218,7 +219,7 @@ class Nodes:
                 node.accept()
 
     def _find_holder(self) -> Node | None:
-        """A decode node with the reference identity; if none is left, the one that sets it next."""
+        """A decode node with the reference identity; else the decode node that sets it next."""
         able = [
             node
             for node in self.of_role[Role.DECODE]
@@ -265,8 +266,8 @@ class Nodes:
         node.looks_down = 0 if node.is_up else node.looks_down + 1
 
     async def _read_identity(self, node: Node) -> bool:
-        """Ask for a node's identity. Whether it answered, or is other software without one, which
-        is asked once each time it comes up."""
+        """Ask for a node's identity. Return whether the node answered. Other software has no
+        identity and is asked once each time it comes up."""
         if node.is_up and node.identity is None:
             return True
         try:

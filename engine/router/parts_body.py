@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PartsBody: a prompt in parts from a client to one node, which gets lines of JSON.
+"""PartsBody: a prompt in parts, on its way from a client to one node. The node gets lines of JSON.
 
     POST        the lines of the body, passed on as they come
     websocket   each message is a line; the one with `is_last` ends the body
@@ -25,7 +25,7 @@ from ..api.openai.response.socket_messages import only_disconnect, text_of_messa
 from ..api.openai.response.streaming import before
 from . import legs
 
-# The limit between two parts, for a node that never ends a session: a node's largest time-out.
+# The limit between two parts if the node never ends a session: a node's largest time-out.
 PAUSE_SECONDS = 86400.0
 
 
@@ -36,7 +36,7 @@ class PartsSource(Protocol):
 
     @property
     def began_at(self) -> float | None:
-        """The event loop's time at which the part that is not whole began; None between parts."""
+        """The event loop's time at which the unfinished part began; None between parts."""
 
     async def read_lines(self) -> bytes:
         """The next bytes, or b"" after the end. Raises ApiError and ClientGone."""
@@ -47,8 +47,8 @@ class PartsSource(Protocol):
 
 class PartsBody:
     """The body of one prompt. The proxy reads it after the first line with `read_more`. A part must
-    arrive within `part_seconds`; `hold` gets the number of held bytes, and raises ApiError for too
-    many."""
+    arrive within `part_seconds`; `hold` gets the number of held bytes, and raises ApiError if they
+    are too many."""
 
     def __init__(
         self, source: PartsSource, part_seconds: float, hold: Callable[[int], None]
@@ -97,7 +97,7 @@ class PartsBody:
         return chunk
 
     def stop_reading(self) -> None:
-        """Stop reading, since the node answers: `receive_end` may read the rest and drop it."""
+        """Stop reading: the node answers now. `receive_end` may read the rest and drop it."""
         if not self._stopped.is_set():
             self._stopped.set()
             self._stopped_at = asyncio.get_running_loop().time()
@@ -111,12 +111,12 @@ class PartsBody:
 
     async def receive_end(self) -> Message:
         """Wait for the end of reading, then return the next message: http.disconnect when the
-        client leaves. Before that `read_more` notices it."""
+        client leaves. While reading goes on, `read_more` notices that."""
         await self._stopped.wait()
         return await self._source.receive_end()
 
     async def _next_lines(self) -> bytes:
-        """Read from the source, within the limit of a part once one has begun."""
+        """Read from the source; once a part has begun, within the time limit of a part."""
         clock = asyncio.get_running_loop().time
         reading, paused_at = asyncio.ensure_future(self._source.read_lines()), clock()
         try:
@@ -156,8 +156,8 @@ class HttpParts:
     def __init__(self, receive: Receive, max_line_bytes: int) -> None:
         self._receive = receive
         self._max_line_bytes = max_line_bytes
-        self._line: list[bytes] = []  # pieces of a line without its end yet
-        self.num_held = 0  # bytes of it
+        self._line: list[bytes] = []  # pieces of the unfinished line
+        self.num_held = 0  # bytes of the unfinished line
         self.began_at: float | None = None  # see PartsSource
         self._is_whole = False
 
@@ -229,8 +229,8 @@ class SocketParts:
         return self._incoming.began_at
 
     async def receive_end(self) -> Message:
-        """The next message. Raises ApiError for one after the last part. If the node answers with
-        an error before that part, later messages are dropped."""
+        """The next message. Raises ApiError for a message after the last part. If the node answers
+        with an error before the last part, later messages are dropped."""
         if self._is_whole:
             return await only_disconnect(self._receive)()
         message = await self._receive()
@@ -239,7 +239,7 @@ class SocketParts:
 
 
 def _says_last(line: bytes) -> bool:
-    """Whether a part has `is_last`. False for one that is no JSON, which the node reports."""
+    """Whether a part has `is_last`. False for a part that is no JSON; the node reports it."""
     if b"is_last" not in line:
         return False
     return bytes(legs.read_fields(line).get("is_last", b"")).strip() == b"true"

@@ -9,8 +9,7 @@
 
 A client may rely on this: its request gets one answer or one error. A request goes to another node
 only while no part of an answer has been sent and no part after the first has been passed on. A
-prefill that fails costs only time, because the decode node computes the blocks that it does not
-find.
+prefill that fails costs only time: the decode node computes the blocks that it does not find.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ class Proxy:
 
     async def forward(self, client: ClientRequest, reply: Reply) -> None:
         """Answer one request. Raises ApiError if no node answered, and TimeoutError after
-        `request_seconds`, which count from the last part for a prompt in parts; then `reply` says
-        whether a part of an answer was sent."""
+        `request_seconds` (for a prompt in parts counted from the last part). After an error
+        `reply.is_started` tells whether a part of an answer was sent."""
         deadline = asyncio.get_running_loop().time() + self._config.request_seconds
         request, facts = client.request, Facts(client.path)
         if request.method == b"POST" and client.path in legs.GENERATING:
@@ -92,8 +91,8 @@ class Proxy:
 
     @asynccontextmanager
     async def _followed(self, request: NodeRequest, facts: Facts) -> AsyncIterator[Node | None]:
-        """Make a decode node read the prompt's blocks as they are stored, and yield that node, to
-        be asked first. Yields None if no node can."""
+        """Make a decode node read the prompt's blocks as they are stored, and yield that node: it
+        is to be asked first. Yields None if no node can follow."""
         node = None
         if self._config.kv_transfer_params == "on":
             node = self._nodes.pick(Role.DECODE, facts)
@@ -172,8 +171,8 @@ class Proxy:
         deadline: float,
         first: Node | None = None,
     ) -> None:
-        """Send a request to decode nodes until one answers. `first` is tried before the others if
-        it still is a candidate."""
+        """Send a request to decode nodes until one answers. `first` is tried before the others
+        while it is a candidate."""
         tried: list[Node] = []
         error: NodeError | None = None
         with self._leg(Role.DECODE) as leg:
@@ -195,8 +194,8 @@ class Proxy:
 
     @asynccontextmanager
     async def _limited(self, request: NodeRequest, deadline: float) -> AsyncIterator[None]:
-        """Limit a try to the `deadline`. The time of a body in parts starts once it is whole; the
-        node limits the pauses between parts."""
+        """Limit a try to the `deadline`. For a body in parts the time starts when the body is
+        whole; the node limits the pauses between parts."""
         rest, seconds = request.rest, self._config.request_seconds
         async with asyncio.timeout_at(deadline if rest is None else None) as limit:
             if rest is not None:
@@ -210,7 +209,7 @@ class Proxy:
     async def _try_decode(
         self, node: Node, request: NodeRequest, leg: _Leg, tried: list[Node], reply: Reply
     ) -> bool:
-        """Ask a node; False if another one may have a better answer. Raises NodeError."""
+        """Ask a node. Return False if another node may have a better answer. Raises NodeError."""
         async with self._exchange(node, request) as answer:
             leg.outcome = "ok" if answer.status < 400 else "refused"
             is_for_another = answer.status in ELSEWHERE_STATUSES and not request.was_relayed
@@ -225,7 +224,8 @@ class Proxy:
     def _next_node(
         self, role: Role, facts: Facts, tried: list[Node], first: Node | None = None
     ) -> Node | None:
-        """The node to try next, added to `tried`; at first `first`, if it is a candidate."""
+        """The node to try next, which is added to `tried`. `first` comes first if it is a
+        candidate."""
         if tried and not self._has_another(role, tried):
             return None
         if not tried and first in self._nodes.candidates(role):
@@ -256,8 +256,8 @@ class Proxy:
 
     @contextmanager
     def _leg(self, role: Role) -> Iterator[_Leg]:
-        """Count a leg by its outcome at the end of the block, also if the client left or its parts
-        cannot be passed on."""
+        """Count a leg by its outcome at the end of the block, even if the client left or its parts
+        could not be passed on."""
         leg = _Leg()
         began = time.monotonic()
         try:

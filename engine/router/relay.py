@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The relay of a node's answer to the client, which gets a proper end also if the node is lost.
+"""The relay of a node's answer to the client: even if the node is lost, the answer ends properly.
 
-Events are passed on whole: the beginning of one waits for its end. So an event with the error can
-follow when the node is lost, and the client never reads half an event.
+Events are passed on whole: the beginning of an event waits for its end. So the client never reads
+half an event, and an event with the error can follow when the node is lost.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .upstream import Headers, NodeAnswer, NodeError, NodeLost
 
 logger = logging.getLogger(__name__)
 
-# An answer up to this size is held until it is whole, so that another node can be asked if this one
-# is lost before. A longer answer is passed on as it comes.
+# An answer up to this size is held until it is whole: if the node is lost before, another node can
+# be asked. A longer answer is passed on as it comes.
 HELD_BYTES = 1024 * 1024
 # The time for a slow client to read the last event of a failed stream.
 LAST_WORDS_SECONDS = 2.0
@@ -60,8 +60,8 @@ class Reply:
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        """End an answer that has begun: a stream gets the error as its last event. For others the
-        server closes the connection, so that the client sees that the answer is not whole."""
+        """End an answer that has begun: a stream gets the error as its last event. Otherwise the
+        server closes the connection, which shows that the answer is not whole."""
         if not self.is_events or self.is_ended:
             return
         event = b"data: " + encode_error(error) + b"\n\n"
@@ -75,7 +75,7 @@ class Reply:
 async def pass_on(answer: NodeAnswer, reply: Reply) -> None:
     """Send a node's answer. Raises NodeLost or NodeSlow; then see `reply.is_started`."""
     dropped = _HOP_BY_HOP
-    if answer.is_chunked:  # a length beside it is ignored, and may be wrong
+    if answer.is_chunked:  # a content-length is ignored then, and may be wrong
         dropped = dropped | {b"content-length"}
     headers = [(name, value) for name, value in answer.headers if name not in dropped]
     reply.is_events = answer.status == 200 and answer.content_type == _EVENTS

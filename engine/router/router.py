@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as an ASGI application: the routes that it answers itself, and those that it passes to
-nodes.
+"""The router as an ASGI application: its own routes, and the routes that it passes to nodes.
 
-Only the routes of clients are passed on. Those that control a node (`/pause`, `/metrics`) need a
+Only the routes of clients are passed on. Routes that control a node (`/pause`, `/metrics`) need a
 direct connection to the node.
 """
 
@@ -61,7 +60,7 @@ _PASSED_HEADERS = frozenset(
      b"x-request-id")
 )  # fmt: skip
 
-_KINDS = (b"content-type", b"content-encoding")  # of a body, which a websocket lacks
+_KINDS = (b"content-type", b"content-encoding")  # headers of a body; a websocket has no body
 
 
 class Router:
@@ -98,7 +97,7 @@ class Router:
 
     async def start(self) -> None:
         """Check every node once, and repeatedly from then on. Nodes that differ cause only a
-        warning: they may be in a rolling restart, and those that agree can answer."""
+        warning: they may be in a rolling restart, and the nodes that agree can answer."""
         self._ended = asyncio.get_running_loop().create_future()
         await self.nodes.probe_all()
         self._watch = asyncio.create_task(self.nodes.poll_health())
@@ -121,7 +120,7 @@ class Router:
         if scope["type"] != "http" and not is_socket:
             return
         try:
-            if not scope["path"].startswith("/nodes"):  # it has a stricter check
+            if not scope["path"].startswith("/nodes"):  # /nodes has a stricter check
                 check_host(scope, self._allowed_hosts)
             if is_socket:
                 check_origin(scope, None)
@@ -172,7 +171,7 @@ class Router:
         )
 
     def _drain(self, scope: Scope, *, is_draining: bool) -> Response:
-        """Drain one node, or undo that. Its requests in flight go on."""
+        """Drain one node, or end its draining. Its requests in flight go on."""
         urls = parse_qs(scope["query_string"].decode("latin-1")).get("url", [])
         node = self.nodes.by_url(urls[0]) if len(urls) == 1 else None
         if node is None:
@@ -190,7 +189,7 @@ class Router:
         """Raise ApiError unless this client may see and control the nodes: with the key, or from
         this machine if there is no key."""
         headers = dict(scope["headers"])
-        if b"origin" in headers:  # a page in a browser, which may be of any site
+        if b"origin" in headers:  # a page in a browser, from any site
             raise ApiError("this route takes no requests of web pages", status=403, code="origin")
         if self._key_digest is not None:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
@@ -220,7 +219,7 @@ class Router:
         outcome = "error"
         try:
             if is_socket:
-                # Held until the connection is closed, which may be after the end of the request.
+                # Held until the connection is closed, perhaps after the end of the request.
                 scope["extensions"][INCOMING].may_hold = Share(self.held).takes
                 await receive()  # the event of the connection
                 await send_message(send, {"type": "websocket.accept"})
@@ -265,7 +264,7 @@ class Router:
     async def _forward_parts(
         self, scope: Scope, receive: Receive, reply: Reply, share: Share
     ) -> str:
-        """Pass on the parts of a prompt as they come. The result is that of `_forward`."""
+        """Pass on the parts of a prompt as they come. Returns the outcome, like `_forward`."""
         assert self._ended is not None
         limits = self._body_limits
         headers = self._headers(scope)

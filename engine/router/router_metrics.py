@@ -12,7 +12,7 @@ from .nodes import Nodes, Role
 
 CLIENT = "client"  # the whole request, from the client's view
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# The possible outcomes of each leg, all of which a scrape shows from the start.
+# The possible outcomes of each leg. A scrape shows all of them from the start.
 OUTCOMES = {
     Role.PREFILL: ("ok", "refused", "unreachable", "lost", "timeout", "no_node", "gone"),
     Role.DECODE: ("ok", "refused", "unreachable", "lost", "timeout", "no_node", "gone"),

@@ -5,7 +5,7 @@ application/json     one message
 events               one message each; the connection's close takes the place of [DONE]
 an error             one message, and a close with the code of the error
 
-An answer of a node that is no JSON becomes an error object, since the client expects only JSON.
+If a node's answer is no JSON, it becomes an error object: the client expects only JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .proxy import NODE
 from .relay import Reply
 from .upstream import Headers, NodeLost
 
-# A whole answer is one message, so it is held until its end.
+# Limit of a whole answer: it is one message, so it is held until its end.
 MAX_HELD_BYTES = 64 * 1024 * 1024
 _DATA = b"data: "
 _LAST_EVENT = b"[DONE]"
@@ -27,7 +27,7 @@ _MAX_REASON_BYTES = 123
 
 
 class _SaidDetail(msgspec.Struct):
-    """The fields used here of an error from a node of any kind."""
+    """The fields of a node's error that are read here; the node may be other software."""
 
     message: str
     type: str | None = None
@@ -72,7 +72,7 @@ class SocketReply(Reply):
         await self._close()
 
     async def fail(self, error: ApiError) -> None:
-        """Send an error and close, also if the answer has not begun."""
+        """Send an error and close, even if the answer has not begun."""
         if not self.is_ended:
             self.is_ended = True
             await close_with_error(self._send, error)
@@ -84,7 +84,7 @@ class SocketReply(Reply):
                 await self._send_text(self._checked(data))
 
     def _checked(self, data: bytes) -> bytes:
-        """Return the client's message for one of a node. An error also decides the close."""
+        """Return the client's message for a node's message. An error also decides the close."""
         if self.status == 200 and not data.startswith(b'{"error"'):
             is_good = _is_json(data)
         else:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One HTTP/1.1 request to a node and its answer, read as fast as the client takes it.
 
-Every request has a connection of its own. So it never gets one that the node has just closed, and
-closing it early tells the node that no client waits any more.
+Every request has a connection of its own. So a request never gets a connection that the node has
+just closed, and an early close tells the node that the client no longer waits.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class NodeSlow(NodeError):
 class BodyRest(Protocol):
     """The rest of a body, which the client has not sent yet."""
 
-    was_read: bool  # some of it was passed on, so no other node can get all of it
+    was_read: bool  # a part was passed on: no other node can get the whole body
 
     async def read_more(self) -> bytes:
         """The next bytes, or b"" after the end. Raises ApiError and ClientGone."""
 
     def stop_reading(self) -> None:
-        """Stop reading the body, since the node answers."""
+        """Stop reading the body: the node answers now."""
 
     def when_stopped(self, call: Callable[[float], None]) -> None:
         """Call `call` with the event loop's time at which reading stops; at once if it has."""
@@ -65,7 +65,7 @@ class BodyRest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NodeRequest:
-    """A request to a node. The framing headers are added later, so `headers` has none of them."""
+    """A request to a node. The framing headers are added later; `headers` must not have them."""
 
     method: bytes
     target: bytes
@@ -75,13 +75,13 @@ class NodeRequest:
 
     @property
     def was_relayed(self) -> bool:
-        """Whether a node got bytes of the body that no other node can get."""
+        """Whether a node got bytes of the body that cannot be sent to another node."""
         return self.rest is not None and self.rest.was_read
 
 
 class NodeAnswer:
     """The head of an answer, and its body chunk by chunk. Only the kernel and one small buffer read
-    ahead, so a fast node cannot fill the memory for a slow client."""
+    ahead, so a fast node with a slow client cannot fill the memory."""
 
     def __init__(self, connection: _Connection, head: h11.Response) -> None:
         self._connection = connection
@@ -179,7 +179,7 @@ class _Connection:
             self._writer.write(self._http.send(h11.Data(data=chunk)) or b"")
             try:
                 await self._drain()
-            except ConnectionError:  # the node's answer may have come before
+            except ConnectionError:  # the answer may already be here
                 return
         self._writer.write(self._http.send(h11.EndOfMessage()) or b"")
 
@@ -244,8 +244,8 @@ async def exchange(
     transports: set[asyncio.WriteTransport] | None = None,
 ) -> AsyncIterator[NodeAnswer]:
     """Send a request, and yield the answer once its head has come. The connection is closed at the
-    end of the block, and aborted if the answer was not read to its end. While it is open its
-    transport is in `transports`; a caller that aborts it there makes this raise NodeLost."""
+    end of the block, and aborted if the answer was not read to its end. Meanwhile its transport is
+    in `transports`; if a caller aborts it, this raises NodeLost."""
     context = None
     if address.is_tls:
         assert tls is not None  # an https address never gets a plain connection

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission: which waiting requests join the running ones in this step.
 
-The round follows the order of the policy. The first request without room ends it, because one
-behind that request must not take the room it waits for. A request that waits for something else (a
-load, an answer of the tiers) stands aside, and the round goes on. Beside running requests each step
-considers some of those again, in turns.
+The round follows the order of the policy. It ends at the first request without room, because a
+later request must not take the room that this one waits for. A request that waits for something
+else (a load, an answer of the tiers) is deferred, and the round continues. While requests run, each
+step considers only some of the deferred requests again, in turns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .pressure import MemoryPressure, Reservations
 from .request_states import RequestStates
 from .step import StepBuilder
 
-# Asking one takes about as long as ten decodes.
+# Considering one deferred request takes about as long as ten decodes.
 MOST_DEFERRED = 16
 
 
@@ -31,7 +31,7 @@ class Verdict(Enum):
 
     RUNS = "runs"
     LOADING = "loading"
-    LATER = "later"  # stands aside until it is asked again
+    LATER = "later"  # deferred: it will be considered again
     NO_ROOM = "no room"
 
 
@@ -54,11 +54,11 @@ class Admission:
         self._chunked = config.enable_chunked_prefill
         self._chunk_limit = config.most_step_tokens
         self._most_tokens = config.max_num_batched_tokens
-        self._waits_for_budget = ""  # the id of a request found to have nothing to load
+        self._waits_for_budget = ""  # id of a request that has nothing to load
 
     def admit(self, step: StepBuilder, now: float, *, only_known: bool = False) -> bool:
-        """Let in what fits, or (`only_known`) what has run before and was sent back. True if a
-        request was told by the tiers to ask again."""
+        """Admit waiting requests that fit; with `only_known`, only requests that ran before and
+        were preempted. Return whether requests are deferred, to ask the tiers again."""
         states = self._states
         if self._reservations is not None:
             self._reservations.recount()
@@ -85,9 +85,9 @@ class Admission:
     def _admit_forks_of(
         self, parent: Request, step: StepBuilder, now: float, *, may_start: bool
     ) -> None:
-        """Start the requests that wait for the prompt of `parent`, where it ends in this step: they
-        go on behind it in its blocks. Those without room, or all unless they `may_start`, wait for
-        their own turns, and find the blocks that are full."""
+        """If the prompt of `parent` ends in this step, start the requests that wait for it; they
+        continue in its blocks. Requests without room, or all unless they `may_start`, wait for
+        their own turns and will find the full blocks by name."""
         states, alone = self._states, {}
         for child, context in states.take_forks(parent).items():
             if not (may_start and self._may_fork(parent, child, step)):
@@ -99,8 +99,8 @@ class Admission:
         states.queue_forks(alone, at_head=True)
 
     def _may_fork(self, parent: Request, child: Request, step: StepBuilder) -> bool:
-        """Whether there is room for one more request, and for the copy that it may need of the
-        last block of the prompt."""
+        """Whether there is room for one more request, and for the copy of the prompt's last block
+        that it may need."""
         manager = self._manager
         if len(self._states.running) >= self._max_running or child.request_id in step.held:
             return False
@@ -126,8 +126,8 @@ class Admission:
         now: float,
         only_known: bool,
     ) -> bool:
-        """Consider the requests of these queues in turn, until `most_later` stand aside. False
-        where the round ended for want of room."""
+        """Consider the requests of these queues in turn, until `most_later` are deferred. Return
+        False if the round ended for lack of room."""
         while len(later) < most_later:
             found = self._policy.first(queues, only_known)
             if found is None:
@@ -147,7 +147,7 @@ class Admission:
         return True
 
     def _obstacle(self, request: Request, step: StepBuilder) -> Obstacle | None:
-        """The obstacle that ends the round before `request` is considered; None without one."""
+        """Return the obstacle that ends the round before `request` is considered, or None."""
         if len(self._states.running) >= self._max_running:
             return Obstacle.SEATS
         if step.budget == 0 and not self._may_begin_load(request):
@@ -155,8 +155,8 @@ class Admission:
         return Obstacle.PRESSURE if self._is_held_back(request) else None
 
     def _may_begin_load(self, request: Request) -> bool:
-        """Whether it is worth looking at where no tokens are left to give in this step: a load
-        needs none, and the sooner it begins, the more of it is over when its turn comes."""
+        """Whether to consider the request although the step has no tokens left: a load needs no
+        tokens, and an early load is done sooner."""
         return (
             self._connector.has_tiers
             and request.request_id != self._waits_for_budget
@@ -165,8 +165,8 @@ class Admission:
         )
 
     def _is_held_back(self, request: Request) -> bool:
-        """Whether memory is too full for it to start; not with nothing running, and not once its
-        blocks have been loaded, for then it holds them anyway."""
+        """Whether memory is too full for the request to start. False if no request runs, or if the
+        request holds loaded blocks already."""
         states = self._states
         if not states.running or request.num_computed_tokens > 0:
             return False
@@ -179,7 +179,7 @@ class Admission:
         self, request: Request, step: StepBuilder, now: float, only_known: bool
     ) -> Verdict:
         connector = self._connector
-        if request.request_id in step.held:  # one that was sent back
+        if request.request_id in step.held:  # a preempted one
             self._note_wait(request, Obstacle.MASK)
             return Verdict.LATER
         if request.request_id in connector.awaiting_prefill:
@@ -202,7 +202,7 @@ class Admission:
                     return Verdict.NO_ROOM
             if _may_load(request):
                 queued = self._most_tokens - step.budget + _num_queued(running)
-                # A window reads other blocks behind each length.
+                # With windows, a shorter hit needs other blocks, so a junction cannot be used.
                 junction = 0 if self._manager.forgets else request.progress.junction
                 match = connector.get_matched_tokens(
                     request,
@@ -251,7 +251,7 @@ class Admission:
         return Verdict.RUNS
 
     def _ask_tiers_too(self, request: Request) -> None:
-        """The blocks that were kept for a request have been given up: a tier may have them now."""
+        """Ask the tiers for a request's blocks, since the kept blocks for it were given up."""
         context, request.progress.context = request.progress.context, None
         if context is not None and not request.skip_reading_prefix_cache:
             request.external_load_failed = False
@@ -260,8 +260,8 @@ class Admission:
     def _run_in_kept_blocks(
         self, request: Request, step: StepBuilder, now: float
     ) -> Verdict | None:
-        """Let a request go on behind one that has ended, in its blocks: it computes the tokens that
-        it has more than that. None: these blocks had to be given up for it to have room."""
+        """Let a request continue an ended one in its kept blocks; it computes only its own tokens.
+        Return None if these blocks had to be given up to make room."""
         assert request.continues is not None
         kept, manager, reservations = self._states.kept, self._manager, self._reservations
         num_more = request.num_tokens - num_common_tokens(request.continues, request)
@@ -289,8 +289,8 @@ class Admission:
     def _overlaps(
         self, match: Match, request: Request, hits: GroupBlocks, num_hit_tokens: int
     ) -> bool:
-        """Begin a load beside which the request computes, where the match offers one; whether that
-        was done. It needs chunked prefill, to compute as far as the load has come, and room."""
+        """Begin a load beside which the request computes, if the match offers one, chunked prefill
+        is on and there is room. Return whether it has begun."""
         return (
             self._chunked
             and match.kind is MatchKind.OVERLAP
@@ -310,7 +310,7 @@ class Admission:
         only_known: bool,
     ) -> Verdict:
         if not all(map(self._manager.pool.all_computed, hits)):
-            # They are being written by this step, which may fail while the request is away.
+            # This step writes some of the hits, and may fail while the request loads.
             self._note_wait(request, Obstacle.WRITER)
             return Verdict.LATER
         states, obstacle = self._states, Obstacle.LOAD_ROOM
@@ -328,14 +328,15 @@ class Admission:
                 continue
             if only_known and self._take_from_paused(request):
                 continue
-            # A load never takes the blocks of another one: two could do so in turn for ever.
-            # With nothing running, those that have loaded come first, since they can run.
+            # A load never takes blocks from another load: two requests could do so in turn for
+            # ever. If no request runs, requests with finished loads come first, because they can
+            # run.
             self._note_wait(request, obstacle)
             return Verdict.LATER if states.loaded and not states.running else Verdict.NO_ROOM
         self._commit_reserved()
         self._context.counts["loads"] += 1
         self._observer.decision(request, Decision.LOADING)
-        # Tokens that the load does not bring have to be computed after all.
+        # The request computes tokens that the load does not bring; they count as lost.
         promised = num_hit_tokens + num_external_tokens
         request.progress.lose(promised, "load_failed")
         return Verdict.LOADING
@@ -343,8 +344,8 @@ class Admission:
     def _allocate_first_slots(
         self, request: Request, num_tokens: int, hits: GroupBlocks | None, num_hit_tokens: int
     ) -> Obstacle | None:
-        """Take blocks for its first tokens in this step; or what is in the way, and nothing has
-        changed. Without `hits` it has blocks already, and with them its reservation."""
+        """Take blocks for the request's first tokens in this step. If that is not possible, return
+        the obstacle and change nothing. Without `hits` it has blocks and a reservation already."""
         if hits is not None and not self._may_reserve(request, hits):
             return Obstacle.RESERVATION
         added = self._manager.allocate_slots(
@@ -365,12 +366,12 @@ class Admission:
         return reservations is None or reservations.has_room_for(request, hits, num_more)
 
     def _commit_reserved(self) -> bool:
-        """Commit the room that `_may_reserve` found; True, so that it can end a condition."""
+        """Commit the room that `_may_reserve` found. Return True, for use as a condition."""
         return self._reservations is None or self._reservations.commit_reserved()
 
     def _drives_out(self, request: Request, hits: GroupBlocks) -> bool:
-        """Whether its prompt would be too much beside those that run; a reservation, where there
-        is one, says more."""
+        """Whether the request's prompt would not fit beside the running requests. With a
+        reservation the reservation decides, so this is False."""
         running = self._states.running
         if not running or self._reservations is not None:
             return False
@@ -382,13 +383,13 @@ class Admission:
         return self._states.release_pin_for_start(request)
 
     def _keep_free(self) -> int:
-        """The blocks to leave free: none while nothing runs, because the watermark would protect
-        no request and could lock all of them out."""
+        """Return the blocks to leave free: 0 if no request runs, since the watermark would then
+        protect no request and could keep all requests out."""
         return self._manager.watermark_blocks if self._states.running else 0
 
     def _make_room(self, request: Request) -> bool:
-        """Take the blocks of a pin; or of another load while nothing runs, since no other request
-        gives blocks back then."""
+        """Take blocks from a pin; or, if no request runs and so none will release blocks, from a
+        finished load."""
         if self._release_pin(request):
             return True
         if self._reservations is not None:
@@ -396,8 +397,8 @@ class Admission:
         return not self._states.running and self._states.give_up_last_load(spare=request)
 
     def _take_from_paused(self, request: Request) -> bool:
-        """Make room as `_make_room` does, during a pause: requests that have loaded cannot run
-        before its end, nor load again."""
+        """Like `_make_room`, for a pause: requests with finished loads can neither run nor load
+        again before its end."""
         loaded = self._states.loaded
         has_begun = any(other.num_preemptions > 0 for other in loaded)
         return not has_begun and self._make_room(request)
@@ -417,9 +418,9 @@ class Admission:
             progress.scheduled = now
             if request.continues is None:
                 self._note_cached_tokens(request)
-            else:  # its prompt was counted with the first of those that it continues
+            else:  # its prompt was counted with the first request of the chain
                 request.num_cached_tokens = max(request.num_cached_tokens, 0)
-                request.continues = None  # or each would keep all before it in memory
+                request.continues = None  # else all requests of the chain would stay in memory
         resumes = request.num_preemptions > 0
         self._observer.decision(request, Decision.RESUMED if resumes else Decision.SCHEDULED)
         if progress.is_known:
@@ -429,8 +430,8 @@ class Admission:
             step.start(request, num_tokens)
 
     def _start_fork(self, parent: Request, child: Request, step: StepBuilder, now: float) -> None:
-        """The fork runs from now on and computes nothing of its prompt; what a cache had of that
-        was found by `parent`, and is counted there."""
+        """Start a fork, which computes nothing of its prompt. Cached tokens of the prompt are
+        counted for `parent` only."""
         self._states.running.append(child)
         child.status = RequestStatus.RUNNING
         child.progress.scheduled = now
@@ -442,12 +443,12 @@ class Admission:
         step.fork(parent, child)
 
     def _note_wait(self, request: Request, obstacle: Obstacle) -> None:
-        """It was this request's turn, and something was in the way."""
+        """Report that the request's turn came and what it waits for."""
         self._observer.decision(request, Decision.WAITS, obstacle.value)
 
     def _count_reuse(self, request: Request) -> None:
-        """Count, at every start, tokens that need not be computed, by where they were, and tokens
-        that have to be computed again, by cause."""
+        """Count, at every start, the tokens that need not be computed, by source, and the tokens
+        that must be computed again, by cause."""
         counts, progress = self._context.counts, request.progress
         computed = request.num_computed_tokens
         in_pool = computed - request.num_external_computed_tokens
@@ -463,8 +464,8 @@ class Admission:
         progress.lost_tokens = 0
 
     def _note_cached_tokens(self, request: Request) -> None:
-        """Count the cached tokens of a request, once: what it finds again after a preemption was
-        its own work."""
+        """Count the cached tokens of a request once: tokens found again after a preemption are the
+        request's own work."""
         cached = request.num_computed_tokens
         in_pool = cached - request.num_external_computed_tokens
         request.num_cached_tokens = cached
@@ -480,7 +481,7 @@ class Admission:
 
 
 def _num_queued(running: list[Request]) -> int:
-    """Tokens still to be computed of running prompts, which come before those of waiting ones."""
+    """Count the tokens that running prompts still have to compute, before those of waiting ones."""
     missing = [request.num_tokens - request.num_computed_tokens for request in running]
     return sum([count for count in missing if count > 1])
 

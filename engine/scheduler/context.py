@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The context of a scheduler: what all its parts work with, and hand on to their own parts."""
+"""The context of a scheduler: the objects that all its parts share."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from .policies import SchedulingPolicy
 
 @dataclass(frozen=True, slots=True)
 class SchedulerContext:
-    """The settings, the pool, the tiers and the policy of one scheduler, its counts and its
-    observer."""
+    """The settings, pool, tiers, policy, counts and observer of one scheduler."""
 
     config: SchedulerConfig
     manager: KVCacheManager
     connector: KVConnectorScheduler
     policy: SchedulingPolicy
-    observer: Observer = field(default_factory=Observer)  # which by itself hears nothing
+    observer: Observer = field(default_factory=Observer)  # the default ignores all events
     counts: Counter[str] = field(default_factory=Counter)  # since start, by name
 
     def count_reused(self, tokens: Mapping[str, int], position: int) -> None:
-        """Count tokens from `position` on that a request need not compute: those of each source,
-        in their order."""
+        """Count reused tokens of a request by source; they lie from `position` on, in the order of
+        `tokens`."""
         counts = self.counts
         for source, num_tokens in tokens.items():
             if num_tokens:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step exchanges with the connector: blocks to be stored in one direction, loads that have
-ended in the other."""
+"""The scheduler's exchange with the connector: gives it blocks to store, and takes its reports of
+ended loads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .request_states import RequestStates
 
 # Below this many blocks, storing at eviction is cheaper than waking the copy thread early.
 MIN_AHEAD_BLOCKS = 8
-NONE_AHEAD: list[EvictedBlock] = []  # for most steps; not to be changed
+NONE_AHEAD: list[EvictedBlock] = []  # for most steps; read only
 LOAD_FAILED = (
     "blocks of this prompt could not be loaded: {}. It was not computed instead because of "
     "--kv-offload-load-failure fail"
@@ -28,7 +28,7 @@ LOAD_FAILED = (
 
 
 class ConnectorExchange:
-    """Called once when a step is made, and once when it comes back."""
+    """Called once when a step is scheduled, and once when its result comes."""
 
     def __init__(
         self,
@@ -50,13 +50,14 @@ class ConnectorExchange:
         # capped at a quarter of the pool.
         two_steps = 2 * -(-config.max_num_batched_tokens // manager.block_size) * manager.num_groups
         self._soon_taken = min(two_steps, self._pool.num_blocks // 4)
-        # Half of them go at a time: what is left in front is what one step takes.
+        # Half of them are stored at a time; one step's blocks then remain at the front of the
+        # queue.
         self._least_ahead = max(MIN_AHEAD_BLOCKS, self._soon_taken // 2)
 
     def build_meta(self, evicted: Sequence[EvictedBlock]) -> ConnectorMetadata:
-        """The step's copies, among them those of blocks that one of the next steps may evict."""
+        """Return the step's copies, also of blocks that a step soon may evict."""
         pool, ahead = self._pool, NONE_AHEAD
-        # Most steps find neither, and what is called in between is cold.
+        # Most steps find neither; the code in between is slow because it is seldom run.
         if pool.fresh or pool.has_cold(self._least_ahead):
             wanted = 0 if self._stores_ahead is None else self._stores_ahead.num_wanted_ahead()
             ahead = pool.take_fresh(wanted) if wanted and pool.fresh else []
@@ -68,8 +69,8 @@ class ConnectorExchange:
     def take_reports(
         self, worker_output: ConnectorWorkerOutput | None, now: float
     ) -> tuple[bool, list[TokenOutput]]:
-        """Requests whose loads have ended go on; or end, if they have failed and are to. Whether
-        there was one, and what those that ended say."""
+        """Let requests go on whose loads have ended; with `fails_with_load`, end the ones whose
+        load failed. Return whether there were reports, and the outputs of the ended requests."""
         context = self._states.context
         failures: list[tuple[Request, str]] = []
         if worker_output is None:

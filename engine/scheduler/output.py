@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one `schedule()` hands to the worker, and what the worker hands back.
+"""The scheduler's output for the worker, and the worker's result of a step.
 
-Two kinds of request data: everything for a request the worker sees first, only the difference for
-one it knows. A resumed request replaces its block table instead of growing it.
+A request that is new to the worker is described in full, a known request by its changes only. A
+resumed request replaces its block table instead of extending it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .request_states import RequestStates
 
 
 class OutputWriter:
-    """Turns the worker's results into outputs for clients: takes in tokens and notices ends.
+    """Turns the worker's results into outputs for clients: appends tokens and detects ends.
 
-    A request that ends gets exactly one output with a finish reason, its last.
-    `RequestStates.sweep` must follow a batch of calls.
+    A request that ends gets exactly one output with a finish reason, its last. After a batch of
+    calls `RequestStates.sweep` must run.
     """
 
     def __init__(self, states: RequestStates) -> None:
         self._states = states
-        self.num_more = 0  # tokens taken beyond one a call
+        self.num_more = 0  # tokens taken beyond the first of each call
         self._max_model_len = states.context.manager.max_model_len
 
     def append_tokens(self, request: Request, token_ids: list[int], now: float) -> TokenOutput:
@@ -51,8 +51,8 @@ class OutputWriter:
         return self._output_of(request, token_ids, status, now)
 
     def pass_on(self, request: Request, token_id: int, now: float) -> TokenOutput:
-        """Append a token that another engine has chosen, before the request has run here. What goes
-        with the first token comes with the one behind it, and here only if there is none."""
+        """Append a token that another engine has chosen, before the request has run here. The facts
+        of a first token (timings …) come with the next token, or here if the request ends."""
         progress = request.progress
         request.append_output_token(token_id)
         status = check_stop(request, token_id, progress.end_ids, self._max_model_len)
@@ -74,7 +74,7 @@ class OutputWriter:
                 token_ids = token_ids[:count]
                 break
         self.num_more += len(token_ids) - 1
-        # Before they are given back, where it has ended.
+        # Named before the blocks are released, in case the request has ended.
         self._states.context.manager.name_accepted(request)
         return self._output_of(request, token_ids, status, now)
 
@@ -104,7 +104,7 @@ class OutputWriter:
     def finish_request(
         self, request: Request, status: RequestStatus, now: float, error: str | None = None
     ) -> TokenOutput:
-        """End a request for another reason than its tokens."""
+        """End a request for a reason other than its tokens."""
         output = TokenOutput(request.request_id, [], error=error, ends_without_token=True)
         if status is RequestStatus.FINISHED_NOT_FINITE:
             output.error_code = NOT_FINITE
@@ -123,8 +123,8 @@ class OutputWriter:
 
 
 def add_figures(outputs: Iterable[TokenOutput], runner_output: ModelRunnerOutput) -> None:
-    """Give outputs what the worker sent along with their tokens, as far as the tokens were kept.
-    One without tokens may be of another request than the worker means: an id can be used again."""
+    """Add the worker's log-probabilities, embeddings and experts to the outputs of kept tokens. An
+    output without tokens is skipped: its id may meanwhile belong to another request."""
     for output in outputs:
         if not output.new_token_ids:
             continue
@@ -143,8 +143,8 @@ def add_figures(outputs: Iterable[TokenOutput], runner_output: ModelRunnerOutput
 def fault_of(
     request: Request, num_computed_tokens: int, runner_output: ModelRunnerOutput
 ) -> str | None:
-    """Why a request that got no usable token cannot go on, with so many tokens computed after the
-    step; None in the middle of its prompt."""
+    """Explain why a request without a usable token cannot go on. None if it is in the middle of its
+    prompt; `num_computed_tokens` counts this step."""
     if request.request_id in runner_output.nan_request_ids:
         return "the model's logits for this request were not finite numbers"
     if request.request_id in runner_output.processor_errors:
@@ -166,74 +166,73 @@ def fault_of(
 
 @dataclass(slots=True)
 class NewRequestData:
-    """A request the worker has not seen."""
+    """A request that is new to the worker."""
 
     request_id: str
     prompt_token_ids: TokenArray  # int32 [num_prompt_tokens]
     sampling_params: SamplingParams
     block_ids: BlockIds
     num_computed_tokens: int
-    # Output of an earlier life, where the worker has forgotten the request.
+    # Output so far, for a request that the worker has forgotten.
     output_token_ids: list[int] = field(default_factory=list)
-    # float [num_prompt_tokens, hidden]: what the model reads instead of the prompt's ids, which
+    # float [num_prompt_tokens, hidden]: the model reads these instead of embedding the ids, which
     # must be in the vocabulary all the same.
     prompt_embeds: EmbedArray | None = None
-    pooling: str = ""  # which hidden states of the prompt are wanted: `last`, `mean`, or none
-    cache_salt: bytes = b""  # its tenant's
-    # It computes nothing in this step: its first token is chosen from the logits of this request.
+    pooling: str = ""  # the wanted hidden states of the prompt: `last`, `mean` or none
+    cache_salt: bytes = b""  # the salt of its tenant
+    # The request whose logits give its first token; it computes nothing in this step.
     fork_of: str = ""
-    # The first position whose experts are told; None: of no token.
+    # First position whose experts are reported; None: no position.
     routed_from: int | None = None
-    # The pages that its states are read from, a piece each; empty: they begin with zeros.
+    # Pages with its initial states, one per piece; empty: the states begin with zeros.
     state_page_ids: list[int] = field(default_factory=list)
-    # Of beams: so many of the likeliest tokens, with their log-probabilities, come with each of its
-    # tokens. More than clients may ask for; 0: as its parameters say.
+    # For beams: the number of likeliest tokens to return with each of its tokens; may exceed the
+    # limit for clients. 0: as its parameters say.
     num_likeliest: int = 0
 
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """The difference for requests the worker knows; the lists run in parallel. One that goes on
-    where its last step ended, in the blocks that it has, is not among them."""
+    """Changes of requests that the worker knows, as parallel lists. A request is left out if it
+    continues where its last step ended, in the blocks that it has."""
 
     request_ids: list[str] = field(default_factory=list)
-    new_block_ids: list[BlockIds | None] = field(default_factory=list)  # None: nothing new
+    new_block_ids: list[BlockIds | None] = field(default_factory=list)  # None: no new blocks
     num_computed_tokens: list[int] = field(default_factory=list)
-    resumed_request_ids: set[str] = field(default_factory=set)  # replace the table
-    # Output so far of those among `resumed_request_ids`, which the worker left out of its batch.
+    resumed_request_ids: set[str] = field(default_factory=set)  # these replace the table
+    # Output so far of the `resumed_request_ids`, which the worker has removed from its batch.
     output_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    # Of these, the pages that their states are read from; others begin with zeros.
+    # Pages with their initial states; requests without an entry begin with zeros.
     state_page_ids: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """A step, as the worker gets it.
+    """A step in the form that the worker gets.
 
-    Steps are computed in the order of their ids. One that fails leaves the worker's requests
-    unknown to those behind it, so a worker refuses a step that was made before its failure was
-    known (`last_failed_id`): the scheduler fails that one together with the one before it.
+    Steps are computed in the order of their ids. After a failed step the worker may not know
+    requests that this step introduced. So it refuses later steps that were scheduled before the
+    failure was known (`last_failed_id`); the scheduler fails these together with the failed step.
     """
 
     new_requests: list[NewRequestData]
     cached_requests: CachedRequestData
     num_scheduled_tokens: dict[str, int]  # request id → tokens this step, in batch order
     total_num_scheduled_tokens: int
-    # Ended since the last step: the worker forgets them.
+    # Ended since the last step; the worker forgets them.
     finished_request_ids: set[str]
-    # Lost their blocks this step: the worker takes them out of the batch but remembers them.
+    # Preempted in this step; the worker removes them from the batch and remembers them.
     preempted_request_ids: set[str]
     connector_meta: ConnectorMetadata | None = None
     step_id: int = 0  # grows from step to step
-    last_failed_id: int = 0  # of the last step that was known to have failed
-    # Request id → draft tokens, the last of those that the step computes of it.
+    last_failed_id: int = 0  # last step that was known to have failed
+    # Request id → its draft tokens, which are the last tokens that the step computes of it.
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    # Request id → how many draft tokens are to be proposed, at most, behind the token that it
-    # chooses in this step.
+    # Request id → the most draft tokens to propose after the token that it chooses in this step.
     wanted_drafts: dict[str, int] = field(default_factory=dict)
-    # To be made after what it stores has been read, and before anything is computed.
+    # To be made after the step's stores have read their blocks, and before any computing.
     block_copies: list[BlockCopy] = field(default_factory=list)
-    # Request id → the checkpoints of its states that the step writes, behind the forward pass.
+    # Request id → checkpoints of its states, written after the forward pass.
     state_saves: dict[str, list[StateSave]] = field(default_factory=dict)
 
 
@@ -243,18 +242,18 @@ class ModelRunnerOutput:
 
     sampled_token_ids: dict[str, list[int]]  # request id → new tokens (empty: prefill goes on)
     nan_request_ids: set[str] = field(default_factory=set)  # the model's logits were not finite
-    banned_request_ids: set[str] = field(default_factory=set)  # by its own wishes: every token
-    # Requests that a logits processor of another package raised for → what is told of it.
+    banned_request_ids: set[str] = field(default_factory=set)  # its own parameters ban every token
+    # Requests for which another package's logits processor raised → the error text.
     processor_errors: dict[str, str] = field(default_factory=dict)
     connector_output: ConnectorWorkerOutput | None = None
-    # For requests that asked: one entry for each sampled token; the prompt's come with the first.
+    # On request: one entry for each sampled token; prompt entries come with the first token.
     logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
-    # With the first token, for requests that asked: little-endian float64 `[hidden]`.
+    # With the first token, on request: little-endian float64 `[hidden]`.
     embeddings: dict[str, bytes] = field(default_factory=dict)
-    # With tokens, where experts are told: those of tokens that were not told before.
+    # With tokens, if experts are reported: the rows that were not reported before.
     routed_experts: dict[str, RoutedRows] = field(default_factory=dict)
-    # Proposed for the next step, behind the tokens of this one; requests without any are left out.
+    # Proposed for the next step, after this step's tokens; requests without drafts are left out.
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
 
     @property
@@ -265,7 +264,7 @@ class ModelRunnerOutput:
 
 
 def end_token_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """The ids that end this request, by its own wish or by the model's."""
+    """Return the ids that end this request, by its parameters or by the model's settings."""
     own = request.sampling_params.stop_token_ids
     eos = frozenset() if request.sampling_params.ignore_eos else eos_token_ids
     return eos.union(own) if own else eos
@@ -274,11 +273,10 @@ def end_token_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[
 def check_stop(
     request: Request, token_id: int, end_ids: frozenset[int], max_model_len: int
 ) -> RequestStatus | None:
-    """The finished status that `token_id`, just appended to `request`, leads to; None: go on.
+    """Return the finished status after `token_id` was appended to `request`; None: it goes on.
 
-    An end id counts only once `min_tokens` are there. It wins over a length reached with the same
-    token. The reason to report is the id for a stop id, nothing for the model's own end
-    (`stop_reason`).
+    An end id counts only after `min_tokens` tokens. It takes precedence over a length limit reached
+    with the same token. `stop_reason` gives the reason to report.
     """
     num_output = request.num_output_tokens
     if token_id in end_ids and num_output >= request.sampling_params.min_tokens:
@@ -294,17 +292,17 @@ def check_stop(
 
 
 def stop_reason(request: Request, token_id: int) -> int | None:
-    """The stop id that ended a stopped request, None where it was the model's own end."""
+    """The stop id that ended a stopped request; None for the model's own end token."""
     return token_id if token_id in request.sampling_params.stop_token_ids else None
 
 
 def repeats(token_ids: Sequence[int], min_pattern: int, max_pattern: int, min_count: int) -> bool:
-    """Whether the list ends with a pattern of `min_pattern` to `max_pattern` tokens that stands
-    there at least `min_count` times in a row.
+    """Whether the list ends with at least `min_count` copies of one pattern of `min_pattern` to
+    `max_pattern` tokens.
 
-    To be asked after each token: where the last one does not occur at the right distances before,
-    which is usual, nothing else is looked at; at worst `max_pattern * min_count` tokens are.
-    Raises ValueError unless 1 <= min_pattern <= max_pattern and min_count >= 2.
+    Called after each token. Usually the last token does not occur at the needed distances, and
+    nothing else is read; at worst `max_pattern * min_count` tokens are. Raises ValueError unless 1
+    <= min_pattern <= max_pattern and min_count >= 2.
     """
     if not 1 <= min_pattern <= max_pattern or min_count < 2:
         raise ValueError(
@@ -325,16 +323,15 @@ def repeats(token_ids: Sequence[int], min_pattern: int, max_pattern: int, min_co
     ]
     if not likely:
         return False
-    # Backwards, a pattern of a size stands there so many times where the text agrees with itself,
-    # moved by that size, over all of them but one.
+    # Read backwards, a pattern of `size` tokens is repeated if the text equals itself shifted by
+    # `size`, over all repetitions except one.
     same = _agreements(token_ids[: -1 - longest * min_count : -1], likely[-1])
     return any(same[size] >= size * again for size in likely)
 
 
 def _agreements(tokens: Sequence[int], most: int) -> list[int]:
-    """Lengths of the agreement of `tokens` with itself, for each shift up to `most`: how many first
-    tokens equal those that many places behind. No token is compared twice with success (the Z
-    algorithm)."""
+    """Return, for each shift up to `most`, how many first tokens equal the tokens `shift` places
+    later. Computed by the Z algorithm: no token is compared twice with success."""
     size = len(tokens)
     found = [size] + [0] * most
     start = end = 0  # the known agreement that reaches farthest

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pins: blocks of an agent's finished turn, kept in the pool until its next turn comes.
 
-A job is a row of requests with one `job_id`, each of which reads what the ones before wrote.
-Between two of them a tool runs. A turn that ends is pinned if it is not the job's last one and the
-tool is expected to take no longer than THRESHOLD_SECONDS; then its blocks stay for PIN_SECONDS at
-most. A job has one pin: that of a later turn takes the place of an earlier one, whose blocks it
-shares.
+A job is a sequence of requests with one `job_id`; each request reads the text of the earlier ones.
+A tool runs between two requests. At its end a turn is pinned, unless it is the job's last one or
+the tool is expected to take longer than THRESHOLD_SECONDS. A pin lasts PIN_SECONDS at most. A job
+has one pin: a later turn's pin replaces the earlier one, whose blocks it shares.
 
-Pinned blocks are offered to the tiers meanwhile, so giving a pin up costs no copy. A request
-without room takes it from the oldest pin before another one is preempted. The tiers keep a turn's
-blocks too, pinned or not, and have them near when the next one is due."""
+Pinned blocks are offered to the tiers meanwhile, so giving up a pin costs no copy. If a request
+lacks room, the oldest pin is given up before another request is preempted. The tiers keep a turn's
+blocks too, pinned or not, and fetch them shortly before the next turn is expected."""
 
 from __future__ import annotations
 
@@ -25,28 +24,28 @@ from .context import SchedulerContext
 logger = logging.getLogger(__name__)
 
 PIN_SECONDS = 10.0
-# A tool that is expected to take longer does not get a pin: others need the room meanwhile.
+# No pin if the tool is expected to take longer, because other requests need the room meanwhile.
 THRESHOLD_SECONDS = 2.0
-# What the tiers keep waits longer: twice as long as the tool is expected to take, and as this says
-# where nothing is known; at most MOST_TIER_SECONDS.
+# The tiers keep blocks longer: twice the tool's expected time, TIER_SECONDS if it is unknown, and
+# MOST_TIER_SECONDS at most.
 TIER_SECONDS, MOST_TIER_SECONDS = 60.0, 300.0
-# Before the next turn is due its blocks are read: it may come sooner, and a disk takes its time.
+# The tiers fetch blocks so much earlier than the next turn: it may come early, and disks are slow.
 AHEAD_SECONDS, AHEAD_SHARE = 0.2, 0.2
-# Of the blocks of the pool, those that all pins hold together at most.
+# Largest share of the pool's blocks in all pins together.
 MOST_SHARE = 0.5
-MOST_JOBS = 16_384  # whose ends are remembered
+MOST_JOBS = 16_384  # jobs whose ends are remembered
 MOST_TOOLS = 1_024
-_NEW_WEIGHT = 0.3  # of the latest time in an average
+_NEW_WEIGHT = 0.3  # weight of the latest time in an average
 
 K = TypeVar("K")
 V = TypeVar("V")
 
-Job = bytes  # the tenant's salt, and the job's id
+Job = bytes  # the tenant's salt and the job's id
 
 
 class Estimator(Protocol):
-    """Expected seconds of tools. Called by the step thread; after it has raised once it is called
-    no more."""
+    """Estimates the seconds of tools. Called by the step thread. After an exception it is called no
+    more."""
 
     def turn_ended(self, job: Job, now: float) -> None: ...
     def turn_arrives(self, job: Job, tool: str, now: float) -> None: ...
@@ -54,8 +53,8 @@ class Estimator(Protocol):
 
 
 class ToolEstimator:
-    """Moving averages of the time between a turn's end and the next one's arrival, by the tool
-    whose result that brings. Where a job's next tool is not known, its last one is taken."""
+    """Moving averages of the time from a turn's end to the next turn, by the tool whose result the
+    next turn brings. If a job's next tool is not known, its last tool is used."""
 
     def __init__(self) -> None:
         self._ended: OrderedDict[Job, float] = OrderedDict()
@@ -63,11 +62,11 @@ class ToolEstimator:
         self._average: OrderedDict[str, float] = OrderedDict()
 
     def turn_ended(self, job: Job, now: float) -> None:
-        """A turn of the job has ended, and a tool runs from now on."""
+        """Note that a turn of the job has ended and a tool runs."""
         _put(self._ended, job, now, MOST_JOBS)
 
     def turn_arrives(self, job: Job, tool: str, now: float) -> None:
-        """The next turn has come, with the result of `tool`; "" where the tool is not named."""
+        """Note the job's next turn, which brings the result of `tool` ("": not named)."""
         began = self._ended.pop(job, None)
         if not tool:
             return
@@ -79,8 +78,8 @@ class ToolEstimator:
             _put(self._average, tool, mean, MOST_TOOLS)
 
     def tool_seconds(self, job: Job, tool: str) -> float | None:
-        """The average seconds of a tool that the job has called; "" for the tool it called last.
-        None where no call of it has been seen."""
+        """Return the average seconds of `tool`, or of the job's last tool for "". None if no call
+        of the tool has been seen."""
         return self._average.get(tool or self._last_tool.get(job, ""))
 
 
@@ -92,7 +91,7 @@ def _put(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
 
 
 class Pin(NamedTuple):
-    """A turn's blocks: `holder` has them in the manager's tables."""
+    """The blocks of a turn; the manager's tables list them under the id `holder`."""
 
     job_id: str
     tenant: str
@@ -102,11 +101,11 @@ class Pin(NamedTuple):
 
 
 class Pins:
-    """At most one for each job, the oldest first. Called by the engine's step thread only."""
+    """The pins of all jobs, at most one each, oldest first. For the engine's step thread only."""
 
     def __init__(self, context: SchedulerContext, estimator: Estimator | None = None) -> None:
-        """`context.config.pin_tenant_share`: of the blocks that may be pinned, those for one tenant
-        at most."""
+        """`context.config.pin_tenant_share`: the largest share of the blocks for pins that one
+        tenant may have."""
         self._manager = manager = context.manager
         self._counts = context.counts
         self._connector = context.connector
@@ -114,12 +113,12 @@ class Pins:
         tenant_share = context.config.pin_tenant_share
         self._estimator: Estimator | None = ToolEstimator() if estimator is None else estimator
         self._most_blocks = int(MOST_SHARE * manager.pool.num_usable)
-        # None: all that may be pinned may be one tenant's, whose oldest pin then gives way.
+        # None: one tenant may have all of them; its oldest pin then gives way.
         self._most_of_tenant = int(tenant_share * self._most_blocks) if tenant_share < 1 else None
-        self._of_tenants: Counter[str] = Counter()  # pinned blocks; no entry with none
+        self._of_tenants: Counter[str] = Counter()  # pinned blocks by tenant; zeros are removed
         self._warned = False
         self._pins: OrderedDict[Job, Pin] = OrderedDict()
-        self.num_blocks = 0  # that all pins hold; blocks of several are counted by each
+        self.num_blocks = 0  # blocks of all pins; a block of several pins counts several times
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -129,20 +128,20 @@ class Pins:
 
     @property
     def jobs(self) -> Mapping[Job, Pin]:
-        """The jobs whose last turn is pinned. Not to be changed."""
+        """The jobs whose last turn is pinned, with their pins. Read only."""
         return self._pins
 
     def job_ids(self) -> list[str]:
-        """The ids of those jobs, as their clients gave them."""
+        """Return the ids of these jobs in the form that their clients gave."""
         return [pin.job_id for pin in self._pins.values()]
 
     def next_expiry(self) -> float | None:
-        """The time at which the first pin ends by itself (monotonic seconds); None without any."""
+        """Return when the first pin expires (monotonic seconds); None without a pin."""
         first = next(iter(self._pins.values()), None)
         return None if first is None else first.until
 
     def is_due(self, now: float) -> bool:
-        """Whether a pin has ended, and is to be given back."""
+        """Whether the oldest pin has expired, so that `expire` must release it."""
         expiry = self.next_expiry()
         return expiry is not None and expiry <= now
 
@@ -151,8 +150,8 @@ class Pins:
             self._call_estimator("turn_arrives", request.job, tool, now)
 
     def pin_turn(self, request: Request, now: float) -> bool:
-        """A turn has ended well, and holds its blocks: whether they are pinned now. If not, they
-        are the caller's to give back."""
+        """Pin the blocks of a turn that has ended well, if that pays. Return whether they are
+        pinned; if not, the caller releases them."""
         job = request.job
         if not job or request.is_last_step:
             if job:
@@ -186,7 +185,7 @@ class Pins:
         return True
 
     def tool_called(self, job: Job, tool: str) -> None:
-        """The last turn of a job has called `tool`; its pin ends where that takes too long."""
+        """Note that a job's last turn called `tool`; its pin ends if that takes too long."""
         seconds = self._seconds(job, tool)
         if seconds is not None and self._retention is not None:
             self._retention.turn_expected(job, _due(seconds))
@@ -195,13 +194,13 @@ class Pins:
             self._counts["pins_not_worth"] += 1
 
     def expire(self, now: float) -> None:
-        """Unpin the turns whose PIN_SECONDS are over."""
+        """Release the pins that are older than PIN_SECONDS, and count them."""
         while self.is_due(now):
             self._unpin_job(next(iter(self._pins)))
             self._counts["pins_expired"] += 1
 
     def release_oldest(self, spare: Job = b"") -> bool:
-        """Give up the pin that is the oldest, that of `spare` only if there is no other; whether
+        """Give up the oldest pin, but the pin of `spare` only if there is no other. Return whether
         there was one."""
         if not self._pins:
             return False
@@ -244,8 +243,7 @@ class Pins:
         self._retention.turn_ended(request.job, self._manager.names.of_request(request), most, due)
 
     def _seconds(self, job: Job, tool: str) -> float | None:
-        """Expected seconds of a tool; None where the estimator has none, or a number that is not
-        finite."""
+        """Return the expected seconds of a tool; None if the estimator has no finite number."""
         seconds = self._call_estimator("tool_seconds", job, tool)
         return seconds if seconds is not None and math.isfinite(seconds) else None
 
@@ -254,7 +252,7 @@ class Pins:
         return seconds is None or not seconds > THRESHOLD_SECONDS
 
     def _call_estimator(self, name: str, *arguments: object) -> float | None:
-        """Ask the estimator; one that fails costs the engine nothing."""
+        """Call the estimator. After an exception the engine goes on without it."""
         if self._estimator is None:
             return None
         try:
@@ -267,5 +265,5 @@ class Pins:
 
 
 def _due(seconds: float) -> float:
-    """Seconds after which the blocks are to be near, of a tool that takes `seconds`."""
+    """Return after how many seconds the tiers must fetch the blocks, for a tool of `seconds`."""
     return max(0.0, seconds - max(AHEAD_SECONDS, AHEAD_SHARE * seconds))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduling policies: who is let in first, and who goes back when room has to be made.
+"""Scheduling policies: which request is admitted first, and which is preempted to make room.
 
-    fcfs       first come, first served; who was let in last goes first
-    priority   the lowest priority number first, among equals the first to arrive; who is last in
-               that order goes first, and kept blocks of the highest number
-    continuum  as fcfs, but jobs whose last turn is kept in the pool come first and go back last
+   fcfs       first come, first served; the request admitted last is preempted first
+   priority   the lowest priority number first, then the earliest arrival; the last request in this
+              order is preempted first, and kept blocks of the highest number are given up first
+   continuum  like fcfs, but jobs whose last turn is pinned come first and are preempted last
 
-Other packages bring one as an entry point of the group `stratakv.scheduling_policies`, which names
-a class that is a `SchedulingPolicy` and needs no arguments.
+Other packages add a policy as an entry point of the group `stratakv.scheduling_policies`. It names
+a subclass of `SchedulingPolicy` whose constructor takes no arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENTRY_POINTS = "stratakv.scheduling_policies"
 
 
 class RequestQueue(ABC):
-    """Waiting requests in the order of their turns. The scheduler bounds the length by refusing
+    """Waiting requests in the order of their turns. The scheduler limits the length by refusing
     requests."""
 
     @abstractmethod
@@ -41,18 +41,18 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def add(self, request: Request) -> None:
-        """A request that comes."""
+        """Add a new request."""
 
     @abstractmethod
     def prepend(self, request: Request) -> None:
-        """A request that comes back, and was let in before all that wait."""
+        """Add a preempted request, which was admitted before all requests that wait."""
 
     @abstractmethod
     def remove_request(self, request: Request) -> bool:
-        """Take a request out, wherever it stands; whether it was there."""
+        """Remove a request from any position. Return whether it was in the queue."""
 
     def insert_request(self, request: Request) -> None:
-        """A request that came before some of those that wait, and could not wait here."""
+        """Add a request at its place by arrival: it came earlier, but had to wait elsewhere."""
         self.add(request)
 
     def add_all(self, requests: Iterable[Request]) -> None:
@@ -61,7 +61,7 @@ class RequestQueue(ABC):
 
 
 class FCFSQueue(RequestQueue):
-    """First come, first served; those put back in front come first."""
+    """First come, first served; requests put back in front come first."""
 
     __slots__ = ("_requests",)
 
@@ -82,7 +82,7 @@ class FCFSQueue(RequestQueue):
 
     def insert_request(self, request: Request) -> None:
         place = len(self._requests)
-        for each in reversed(self._requests):  # most came before it
+        for each in reversed(self._requests):  # most requests came before it
             if not _came_later(each, request):
                 break
             place -= 1
@@ -100,15 +100,15 @@ Turn = tuple[Any, ...]
 
 
 class SortedQueue(RequestQueue):
-    """A heap in the order of `SchedulingPolicy.turn`; where a request came from makes no
-    difference. Who is taken out stays in the heap until it comes to the top."""
+    """A heap in the order of `SchedulingPolicy.turn`, however a request was added. A removed
+    request stays in the heap until it reaches the top."""
 
     __slots__ = ("_alive", "_heap", "_numbers", "_policy")
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
         self._heap: list[tuple[Turn, int, Request]] = []
-        self._alive: dict[Request, int] = {}  # request → the number of its entry
+        self._alive: dict[Request, int] = {}  # request → number of its heap entry
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -142,38 +142,38 @@ class SortedQueue(RequestQueue):
 
 
 class SchedulingPolicy(ABC):
-    """Called by the engine's step thread; returns at once and changes no request."""
+    """An order of requests. Called by the engine's step thread; quick, and changes no request."""
 
-    # Whether requests that were deferred are asked before all others, whatever their turn.
+    # Whether deferred requests come before all others, whatever their turn.
     deferred_first = False
-    # Whether requests may say a priority.
+    # Whether requests may have a priority.
     takes_priority = False
-    # Whether the blocks of an agent's turn are kept until its next one comes (`pins.py`).
+    # Whether the blocks of an agent's turn are pinned until its next turn (`pins.py`).
     pins_turns = False
-    # The jobs whose last turn is kept now.
+    # The jobs whose last turn is pinned now.
     warm_jobs: Mapping[bytes, object] = MappingProxyType({})
 
     @abstractmethod
     def turn(self, request: Request) -> Turn:
-        """A tuple that orders requests: the least goes first. It must never change, and no two
-        requests may have the same."""
+        """Return a tuple that orders requests, the least first. It must never change, and differ
+        for any two requests."""
 
     def make_queue(self) -> RequestQueue:
         return SortedQueue(self)
 
     def first(self, queues: Sequence[RequestQueue], only_known: bool) -> _Found | None:
-        """Whose turn it is, and the queue that it stands in; `only_known`: of those that have run
-        before."""
+        """Return the queue and the request whose turn it is; with `only_known`, only among requests
+        that have run before."""
         found = [each for queue in queues if (each := _head(queue, only_known)) is not None]
         return min(found, key=lambda each: self.turn(each[1]), default=None)
 
     def victim(self, requests: Sequence[Request]) -> Request:
-        """The running request that is preempted to make room; `requests` in order of admission."""
+        """Choose the running request to preempt; `requests` is in the order of admission."""
         return max(requests, key=self.turn)
 
     def kept_victim(self, requests: Sequence[Request]) -> Request:
-        """The request that loses the blocks which are kept for those that continue it; `requests`
-        are in the order in which they have ended."""
+        """Choose the ended request whose kept blocks are given up; `requests` is in the order of
+        their ends."""
         return requests[0]
 
 
@@ -181,7 +181,7 @@ _Found = tuple[RequestQueue, Request]
 
 
 class FCFSPolicy(SchedulingPolicy):
-    """First come, first served. Of two queues the first comes first."""
+    """First come, first served; an earlier queue goes before a later one."""
 
     deferred_first = True
 
@@ -202,8 +202,7 @@ class FCFSPolicy(SchedulingPolicy):
 
 
 class PriorityPolicy(SchedulingPolicy):
-    """An order by priority, arrival, id and number of the request, which is the same in every
-    run."""
+    """An order by priority, arrival, id and number of the request. It is the same in every run."""
 
     takes_priority = True
 
@@ -211,11 +210,11 @@ class PriorityPolicy(SchedulingPolicy):
         return (request.priority, request.arrival_seconds, request.request_id, request.number)
 
     def kept_victim(self, requests: Sequence[Request]) -> Request:
-        return max(requests, key=lambda request: request.priority)  # the oldest of several
+        return max(requests, key=lambda request: request.priority)  # the oldest of equals
 
 
 class JobQueue(FCFSQueue):
-    """First come, first served, and the requests of a job found at once."""
+    """First come, first served, with an index of requests by job."""
 
     __slots__ = ("_by_job",)
 
@@ -254,8 +253,8 @@ class JobQueue(FCFSQueue):
 
 
 class ContinuumPolicy(FCFSPolicy):
-    """First come, first served, but requests whose job has its last turn in the pool come first,
-    and who goes back is one of the others where there is one."""
+    """First come, first served, but requests come first if their job's last turn is pinned. A
+    request of another job is preempted, if there is one."""
 
     pins_turns = True
 
@@ -292,7 +291,7 @@ POLICIES: dict[str, type[SchedulingPolicy]] = {
 
 
 def open_policy(name: str) -> SchedulingPolicy:
-    """A policy by its name. Raises ConfigError where there is none, or it cannot be made."""
+    """Make a policy by its name. Raise ConfigError if it is unknown or cannot be made."""
     if name in POLICIES:
         return POLICIES[name]()
     try:
@@ -301,7 +300,7 @@ def open_policy(name: str) -> SchedulingPolicy:
         raise ConfigError(f"--scheduling-policy: {error}") from error
     try:
         policy = point.load()()
-    except Exception as error:  # code of others, at start: whatever it is, it is named
+    except Exception as error:  # foreign code, at start: every error is reported with its name
         raise ConfigError(
             f"the scheduling policy {name} ({point.value}) could not be made: "
             f"{type(error).__name__}: {error}"
@@ -315,7 +314,7 @@ def open_policy(name: str) -> SchedulingPolicy:
 
 
 def _came_later(other: Request, request: Request) -> bool:
-    """Whether `other`, which waits, came after `request` and was never let in."""
+    """Whether `other`, which waits, came after `request` and was never admitted."""
     has_run = other.num_preemptions > 0 or other.continues is not None
     return not has_run and other.number > request.number
 

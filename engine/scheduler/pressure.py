@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory pressure: when admission stops, and when a running request is preempted.
 
-Two shares of the KV pool with a gap between them, so that a request is not let in and sent back in
-turn: from `admit_below` on none is let in, and beyond `preempt_above` the last to come goes. A
-request is let in only if its whole prompt, and what is still missing of the running ones' prompts,
-stays below the second share. A threshold of 1 disables the check. Blocks that no request holds
-count as free, whether or not their bytes are still remembered.
+Two shares of the KV pool, with a gap between them so that a request is not admitted and preempted
+in turn. From `admit_below` on no request is admitted; beyond `preempt_above` the last request in
+the policy's order is preempted. A request is admitted only if its whole prompt, with the missing
+rest of the running prompts, fits below the second share. A threshold of 1 disables the check.
+Blocks that no request holds count as free, even if they still have names.
 
-With a reservation (`--reserve`) the room for what a request reads, or for all that it may come to,
-has to be there before it gets its first block, beside what those before it may still take:
+With a reservation (`--reserve`), a request gets its first block only if there is room for its
+prompt, or for its longest answer as well. This room is beside what earlier requests may still take:
 
-    | held            | those may still take | this one may take |  free  |
-                                                           preempt_above
+        | held            | earlier ones may take | this one may take |  free  |
+                                                                preempt_above
 
-Where all reserve to their ends, no running request ever lacks room.
+If every request reserves up to its longest answer, no running request ever lacks room.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class MemoryPressure:
     """Reads the pool; changes nothing."""
 
     def __init__(self, context: SchedulerContext) -> None:
-        # What is kept for jobs keeps others out as what is held does. With tiers it goes when the
-        # last free block has gone, and giving some up before relieves no request.
+        # Without tiers, pinned blocks count as held and keep new requests out. With tiers, pins are
+        # given up once no block is free; giving them up earlier would relieve no request.
         self.counts_pins = not context.connector.has_tiers
         self._manager = manager = context.manager
         config = context.config
@@ -42,18 +42,18 @@ class MemoryPressure:
 
     @property
     def forbids_admission(self) -> bool:
-        """Whether so many blocks are held that no other request should start."""
+        """Whether so many blocks are held that no further request should start."""
         return self._num_held >= self._admit_blocks
 
     @property
     def demands_preemption(self) -> bool:
-        """Whether so many blocks are held that a running request has to be preempted."""
+        """Whether so many blocks are held that a running request must be preempted."""
         return self._num_held > self._preempt_blocks
 
     @property
     def num_kept_from_drafts(self) -> int:
-        """The free blocks that drafts leave to others: those beyond `preempt_above`, and one in
-        each group for every request of a full batch."""
+        """The free blocks that drafts must not take: the blocks beyond `preempt_above`, and at
+        least one in each group for every request of a full batch."""
         manager = self._manager
         limit = self._usable - int(self._preempt_blocks)
         return max(limit, manager.watermark_blocks, self._most_requests * manager.num_groups)
@@ -61,7 +61,7 @@ class MemoryPressure:
     def has_room_for(
         self, request: Request, hits: GroupBlocks | None, running: Iterable[Request]
     ) -> bool:
-        """Whether `request` could read its whole prompt without driving another request out."""
+        """Whether `request` could compute its whole prompt without another's preemption."""
         if self._preempt_blocks >= self._usable:
             return True
         most = self._preempt_blocks - self._num_held
@@ -78,25 +78,25 @@ class MemoryPressure:
 
 
 class Reservations:
-    """Room for requests that have blocks, and for those that are to get some. Nothing is kept
-    between two rounds of admission: reservations follow from the blocks that requests hold."""
+    """Counts room for requests with blocks, and for the next one. It keeps no state between rounds
+    of admission: reservations follow from the blocks that requests hold."""
 
     def __init__(self, states: RequestStates) -> None:
         self._states = states
         config, self._manager = states.context.config, states.context.manager
         self._is_full = config.reserve == "full"
         self._most_blocks = int(config.preempt_above * self._manager.pool.num_usable)
-        self._spare: int | None = None  # blocks that are not reserved; None: to be counted
-        self._needed = 0  # by the request that was last found to have room
+        self._spare: int | None = None  # blocks that are not reserved; None: not counted yet
+        self._needed = 0  # by the last request that was found to have room
 
     def recount(self) -> None:
-        """Count again: blocks were given back, or taken without a reservation."""
+        """Count again, because blocks were released, or taken without a reservation."""
         self._spare = None
 
     def has_room_for(self, request: Request, hits: GroupBlocks | None, num_more: int = 0) -> bool:
-        """Whether a request that waits may have blocks; `hits` are those it has found. It or their
-        holder takes `num_more`: copies of some, or pages for the states of a load. A request that
-        holds blocks has its reservation, and the only one has room."""
+        """Whether a waiting request may get blocks. `hits` are its cached blocks; `num_more` blocks
+        are for copies, or for the states of a load. True for a request that holds blocks, because
+        it has a reservation, and if no other request holds any."""
         states = self._states
         if request.num_computed_tokens > 0:
             return True
@@ -109,14 +109,14 @@ class Reservations:
         return not (states.running or states.loaded or states.loads.blocking)
 
     def commit_reserved(self) -> bool:
-        """The request that was asked for last has its first blocks. True."""
+        """Reserve the room that the last `has_room_for` found. Returns True."""
         if self._spare is not None:
             self._spare -= self._needed
         self._needed = 0
         return True
 
     def _tokens_of(self, request: Request) -> int:
-        """The last token is sampled but never computed, so it needs no slot."""
+        """The last token of an answer is sampled but never computed, so it needs no slot."""
         return request.max_num_tokens - 1 if self._is_full else request.num_tokens
 
     def _count_spare_blocks(self) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused at once: settings that cannot work, requests that cannot run or are too many."""
+"""Immediate refusals: settings that cannot work, requests that can never run or are too many."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..cache.kv_cache_manager import KVCacheManager
 from ..config.engine_config import SchedulerConfig
 from ..request.request import Request
 
-# Of the prompt embeddings of all unfinished requests.
+# Limit for the prompt embeddings of all unfinished requests.
 MAX_EMBED_BYTES = 1 << 30
 
 
@@ -18,7 +18,7 @@ class QueueFull(ValueError):
 
 
 def check_config(config: SchedulerConfig, max_model_len: int) -> None:
-    """Without chunks a whole prompt must fit into one step. Raises ConfigError."""
+    """Raise ConfigError if, without chunked prefill, a whole prompt may not fit into one step."""
     if config.enable_chunked_prefill:
         return
     if config.max_num_batched_tokens < max_model_len:
@@ -35,8 +35,8 @@ def check_config(config: SchedulerConfig, max_model_len: int) -> None:
 
 
 def check_request(request: Request, manager: KVCacheManager) -> None:
-    """Refuse a request that can never run: it must fit into the context, and alone into the pool.
-    Raises ValueError with what was expected, what came and what to do."""
+    """Raise ValueError for a request that can never run: it must fit into the context and, alone,
+    into the pool. The text says what was expected, what came and what to do."""
     num_prompt, max_model_len = request.num_prompt_tokens, manager.max_model_len
     if num_prompt >= max_model_len:
         raise ValueError(
@@ -55,8 +55,8 @@ def check_request(request: Request, manager: KVCacheManager) -> None:
 
 
 def check_embeds(request: Request, held: int) -> None:
-    """Prompts of numbers take up to thousands of times the memory of tokens, so their number alone
-    is no limit. One always fits, whatever its size. `held` is bytes. Raises QueueFull."""
+    """Raise QueueFull if prompt embeddings (`held` bytes and this request's) take too much memory:
+    up to thousands of times that of tokens. Embeddings of any size fit if none are held."""
     more = request.embed_bytes
     if held and held + more > MAX_EMBED_BYTES:
         raise QueueFull(

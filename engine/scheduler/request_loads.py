@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loads of requests: blocks that are on their way from a tier.
+"""The loads of requests: blocks on their way from a tier.
 
 A request with a *blocking* load waits: it holds its blocks, is in no queue and computes nothing. It
-leaves when the connector reports it, in one of these ways:
+leaves this state when the connector reports its load, in one of these ways:
 
-    some or all tokens came   its computed part grows and is named; it goes on with its blocks
-    nothing came              it gives its blocks back and will compute, never asking again
-    a window lacks a block    it gives its blocks back, and asks for a shorter hit
-    its load was cancelled    it gives its blocks back and may load again: it was preempted
-    it ended meanwhile        its blocks are given back only now, because the copy wrote to them
+        some or all tokens came   they count as computed and are named; it goes on with its blocks
+        no token came             it releases its blocks, and will compute without asking again
+        a window lacks a block    it releases its blocks, and asks for a shorter hit
+        its load was cancelled    it was preempted; it releases its blocks and may load again
+        it ended meanwhile        its blocks are released only now, because the copy wrote to them
 
 A request with an *overlapped* load runs. It computes from the front while blocks come from behind:
 
     | computed |  this step  |  later, or loaded before  |  loaded  | prompt's rest |
                              limit               load frontier      end
 
-Every token attends to all before it, so what was loaded is of use only once the compute frontier
-has come to it; then `num_computed_tokens` jumps to the end of it, and its blocks get their names.
-Until then such a request is a running one that gets fewer tokens than it could.
+Every token attends to all tokens before it, so loaded blocks are used only when the compute
+frontier has reached them. Then `num_computed_tokens` jumps to their end, and they get their names.
+Until then the request runs, but computes only the tokens before the load.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from .context import SchedulerContext
 
 
 class RequestLoads:
-    """The loads of requests, blocking and overlapped: how they begin, meet and end."""
+    """The loads of requests, blocking and overlapped: their begin and their end."""
 
     def __init__(self, context: SchedulerContext) -> None:
         self._context = context
         self._manager = context.manager
         self._connector = context.connector
         self._overlapped_loads = context.connector.overlapped_loads
-        # Requests with a blocking load, also those that have ended meanwhile.
+        # Requests with a blocking load, including ended ones.
         self.blocking: list[Request] = []
         self.num_overlapped = 0  # running requests whose frontiers have not met yet
-        # Requests some of whose blocks did not come with an overlapped load, and what kept them;
-        # for `take_failures`, and not to be changed.
+        # Requests with a failed overlapped load, and the reason, for `take_failures`. Read only.
         self.failures: list[tuple[Request, str]] = []
 
     def begin_load(
@@ -53,8 +52,8 @@ class RequestLoads:
         *,
         overlapped: bool,
     ) -> bool:
-        """Allocate the blocks of a load and hand them to the connector; an overlapped one may run
-        at once. False: no room, and nothing has changed."""
+        """Allocate the blocks of a load and give them to the connector. With `overlapped` the
+        request may run at once. If there is no room, return False and change nothing."""
         added = self._manager.allocate_slots(
             request,
             num_new_tokens=0,
@@ -82,14 +81,14 @@ class RequestLoads:
         return True
 
     def add_cancelled(self, request: Request) -> None:
-        """Keep a request that runs no more until the connector reports that no copy writes to its
-        blocks: a load that was cancelled is reported like any other."""
+        """Keep a request that no longer runs until the connector reports that no copy writes to its
+        blocks. A cancelled load is reported like any other."""
         request.progress.load = LoadKind.BLOCKING
         self.blocking.append(request)
 
     def pop_reported(self, request: Request, report: LoadReport) -> None:
-        """End the blocking load of a request, which goes on with what came; one that has ended
-        gives its blocks back."""
+        """End the blocking load of a request. It goes on with the loaded blocks; if it has ended,
+        it releases its blocks."""
         request.progress.load = None
         self.blocking.remove(request)
         if request.is_finished:
@@ -98,11 +97,11 @@ class RequestLoads:
             self._apply_load_report(request, report)
 
     def most_tokens(self, request: Request) -> int:
-        """The tokens that a request may compute now: all that it lacks, or those in front of its
-        overlapped load. 0: it has to wait for a copy. Where the frontiers have met, it jumps."""
+        """Return the tokens that a request may compute now: all that it lacks, or the ones before
+        its overlapped load. 0: it must wait for a copy. When the frontiers have met, it jumps."""
         if request.progress.load is LoadKind.OVERLAPPED:
             computed = request.num_computed_tokens
-            assert self._overlapped_loads is not None  # OVERLAP was answered
+            assert self._overlapped_loads is not None  # set, because a match was OVERLAP
             state = self._overlapped_loads.load_state(request.request_id, computed)
             if state.failure:
                 self.failures.append((request, state.failure))
@@ -112,18 +111,18 @@ class RequestLoads:
         return request.num_tokens - request.num_computed_tokens
 
     def stop_overlap(self, request: Request) -> bool:
-        """A request with an overlapped load runs no more. True: a copy writes to its blocks, and
-        they may not be given back before the connector reports it."""
+        """End the overlapped load of a request that no longer runs. Return whether a copy still
+        writes to its blocks, which then must be kept until the connector's report."""
         return self._take_report(request) is None
 
     def take_failures(self) -> list[tuple[Request, str]]:
-        """Requests some of whose blocks did not come with an overlapped load, and what kept them;
-        each failure once, and some requests may have ended."""
+        """Return requests with a failed overlapped load, and the reason. Each failure is returned
+        once; some of the requests may have ended."""
         failures, self.failures = self.failures, []
         return failures
 
     def _take_report(self, request: Request) -> LoadReport | None:
-        """End an overlapped load. None: a copy still writes to the request's blocks."""
+        """End an overlapped load. Return None if a copy still writes to the request's blocks."""
         request.progress.load = None
         self.num_overlapped -= 1
         assert self._overlapped_loads is not None  # as above
@@ -140,8 +139,8 @@ class RequestLoads:
         if loaded > 0 and self._manager.cache_blocks(request, num_computed):
             request.num_computed_tokens = num_computed
         else:
-            # Without its blocks it is admitted like any other request, hits included. So is one
-            # with a window of which not all came: its load brought what its end reads, and no more.
+            # It is admitted again like a new request, with hits. The same holds for a window of
+            # which a part is missing: the load brought only the blocks that its end needs.
             request.num_external_computed_tokens = report.num_loaded_tokens = 0
             report.tokens_by_tier = {}
             self._manager.free(request)
@@ -149,10 +148,10 @@ class RequestLoads:
             request.external_load_failed = not (report.is_cancelled or report.shorter_tokens)
 
     def _end_overlap(self, request: Request) -> None:
-        """The frontiers have met: all that is left of its blocks has been loaded."""
+        """Jump over the loaded blocks: the compute frontier has met them."""
         report = self._take_report(request)
         if report is None or report.num_loaded_tokens == 0:
-            return  # nothing came, and all has been computed
+            return  # no block came, and the request has computed all tokens
         context, tokens = self._context, report.tokens_by_tier
         context.count_reused(tokens, request.num_computed_tokens)
         context.observer.hit(request, tokens)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of all requests, and the moves between them that give blocks back.
+"""The states of all requests, and the changes of state that release blocks.
 
     waiting   arrived or preempted; holds no blocks
-    deferred  as waiting, but the tiers told it to ask again; asked in turns, before the others
-    skipped   as waiting, but its load has ended; asked before `waiting`
+    deferred  like waiting, but the tiers told it to ask again; asked in turns, before the others
+    skipped   like waiting, but its load has ended; asked before `waiting`
     grammar   its grammar is being compiled; holds no blocks, is in no queue
     loading   its load is under way; holds blocks, is in no queue
-    forking   has the prompt of another one, and waits until that has been computed; in no queue
-    running   holds blocks, gets tokens; the loads of some are overlapped (`request_loads.py`)
+    forking   waits until another request has computed the same prompt; in no queue
+    running   holds blocks, gets tokens; some have an overlapped load (`request_loads.py`)
 
-A request's own notes are in its record (`Request`, with its `Progress`). Here is who is in which
-state, and in which order.
+The record of a request (`Request` with its `Progress`) has its own data. This module has the list
+of requests in each state, in order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RequestStates:
 
     def __init__(self, context: SchedulerContext) -> None:
         self.context = context
-        # Until they have ended, and no copy writes to their blocks: ids in use. Not to be changed.
+        # Ids in use: until a request has ended and no copy writes to its blocks. Read only.
         self.requests: dict[str, Request] = {}
         self.num_unfinished = 0
         self.embed_bytes = 0  # of the prompt embeddings of unfinished requests
@@ -53,11 +53,11 @@ class RequestStates:
         self.kept = KeptBlocks(context.manager)
         self.awaiting_grammar: dict[Request, RequestContext] = {}
         self.num_forking = 0  # requests that wait for the prompt of another one
-        # The worker has not been told yet: requests that have ended, and that were sent back.
+        # Not told to the worker yet: requests that have ended, and requests that were preempted.
         self.finished_ids: set[str] = set()
         self.preempted_ids: set[str] = set()
-        self._has_ended = False  # some request, since the last sweep
-        self.num_departed = 0  # requests that have ended or were sent back
+        self._has_ended = False  # a request has ended since the last sweep
+        self.num_departed = 0  # requests that have ended or were preempted
         self.pins: Pins | None = None
         if context.policy.pins_turns:
             self.pins = Pins(context)
@@ -76,25 +76,25 @@ class RequestStates:
 
     @property
     def num_loading(self) -> int:
-        """Unfinished requests that wait for the end of a load."""
+        """Unfinished requests that wait for the end of a blocking load."""
         num_ended = len(self.requests) - self.num_unfinished
         return len(self.loads.blocking) - num_ended
 
     @property
     def num_deferred(self) -> int:
-        """Waiting requests that wait for a load or an answer of the tiers, not for room."""
+        """Waiting requests that wait for a load or an answer of the tiers, rather than for room."""
         return len(self.deferred) + self.num_loading
 
     def find_unfinished(self, request_id: str) -> Request | None:
-        """The unfinished request with this id; None: there is none."""
+        """Return the unfinished request with this id; None if it ended or is unknown."""
         request = self.requests.get(request_id)
         return None if request is None or request.is_finished else request
 
     def enter(
         self, request: Request, context: RequestContext, *, awaits_grammar: bool = False
     ) -> bool:
-        """A new request waits for its turn, or for its grammar; or for the prompt of another one,
-        and False."""
+        """Add a new request, which waits for its turn, its grammar, or another request's prompt.
+        Return False if it waits for a prompt."""
         if request.continues is not None:
             self.kept.add_heir(request.continues)
             request.progress.context = context
@@ -109,8 +109,8 @@ class RequestStates:
         return not request.fork_of
 
     def grammar_ready(self, request: Request) -> bool:
-        """A request whose grammar was being compiled waits for its turn, between those that came
-        before and after it; or for the prompt of another one, and False."""
+        """Queue a request whose grammar is compiled, at its place by arrival. Return False if it
+        waits for another request's prompt instead."""
         context = self.awaiting_grammar.pop(request)
         request.status = RequestStatus.WAITING
         is_fork = bool(request.fork_of)
@@ -129,7 +129,7 @@ class RequestStates:
             self.num_forking += 1
         else:
             request.fork_of = ""
-            # What it continues was let in before all that wait.
+            # The request that it continues was admitted before all waiting requests.
             if request.continues is not None:
                 queue.prepend(request)
             else:
@@ -138,8 +138,8 @@ class RequestStates:
         return not request.fork_of
 
     def take_forks(self, parent: Request) -> dict[Request, RequestContext]:
-        """The requests that wait for a prompt, in their order, where it ends in the step being
-        scheduled; they wait no more."""
+        """If the prompt of `parent` ends in the step being scheduled, return the requests that wait
+        for it, in order; they no longer wait for it."""
         if parent.num_computed_tokens < parent.num_prompt_tokens:
             return {}
         forks, parent.progress.forks = parent.progress.forks, {}
@@ -147,8 +147,8 @@ class RequestStates:
         return forks
 
     def queue_forks(self, forks: Mapping[Request, RequestContext], *, at_head: bool) -> None:
-        """Requests that waited for a prompt wait for their own turns. `at_head`: before all others,
-        for its request has had its turn."""
+        """Queue requests that waited for a prompt to wait for their own turns. `at_head`: before
+        all others, because the parent has had its turn."""
         for request in reversed(list(forks)) if at_head else forks:
             request.fork_of = ""
             (self.waiting.prepend if at_head else self.waiting.add)(request)
@@ -156,13 +156,13 @@ class RequestStates:
                 self.context.connector.request_queued(request, forks[request])
 
     def take_reports(self, reports: Iterable[LoadReport]) -> list[tuple[Request, LoadReport]]:
-        """Requests whose loads have ended wait for their turns, with what came of their blocks;
-        those that go on, each with its report."""
+        """Queue the requests whose blocking loads have ended. Return the requests that go on, each
+        with its report."""
         going_on = []
         for report in reports:
             request = self.requests.get(report.request_id)
             if request is None or request.progress.load is not LoadKind.BLOCKING:
-                # Nothing here depends on it, and a fault of the connector may cost no more.
+                # A faulty report of the connector must do no more harm than this warning.
                 _log.warning(
                     "a load was reported for %s, which does not wait for one", report.request_id
                 )
@@ -178,9 +178,8 @@ class RequestStates:
         return going_on
 
     def preempt(self, request: Request, taker: Request | None = None) -> None:
-        """Send a running request back to the head of the queue; or to the loading ones, where a
-        copy still writes to its blocks, which it then keeps until it ends. `taker` needs the room;
-        None: memory pressure."""
+        """Preempt a running request: put it at the head of the queue, or, while a copy still writes
+        to its blocks, among the loading requests. `taker` needs the room; None: memory pressure."""
         running = self.running
         if running[-1] is request:
             running.pop()
@@ -208,16 +207,16 @@ class RequestStates:
         )
 
     def release_pin(self, request: Request) -> bool:
-        """Give up the oldest pin, or else blocks that are kept for requests to come, because
-        `request` lacks room; whether there were any."""
+        """Give up the oldest pin, or else kept blocks, because `request` lacks room. Return whether
+        there were any."""
         if self.pins is not None and self.pins.release_oldest(spare=request.job):
             return True
         return self._release_kept()
 
     def release_pin_for_start(self, request: Request) -> bool:
-        """Take room from pins for a request that is about to be let in. Where no tier has the
-        blocks that a pin gives up, it takes none while others run, unless its own job has a pin:
-        pins keep new requests out."""
+        """Give up a pin or kept blocks for a request that is about to start. Without tiers a pin
+        keeps new requests out while others run, so it is given up only if no request runs or if the
+        request's own job has a pin."""
         pins = self.pins
         if pins is None:
             return self._release_kept()
@@ -225,7 +224,7 @@ class RequestStates:
         return self.release_pin(request) if may_take else self._release_kept()
 
     def _release_kept(self) -> bool:
-        """Give up the kept blocks of the request that the policy says; whether there were any."""
+        """Give up the kept blocks that the policy chooses. Return whether there were any."""
         ended = self.kept.ended
         if not ended:
             return False
@@ -233,9 +232,9 @@ class RequestStates:
         return True
 
     def give_up_last_load(self, spare: Request) -> bool:
-        """Take the blocks of a request whose load has ended, whose turn is the last (first come,
-        first served: whose load ended last), `spare` excepted; whether there was one. It stays in
-        its queue and will look for its prefix again."""
+        """Take the blocks of a request whose load has ended: the last in the policy's order (fcfs:
+        the last load to end), except `spare`. Return whether there was one. It stays in its queue
+        and will look up its prefix again."""
         loaded = [request for request in self.loaded if request is not spare]
         if not loaded:
             return False
@@ -254,14 +253,14 @@ class RequestStates:
         return True
 
     def drop_blocks(self, request: Request, cause: str) -> None:
-        """Make the blocks of a request impossible to find, in the pool and the tiers: one of them
-        may be what is wrong. They are counted under `cause`."""
+        """Make a request's blocks impossible to find, in pool and tiers, since one of them may be
+        wrong. They are counted under `cause`."""
         keys = self.context.manager.drop_names(request)
         if keys:
             self.context.connector.invalidate_blocks(keys, cause)
 
     def mark_finished(self, request: Request, status: RequestStatus) -> None:
-        """A request is finished, in whatever state. `sweep` must follow before the next step."""
+        """Mark a request, in any state, as finished. `sweep` must follow before the next step."""
         context, request_id, before = self.context, request.request_id, request.status
         was_running = before is RequestStatus.RUNNING
         request.status = status
@@ -279,7 +278,7 @@ class RequestStates:
         if self.num_forking:
             self._stop_forking(request)
         if before is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            return  # a copy may be writing to its blocks; they are given back when it is reported
+            return  # a copy may write to its blocks; they are released with its report
         overlaps = was_running and request.progress.load is LoadKind.OVERLAPPED
         if overlaps and self.loads.stop_overlap(request):
             self.loads.add_cancelled(request)
@@ -288,7 +287,7 @@ class RequestStates:
         if request.continues is not None:
             self.kept.remove_heir(request)
             request.continues = None
-        # States are not kept with blocks: what continues it finds blocks and states by name.
+        # States are not kept with blocks; a successor finds both by name.
         keeps = request.keeps_blocks and context.manager.states is None
         is_pinned = keeps and was_running and status in _ENDED_WELL
         if is_pinned:
@@ -306,7 +305,7 @@ class RequestStates:
             )
 
     def _stop_forking(self, request: Request) -> None:
-        """A request is finished: it waits for no prompt, and no request for its own."""
+        """Let an ended request wait for no prompt, and let no request wait for its prompt."""
         progress = request.progress
         if request.fork_of and (parent := self.requests.get(request.fork_of)) is not None:
             self.num_forking -= parent.progress.forks.pop(request, None) is not None
@@ -315,14 +314,14 @@ class RequestStates:
         self.queue_forks(forks, at_head=progress.scheduled is not None)
 
     def tell_again(self, finished_ids: set[str], preempted_ids: set[str]) -> None:
-        """The worker may not have listened: it is told once more who has ended and who was sent
-        back. It does no harm to hear that twice."""
+        """Tell the worker again which requests ended or were preempted, because it may have missed
+        the step. Repeating this does no harm."""
         self.finished_ids |= finished_ids
         again = self.preempted_ids | preempted_ids
         self.preempted_ids = {each for each in again if self.find_unfinished(each) is not None}
 
     def sweep(self) -> None:
-        """Take finished requests out of `running`, all at once."""
+        """Remove finished requests from `running`, all in one pass."""
         if not self._has_ended:
             return
         self._has_ended = False
@@ -330,8 +329,8 @@ class RequestStates:
 
 
 def _can_fork(parent: Request, child: Request) -> bool:
-    """Whether `child` may wait for the prompt of `parent`: it is its own, there is some of it left
-    to be scheduled, and nothing else is wanted of it than a token."""
+    """Whether `child` may wait for the prompt of `parent`: the prompts are equal, `parent` has not
+    computed all of it, and `child` needs only a token from it."""
     is_ahead = parent.num_output_tokens or parent.num_computed_tokens >= parent.num_prompt_tokens
     if is_ahead or parent.fork_of or parent.cache_salt != child.cache_salt:
         return False

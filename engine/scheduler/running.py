@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The running requests' part of a step; what joins them is admission's (`admission.py`)."""
+"""The running requests' part of a step; `admission.py` adds waiting requests to them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .step import StepBuilder
 class RunningRound:
     """The running requests' part of a step: tokens for each, and room for them.
 
-    Each gets the tokens it lacks, in order of admission, as far as the budget goes. Where one finds
-    no room, the policy says who goes back, also one that has its tokens already: it is taken out of
-    the step again. `scheduler.py` says why no request is blocked for ever.
+    Each request gets the tokens that it lacks, in order of admission, within the budget. If a
+    request finds no room, the policy chooses one to preempt; this one also leaves the step if it is
+    in it. `scheduler.py` explains why no request is blocked for ever.
     """
 
     def __init__(self, states: RequestStates, pressure: MemoryPressure) -> None:
@@ -24,20 +24,20 @@ class RunningRound:
         self._chunk_limit = states.context.config.most_step_tokens
 
     def run(self, step: StepBuilder) -> None:
-        """Send back whom memory has no room for, then let the others go on."""
+        """Preempt requests under memory pressure, then give the others their tokens."""
         self._relieve(step)
         self._go_on(step)
 
     def add_drafts(self, step: StepBuilder) -> None:
-        """The drafts of requests that decode in this step join it, as far as it has tokens left
-        when all others have theirs. They take no block that others may need soon."""
+        """Add the drafts of decoding requests, within the tokens that are left after all other
+        requests. Drafts take no block that another request may soon need."""
         manager, keep = self._states.context.manager, self._pressure.num_kept_from_drafts
         for index, entry in enumerate(step.entries):
             request, drafts = entry.request, entry.request.draft_token_ids
             if not drafts:
                 continue
             request.draft_token_ids = ()
-            # Behind the last token that it may have nothing is computed.
+            # Tokens after the last possible token of the answer are not computed.
             room = request.max_num_tokens - request.num_tokens - 1
             if manager.states is not None and manager.states.interval:
                 room = min(room, manager.states.most_drafts(entry.end))
@@ -45,15 +45,15 @@ class RunningRound:
             is_at_end = entry.end == request.num_tokens and not entry.num_placeholders
             if not drafts or step.pressed or entry.num_tokens != 1 or not is_at_end:
                 continue
-            request.num_computed_tokens = entry.num_computed_tokens  # what its window begins at
+            request.num_computed_tokens = entry.num_computed_tokens  # the start of its window
             added = manager.allocate_slots(request, 1 + len(drafts), keep_free_blocks=keep)
             request.num_computed_tokens = entry.end
             if added is not None:
                 step.add_drafts(index, drafts, added)
 
     def add_room(self, step: StepBuilder) -> None:
-        """Requests that are to be asked for drafts get the slots in which these are computed, or
-        are asked for fewer. As for drafts, they take no block that others may need soon."""
+        """Give slots for future drafts to the requests that will be asked for drafts, or ask for
+        fewer. Like drafts, these slots take no block that another request may soon need."""
         manager, wanted = self._states.context.manager, step.wanted_drafts
         keep, forked = self._pressure.num_kept_from_drafts, manager.shared_tails.families
         for index, entry in enumerate(step.entries if wanted else ()):
@@ -62,7 +62,7 @@ class RunningRound:
             if most is None:
                 continue
             added = None
-            # Where forked requests still share a block, none may write to it.
+            # No request may write to a block that forked requests still share.
             if not step.pressed and request.request_id not in forked:
                 request.num_computed_tokens = entry.num_computed_tokens
                 num_slots = entry.num_tokens + most
@@ -78,7 +78,7 @@ class RunningRound:
                 del wanted[request.request_id]
 
     def _relieve(self, step: StepBuilder) -> None:
-        """Send back whom the policy says while too much of the pool is held; never the only one."""
+        """Preempt as the policy says while too much of the pool is held; never the only request."""
         states = self._states
         while len(states.running) > 1 and self._pressure.demands_preemption:
             if self._pressure.counts_pins and states.release_pin(states.running[0]):
@@ -88,7 +88,7 @@ class RunningRound:
                 victim = self._policy.victim(states.running)
                 states.preempt(victim)
                 if victim.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-                    return  # its blocks come back when a copy to them has ended
+                    return  # its blocks are released when a copy to them has ended
 
     def _go_on(self, step: StepBuilder) -> None:
         states, manager = self._states, self._states.context.manager
@@ -99,7 +99,7 @@ class RunningRound:
         has_states = manager.states is not None
         decodes: list[Request] = []
         preempted, held = states.preempted_ids, step.held
-        for request in tuple(states.running):  # of which those are taken that must make room
+        for request in tuple(states.running):  # a copy, because requests may be preempted
             if step.budget <= len(decodes):
                 break
             if preempted and request.status is not RequestStatus.RUNNING:
@@ -115,10 +115,10 @@ class RunningRound:
                 and 0 < computed % block_size < last_offset
                 and computed == request.num_told_tokens
             ):
-                # In the middle of a block: its slot is there, and the block is not full yet.
+                # In the middle of a block: the slot exists, and the block does not become full.
                 decodes.append(request)
                 continue
-            if num_tokens <= 0:  # it waits for a copy, or for tokens under way
+            if num_tokens <= 0:  # it waits for a copy or for tokens under way
                 continue
             num_tokens = min(num_tokens, self._chunk_limit, step.budget - len(decodes))
             if has_states:
@@ -132,9 +132,9 @@ class RunningRound:
         step.decode(decodes)
 
     def _make_room(self, request: Request, step: StepBuilder, decodes: list[Request]) -> bool:
-        """Take blocks from the victim that the policy names. False: that is `request` itself, which
-        has been preempted, or waits where it is if it is the only one; or a copy still writes to
-        the blocks of the victim, and `request` waits for those."""
+        """Take blocks from a pin, a finished load or the victim that the policy names. Return False
+        if `request` still lacks room: it is the victim itself, it is the only running request, or a
+        copy still writes to the victim's blocks."""
         states = self._states
         if states.release_pin(request):
             return True

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler: decides, step by step, which requests compute how many tokens.
 
-There is no prefill and no decode: a request has `num_tokens` and `num_computed_tokens`, and every
-step closes part of the gap, out of one budget for all. Running requests come first, in the order
-they were let in; then, only if no room had to be made for them, waiting ones, in the order of the
-policy (`policies.py`, `admission.py`). The states of requests stand in `request_states.py`.
+Prefill and decode are not distinguished: a request has `num_tokens` and `num_computed_tokens`, and
+every step reduces the difference, within one budget for all requests. Running requests come first,
+in the order of their admission. Waiting requests follow in the order of the policy (`policies.py`,
+`admission.py`), unless room had to be made for a running one. `request_states.py` has the states.
 
 No request can block all others:
 
-- Beyond `preempt_above` of the pool, the last request in the policy's order (first come, first
-  served: the one let in last) goes back, and from `admit_below` on none is let in
-  (`pressure.py`). The only running request is not sent back, and with none running one is let in.
-- The first running request in that order is never preempted. If it lacks room it takes it, in this
-  order, from requests whose load has ended but that do not run yet, and from the running ones, the
-  last of them first. Only loads in flight can still be in its way; then it keeps what it has and
-  waits for their report, which the connector owes.
-- With nothing running, the first waiting request takes room from ended loads too, and the watermark
-  does not count. It may take that room to run. For a load it may not: requests that have loaded go
-  first.
-- A request that could not run even alone is refused by `add_request`.
+- Beyond `preempt_above` of the pool, the last request in the policy's order (fcfs: the one admitted
+  last) is preempted; from `admit_below` on no request is admitted (`pressure.py`). The only running
+  request is never preempted, and if none runs, one is admitted.
+- The first running request in that order is never preempted. If it lacks room, it takes room from
+  requests whose load has ended but that do not run yet, then from the running ones, the last first.
+  Only loads in flight can still be in its way. In this case it keeps its blocks and waits for the
+  connector's reports, which always come.
+- If no request runs, the first waiting request takes room from ended loads too, and the watermark
+  does not count. It may take this room to run, but not to load: requests that have loaded go first.
+- `add_request` refuses a request that could not run even alone.
 """
 
 from __future__ import annotations
@@ -57,32 +56,30 @@ from .running import RunningRound
 from .speculation import Speculation
 from .step import NO_STEP, ONE_STEP, EntryKind, Pipelining, StepBuilder, StepEntry, StepInFlight
 
-# A request that was told to ask the tiers again does so after this time at the latest, so that a
-# lost wake-up costs a moment and not the request.
+# A deferred request asks the tiers again after this time at the latest, so that a lost wake-up
+# costs only a moment.
 RETRY_SECONDS = 0.02
 
 
 class Pause(Enum):
-    """A pause of requests: which of them stand still."""
+    """A pause: the requests that stand still."""
 
     NEW = "new"  # requests that have not run yet wait; running ones finish
     ALL = "all"
 
 
 class Scheduler:
-    """Called by the engine's step thread only; only a reset of the prefix cache waits.
+    """Called by the engine's step thread only. Only a reset of the prefix cache blocks.
 
-    `fails_with_load`: a request ends with an error where blocks did not come that a tier had; else
-    it computes them.
+    `fails_with_load`: end a request with an error if blocks that a tier had could not be loaded;
+    otherwise the request computes them. `speculation` decides how many draft tokens each request
+    gets; None: no drafts.
 
-    `speculation` decides how many draft tokens each request gets; None: no request gets any.
-
-    A step is `schedule`, then `update_from_output` or `fail_step` with what became of it, in the
-    order of the steps. Up to `pipelining.depth` may be made before the first comes back. A
-    request whose next token is still being computed has no part in those after it, unless
-    `pipelining.runs_ahead`: then they go on behind that token, which the worker knows in time. It
-    waits all the same where drafts are proposed behind that token. A step without tokens need not
-    come back.
+    A step is `schedule`, then `update_from_output` or `fail_step` with its result, in the order of
+    the steps. `pipelining.depth` steps may be scheduled before the first comes back. A request
+    whose next token is still being computed is not in the following steps, unless
+    `pipelining.runs_ahead`: the worker then inserts this token in time. A request with drafts to
+    propose after that token waits all the same. A step without tokens need not come back.
     """
 
     def __init__(
@@ -131,13 +128,13 @@ class Scheduler:
         self._step_id = 0
         self._paused: Pause | None = None
         self._last_failed_id = 0
-        # The last step could do nothing, and nothing has happened since.
+        # Whether the last step could do nothing and nothing has happened since.
         self._stalled = False
         self._retry_at: float | None = None
 
     @property
     def requests(self) -> dict[str, Request]:
-        """The unfinished requests by id: a view, which changes with them."""
+        """A snapshot of the unfinished requests by id; later changes are not in it."""
         return self._states.unfinished
 
     @property
@@ -149,43 +146,43 @@ class Scheduler:
         return len(self._states.running)
 
     def tool_called(self, job: bytes, tool: str) -> None:
-        """The turn of a job that ended last called this tool."""
+        """Note that the job's last turn has called this tool."""
         if self._states.pins is not None:
             self._states.pins.tool_called(job, tool)
             self._stalled = False
 
     @property
     def pin_seconds(self) -> float:
-        """Seconds until blocks that are kept for a job's next turn are to be given back."""
+        """Seconds until the first pin of a job expires; infinity without pins."""
         expiry = None if self._states.pins is None else self._states.pins.next_expiry()
         return math.inf if expiry is None else max(0.0, expiry - time.monotonic())
 
     @property
     def pins_turns(self) -> bool:
-        """Whether blocks are kept between the turns of a job."""
+        """Whether the policy pins blocks between the turns of a job."""
         return self._states.pins is not None
 
     @property
     def takes_priority(self) -> bool:
-        """Whether the policy heeds the priority of a request."""
+        """Whether the policy orders requests by the priorities of their clients."""
         return self._context.policy.takes_priority
 
     @property
     def num_waiting(self) -> int:
-        """Unfinished requests that do not run, loading ones among them; those whose grammars are
-        being compiled are counted apart."""
+        """Unfinished requests that do not run, including loading ones, but without requests whose
+        grammar is being compiled."""
         states = self._states
         return states.num_unfinished - len(states.running) - len(states.awaiting_grammar)
 
     def has_runnable_work(self) -> bool:
-        """Whether a step now could do anything. False while all that is unfinished waits for loads
-        or for room that only loads can give back, and the connector has nothing to do."""
+        """Whether a step now could do anything. False if all unfinished requests wait for loads, or
+        for room that only loads can release, and the connector has nothing to do."""
         if self._stalled:
             is_due = self._retry_at is not None and time.monotonic() >= self._retry_at
         else:
             num_away = self._states.num_loading + len(self._states.awaiting_grammar)
             is_due = self._states.num_unfinished > num_away
-        if is_due:  # what the connector has to do, that step does too
+        if is_due:  # that step also does the connector's work
             return True
         if (pins := self._states.pins) and pins.is_due(time.monotonic()):
             return True
@@ -195,8 +192,8 @@ class Scheduler:
         return ahead is not None and bool(pool.fresh) and ahead.num_wanted_ahead() > 0
 
     def check_queue(self) -> None:
-        """Raise QueueFull if no more requests may wait. Cheap, so that it can be asked before a
-        request is built, which hashes the prompt."""
+        """Raise QueueFull if no more requests may wait. Cheap, so callers ask before they build a
+        request, which hashes the prompt."""
         if self.num_waiting >= self.config.max_waiting_requests:
             raise QueueFull(f"{self.num_waiting} requests are waiting, no more may; try later")
 
@@ -209,16 +206,16 @@ class Scheduler:
         tool: str = "",
         awaits_grammar: bool = False,
     ) -> TokenOutput | None:
-        """Queue a request. `context` is for the tiers; `first_token` was chosen by an engine that
-        has computed the prompt, and its output comes at once. Raises ValueError for a request that
-        can never run or whose id is taken, and QueueFull if too many wait. `tool`: of a job's turn,
-        whose result it brings. `awaits_grammar`: it has no turn before `grammar_ready`; the tiers
-        may read for it meanwhile."""
+        """Queue a request. `context` is for the tiers. `first_token` was chosen by another engine
+        that has computed the prompt; its output is returned at once. `tool`: the tool whose result
+        a job's turn brings. `awaits_grammar`: the request gets no turn before `grammar_ready`, but
+        the tiers may read for it. Raises ValueError if the request can never run or its id is
+        taken, QueueFull if too many requests wait."""
         states = self._states
         if request.request_id in states.requests:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
         check_request(request, self.manager)
-        # Else it has been let in before, with the request that it continues or is made for.
+        # Other requests were counted before, with the request that they continue or belong to.
         if request.continues is None and not request.keeps_blocks:
             self.check_queue()
         if request.embed_bytes:
@@ -241,8 +238,8 @@ class Scheduler:
         return output
 
     def grammar_ready(self, request: Request) -> None:
-        """A request that was added before its grammar was there may run. One that has ended since
-        is ignored."""
+        """Let a request run that was added before its grammar was compiled. An ended request is
+        ignored."""
         if request in self._states.awaiting_grammar:
             self._states.grammar_ready(request)
             self._stalled = False
@@ -253,11 +250,11 @@ class Scheduler:
         status: RequestStatus = RequestStatus.FINISHED_ABORTED,
         error: str | None = None,
     ) -> list[TokenOutput]:
-        """End requests from outside, wherever they are; unknown ids are ignored. `error` says why,
-        where that is one.
+        """End requests in any state; unknown ids are ignored. `error` is the reason, if it is an
+        error.
 
-        Returns the last output of each. Blocks that a load may be writing to are given back when
-        the load is reported.
+        Returns the last output of each. Blocks that a load may write to are released when the load
+        is reported.
         """
         if not status.is_finished:
             raise ValueError(f"requests end with a finished status, not {status.name}")
@@ -273,13 +270,13 @@ class Scheduler:
         return outputs
 
     def release_blocks(self, requests: Iterable[Request]) -> None:
-        """Requests that have ended keep their blocks no longer for those that continue them."""
+        """Release the blocks that ended requests keep for the requests that continue them."""
         self._states.kept.release_blocks(requests)
         self._stalled = False
 
     def schedule(self, held: Set[str] = frozenset()) -> SchedulerOutput:
-        """The next step. Requests that are `held`, by their ids, are left out of it. Raises
-        RuntimeError while as many as may be are in flight."""
+        """Return the next step, without the requests whose ids are in `held`. Raise RuntimeError
+        while the maximum number of steps is in flight."""
         if len(self._in_flight) >= self._max_steps_in_flight:
             raise RuntimeError("the first step must be updated or failed before the next is made")
         now = time.monotonic()
@@ -308,7 +305,7 @@ class Scheduler:
             runs_ahead=self._runs_ahead,
             held=held,
             speculation=self.speculation,
-            # Slots of requests that do not run are the worker's to use.
+            # The worker may use the state slots of requests that do not run.
             num_spare_states=NUM_SPARE_STATES
             + max(0, self.config.max_num_seqs - states.num_unfinished),
         )
@@ -359,7 +356,7 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> list[TokenOutput]:
-        """Take in what the worker made of a step: first the loads that ended, then the tokens."""
+        """Take in the worker's result of a step: first the ended loads, then the tokens."""
         _, entries, num_departed = self._land(scheduler_output)
         now = time.monotonic()
         outputs = self._take_reports(runner_output.connector_output, now)
@@ -370,18 +367,18 @@ class Scheduler:
         all_current = num_departed == self._states.num_departed
         sampled, nan_ids = runner_output.sampled_token_ids, runner_output.nan_request_ids
         proposed = runner_output.draft_token_ids
-        had_room: Collection[str] = ()  # behind their tokens, for drafts to be proposed in
+        had_room: Collection[str] = ()  # requests with blocks for proposed drafts
         if self.speculation is not None and self.speculation.looks_ahead:
             had_room = scheduler_output.wanted_drafts
         take = self._writer.append_tokens
         running = RequestStatus.RUNNING
         for entry in entries:
             request = entry[0]
-            # As `entry.is_current`, for hundreds in every step.
+            # Repeats `entry.is_current` for speed, for hundreds of requests in every step.
             if not all_current and (
                 request.status is not running or request.num_preemptions != entry[3]
             ):
-                # Ended or sent back while the step ran. The worker tells a prompt's once.
+                # Ended or preempted during the step. The worker reports a prompt's figures once.
                 told = runner_output.prompt_logprobs.get(request.request_id)
                 if told is not None and not request.is_finished:
                     request.progress.prompt_logprobs = told
@@ -419,7 +416,7 @@ class Scheduler:
                     ended = RequestStatus.FINISHED_PROCESSOR_FAILED
                 outputs.append(self._writer.finish_request(request, ended, now, error))
                 num_ended += 1
-        # One token for each of the others, but for those of whom several came.
+        # Each other output has one token, plus those that `num_more` counts.
         num_tokens = len(outputs) - num_ended + self._writer.num_more - num_more
         self._context.counts["generated_tokens"] += num_tokens
         if runner_output.has_figures:
@@ -428,14 +425,14 @@ class Scheduler:
         return outputs
 
     def drop_drafts(self, request_id: str) -> None:
-        """The next step checks no drafts of this request. An unknown id is ignored."""
+        """Drop a request's drafts, so that the next step checks none. An unknown id is ignored."""
         request = self._states.find_unfinished(request_id)
         if request is not None:
             request.draft_token_ids = ()
 
     def choosing(self, scheduler_output: SchedulerOutput) -> list[Request]:
-        """The requests that choose a token in a step in flight and still run, once all steps before
-        it have come back."""
+        """Return the requests that choose a token in this step in flight and still run. Valid once
+        all earlier steps have come back."""
         for step in self._in_flight:
             if step.output is scheduler_output:
                 return [
@@ -448,9 +445,9 @@ class Scheduler:
     def fail_step(
         self, scheduler_output: SchedulerOutput, error: BaseException | str
     ) -> list[TokenOutput]:
-        """A step raised in the worker: its requests end with an error, and so do those of all steps
-        in flight behind it, which no longer come back; what they should have written is forgotten,
-        all others go on. Loads in flight are reported as ever."""
+        """Take in that a step raised in the worker. Its requests end with an error, and so do those
+        of all later steps in flight, which will not come back. The blocks of these steps lose their
+        names. Other requests go on, and loads in flight are reported as usual."""
         landed = self._land(scheduler_output)._replace(output=scheduler_output)
         failed = [landed, *self._in_flight]
         self._in_flight.clear()
@@ -466,7 +463,7 @@ class Scheduler:
                     ended = RequestStatus.FINISHED_ERROR
                     outputs.append(self._writer.finish_request(entry.request, ended, now, text))
                 elif entry.kind is EntryKind.STARTS and not entry.request.is_finished:
-                    # Sent back since, and the worker may never have heard of it.
+                    # Preempted since then; the worker may never have seen it.
                     entry.request.progress.is_known = False
             states.tell_again(step.output.finished_request_ids, step.output.preempted_request_ids)
         states.sweep()
@@ -474,8 +471,8 @@ class Scheduler:
         return outputs
 
     def pause(self, which: Pause) -> None:
-        """Admit no request that has not run yet, or (ALL) compute no tokens, until `resume`; held
-        blocks are kept, loads go on, and requests may be added and ended as ever."""
+        """Stop admitting requests that have not run yet, or (ALL) stop computing, until `resume`.
+        Held blocks are kept, loads go on, and requests may be added and ended."""
         self._paused = which
         self._stalled = False
 
@@ -485,15 +482,15 @@ class Scheduler:
 
     @property
     def paused(self) -> Pause | None:
-        """The pause in force, None without one."""
+        """The pause in force, or None if requests run as usual."""
         return self._paused
 
     def give_up_step(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput | None
     ) -> list[TokenOutput]:
-        """A step behind one that failed has come back, None where the worker refused it: its tokens
-        are worth nothing, but what it reports of copies counts, and what it told the worker is told
-        again, also where it had no tokens."""
+        """Take in a step that came back after a failed one; `runner_output` is None if the worker
+        refused it. Its tokens are dropped, its reports of copies count, and its news for the worker
+        (ended and preempted requests) are told again, even if it had no tokens."""
         self._states.tell_again(
             scheduler_output.finished_request_ids, scheduler_output.preempted_request_ids
         )
@@ -504,8 +501,8 @@ class Scheduler:
         return outputs
 
     def reset_prefix_cache(self, reset_tiers: bool) -> bool:
-        """Forget all blocks that could be found again, in the pool and, if asked, in the tiers.
-        False, and nothing changed, while any request holds blocks."""
+        """Forget all named blocks in the pool and, if asked, in the tiers. While a request holds
+        blocks, return False and change nothing."""
         pool = self.manager.pool
         if pool.num_held > pool.num_reclaimable:
             return False
@@ -520,7 +517,7 @@ class Scheduler:
         return True
 
     def stats(self) -> dict[str, float]:
-        """Gauges of now and counters since start: requests, tokens and blocks."""
+        """Return current values and counters since the start: requests, tokens and blocks."""
         pool, pins = self.manager.pool, self._states.pins
         checkpoints: dict[str, float] = {}
         if (states := self.manager.states) is not None:
@@ -542,9 +539,9 @@ class Scheduler:
         }
 
     def _take_back(self, entry: StepEntry, token_ids: list[int] | None) -> None:
-        """The counters go back to the last draft that was accepted, before its tokens are
-        appended: K and V behind it are worth nothing. Without any token the request computes the
-        last one again, alone: what was wrong may have been a draft's K and V."""
+        """Set the counters back to the last accepted draft, before its tokens are appended: later K
+        and V are invalid. If there is no token at all, the request computes its last token again
+        without drafts, because the K and V of a draft may have caused this."""
         assert self.speculation is not None
         request, num_drafts = entry.request, len(entry.draft_token_ids)
         num_accepted = max(0, len(token_ids or ()) - 1)
@@ -557,24 +554,24 @@ class Scheduler:
         self.speculation.note_accepted(request, num_drafts, num_accepted)
 
     def _resolve_placeholder(self, request: Request) -> None:
-        """A token that a later step already computes is known."""
+        """Note that a token is known which a later step already computes."""
         request.num_placeholders -= 1
         num_tokens = request.num_tokens
         if num_tokens % self.manager.block_size == 0 and request.status is RequestStatus.RUNNING:
-            # That step could not name the block yet.
+            # The later step could not name the block.
             self.manager.name_blocks(request, min(num_tokens, request.num_computed_tokens))
 
     def _take_reports(
         self, worker_output: ConnectorWorkerOutput | None, now: float
     ) -> list[TokenOutput]:
-        """Requests whose loads have ended go on; or end, if they have failed and are to."""
+        """Let requests go on whose loads have ended; with `fails_with_load`, end failed ones."""
         has_reports, outputs = self._exchange.take_reports(worker_output, now)
         if has_reports:
             self._stalled = False
         return outputs
 
     def _land(self, scheduler_output: SchedulerOutput) -> StepInFlight:
-        """The first step in flight has come back, or one without tokens."""
+        """Take the first step in flight, which has come back; NO_STEP for a step without tokens."""
         if scheduler_output.total_num_scheduled_tokens == 0:
             return NO_STEP
         if not self._in_flight or scheduler_output is not self._in_flight[0].output:

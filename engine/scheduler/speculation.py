@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation: how many draft tokens each request gets, by what drafts have been worth so far.
+"""Speculation: the number of draft tokens of each request, by the measured worth of drafts.
 
-A step that checks drafts takes longer than one without, and gives a request one token more for each
-draft that is accepted. Both are measured while the engine runs:
+A step that checks drafts takes longer than a step without, and gives a request one more token for
+each accepted draft. Both are measured while the engine runs:
 
-- *By request*: one whose drafts are accepted too seldom to pay for checking them gets none for a
-  while, twice as long each time. All accepted: it gets twice as many in the next step. Where
-  drafts of no request pay, one that comes begins with such a while, but for some that try.
-- *By batch size*: where steps with drafts give fewer tokens a second than steps without, no
-  request gets any for a while, twice as long each time. Batch sizes are told apart by powers of
-  two.
+- *By request*: if drafts are accepted too seldom to pay, the request gets none for a pause, twice
+  as long each time. If all are accepted, it gets twice as many in the next step. If drafts pay for
+  no request, new requests begin with a pause, except for a few that try.
+- *By batch size*: if steps with drafts give fewer tokens per second than steps without, no request
+  gets drafts for a pause, twice as long each time. Batch sizes are grouped by powers of two.
 
-Tokens do not depend on any of it, only the time they take.
+Speculation changes only the time of tokens, never the tokens.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from typing import Any
 from ..request.request import DraftRecord, Request
 from .output import ModelRunnerOutput, SchedulerOutput
 
-_FIRST_DRAFTS = 4  # of a request of which nothing is known
+_FIRST_DRAFTS = 4  # for a new request
 _LEAST_DRAFTS = 2
 _NEWEST = 0.2  # weight of the newest step in an average
-_STEPS_JUDGED = 4  # with drafts, before a request is judged
+_STEPS_JUDGED = 4  # steps with drafts before a request is judged
 _FIRST_PAUSE_TOKENS = 16
-_MOST_PAUSES = 6  # that double
-_VAIN_JUDGEMENTS = 2  # one after the other, from which on requests begin with a pause
+_MOST_PAUSES = 6  # times that a pause is doubled
+_VAIN_JUDGEMENTS = 2  # bad judgements in a row, after which requests begin with a pause
 _REQUESTS_BETWEEN_TRIES = 8
 _UNKNOWN_BREAK_EVEN = 0.1
 _LEAST_BREAK_EVEN, _MOST_BREAK_EVEN = 0.02, 0.8
-_PLAIN_STEPS = 4  # without drafts, that a batch size is measured with first
-_PLAIN_TRIES = 16  # steps in which that must have been possible, or it goes on without
-_DRAFT_STEPS = 16  # with drafts, before a batch size is judged
+_PLAIN_STEPS = 4  # steps without drafts that a batch size is measured with first
+_PLAIN_TRIES = 16  # after so many steps it goes on without them
+_DRAFT_STEPS = 16  # steps with drafts before a batch size is judged
 _LEAST_GAIN = 0.97
 _FIRST_OFF_STEPS = 64
 _MOST_OFF_STEPS = 4096
@@ -43,7 +42,7 @@ _STEPS_BETWEEN_PLAIN = 512
 
 @dataclass(slots=True)
 class _Average:
-    """The average of the newest values."""
+    """A moving average with more weight on new values."""
 
     value: float = 0.0
     count: int = 0
@@ -55,26 +54,26 @@ class _Average:
 
 @dataclass(slots=True)
 class _Pace:
-    """Steps of one batch size that only decode: seconds, and tokens for each request."""
+    """Measurements of decode-only steps of one batch size: seconds and tokens per request."""
 
     plain_seconds: _Average = field(default_factory=_Average)
-    seconds: _Average = field(default_factory=_Average)  # while drafts are asked for
-    tokens: _Average = field(default_factory=_Average)  # that a request gets meanwhile
+    seconds: _Average = field(default_factory=_Average)  # while drafts are in use
+    tokens: _Average = field(default_factory=_Average)  # per request, while drafts are in use
     draft_seconds: _Average = field(default_factory=_Average)  # of steps with drafts
-    drafts: _Average = field(default_factory=_Average)  # in those
-    plain_left: int = _PLAIN_TRIES  # steps that are made without drafts before others
+    drafts: _Average = field(default_factory=_Average)  # number of drafts in such steps
+    plain_left: int = _PLAIN_TRIES  # steps still to be made without drafts
     off_steps: int = _FIRST_OFF_STEPS
     num_on: int = 0
 
     @property
     def gain(self) -> float:
-        """Tokens a second while drafts are asked for, against those without; 1.0: unknown."""
+        """Tokens per second with drafts, divided by those without; 1.0 if unknown."""
         if not (self.plain_seconds.count and self.seconds.count and self.seconds.value):
             return 1.0
         return self.tokens.value * self.plain_seconds.value / self.seconds.value
 
     def break_even(self, num_requests: int) -> float:
-        """The accepted share of drafts by which checking them pays."""
+        """Return the share of drafts that must be accepted for checking to pay."""
         plain = self.plain_seconds.value
         if not (plain and self.drafts.count and self.drafts.value):
             return _UNKNOWN_BREAK_EVEN
@@ -85,24 +84,23 @@ class _Pace:
 
 @dataclass(slots=True, eq=False)
 class Speculation:
-    """A request gets at most `most_drafts` in a step; without `is_adaptive` it gets as many in
-    every step, whatever they are worth. `looks_ahead`: drafts are computed where their K and V
-    will lie, so that they need blocks before they are proposed. One thread, that of the steps,
-    calls it. Raises ValueError for less than one draft."""
+    """Gives each request at most `most_drafts` in a step; without `is_adaptive` always as many.
+    `looks_ahead`: drafts are computed in their final slots in the pool, so they need blocks before
+    they are proposed. Called by the step thread only. Raises ValueError for less than one draft."""
 
     most_drafts: int
     is_adaptive: bool = True
     looks_ahead: bool = False
-    num_drafts: int = 0  # steps of requests that had drafts
+    num_drafts: int = 0  # number of (step, request) pairs with drafts
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    accepted_at: list[int] = field(default_factory=list)  # by their place among those of a step
+    accepted_at: list[int] = field(default_factory=list)  # by the draft's place in its step
     num_pauses: int = 0
     num_switched_off: int = 0
     _paces: dict[int, _Pace] = field(default_factory=dict)
     _num_running: int = 1
-    _num_begun: int = 0  # requests
-    _num_vain: int = 0  # judgements since one said that drafts pay
+    _num_begun: int = 0  # requests that have begun
+    _num_vain: int = 0  # bad judgements since the last good one
     _is_on: bool = True
 
     def __post_init__(self) -> None:
@@ -111,7 +109,7 @@ class Speculation:
         self.accepted_at = [0] * self.most_drafts
 
     def begin_step(self, num_running: int) -> None:
-        """A step of so many requests is about to be made."""
+        """Note that a step of `num_running` requests is about to be scheduled."""
         self._num_running = num_running
         if not self.is_adaptive:
             return
@@ -121,8 +119,8 @@ class Speculation:
             pace.plain_left -= 1
 
     def most_drafts_of(self, request: Request) -> int:
-        """The number of drafts to propose behind the token that the request chooses next."""
-        # The last token is chosen and never computed, so no draft stands in its place.
+        """Return how many drafts to propose after the token that the request chooses next."""
+        # The answer's last token is never computed, so no draft stands in its place.
         useful = request.max_num_tokens - request.num_tokens - 2
         if useful <= 0 or not self._is_on:
             return 0
@@ -142,7 +140,7 @@ class Speculation:
         return min(record.most, useful)
 
     def note_accepted(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """A step has checked `num_drafts` drafts of a request."""
+        """Note that a step has checked `num_drafts` drafts of a request."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
@@ -164,7 +162,7 @@ class Speculation:
             self._judge(request, record)
 
     def _judge(self, request: Request, record: DraftRecord) -> None:
-        """A request whose drafts do not pay pauses."""
+        """Pause the drafts of a request for which they do not pay."""
         break_even = self._pace.break_even(self._num_running)
         if record.num_accepted >= break_even * record.num_drafts:
             record.num_pauses = self._num_vain = 0
@@ -176,7 +174,7 @@ class Speculation:
         self.num_pauses += 1
 
     def note_step(self, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
-        """The worker took `seconds` for a step. Only steps that did nothing but decode count."""
+        """Note a step that took the worker `seconds`. Only decode-only steps count."""
         if not self.is_adaptive:
             return
         num_requests = len(output.num_scheduled_tokens)
@@ -209,7 +207,7 @@ class Speculation:
                 pace.off_steps = _FIRST_OFF_STEPS
 
     def stats(self) -> dict[str, Any]:
-        """Counters since start, and the gain by batch size, as plain values."""
+        """Return counters since the start, and the gain by batch size, as plain values."""
         return {
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.num_draft_tokens,
@@ -222,7 +220,7 @@ class Speculation:
 
     @property
     def _pace(self) -> _Pace:
-        """The pace of as many requests as run now."""
+        """The pace of the present number of running requests."""
         size = max(self._num_running - 1, 0).bit_length()
         pace = self._paces.get(size)
         if pace is None:

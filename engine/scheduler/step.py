@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step being put together: who runs, with how many tokens, and what the worker must be told.
+"""The step under construction: its requests, their tokens, and the news for the worker.
 
-A request the worker sees first is described in full, one it knows by the difference; one that was
-preempted and comes back replaces its table. Until `build_output` an entry can be taken back; then
-the step is in flight until the worker's answer comes.
+A request that is new to the worker is described in full, a known one by its changes; a resumed
+request replaces its table. Until `build_output` an entry can be revoked. Then the step is in flight
+until the worker's answer comes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .speculation import Speculation
 
 
 class EntryKind(Enum):
-    """The form in which the worker is told of a request."""
+    """The form in which the worker gets a request."""
 
     GOES_ON = "goes on"
     STARTS = "starts"
@@ -35,48 +35,48 @@ class StepEntry(NamedTuple):
     """The part of one request in a step."""
 
     request: Request
-    num_tokens: int  # to compute
+    num_tokens: int  # tokens to compute
     num_computed_tokens: int  # before them
-    num_preemptions: int  # of the request so far: sent back, it gets nothing more of this step
-    block_ids: BlockIds | None  # that the worker does not know of; None: none
+    num_preemptions: int  # of the request so far; if it grows, this step's results are dropped
+    block_ids: BlockIds | None  # new for the worker; None: no new blocks
     kind: EntryKind
-    num_placeholders: int  # before the step
-    draft_token_ids: Sequence[int] = ()  # the last of those that it computes
+    num_placeholders: int  # its tokens under way before the step
+    draft_token_ids: Sequence[int] = ()  # the last tokens that it computes
 
     @property
     def is_current(self) -> bool:
-        """Whether the request still runs as it did when the step was made."""
+        """Whether the request has run on without a preemption since the step was scheduled."""
         request = self.request
         is_running = request.status is RequestStatus.RUNNING
         return is_running and request.num_preemptions == self.num_preemptions
 
     @property
     def end(self) -> int:
-        """Tokens of the request that are computed after the step."""
+        """The number of computed tokens of the request after the step."""
         return self.num_computed_tokens + self.num_tokens
 
 
 class Pipelining(NamedTuple):
-    """Steps that are made before the first of them comes back."""
+    """The number of steps that are scheduled before the first comes back, and their input."""
 
     depth: int = 1
-    # The next step goes on behind the tokens that one chooses; else it waits for them.
+    # Requests go on after a token that is still being chosen; otherwise they wait for it.
     runs_ahead: bool = False
 
 
 class StepInFlight(NamedTuple):
-    """A step that the worker has, with what its requests were when it was made."""
+    """A step that the worker has, with the state of its requests when it was scheduled."""
 
     output: SchedulerOutput
     entries: list[StepEntry]
-    num_departed: int  # requests that had ended or been sent back before
+    num_departed: int  # requests that had ended or been preempted before
 
 
 NO_STEP = StepInFlight(SchedulerOutput([], CachedRequestData(), {}, 0, set(), set()), [], 0)
 
 ONE_STEP = Pipelining()
 _GOES_ON = EntryKind.GOES_ON
-# From a tuple, at half the price of the class itself.
+# From a tuple, at half the cost of the class itself.
 _step_entry = partial(tuple.__new__, StepEntry)
 
 
@@ -87,29 +87,29 @@ class StepBuilder:
     manager: KVCacheManager
     step_id: int
     budget: int  # tokens that are left
-    runs_ahead: bool = False  # as `Pipelining`
-    held: Set[str] = frozenset()  # the ids of requests that sit this step out where they are
+    runs_ahead: bool = False  # see `Pipelining`
+    held: Set[str] = frozenset()  # ids of requests that are left out of this step
     speculation: Speculation | None = None  # None: no drafts
-    # Room had to be made for a running request, so no waiting one is let in during this step.
+    # Room had to be made for a running request, so this step admits no waiting one.
     pressed: bool = False
     entries: list[StepEntry] = field(default_factory=list)  # in batch order
     has_forks: bool = False  # entries that compute nothing
-    num_spare_states: int = 0  # that the worker has for checkpoints in the middle of chunks
-    num_used_states: int = 0  # of those, by the chunks that have been planned
+    num_spare_states: int = 0  # the worker's slots for checkpoints in the middle of chunks
+    num_used_states: int = 0  # of these, used by planned chunks
     state_saves: dict[str, list[StateSave]] = field(default_factory=dict)
     wanted_drafts: dict[str, int] = field(default_factory=dict)
-    _to_tell: dict[str, StepEntry] = field(default_factory=dict)  # that the worker does not expect
+    _to_tell: dict[str, StepEntry] = field(default_factory=dict)  # to tell the worker
 
     def __contains__(self, request: Request) -> bool:
         return any(entry.request is request for entry in self.entries)
 
     def go_on(self, request: Request, num_tokens: int, added: GroupBlocks) -> None:
-        """A running request computes `num_tokens` more; `added` are the blocks it got for them."""
+        """Let a running request compute `num_tokens` more; `added` are its new blocks for them."""
         self._grant(request, num_tokens, self._ids_of(added), EntryKind.GOES_ON)
 
     def decode(self, requests: list[Request]) -> None:
-        """Add one token for each, in the blocks that it has. The fast path of `go_on`: the worker
-        infers these requests from their counts of tokens."""
+        """Add one token for each request, in the blocks that it has. A fast `go_on`: the worker
+        infers these requests from `num_scheduled_tokens`."""
         entries, runs_ahead = self.entries, self.runs_ahead
         speculates = self.speculation is not None
         for request in requests:
@@ -126,8 +126,8 @@ class StepBuilder:
         self.budget -= len(requests)
 
     def add_drafts(self, index: int, drafts: Sequence[int], added: GroupBlocks) -> None:
-        """The entry at `index` computes drafts too, behind its one token; `added` are the blocks
-        it got for them."""
+        """Let the entry at `index` compute drafts after its one token; `added` are its new blocks
+        for them."""
         entry, count = self.entries[index], len(drafts)
         entry = entry._replace(num_tokens=entry.num_tokens + count, draft_token_ids=drafts)
         self._put_entry(index, entry, added)
@@ -136,11 +136,11 @@ class StepBuilder:
         request.num_computed_tokens = request.num_told_tokens = entry.end
 
     def add_room(self, index: int, added: GroupBlocks) -> None:
-        """The entry at `index` gets blocks behind its tokens, for drafts to be proposed in."""
+        """Give the entry at `index` blocks after its tokens, for drafts to be proposed."""
         self._put_entry(index, self.entries[index], added)
 
     def _put_entry(self, index: int, entry: StepEntry, added: GroupBlocks) -> None:
-        """An entry takes the place of the one at `index`, with more blocks."""
+        """Replace the entry at `index` by `entry` with more blocks."""
         block_ids, request_id = self._ids_of(added), entry.request.request_id
         if block_ids is not None:
             if entry.block_ids is not None:
@@ -152,8 +152,8 @@ class StepBuilder:
             self._to_tell[request_id] = entry
 
     def most_tokens(self, request: Request, computed: int, num_tokens: int) -> int:
-        """The tokens that a request may compute in this step, of `num_tokens` behind `computed`
-        ones, where checkpoints of its states are to be made on the way."""
+        """Return how many of `num_tokens` after `computed` a request may compute in this step, if
+        it needs checkpoints of its states on the way."""
         states = self.manager.states
         if states is None or num_tokens == 1:
             return num_tokens
@@ -163,13 +163,13 @@ class StepBuilder:
         return num_tokens
 
     def save_states(self) -> None:
-        """Plan the checkpoints of this step, when all else has its blocks."""
+        """Plan the checkpoints of this step, after all entries have their blocks."""
         states = self.manager.states
         if states is None:
             return
         spare = self.num_spare_states
         for entry in self.entries:
-            # Behind drafts nothing is sure.
+            # Tokens after the first draft are not certain.
             computed, end = entry.num_computed_tokens, entry.end - len(entry.draft_token_ids)
             if saves := states.save(entry.request, computed, end, spare):
                 self.state_saves[entry.request.request_id] = saves
@@ -177,31 +177,31 @@ class StepBuilder:
         states.free_saved()
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """A request that the worker has not seen runs, after `num_computed_tokens` found or
+        """Start a request that is new to the worker; `num_computed_tokens` tokens were cached or
         loaded."""
         block_ids = self.manager.get_block_ids(request.request_id)
         self._grant(request, num_tokens, block_ids, EntryKind.STARTS)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """A request that the worker has not seen, in the blocks of `parent`, whose prompt ends in
-        this step, chooses a token with it."""
+        """Start a request that is new to the worker in the blocks of `parent`. The prompt ends in
+        this step, and both requests choose a token from it."""
         self.has_forks = child.progress.is_known = True
         self.start(child, 0)
-        # What they write next may be the other's, so they ask for it.
+        # Either may write to a shared block next, so both must go through `allocate_slots`.
         parent.num_told_tokens = child.num_told_tokens = -1
 
     def resume(self, request: Request, num_tokens: int) -> None:
-        """A preempted request that the worker remembers runs again, with a new table."""
+        """Resume a preempted request that the worker remembers, with a new table."""
         block_ids = self.manager.get_block_ids(request.request_id)
         self._grant(request, num_tokens, block_ids, EntryKind.RESUMES)
 
     def revoke(self, request: Request) -> None:
-        """Take a request out of the step: its tokens are back in the budget, the blocks it got are
-        free again, and what the step named for it has no name. One that was going on is as it was
-        before; one that was starting or coming back holds no blocks and has computed nothing.
+        """Take a request out of the step. Its tokens return to the budget, its new blocks are
+        released, and the names given by the step are removed. A running request is as it was before
+        the step; a starting or resumed one holds no blocks and has computed nothing.
 
-        Raises KeyError for a request that is not in the step, and RuntimeError, with nothing
-        changed, where another one of this step has found blocks that it was to compute.
+        Raises KeyError if the request is not in the step. Raises RuntimeError, and changes nothing,
+        if another request of the step has found blocks that it was to compute.
         """
         entry = next((each for each in self.entries if each.request is request), None)
         if entry is None:
@@ -223,7 +223,7 @@ class StepBuilder:
         connector_meta: ConnectorMetadata | None,
         last_failed_id: int = 0,
     ) -> SchedulerOutput:
-        """The finished step; the ids are those that the worker has yet to be told."""
+        """Return the finished step; the ids are news for the worker."""
         new, cached = self._describe()
         tokens = {entry[0].request_id: entry[1] for entry in self.entries}
         if self.has_forks:
@@ -251,7 +251,7 @@ class StepBuilder:
         )
 
     def _describe(self) -> tuple[list[NewRequestData], CachedRequestData]:
-        """The requests that the worker has not seen, and the changes of others."""
+        """Return the requests that are new to the worker, and the changes of the others."""
         new, cached = [], CachedRequestData()
         states = self.manager.states
         for entry in self._to_tell.values():
@@ -293,7 +293,7 @@ class StepBuilder:
     def _grant(
         self, request: Request, num_tokens: int, block_ids: BlockIds | None, kind: EntryKind
     ) -> None:
-        """The counter runs ahead of the worker: the step was told the old value."""
+        """Add an entry and advance the request's counter. The entry keeps the old value."""
         computed, placeholders = request.num_computed_tokens, request.num_placeholders
         entry = _step_entry((
             request, num_tokens, computed, request.num_preemptions, block_ids, kind, placeholders,
@@ -307,13 +307,13 @@ class StepBuilder:
             return  # in the middle of its prompt
         if self.speculation is not None and self._waits_for_drafts(request):
             return
-        # With the token chosen now it may be long enough, and needs no further step.
+        # If the token chosen now ends the request by length, no further step is needed.
         if self.runs_ahead and computed + 1 < request.max_num_tokens:
             request.num_placeholders = placeholders + 1
 
     def _waits_for_drafts(self, request: Request) -> bool:
-        """Whether a request does not go on before this step has come back: the worker is asked for
-        drafts behind the token that it chooses, or drafts of it are to join the step."""
+        """Whether the request must wait for this step: the worker will propose drafts after its
+        token, or its drafts are to join the step."""
         assert self.speculation is not None
         most = self.speculation.most_drafts_of(request)
         if most:

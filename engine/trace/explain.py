@@ -31,7 +31,7 @@ _ENDS = {
 
 
 def explain(story: Story) -> list[str]:
-    """Sentences, the summary first and then what happened when."""
+    """Return the sentences: first a summary, then the events with their times."""
     lines = [
         f"{story.request_id}: {story.num_prompt_tokens} prompt tokens, queued "
         f"{story.queued:.3f} s after the start of the trace, after step {story.queued_step}."

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a step trace, as they lie in its file: one JSON object a line.
+"""The records of a step trace in its file: one JSON object a line.
 
-    start       an engine began to write; the records behind it are its
-    snapshot    the engine is about to make step `step`
-    hit         a request of the step need not compute so many tokens
-    event       a change of a request's state, and why
-    decision    the step is made
-    dropped     the number of records lost here, because the file was too slow
+    start       an engine has begun to write; the following records are its records
+    snapshot    the engine will now schedule step `step`
+    hit         tokens that a request of the step need not compute
+    event       a change of a request's state, with the cause
+    decision    the step is scheduled
+    dropped     the number of records lost here, because writing was too slow
 
-Steps are numbered, and all records between a snapshot and its decision have the step's number;
-events between two steps have that of the first. `time` is in seconds since the start record.
+Steps are numbered. All records between a snapshot and its decision have the number of their step;
+events between two steps have the number of the first. `time` is in seconds since the start record.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class StartRecord(msgspec.Struct, tag_field="record", tag="start", frozen=True, 
 
 
 class SnapshotRecord(msgspec.Struct, tag_field="record", tag="snapshot", frozen=True, gc=False):
-    """An engine right before a step. CPU blocks are those of the CPU tier, None without one;
-    cached blocks can be found by their names, and may be free as well."""
+    """The state of an engine just before a step. CPU blocks are blocks of the CPU tier, None
+    without this tier. Cached blocks can be found by their names; some of them are free."""
 
     step: int
     time: float
     running: int
-    waiting: int  # requests whose blocks are being loaded among them
+    waiting: int  # including requests with loads under way
     gpu_blocks_free: int
     gpu_blocks_total: int
     gpu_blocks_cached: int
     cpu_blocks_free: int | None
     cpu_blocks_total: int | None
     cpu_blocks_cached: int | None
-    num_pinned: int  # turns of jobs whose blocks are kept
+    num_pinned: int  # pinned turns of jobs
     pinned_blocks: int
     pinned_job_ids: tuple[str, ...]
     max_num_running_reqs: int
@@ -58,8 +58,8 @@ class SnapshotRecord(msgspec.Struct, tag_field="record", tag="snapshot", frozen=
 
 
 class HitRecord(msgspec.Struct, tag_field="record", tag="hit", frozen=True, gc=False):
-    """Tokens that a request need not compute. A request has another hit when it comes back after a
-    preemption, and when a load that overlaps its prompt has ended."""
+    """Tokens that a request need not compute. A request has another hit when it resumes after a
+    preemption, and when an overlapped load has ended."""
 
     step: int
     time: float
@@ -67,7 +67,7 @@ class HitRecord(msgspec.Struct, tag_field="record", tag="hit", frozen=True, gc=F
     job_id: str  # "": not a turn of a job
     local_hit_tokens: int  # in the KV pool
     external_hit_tokens: int  # loaded from a tier
-    tokens_by_tier: dict[str, int]  # the external ones
+    tokens_by_tier: dict[str, int]  # the tokens of `external_hit_tokens`
     total_prompt_tokens: int
     num_tokens: int  # prompt and output so far
     connector_name: str
@@ -75,8 +75,8 @@ class HitRecord(msgspec.Struct, tag_field="record", tag="hit", frozen=True, gc=F
 
 
 class EventRecord(msgspec.Struct, tag_field="record", tag="event", frozen=True, gc=False):
-    """A change of a request: a value of `Decision`, and its cause as in `Observer.decision`. A wait
-    is recorded when it begins or changes."""
+    """A change of a request: a value of `Decision`, and its cause as in `Observer.decision`.
+    Waiting is recorded when it begins and when its cause changes."""
 
     step: int
     time: float
@@ -101,7 +101,7 @@ class DecisionRecord(msgspec.Struct, tag_field="record", tag="decision", frozen=
 
 
 class EncodedDecision(msgspec.Struct, tag_field="record", tag="decision", frozen=True, gc=False):
-    """A `DecisionRecord` for writing only, whose long fields are JSON already."""
+    """A `DecisionRecord` for writing only; its long fields are JSON already."""
 
     step: int
     time: float
@@ -114,7 +114,7 @@ class EncodedDecision(msgspec.Struct, tag_field="record", tag="decision", frozen
 
 
 class DroppedRecord(msgspec.Struct, tag_field="record", tag="dropped", frozen=True, gc=False):
-    """Records that were lost before the next one."""
+    """The number of records that were lost before the next record."""
 
     count: int
 
@@ -127,8 +127,8 @@ _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file in their order, without an incomplete last line. Raises
-    ConfigError, with the line, for a file that cannot be read or is no trace."""
+    """Yield the records of a file in order, without an incomplete last line. Raise ConfigError,
+    with the line, if the file cannot be read or is not a trace."""
     try:
         with path.open("rb") as file:
             number = 0

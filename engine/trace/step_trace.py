@@ -24,9 +24,9 @@ NO_CONNECTOR = "none"
 
 
 class StepTrace(Observer):
-    """A step trace in the file at `path`, until `close`; `num_blocks` are those of the pool.
+    """Writes a step trace to the file at `path` until `close`. `num_blocks` is the pool's size.
 
-    Raises ConfigError where the file cannot be opened.
+    Raises ConfigError if the file cannot be opened.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StepTrace(Observer):
         self._connector_name = connector_name
         self._step = 0
         self._num_running = 0  # before the step
-        # The requests of the last step, if it gave a token to each that ran and to no other.
+        # Requests of the last step, if it gave each running request, and no other, one token.
         self._going_on: dict[str, int] | None = None
         self._decisions = _Decisions()
         self._obstacles: dict[str, str] = {}  # request id → its last recorded obstacle
@@ -136,19 +136,19 @@ class StepTrace(Observer):
             self._going_on = None
             self._writer.put(partial(self._decisions.encode_decision, made, self._now()))
             return
-        # Two such steps in a row with equally many requests have the same ones, since a request
-        # that joins them is new or resumed in that step. So this step's dictionary is dropped at
-        # once, and the next one gets its memory while it is still in the processor's cache.
+        # Two such steps in a row with equally many requests have the same requests, since a request
+        # that joins is new or resumed in its step. So this step's dictionary is freed at once, and
+        # the next step gets its memory while it is still in the processor's cache.
         if self._going_on is None or len(self._going_on) != len(tokens):
             self._going_on = tokens
         self._writer.put(_GoingOn(self._decisions, made.step_id, self._now(), self._going_on))
 
     def wait_until_written(self, timeout_seconds: float) -> bool:
-        """Wait until the file has all records, as `TraceWriter.wait_until_written`."""
+        """Wait until the file has all records; see `TraceWriter.wait_until_written`."""
         return self._writer.wait_until_written(timeout_seconds)
 
     def close(self) -> None:
-        """Write the remaining records. Waits for a few seconds at most."""
+        """Write the remaining records. Waits a few seconds at most."""
         self._writer.close()
 
     def _now(self) -> float:
@@ -156,8 +156,8 @@ class StepTrace(Observer):
 
 
 class _Decisions:
-    """The encoder of steps, on the writer's thread. Most steps have the same requests as the one
-    before, with one token each, so it encodes their names once."""
+    """The encoder of steps, on the writer's thread. Most steps have the same requests as the
+    previous step, with one token each; their names are encoded once."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.json.Encoder()
@@ -181,8 +181,8 @@ class _Decisions:
         )
 
     def going_on(self, step_id: int, now: float, tokens: dict[str, int]) -> EncodedDecision:
-        """Make the record of a step in which each running request got one token. `tokens` must be
-        the same object for the same requests."""
+        """Make the record of a step that gave one token to each running request. Steps with the
+        same requests must pass the same `tokens` object."""
         if tokens is not self._known:
             self._known, self._encoded = tokens, self._encode(list(tokens), tokens)
         return EncodedDecision(
@@ -209,9 +209,9 @@ class _Ids(NamedTuple):
 
 
 class _GoingOn(msgspec.Struct, gc=False, frozen=True):
-    """The data of such a step, from which the writer's thread makes the record. The garbage
-    collector tracks neither this object nor records. Else it would scan the hundreds of live
-    objects of a step each time that some ten steps wait in the queue."""
+    """A step that gave one token to each running request; the writer's thread makes the record from
+    it. The garbage collector tracks neither this object nor records. Otherwise it would scan the
+    hundreds of live objects of a step whenever about ten steps wait in the queue."""
 
     decisions: _Decisions
     step_id: int

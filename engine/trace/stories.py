@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stories in a trace's records: the states of each request, with their beginnings and ends.
+"""Stories: the states of each request of a trace, with their beginnings and ends.
 
 queued ──► waiting ──► loading ──► waiting ──► running ──► (preempted: waiting) ──► ended
 """
@@ -22,14 +22,14 @@ from .records import (
     StartRecord,
 )
 
-# Obstacles that concern one request only: the request behind it goes first.
+# Obstacles that concern one request only; the next request may go first.
 _STANDS_ASIDE = {
     each.value for each in (Obstacle.LOOKUP, Obstacle.WRITER, Obstacle.PREFILL, Obstacle.MASK)
 }
 
 
 class State(Enum):
-    """The activity of a request."""
+    """The state of a request in its story."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -48,20 +48,20 @@ _ENTERS = {
 
 
 class Span(NamedTuple):
-    """A time in one state. `obstacle` is the reason why a request waited. If it was not its turn,
-    that is the obstacle of the request that it waited `behind`; "": unknown."""
+    """A time in one state. `obstacle` is the reason for waiting ("": unknown). If it was not the
+    request's turn, it is the obstacle of the request that it waited `behind`."""
 
     state: State
     began: float
     ended: float
-    step: int  # in which it began
+    step: int  # the step in which it began
     obstacle: str = ""
     behind: str = ""
 
 
 @dataclass(slots=True)
 class Story:
-    """The history of one request since it was queued."""
+    """The history of one request from its queueing on."""
 
     request_id: str
     queued: float
@@ -70,7 +70,7 @@ class Story:
     events: list[EventRecord] = field(default_factory=list)
     hits: list[HitRecord] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    num_computed_tokens: int = 0  # in all steps, those computed again among them
+    num_computed_tokens: int = 0  # in all steps, including recomputed ones
     num_steps: int = 0
     last: EventRecord | None = None  # None: it has not ended
 
@@ -79,7 +79,7 @@ class Story:
         return sum(event.event == Decision.PREEMPTED.value for event in self.events)
 
     def tokens_found(self) -> dict[str, int]:
-        """Tokens that were not computed, by their place, over all starts of the request."""
+        """Return the reused tokens by their place, summed over all starts of the request."""
         found: dict[str, int] = {}
         for hit in self.hits:
             for place, count in (("pool", hit.local_hit_tokens), *hit.tokens_by_tier.items()):
@@ -88,7 +88,7 @@ class Story:
         return found
 
     def waits(self) -> dict[tuple[str, str], float]:
-        """Seconds of waiting by obstacle and the request that had it; "": the request itself."""
+        """Return the seconds of waiting by (obstacle, request with it); "": this request."""
         seconds: dict[tuple[str, str], float] = {}
         for span in self.spans:
             if span.state is State.WAITING and span.ended > span.began:
@@ -101,29 +101,29 @@ class Story:
 
 
 class _Open(NamedTuple):
-    """A state that has not ended."""
+    """A state that has not ended yet."""
 
     state: State
     began: float
     step: int
-    obstacle: str  # "": it is not its turn
+    obstacle: str  # "": it was not the request's turn
 
 
 class Stories:
-    """The stories of unfinished requests, from records in their order."""
+    """Builds the stories of unfinished requests from records, which come in order."""
 
     def __init__(self) -> None:
         self.open: dict[str, Story] = {}
         self.num_dropped = 0
         self._states: dict[str, _Open] = {}
-        self._waiting: set[str] = set()  # requests that wait without an obstacle of their own
-        self._blocker: tuple[str, str] = ("", "")  # (obstacle, request) for which they wait
+        self._waiting: set[str] = set()  # waiting requests without an obstacle of their own
+        self._blocker: tuple[str, str] = ("", "")  # (obstacle, request) that they wait for
         self._now = 0.0
 
     def add_record(self, record: Record) -> Story | None:
-        """Add a record, and return the story that it ends, if any."""
+        """Add a record. Return the story that it ends, or None."""
         if isinstance(record, StartRecord):
-            self.__init__()  # type: ignore[misc]  # another engine, or the same one once more
+            self.__init__()  # type: ignore[misc]  # a new run, of this engine or another one
         elif isinstance(record, EventRecord):
             self._now = record.time
             return self._take_event(record)
@@ -144,7 +144,7 @@ class Stories:
         return None
 
     def close(self) -> list[Story]:
-        """End the records, and return the stories that have not ended, up to the last record."""
+        """Return the stories that have not ended; the last record ends their spans."""
         for request_id, story in self.open.items():
             self._leave(story, self._states.pop(request_id), self._now)
         return list(self.open.values())
@@ -155,10 +155,10 @@ class Stories:
             self.open[request_id] = Story(request_id, event.time, event.step, event.num_tokens)
         story = self.open.get(request_id)
         if story is None:
-            return None  # it was queued before the records begin
+            return None  # it was queued before the first record
         story.events.append(event)
         if event.event == Decision.LOAD_GIVEN_UP.value:
-            return None  # it waits for the same as before
+            return None  # it waits for the same thing as before
         before = self._states.pop(request_id, None)
         if before is not None:
             self._leave(story, before, event.time)
@@ -179,8 +179,8 @@ class Stories:
         return None
 
     def _set_blocker(self, blocker: tuple[str, str], now: float) -> None:
-        """Set the obstacle and the request for which the other waiting requests wait. Their spans
-        so far end, with the previous blocker."""
+        """Set the obstacle and the request that the other waiting requests wait for. Their present
+        spans end here, with the previous obstacle."""
         if blocker == self._blocker:
             return
         for request_id in self._waiting:
@@ -197,7 +197,7 @@ class Stories:
 
 
 def last_run(records: Iterable[Record]) -> list[Record]:
-    """Return the records from the last start on, since a file may hold several runs."""
+    """Return the records from the last start on; a file may have several runs."""
     found: list[Record] = []
     for record in records:
         if isinstance(record, StartRecord):
@@ -207,7 +207,7 @@ def last_run(records: Iterable[Record]) -> list[Record]:
 
 
 def stories_of(records: Iterable[Record]) -> Iterator[Story]:
-    """Yield all stories, the ended ones first, in the order of their ends."""
+    """Yield all stories: ended ones in the order of their ends, then the others."""
     stories = Stories()
     for record in records:
         if (ended := stories.add_record(record)) is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step trace as a timeline in the JSON form of trace events, which Perfetto and Chromium open.
+"""Writes a step trace as a timeline of JSON trace events, which Perfetto and Chromium open.
 
-Each request is a track with its states, another one has the steps, and counters show the blocks.
+Each request has a track with its states, the steps have a track, and counters show the blocks.
 """
 
 from __future__ import annotations

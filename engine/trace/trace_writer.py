@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a step trace beside the steps, from a bounded queue and on a thread of its own.
+"""Writes a step trace from a bounded queue, on a thread of its own.
 
 The step thread only appends to the queue. If the disk is slower than the engine, records are
-dropped and counted; if it fails, the trace ends with one line in the log.
+dropped and counted. If the disk fails, the trace ends with one line in the log.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MakeRecord = Callable[[], Record | EncodedDecision]
 
 
 class TraceWriter:
-    """A writer that appends to the file at `path`, which only its user can read. Raises ConfigError
-    if it cannot be opened."""
+    """A writer that appends to the file at `path`, readable by its user only. Raises ConfigError if
+    the file cannot be opened."""
 
     def __init__(self, path: Path, *, most_queued: int = MOST_QUEUED) -> None:
         try:
@@ -51,18 +51,18 @@ class TraceWriter:
         self._path = path
         self._most_queued = most_queued
         self._queue: deque[Record | MakeRecord] = deque()
-        self._num_dropped = 0  # since the last record that was queued
+        self._num_dropped = 0  # since the last queued record
         self._has_failed = False
         self._closing = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._nudge: asyncio.Event | None = None
-        self._sleeps = False  # whether the thread waits for a call of `_wake`, without a timeout
+        self._sleeps = False  # whether the thread waits for `_wake`, without a timeout
         self._thread = threading.Thread(target=self._run, name="step-trace", daemon=True)
         self._thread.start()
 
     def put(self, record: Record | MakeRecord) -> None:
-        """Queue a record, or a function that makes one on the writer's thread. Never waits. One
-        thread calls this."""
+        """Queue a record, or a function that makes one on the writer's thread. Never waits. Only
+        one thread may call this."""
         if self._has_failed:
             return
         if len(self._queue) >= self._most_queued:
@@ -77,8 +77,8 @@ class TraceWriter:
             self._wake()
 
     def wait_until_written(self, timeout_seconds: float) -> bool:
-        """Wait until the file has all records that were put. The thread that puts calls this.
-        Return False if writing has failed or the time was too short."""
+        """Wait until the file has all queued records. Only the thread that calls `put` may call
+        this. Return False if writing has failed or the time was too short."""
         deadline = time.monotonic() + timeout_seconds
         while self._queue or not self._sleeps:
             if self._has_failed or time.monotonic() >= deadline:
@@ -87,8 +87,8 @@ class TraceWriter:
         return True
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Write the queued records, and end. Records that are not written within the time are lost,
-        which is logged. Idempotent."""
+        """Write the queued records, and end. Records not written within the time are lost, and
+        their number is logged. Idempotent."""
         if self._closing.is_set():
             return
         if self._num_dropped and not self._has_failed:
@@ -108,7 +108,7 @@ class TraceWriter:
             try:
                 loop.call_soon_threadsafe(nudge.set)
             except RuntimeError:
-                pass  # its loop has ended, so no thread needs to be woken
+                pass  # the loop has ended, so no thread waits
 
     def _run(self) -> None:
         try:
@@ -137,7 +137,7 @@ class TraceWriter:
                 await self._rest()
 
     async def _rest(self) -> None:
-        """Pause while records come; without records, wait for the next one or the end."""
+        """Pause while records come. If there are none, wait for the next record or the end."""
         assert self._nudge is not None
         await asyncio.sleep(0 if self._closing.is_set() else PAUSE_SECONDS)
         self._nudge.clear()
@@ -148,8 +148,8 @@ class TraceWriter:
 
 
 def _open(path: Path) -> int:
-    """Open a descriptor to append with. It follows no link, does not wait for a pipe, and makes the
-    file readable by its user alone, since a trace has data of all requests. May raise OSError."""
+    """Open a descriptor for appending. It follows no link and does not wait for a pipe. Only the
+    user may read the file, because a trace has data of all requests. May raise OSError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags, 0o600)

@@ -31,9 +31,9 @@ def test_u02_whiskers_reach_only_where_something_was_measured(
     drawn: list[Any] = []
     plain = Axes.errorbar
 
-    def errorbar(self: Axes, x: Any, y: Any, yerr: Any = None, **options: Any) -> Any:
-        drawn.append((list(y), numpy.broadcast_to(numpy.asarray(yerr), (2, len(y)))))
-        return plain(self, x, y, yerr=yerr, **options)
+    def errorbar(self: Axes, x: Any, y: Any, xerr: Any = None, **options: Any) -> Any:
+        drawn.append((list(x), numpy.broadcast_to(numpy.asarray(xerr), (2, len(x)))))
+        return plain(self, x, y, xerr=xerr, **options)
 
     monkeypatch.setattr(Axes, "errorbar", errorbar)
     report = Report.read(OFFLOAD)

@@ -23,7 +23,8 @@ from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.parts import Parts
 from stratakv.connector.request_offload import Stage
 from stratakv.engine.config.engine_config import SchedulerConfig
-from stratakv.engine.core.engine_core import MAX_FAILED_STEPS, EngineCore
+from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.core.step_pipeline import MAX_FAILED_STEPS
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
 from stratakv.engine.worker.input_batch import InputBatch
 from stratakv.engine.worker.runtime.device_runtime import is_device_lost

@@ -3,14 +3,14 @@
 
     key ─► one of 4,096 parts ─► the disk with the highest hash for that part   (rendezvous hashing)
 
-So a disk that is added or left out moves only its own share of the parts, and the order in which
-disks are named does not matter. Each disk has its own store (index, queue, folder); no disk holds
-data of another, and a lost disk is a lost share of the cache.
+A disk that is added or left out moves only its own share of the parts, and the order of the disks
+does not matter. Each disk has its own store (index, queue, folder). No disk holds data of another
+disk, so a lost disk is a lost share of the cache.
 
-A disk fails alone. A block that it cannot read is a miss, a block that it cannot take is refused,
-and a disk that has not answered for `HUNG_SECONDS` gets no further look-ups, loads, stores or
-leases until it answers: the others go on. Only the calls that it has already got wait for it, since
-it may still write into their buffers.
+A disk fails alone. A block that the disk cannot read is a miss; a block that it cannot take is
+refused. A disk that has not answered for `HUNG_SECONDS` gets no further look-ups, loads, stores or
+leases until it answers, and the other disks go on. Only the calls that a hung disk already has wait
+for it: it may still write into their buffers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Waits:
         self._numbers = itertools.count()
 
     def start_wait(self) -> int:
-        """Note a call to the disk. Return the number to end it with."""
+        """Note a call to the disk. Return the number that `remove_wait` takes."""
         with self._lock:
             number = next(self._numbers)
             self._since[number] = time.monotonic()
@@ -86,7 +86,7 @@ class SeveralDisks(StoreTier):
         self._is_hung = [False] * len(disks)
         self._times_hung = 0
         self._failures: dict[str, int] = {}
-        self._lock = threading.Lock()  # guards the two above
+        self._lock = threading.Lock()  # guards the three fields above
         names = [disk.name.encode() for disk in disks]
         self._disk_of_part = [
             max(range(len(names)), key=lambda n: _hash(names[n], part)) for part in range(PARTS)
@@ -228,8 +228,8 @@ class SeveralDisks(StoreTier):
             thread.join(max(0.0, deadline - time.monotonic()) + 1.0)
 
     def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        """Raise InvalidBlock for wrong keys or buffers. This comes before any disk is asked: if one
-        disk refused, the others would use the buffers already."""
+        """Raise InvalidBlock for wrong keys or buffers before any disk is asked. If one disk
+        refused the call later, the other disks would be using the buffers already."""
         if len(keys) != len(buffers) or not {KEY_BYTES}.issuperset(map(len, keys)):
             raise InvalidBlock(
                 f"every block takes a key of {KEY_BYTES} bytes and a buffer; {len(keys)} keys came "
@@ -272,8 +272,8 @@ class SeveralDisks(StoreTier):
         answers: list[_ANSWER],
         begin: Callable[[StoreTier, list[int]], Future[list[_ANSWER]]],
     ) -> Future[list[_ANSWER]]:
-        """Ask each disk for its own keys. `answers` has the defaults for disks that fail; where all
-        of them fail, the error of one is raised, or is the future's."""
+        """Ask each disk for its own keys. `answers` has the defaults for disks that fail. Where
+        every disk fails, raise the error of one of them or set it in the future."""
         errors: list[TierError] = []
         asked: list[tuple[int, list[int], int, Future[list[_ANSWER]]]] = []
         for number, places in self._split(keys).items():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records whose payload went through a codec: header page and encoded payload, one at a time.
 
-A slot has the size of a block whatever lies in it: encoding moves fewer bytes and fits no more
-blocks. A block without an encoding that saves a page is written as it is; its row says so and the
-reader does not come here. The checksum covers the encoded bytes and is checked before they are
-decoded. A lossy codec returns another block than was stored, so its tag is made when it is read.
+Every slot has the size of a whole block, so encoding moves fewer bytes but fits no more blocks. A
+block whose encoding saves no page is written as it is; its row says so, and this reader is not used
+for it. The checksum covers the encoded bytes and is checked before they are decoded. A lossy codec
+returns other bytes than were stored, so the block's tag is made when it is read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EncodingWriter:
     def encode(
         self, entry: Entry, payload: memoryview, scratch: Scratch, tag: bytes, digest: bytes
     ) -> Entry:
-        """Write header and encoded block to the scratch, or the header alone where the block is to
+        """Write header and encoded block to the scratch, or only the header of a block that is to
         be written as it is. Return the entry for the row."""
         state, codec = self._state, self._codec
         used = codec.encode(payload, scratch.encoded[: state.layout.slot_bytes - ALIGNMENT])
@@ -55,8 +55,8 @@ class DecodingReader:
         self._most_bytes = state.layout.slot_bytes - ALIGNMENT
 
     def start(self, entry: Entry, scratch: Scratch, disk: DiskQueue, number: int) -> None:
-        """Start to read one block into the scratch: the bytes of its row, as far as they fit."""
-        size = max(1, min(entry.encoded_bytes, self._most_bytes))  # a damaged row says anything
+        """Start to read one block into the scratch: as many bytes as its row says, if they fit."""
+        size = max(1, min(entry.encoded_bytes, self._most_bytes))  # a damaged row may say any size
         self._state.slot_file.start_read_encoded(disk, number, entry.slot, size, scratch)
 
     def decode_block(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API key check: one ASGI layer in front of every route but those that are open."""
+"""The API key check: one ASGI layer in front of every route except the open ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..api_errors import ApiError, error_response
 
 HEALTH_PATH = "/health"  # for probes, which hold no key
 NODE_PATH = "/node"  # for routers, which hold no key either
-ASKING = ("http", "websocket")  # scopes of clients; the others are the server's own
+ASKING = ("http", "websocket")  # scopes of clients; other scopes are the server's own
 
 
 class ApiKeyMiddleware:
@@ -25,7 +25,7 @@ class ApiKeyMiddleware:
         self._digest = hashlib.sha256(api_key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on requests with the key, and those that need none; answer 401 to the others."""
+        """Pass on requests that carry the key or need none; answer 401 to all others."""
         is_open = scope["type"] not in ASKING or scope["path"] in self._open_paths
         if is_open or self._allowed(scope):
             await self._app(scope, receive, send)
@@ -40,6 +40,6 @@ class ApiKeyMiddleware:
             if name == b"authorization":
                 given = value
         scheme, _, key = given.partition(b" ")
-        # Digests have one length, so the time reveals nothing about the key, not even its length.
+        # All digests have one length, so the time reveals neither the key nor its length.
         same = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
         return same and scheme.lower() == b"bearer"

@@ -2,9 +2,9 @@
 """The check of the header Host: the names under which a server answers requests.
 
 A page of any site can make its own name resolve to this machine after it was loaded (DNS
-rebinding). A browser then takes the page and a server here for one origin. Its requests carry that
-name. So a server that listens on loopback and needs no key answers requests to addresses, to
-localhost and to configured names only: a page cannot give its requests an address as the name.
+rebinding). The browser then takes the page and a server here for one origin, and the page's
+requests have the page's name in Host. So a server that listens on loopback and needs no key accepts
+only an address, localhost or a configured name in Host. A page cannot put an address there.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _INVALID = ApiError("this is no valid HTTP request; send HTTP/1.1", code="invali
 
 
 class _BoundedHeads(h11.Connection):
-    """A connection of h11 that bounds every head; h11 bounds only those that come in parts."""
+    """A connection of h11. It bounds every head; h11 itself bounds only heads in parts."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         if self.their_state is not h11.IDLE:
@@ -48,9 +48,9 @@ class _BoundedHeads(h11.Connection):
 class HttpProtocol(H11Protocol):
     """An HTTP connection, made by uvicorn, with limits on the time without progress.
 
-    Without them a client that sends no head, or half of one, would hold the connection for ever,
-    and one that does not read would hold its answer in memory as well. Bytes that are not HTTP get
-    an error object as their answer.
+    Without limits a client that sends no head, or half of a head, would hold the connection for
+    ever. A client that does not read would also hold its answer in memory. Bytes that are not HTTP
+    get an error object as their answer.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -99,7 +99,7 @@ class HttpProtocol(H11Protocol):
             return
         try:
             is_told = not self.transport.get_write_buffer_size()
-        except AttributeError:  # asyncio's, of a lost connection before `connection_lost`
+        except AttributeError:  # by asyncio: the connection is lost, `connection_lost` comes later
             return
         if is_told:
             self.transport.abort()

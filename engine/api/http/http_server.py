@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP server: uvicorn, with the limits and time-outs of this project.
 
-It runs on sockets that are bound before the model is loaded, so that a port in use is reported
-early.
+It runs on sockets that are bound before the model is loaded, so a port in use is reported early.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ....tiers.settings.values import MIB
 from .http_protocol import MAX_HEADER_BYTES, STALL_SECONDS, HttpProtocol
 from .websocket_protocol import PING_SECONDS, WebSocketProtocol
 
-KEEP_ALIVE_SECONDS = 75  # longer than load balancers usually wait, so that they close first
+KEEP_ALIVE_SECONDS = 75  # longer than load balancers usually wait: the balancer closes first
 BACKLOG = 2048
 
 
@@ -29,8 +28,8 @@ class HttpServer(uvicorn.Server):
         """Serve on bound sockets until a signal or `should_exit`."""
         for sock in sockets or ():
             if sock.family in (socket.AF_INET, socket.AF_INET6):
-                # Accepted sockets inherit it. asyncio sets it only for sockets that were made with
-                # an explicit protocol; without it tokens wait 40 ms for a delayed ACK.
+                # Accepted sockets inherit TCP_NODELAY; asyncio sets it only for sockets made with
+                # an explicit protocol. Without it tokens wait 40 ms for a delayed ACK.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await super().serve(sockets)
 
@@ -45,8 +44,8 @@ def make_server(
 ) -> HttpServer:
     """A server that does not run yet. `log_level` is one of uvicorn's names; at `info` the server
     does not log its start and end, which its caller logs. At shutdown, running requests have
-    `shutdown_seconds` to finish. With `tls`, from `make_tls_context`, it speaks only https.
-    Websocket messages have up to `max_message_bytes` and may not be compressed, since a few bytes
+    `shutdown_seconds` to finish. With `tls`, from `make_tls_context`, it speaks only https. A
+    websocket message has at most `max_message_bytes` and may not be compressed, because a few bytes
     could expand to that size."""
     config = uvicorn.Config(
         app,

@@ -4,7 +4,7 @@
     a message that is not whole     its fragments, and the bytes of the next one
     messages that are whole         until the application takes them
 
-An application finds it in its scope, and may bound it: ASGI itself reports only whole messages.
+The application may limit the count, which is in its scope. ASGI reports only whole messages.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ class IncomingBytes:
 
     clock: Callable[[], float]
     may_hold: Callable[[int], bool] = lambda num_bytes: True
-    began_at: float | None = None  # the start of the message that is not whole; None: there is none
+    began_at: float | None = None  # when the unfinished message began; None: there is none
     _in_frames: int = 0
     _waiting: int = 0
 
     def add_frame(self, num_bytes: int) -> None:
-        """Count a whole frame of the message that is not whole yet."""
+        """Count a whole frame of the message that is still unfinished."""
         self._in_frames += num_bytes
 
     def end_message(self, *, is_kept: bool) -> None:
-        """Count the message as whole. It waits for the application if it `is_kept`."""
+        """Count the message as whole. If it `is_kept`, it waits for the application."""
         if is_kept:
             self._waiting += self._in_frames
         self._in_frames, self.began_at = 0, None
 
     def take_messages(self) -> None:
-        """Count whole messages no more: the application has taken them all."""
+        """Stop counting whole messages: the application has taken them all."""
         self._waiting = 0
         self.may_hold(self._in_frames)  # fewer than before, so the result does not matter
 
     def measure(self, num_unread: int) -> bool:
-        """Whether the server may hold all waiting bytes, with `num_unread` of a frame that is not
-        whole."""
+        """Whether the server may hold all waiting bytes and `num_unread` of an unfinished frame."""
         num_begun = self._in_frames + num_unread
         if not num_begun:
             self.began_at = None

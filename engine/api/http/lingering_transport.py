@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingeringTransport: the close of a connection before its request was read whole.
+"""LingeringTransport: closes a connection whose request was not read whole.
 
 The kernel resets a socket that is closed with unread bytes, and the reset can overtake the answer:
 the client, which is still writing, would see a broken pipe and not the refusal. So the transport
@@ -18,7 +18,7 @@ LINGER_SECONDS = 2.0
 
 class LingeringTransport:
     """A transport of asyncio with another `close`. `is_unread` returns whether more of a request
-    may come; while it `lingers`, its protocol drops incoming bytes."""
+    may come. While the transport `lingers`, its protocol drops incoming bytes."""
 
     def __init__(self, transport: asyncio.Transport, is_unread: Callable[[], bool]) -> None:
         self._transport = transport

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of the header Origin: the pages that may open a websocket.
 
-A browser opens a websocket to any host and lets the page read it, without asking the host first as
-for other requests across origins. So the server itself refuses the pages that CORS would keep out.
-Programs other than browsers send no Origin.
+A browser opens a websocket to any host and lets the page read it. For other requests across origins
+the browser asks the host first (CORS); for a websocket it does not. So the server itself refuses
+the pages that CORS would keep out. Programs other than browsers send no Origin.
 """
 
 from __future__ import annotations

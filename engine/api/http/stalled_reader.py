@@ -10,8 +10,8 @@ logger = logging.getLogger(__name__)
 
 
 class StalledReader:
-    """The watch on one transport while it holds bytes. The application adds none meanwhile, so
-    reading makes the buffer smaller."""
+    """The watch on one transport while it holds bytes. The application adds no bytes meanwhile, so
+    a smaller buffer means that the client reads."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
         self._loop = loop
@@ -23,7 +23,7 @@ class StalledReader:
         """The bytes that wait to be read."""
         try:
             return self._transport.get_write_buffer_size()
-        except AttributeError:  # asyncio's, of a TLS connection that was closed twice
+        except AttributeError:  # by asyncio, for a TLS connection that was closed twice
             return 0
 
     def start_watching(self, seconds: float) -> None:

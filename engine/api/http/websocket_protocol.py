@@ -21,7 +21,7 @@ from .stalled_reader import StalledReader
 # Bytes parsed at a time. The smallest message has 6 bytes, so at most 682 messages wait for the
 # application, and other connections have their turn after each piece.
 PIECE_BYTES = 4096
-# Fragments of one message. Empty ones need this limit, since `ws_max_size` bounds only bytes.
+# Fragments of one message. `ws_max_size` bounds only bytes, so this limit bounds empty fragments.
 MAX_FRAGMENTS = 16384
 TOO_MANY = "too_many_requests"  # the reason that a client gets with TRY_AGAIN_LATER
 PING_SECONDS = 20.0
@@ -35,8 +35,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     """A websocket, made by HttpProtocol from a request that asks for it.
 
     Bytes are parsed piece by piece. Parsing stops while a message waits for the application or the
-    client leaves answers unread, so that a flood of frames or pings costs the server only one read
-    of the socket.
+    client leaves answers unread, so a flood of frames or pings costs only one read of the socket.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -93,10 +92,10 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if self._has_closed:
             self._parse_soon()
         elif message["type"] == "websocket.http.response.body" and self.close_sent:
-            self.handshake_complete = True  # by a refusal; uvicorn would log it as a fault
+            self.handshake_complete = True  # a refusal ends it too; uvicorn would log a fault
 
     def pause_writing(self) -> None:
-        """Watch the reader, and stop parsing, as pings would add pongs to the bytes that wait."""
+        """Watch the reader, and stop parsing: each ping would add a pong to the waiting bytes."""
         super().pause_writing()
         self._is_blocked = True
         self._set_reading()
@@ -111,8 +110,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._parse_soon()
 
     def shutdown(self) -> None:
-        """End the connection with the server, but leave a running application its time, as for HTTP
-        requests."""
+        """End the connection when the server ends. A running application gets the same time to
+        finish as an HTTP request."""
         if self.close_sent or not self.handshake_initiated:
             super().shutdown()
 

@@ -96,7 +96,7 @@ class CoreCollector(Collector):
         yield self._info(tables.CACHE_CONFIG, figures["cache_config"])
         if figures["offload_config"] is not None:
             yield self._info(tables.OFFLOAD_CONFIG, figures["offload_config"])
-        # Without a price no saving is computed, and 0 would look like no saving.
+        # Without a price the saving is unknown; a 0 would say that there is none.
         if figures["seconds_per_token"] is not None:
             yield self._one(tables.PRICE, figures["seconds_per_token"])
             saved = figures["saved_seconds"]
@@ -202,7 +202,7 @@ class CoreCollector(Collector):
 
 
 def _buckets(histogram: CoreStats) -> list[tuple[str, float]]:
-    """Each bound with the number of observations up to it, the last without a bound."""
+    """Each bound with the number of observations up to that bound. The last bound is +Inf."""
     buckets = []
     so_far = 0
     for bound, count in zip([*histogram["bounds"], "+Inf"], histogram["counts"], strict=True):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The front's metrics of requests, under the names that users' dashboards already read.
 
-A `Watch` follows one request; it makes one observation for each output of the engine, with any
-number of tokens. core_metrics.py has the metrics of the core. Durations are in seconds on the
-monotonic clock.
+A `Watch` follows one request; each output of the engine is one observation, however many tokens it
+has. core_metrics.py has the metrics of the core. Durations are seconds of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class Metrics:
         )  # fmt: skip
 
     def show_tiers(self, tiers: Iterable[str]) -> None:
-        """Show every tier from the first scrape on, also with 0."""
+        """Show every tier from the first scrape on, even while its value is 0."""
         for tier in tiers:
             self.cached_by_source.labels(*self.label_values, tier)
             self.by_source.labels(*self.label_values, tier)
@@ -119,7 +118,7 @@ class Metrics:
 
 
 class Watch:
-    """The observations of one request."""
+    """The recorder of one request's metrics."""
 
     __slots__ = (
         "_arrival", "_first", "_is_closed", "_last", "_metrics", "_num_prompt_tokens",
@@ -159,7 +158,7 @@ class Watch:
             self._record_finish(output.finish_reason, output.timings or {})
 
     def close(self) -> None:
-        """End the watch in any case; a request that was not finished counts as aborted."""
+        """End the watch. A request that has not finished counts as aborted."""
         if not self._is_closed:
             self._record_finish("abort", {})
 

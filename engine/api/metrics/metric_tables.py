@@ -293,7 +293,7 @@ STORE: Table = (
     ("stored_bytes", _counter(f"{_TIERING}write_bytes", "Bytes written to a tier.")),
     ("store_seconds", _counter(f"{_TIERING}write_time", "Time of these writes.")),
 )
-# The same, from the figures of its traffic.
+# Further metrics of each store below the cpu tier, from the figures of its traffic.
 TRAFFIC: Table = (
     ("active_promotions", _gauge(f"{_TIERING}active_promotion_jobs", "Reads under way.")),
     ("active_cascades", _gauge(f"{_TIERING}active_cascade_jobs", "Writes under way.")),
@@ -317,7 +317,7 @@ TRAFFIC: Table = (
     ),
 )
 
-# The same figures, under the tier's own name.
+# Figures of the same stores, labelled with the tier's own name.
 STORE_HEALTH: Table = (
     (
         "unadmitted_blocks",

@@ -138,7 +138,8 @@ class ChatAnswer(Answer):
 
 
 async def create_chat_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """Answer the route. `follows`: the request will come later; only have the core follow it."""
+    """Answer the route. `follows`: the request comes later; now the core only follows its
+    prompt."""
     arrival_seconds = time.monotonic()
     request = await read_chat(front, http)
     tools = tools_of(front, request)
@@ -173,7 +174,7 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
 
 
 def _answered_tool(request: ChatRequest) -> str:
-    """The tool whose answer is the last message; "" if that is no tool's answer."""
+    """The tool whose answer is the last message; "" if the last message is no tool's answer."""
     last = request.messages[-1] if request.messages else None
     if last is None or last.role != "tool":
         return ""
@@ -185,7 +186,7 @@ def _answered_tool(request: ChatRequest) -> str:
 
 
 def thoughts_of(marks: ReasoningMarks | None, request: ChatRequest, prompt: str) -> Thoughts | None:
-    """The splitter of thoughts from an answer to this prompt; None: they stay in the text."""
+    """The splitter of thoughts from an answer to this prompt; None: thoughts stay in the text."""
     if marks is None or request.separate_reasoning is False:
         return None
     goes_on = bool(request.continue_final_message)

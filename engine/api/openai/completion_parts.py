@@ -37,8 +37,8 @@ from .response.kv_transfer_params import FIELD as KV_PARAMS
 from .response.kv_transfer_params import read_params
 from .response.streaming import before
 
-# Fields that need whole prompts, with the values that have no effect. Every value of
-# `prompt_embeds` and `truncate_prompt_tokens` has one.
+# Fields that need whole prompts, with their values that have no effect. `prompt_embeds` and
+# `truncate_prompt_tokens` have no such value.
 _WHOLE_ONLY: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "prompt_logprobs": (),
@@ -70,7 +70,7 @@ _part_decoder = msgspec.json.Decoder(FurtherPart)
 
 @dataclass(slots=True)
 class PartReader:
-    """The reader of one prompt's parts, which makes the engine's request and its choice."""
+    """The reader of one prompt's parts. It makes the engine's request and the answering choice."""
 
     front: Front
     http: HTTPConnection
@@ -99,7 +99,7 @@ class PartReader:
         except ValueError as error:
             raise front.refused_text(error, _name_of(place)) from None
         packed = pack_token_ids(tokens) if tokens else b""
-        if self.opened:  # sent also without final tokens, since each part restarts the time-out
+        if self.opened:  # sent also without tokens: each part restarts the time-out
             await front.client.extend_prompt(ExtendPrompt(self.opened, packed))
         if self.opened or not tokens:
             return
@@ -158,7 +158,7 @@ async def read_parts(
 ) -> CompletionAnswer:
     """Compute the parts as `messages` yields them, up to the end or to one with `is_last`. Returns
     the answer, which has not begun. Raises ApiError for an invalid part, and the errors of
-    `messages`; then the engine's request is dropped."""
+    `messages`. After an error the engine's request is dropped."""
     first = await anext(messages, b"")
     request = decode_body(first, _first_decoder)
     check_completion(front, request)
@@ -213,10 +213,10 @@ def part_too_large(front: Front, what: str) -> ApiError:
 
 
 async def _read_lines(front: Front, http: Request) -> AsyncIterator[bytes]:
-    """The non-empty lines of the body. Raises ApiError for a line that is too long or late, or when
-    the server ends, and ClientGone."""
+    """The non-empty lines of the body. Raises ApiError if a line is too long or too late or the
+    server ends, and ClientGone."""
     settings, ended = front.settings, front.in_flight.ended
-    pieces: list[bytes] = []  # of a line without its end yet
+    pieces: list[bytes] = []  # of the unfinished line
     num_bytes = 0
     stream, clock = http.stream(), asyncio.get_running_loop().time
     seconds = settings.body_timeout_seconds  # for the first part

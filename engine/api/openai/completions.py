@@ -44,8 +44,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(slots=True)
 class CompletionAnswer(Answer):
-    """The answer of a completion, in one form whole and in a stream. `echoes` has the text of each
-    prompt, or is empty."""
+    """The answer of a completion; a whole answer and a chunk have the same form. `echoes` has the
+    text of each prompt, or is empty."""
 
     request: CompletionRequest
     echoes: list[str]
@@ -119,7 +119,8 @@ class CompletionAnswer(Answer):
 
 
 async def create_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """Answer the route. `follows`: the request will come later; only have the core follow it."""
+    """Answer the route. `follows`: the request comes later; now the core only follows its
+    prompt."""
     arrival_seconds = time.monotonic()
     request = await read_completion(front, http)
     embeds: list[bytes] = []
@@ -157,7 +158,7 @@ async def create_completion(front: Front, http: Request, *, follows: bool = Fals
 async def _resolve_embeds(
     front: Front, request: CompletionRequest
 ) -> tuple[list[bytes], list[bytes]]:
-    """The embedding files of a request, and a placeholder prompt of as many tokens for each."""
+    """The embedding files of a request, and for each a placeholder prompt of as many tokens."""
     wanted = request.prompt_embeds
     given = [wanted] if isinstance(wanted, str) else wanted
     if not given:
@@ -232,7 +233,7 @@ def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
 
 
 def _echoes(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) -> list[str]:
-    """The texts of the prompts: the client's text if it sent one that is not cut, else decoded."""
+    """The texts of the prompts: an uncut text of the client as it is, any other decoded."""
     tokenizer = front.need_tokenizer("echo", "leave out `echo`")
     assert request.prompt is not None
     return [
@@ -246,6 +247,6 @@ def _echoes(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) 
 
 
 def _mean_logprob(whole: TextOutput) -> float:
-    """The mean over the tokens of an answer; an answer without tokens comes last."""
+    """The mean log-probability of an answer's tokens; minus infinity without tokens."""
     logprobs = [position.logprobs[0] for position in whole.logprobs or ()]
     return sum(logprobs) / len(logprobs) if logprobs else -math.inf

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields inside messages, tools and `stream_options` that this server does not read.
 
-Clients send fields there that other servers take or gave them. They change no answer here, so they
-are ignored, counted, and logged once for each name.
+Clients send fields there that another server takes, or has put into its answers. They change no
+answer here, so they are ignored, counted, and logged once for each name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .request.protocol import (
 
 logger = logging.getLogger(__name__)
 
-# Clients choose the names, so the number of remembered and logged ones is limited.
+# Clients choose the names, so the number of remembered and logged names is limited.
 MAX_NAMES = 64
 _MAX_NAME_CHARACTERS = 64
 

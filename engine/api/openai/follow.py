@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /follow/v1/completions and /follow/v1/chat/completions: the notice of a request that will
-come, whose prompt another node is computing now.
+"""POST /follow/v1/completions and /follow/v1/chat/completions: the notice of a later request whose
+prompt another node computes now.
 
-The body is that of the request. The tiers follow the prompt: they read its blocks as the other node
-stores them. The engine computes nothing, and the answer is the number of followed prompts.
+The body is the body of the later request. The tiers follow the prompt: they read its blocks as the
+other node stores them. The engine computes nothing; the answer has the number of followed prompts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..front import Front
 from .request.body import JSON
 from .response.generation import Generation
 
-FOLLOW = "/follow"  # before the path of the request
+FOLLOW = "/follow"  # the prefix of the request's path
 
 
 class Followed(msgspec.Struct):

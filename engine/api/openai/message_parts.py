@@ -6,8 +6,8 @@ from __future__ import annotations
 from ..api_errors import ApiError
 from .request.protocol import ChatMessage, ContentPart
 
-# Types of parts that hold text, each with its field. The first is that of chats; the next two are
-# its names in OpenAI's newer API.
+# Types of parts that hold text, each with its field. Chats use the first type; the next two are its
+# names in OpenAI's newer API.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _THOUGHTS = {"thinking": "thinking", "reasoning": "text"}
 _FIELDS = {**_TEXTS, **_THOUGHTS}

@@ -70,8 +70,8 @@ class PartsSocket:
 
 
 async def _read_messages(front: Front, receive: Receive) -> AsyncIterator[bytes]:
-    """The messages. Raises ApiError for one that is no text, is too long or late, or when the
-    server ends, and ClientGone."""
+    """The messages. Raises ApiError if a message is no text, too long or too late, or the server
+    ends, and ClientGone."""
     clock, ended = asyncio.get_running_loop().time, front.in_flight.ended
     seconds = front.settings.body_timeout_seconds  # for the first part
     while True:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of checks: a finding is one line, and a problem is a finding that will not work."""
+"""The results of checks. Each finding is one line and has a level."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ class Level(StrEnum):
     """The severity of a finding."""
 
     OK = "ok"
-    WARNING = "warning"  # works, but in an unexpected way
-    PROBLEM = "problem"  # will not work
+    WARNING = "warning"  # the engine works, but in an unexpected way
+    PROBLEM = "problem"  # the engine or the server will not work
 
 
 class Finding(NamedTuple):
-    """The result of a check: its subject `what`, the state, and the remedy, empty if all
-    is well."""
+    """The result of a check: its subject `what`, the state, and the remedy (empty: all is well)."""
 
     level: Level
     what: str
@@ -50,8 +49,7 @@ Check = Callable[[Case], Iterable[Finding]]
 
 
 def run_checks(checks: Sequence[Check[Case]], case: Case) -> list[Finding]:
-    """Return the findings of all checks, in their order. An OSError of a check becomes a
-    warning."""
+    """Return the findings of all checks in order. An OSError of a check becomes a warning."""
     found: list[Finding] = []
     for check in checks:
         try:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the place of an SSD tier: the file system, its room, direct I/O, and existing files.
 
-They make no folder, and write only one page of a file without a name, which ends with its
-descriptor.
+They make no folder. They write one page into an unnamed file, which ends when it is closed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def check_disks(
 
 def check_ssd(ssd: SsdSettings, namespace: bytes, host: str) -> Iterator[Finding]:
     """Check that the tier can lie at its path. `namespace` is the prefix of the namespaces of
-    chunks of `host`."""
+    `host`'s chunks."""
     there = yield from _check_path(ssd)
     if there is None or ssd.path is None:
         return
@@ -134,7 +133,7 @@ def _check_direct(folder: Path) -> Iterator[Finding]:
                 "the page cache and take memory there", "give a path on ext4 or XFS",
             )  # fmt: skip
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return  # there is a check for that
+            return  # another check reports a full disk
         else:
             yield warning("direct I/O", f"could not be tried ({error.strerror})", "see the log")
     else:

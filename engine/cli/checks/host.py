@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of this machine before the start of an engine or a cache server: processor and kernel,
-memory and limits, disk, ports, certificates, GPU. A problem comes with the command that removes it.
+memory and limits, disk, ports, certificates, GPU. A problem names the command that removes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ GPU_FILE = Path("/dev/nvidiactl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCase:
-    """The programs that will run here. An empty `device`: a GPU if there is one, else the CPU."""
+    """The programs that will run here. An empty `device` means a GPU if there is one, else the
+    CPU."""
 
     cpu_bytes: int
     huge_pages: bool = False
@@ -183,7 +184,7 @@ def check_certificates(case: HostCase) -> Iterator[Finding]:
 
 
 def check_host_clock(case: HostCase) -> Iterator[Finding]:
-    """Check the clock if TLS is used, since it decides whether certificates are valid."""
+    """Check the clock if TLS is used: the clock decides whether certificates are valid."""
     if case.tls is not None:
         yield from check_clock()
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of memory, shared memory and the clock, within the limits of this process and its
-container."""
+"""Checks of memory, shared memory and the clock, within the limits of process and container."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where engines make their region
 # Share of the available memory beyond which the host has almost none left for other processes.
 TIGHT_SHARE = 0.9
 
-_TIMEX_BYTES = 512  # struct timex has less
+_TIMEX_BYTES = 512  # more than struct timex has
 _CLOCK_UNKNOWN = 5  # TIME_ERROR
 
 
@@ -49,7 +48,7 @@ def check_shared_memory(region_bytes: int, folder: Path = SHARED_MEMORY) -> Iter
 def check_memory(
     slab_bytes: int, region_bytes: int, available: int | None = None
 ) -> Iterator[Finding]:
-    """Check that host and container have memory for slab and region, both taken at the start."""
+    """Check that host and container have memory for slab and region, which the start takes."""
     wanted = slab_bytes + region_bytes
     shown = f"slab {rough_size(slab_bytes)} + region {rough_size(region_bytes)}"
     left = available_memory_bytes() if available is None else available
@@ -88,9 +87,9 @@ def check_huge_pages(slab_bytes: int, meminfo: Path = MEMINFO) -> Iterator[Findi
 
 
 def check_clock() -> Iterator[Finding]:
-    """Check that the kernel's clock is synchronised, since certificates depend on it."""
+    """Check that the kernel's clock is synchronised: certificates depend on the clock."""
     libc = ctypes.CDLL(None, use_errno=True)
-    state = libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # zeros: it only reads
+    state = libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # zeros: a read only
     if state < 0:
         yield warning("clock", "cannot be looked at", "see that it is right")
     elif state == _CLOCK_UNKNOWN:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in the Python of another engine, which may lack StrataKV and its packages, and prints one
-line of JSON about it. It imports only the standard library and the named modules.
+"""The probe. It runs in the Python of another engine, which may lack StrataKV and its packages, and
+prints one line of JSON about it. It imports only the standard library and the modules of its
+argument:
 
     {"modules": [names], "host": "vllm" | null, "hash_algorithm": "sha256"}
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-# Before all other imports: the working directory must not provide modules.
+# First, before all other imports: the working directory must not provide modules.
 sys.path[:] = [place for place in sys.path if place]
 
 import importlib  # noqa: E402 - behind the line above
@@ -62,7 +63,7 @@ def vllm(hash_algorithm: str) -> dict[str, Any]:
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core import kv_cache_utils
 
-        # Initialised twice: a random seed gives different roots.
+        # Twice, to detect a random seed: it gives different roots.
         function = get_hash_fn_by_name(hash_algorithm)
         roots = []
         for _ in range(2):

@@ -2,8 +2,8 @@
 """Checks of the Python that runs another engine: the engine's version must be supported, and
 StrataKV and the packages it needs must be installed.
 
-They run `probe.py` there, which imports the engine. That takes seconds, but only an import shows
-that it fails.
+They run `probe.py` in that Python, which imports the engine. The import takes seconds, but only an
+import shows whether it works.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARK = "stratakv-probe "
 PROBE_SECONDS = 180.0  # an import of vLLM from a slow disk
 LEAST_PYTHON = (3, 11)
 
-# The modules that the tiers import, and their packages.
+# The modules that the tiers import, each with its package.
 OURS = "stratakv.connector.vllm.build"
 PACKAGES = {
     "stratakv": "stratakv",
@@ -50,8 +50,8 @@ class Module(msgspec.Struct, frozen=True):
 
 
 class VllmModule(msgspec.Struct, frozen=True):
-    """The facts about vLLM, as far as it could be imported. `roots` are the roots of its block
-    hashes in two processes."""
+    """The facts about vLLM, or the error of its import. `roots` are the roots of its block hashes
+    in two processes."""
 
     version: str = ""
     error: str = ""
@@ -84,7 +84,7 @@ class TooSlow(NoFacts):
 def ask_python(python: str, hash_algorithm: str, environment: Mapping[str, str]) -> PythonFacts:
     """Run the probe in this Python. Raises NoFacts."""
     told = {"modules": [*PACKAGES, OURS], "host": "vllm", "hash_algorithm": hash_algorithm}
-    # Without -P, for which it may be too old: the probe takes the working directory from its path.
+    # Without -P, which an old Python lacks: the probe removes the working directory from its path.
     command = [python, "-c", PROBE.read_text(encoding="utf-8"), json.dumps(told)]
     try:
         done = subprocess.run(
@@ -109,8 +109,8 @@ def ask_python(python: str, hash_algorithm: str, environment: Mapping[str, str])
 def check_interpreter(
     python: str, facts: PythonFacts | str, *, is_slow: bool = False
 ) -> Iterator[Finding]:
-    """Check that StrataKV can run there at all. `facts` is a text if there are none, perhaps only
-    because the machine `is_slow`."""
+    """Check that StrataKV can run in that Python. Without facts, `facts` is the reason as a text;
+    `is_slow`: perhaps the machine was only busy."""
     if isinstance(facts, str) and is_slow:
         yield warning(
             "python", f"{python} {facts}, so what it has was not looked at",
@@ -131,7 +131,7 @@ def check_interpreter(
 
 
 def check_vllm_version(vllm: VllmModule, python: str) -> Iterator[Finding]:
-    """Check that vLLM can be imported there, in a version that the adapter supports."""
+    """Check that vLLM can be imported in that Python, in a version that the adapter supports."""
     if vllm.error:
         if not vllm.distribution:
             yield problem(
@@ -160,7 +160,7 @@ def check_vllm_version(vllm: VllmModule, python: str) -> Iterator[Finding]:
 
 
 def check_packages(facts: PythonFacts, python: str) -> Iterator[Finding]:
-    """Check that StrataKV is there in the version of this one, with the packages it needs."""
+    """Check that the other Python has StrataKV in this version, and the packages it needs."""
     missing = [package for name, package in PACKAGES.items() if facts.modules[name].error]
     install = f"{python} -m pip install"
     if "stratakv" in missing:
@@ -193,7 +193,7 @@ def check_packages(facts: PythonFacts, python: str) -> Iterator[Finding]:
 def check_hash_roots(
     vllm: VllmModule, algorithm: str, environment: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Check that two processes give a block the same name; otherwise it is never found again."""
+    """Check that two processes name a block alike; otherwise neither finds the other's blocks."""
     seed = environment.get("PYTHONHASHSEED")
     if vllm.roots_error or len(vllm.roots) != 2:
         yield warning(

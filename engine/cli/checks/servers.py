@@ -21,7 +21,7 @@ FLAG = "--remote-"
 
 
 def check_servers(tiers: TierSettings) -> Iterator[Finding]:
-    """Check each server, and that the tenant there may store chunks."""
+    """Check each server, and whether the tenant may store chunks there."""
     try:
         credentials = tiers.remote.credentials()
     except TierConfigError as error:
@@ -68,7 +68,7 @@ def _check_server(
 
 
 def _is_of_chunks(layout: Any) -> bool:
-    """Whether blocks are chunks, whose inner layout StrataKV does not know."""
+    """Whether blocks are chunks: StrataKV does not know the inner layout of a chunk."""
     return (layout.num_layers, layout.block_size_tokens, layout.num_kv_heads) == (1, 1, 1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of vLLM's transfer configuration, and of all that its start with StrataKV needs."""
+"""Checks of vLLM's transfer configuration and of its other needs for a start with StrataKV."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from .servers import check_servers
 OFFLOADING = "OffloadingConnector"
 STOCK_SPEC = "TieringOffloadingSpec"
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
-ALIASES = ("NHD", "HND")  # of layouts, which vLLM resolves
+ALIASES = ("NHD", "HND")  # names of layouts; vLLM resolves them
 CPU_LAYOUT, CPU_BLOCK_TOKENS = "LBHNC", 32
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-# The kinds of layers in models' configurations that StrataConnector supports, and those of them
-# that were tested with StrataSpec.
+# The kinds of layers in models' configurations that StrataConnector supports, and the kinds that
+# were also tested with StrataSpec.
 CONNECTOR_KINDS = (
     "full_attention", "attention", "sliding_attention", "chunked_attention", "linear_attention",
     "mamba",
@@ -50,8 +50,8 @@ SPEC_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmCase:
-    """The start of vLLM to check. `transfer` is the object for `--kv-transfer-config`; `facts` is a
-    text if the probe could not run."""
+    """The start of vLLM to check. `transfer` is the object for `--kv-transfer-config`; `facts` is
+    the reason as a text if the probe could not run."""
 
     transfer: Mapping[str, Any]
     python: str
@@ -61,7 +61,7 @@ class VllmCase:
     hash_algorithm: str = "sha256"
     kv_cache_dtype: str = "auto"
     block_size: int | None = None
-    is_slow: bool = False  # there are no facts, maybe only since the machine is busy
+    is_slow: bool = False  # the probe took too long; the machine may be busy
     shared_memory: Path = field(default=SHARED_MEMORY)
 
     @property
@@ -82,12 +82,13 @@ class VllmCase:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it names StrataSpec, and not the tier of StrataKV among vLLM's own."""
+        """Whether the configuration names StrataSpec, not StrataKV's tier among vLLM's own
+        tiers."""
         return (self.extra.get("spec_name"), self.extra.get("spec_module_path")) == (SPEC, MODULE)
 
     @property
     def given(self) -> Mapping[str, Any] | None:
-        """StrataKV's settings in it; None if it does not name StrataKV's tiers."""
+        """StrataKV's settings in the configuration; None if it does not name StrataKV's tiers."""
         if self.is_connector or self.is_whole:
             given = self.extra.get(SECTION, {})
             return given if isinstance(given, Mapping) else None
@@ -112,8 +113,7 @@ class VllmCase:
 
 
 def read_transfer(text: str) -> Mapping[str, Any]:
-    """Read the value of `--kv-transfer-config`: JSON, or the name of a file with it. Raises
-    ConfigError."""
+    """Read the value of `--kv-transfer-config`: JSON, or a file of JSON. Raises ConfigError."""
     source = "--config"
     if not text.lstrip().startswith("{"):
         source = f"--config {text}"

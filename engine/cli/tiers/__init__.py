@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Subcommands for tiers: `cache`, `check`, `ping` and what describes a store."""
+"""Subcommands for tiers: `cache`, `check`, `describe` and `ping`."""

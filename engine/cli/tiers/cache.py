@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv cache ls|du|rm`: the SSD tiers on this machine, their sizes, and their removal.
 
-It looks into the default cache folder and the given ones. It reads no block and opens no store.
+The command looks into the default cache folder and the given ones. It reads no block and opens no
+store.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def _rm(words: list[str]) -> int:
     for entry in chosen:
         try:
             print(f"removed {one_line(str(entry.path))}, {_size(remove(entry.path))}")
-        except TierConfigError as error:  # a process has just opened it
+        except TierConfigError as error:  # another process has just opened the store
             raise ConfigError(str(error)) from error
     return 0
 
@@ -161,8 +162,8 @@ def _store_at(path: Path) -> StoreEntry:
 
 
 def _default_folders(*, is_needed: bool) -> tuple[Path, ...]:
-    """Return the default folders of tiers, none for a user without a home directory. Raises
-    ConfigError for such a user if the folder `is_needed`."""
+    """Return the default folders of tiers; empty for a user without a home directory. Raises
+    ConfigError for a user without one if a folder `is_needed`."""
     try:
         return (default_ssd_path().parent,)
     except ConfigError:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of commands that call a cache server: address, credentials, calls, and errors of
-one line.
+"""The common part of commands that call a cache server: address, credentials, calls, errors.
 
 It runs with the base installation and imports neither torch nor the engine's parts.
 """
@@ -33,8 +32,8 @@ _FILES = {
 
 
 class NoAnswer(Exception):
-    """The server cannot be reached, or refused the call; the text is for the user. `is_down`: it
-    may come up later."""
+    """The server cannot be reached, or refused the call; the text is for the user. `is_down`: the
+    server may come up later."""
 
     def __init__(self, text: str, *, is_down: bool = False) -> None:
         super().__init__(text)
@@ -64,8 +63,8 @@ def client_of(args: argparse.Namespace) -> CacheClient:
 
 
 class CacheClient:
-    """A client of one server; a context manager. `flag` is the prefix of the flags of credentials.
-    Raises ConfigError for invalid credentials, and NoAnswer from every call."""
+    """A client of one server; a context manager. `flag` is the prefix of the flags that give
+    credentials. Raises ConfigError for invalid credentials, and NoAnswer from every call."""
 
     def __init__(
         self, address: ServerAddress, credentials: Credentials, *, flag: str = "--"
@@ -159,7 +158,7 @@ def _open(address: ServerAddress, credentials: Credentials) -> tuple[Any, Any, A
 
 
 def _check_reachable(address: ServerAddress, credentials: Credentials, flag: str) -> None:
-    """Connect once without grpc, whose errors do not say clearly why it cannot. Raises NoAnswer."""
+    """Connect once without grpc, for a clear reason if that fails. Raises NoAnswer."""
     context = credentials.context() if address.tls else _trusting()
     context.set_alpn_protocols(["h2"])
     name = credentials.server_name or address.host
@@ -193,7 +192,8 @@ def _check_reachable(address: ServerAddress, credentials: Credentials, flag: str
 
 
 def _speaks(sock: ssl.SSLSocket) -> bool:
-    """Whether a first byte comes. False for an end or an alert, True if the server is only slow."""
+    """Whether the server sends a first byte. False if it ends or alerts, True if it is only
+    slow."""
     try:
         return bool(sock.recv(1))
     except TimeoutError:
@@ -214,8 +214,8 @@ def _unwelcome(address: ServerAddress, credentials: Credentials, flag: str) -> s
 
 
 def _trusting() -> ssl.SSLContext:
-    """Return a context that trusts any certificate. It serves only to find out whether a server
-    speaks TLS, and no data is sent with it."""
+    """Return a context that trusts any certificate. It is used only to find out whether a server
+    speaks TLS; no data is sent with it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv describe ADDRESS`: the facts and limits of a cache server, and the tenant's data there.
 
-It changes nothing at the server. Exit codes: 0 it answered, 1 it did not.
+The command changes nothing at the server. Exit codes: 0 the server answered, 1 it did not.
 """
 
 from __future__ import annotations

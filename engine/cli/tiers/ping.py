@@ -2,8 +2,8 @@
 """`stratakv ping ADDRESS`: tests whether a cache server answers, how fast, and the path of blocks.
 
 It times round trips of three calls and, if the tenant has a layout, of a load of one missing block,
-on the connection that an engine here would use. It changes nothing at the server. Exit codes: 0 it
-serves, 1 it does not.
+on the connection that an engine here would use. It changes nothing at the server. Exit codes: 0 the
+server serves, 1 it does not.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _ask(client: CacheClient, count: int, interval: float) -> dict[str, Any]:
     """Return all values that are printed. Raises NoAnswer."""
     from ....proto.v1 import cache_service_pb2 as messages
 
-    status = client.health()  # connects, too
+    status = client.health()  # this also opens the connection
     described = client.call_method("describe", messages.DescribeRequest())
     trips = {
         "health": _trips(client.health, count, interval),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """BeamFamilies: beam searches under way, each with the requests that compute its present round.
 
-Every beam of a round is a request for one token. When all of a round have come back, those of the
-next one go on in the blocks of the beams that they continue, which are kept until then. So a beam
-waits its turn, is sent back and comes again as any other request, and no request waits for it.
+Every beam of a round is a request for one token. When all requests of a round have come back, the
+requests of the next round continue in the blocks of their parent beams; the scheduler keeps these
+blocks until then. A beam waits, is preempted and resumes like any other request.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class BeamFamily:
-    """A search, and the requests of its present round."""
+    """A beam search and the requests of its present round."""
 
-    message: AddRequest  # that asked for it
-    choice_ids: list[str]  # under which its answers are told, the best first
+    message: AddRequest  # the client's request for the search
+    choice_ids: list[str]  # ids of its answers, the best answer first
     search: BeamSearch
     beams: list[Request] = field(default_factory=list)  # of the present round
-    before: list[Request] = field(default_factory=list)  # of the one before, as far as it is kept
+    before: list[Request] = field(default_factory=list)  # of the last round, blocks kept
     arrival_seconds: float = field(default_factory=time.monotonic)
-    told: dict[str, TokenOutput] = field(default_factory=dict)  # of those, by id
-    first: TokenOutput | None = None  # of the prompt
+    told: dict[str, TokenOutput] = field(default_factory=dict)  # of this round, by request id
+    first: TokenOutput | None = None  # output of the prompt's request
     num_made: int = 0
 
     def next_id(self) -> str:
         self.num_made += 1
-        return f"{self.message.request_id}\0{self.num_made}"  # no client can have sent it
+        return f"{self.message.request_id}\0{self.num_made}"  # no client sends a NUL
 
 
 class BeamFamilies:
-    """Called by the engine's thread."""
+    """The beam searches of one engine core. Called by the engine's thread."""
 
     def __init__(
         self, scheduler: Scheduler, builder: RequestBuilder, end_ids: Iterable[int], vocab_size: int
@@ -56,8 +56,8 @@ class BeamFamilies:
         self._families: list[BeamFamily] = []
 
     def begin_search(self, message: AddRequest) -> None:
-        """Queue the first request of a search. Raises ValueError and QueueFull as
-        `Scheduler.add_request` does, and ValueError for wishes that no beam follows."""
+        """Queue the first request of a search. Raise QueueFull and ValueError like
+        `Scheduler.add_request`, and ValueError for parameters that no beam supports."""
         extras = message.extras or NO_EXTRAS
         assert extras.beams is not None
         _check_wishes(message)
@@ -84,8 +84,8 @@ class BeamFamilies:
         self._families.append(family)
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
-        """Take in the outputs of beams. The others, and the answers of searches that are done, are
-        what clients are told."""
+        """Take in the outputs of beams. Return the outputs for clients: those of other requests,
+        and the answers of searches that are done."""
         if not self._families:
             return list(outputs)
         owners = {request_id: family for family in self._families for request_id in family.told}
@@ -95,7 +95,7 @@ class BeamFamilies:
             if family is None:
                 told.append(output)
             elif family not in self._families:
-                continue  # it has ended by the output of another beam
+                continue  # another beam's output has ended the search
             elif output.finish_reason not in (None, "length"):
                 told += self._end_with_error(family, output)
             else:
@@ -105,7 +105,7 @@ class BeamFamilies:
         return told
 
     def abort_choices(self, request_ids: Iterable[str]) -> None:
-        """The clients of these answers are gone; a search whose answers are all unwanted ends."""
+        """Drop answers whose clients are gone. A search ends when all its answers are dropped."""
         gone = set(request_ids)
         for family in [each for each in self._families if gone.intersection(each.choice_ids)]:
             family.choice_ids = ["" if each in gone else each for each in family.choice_ids]
@@ -113,7 +113,7 @@ class BeamFamilies:
                 self._end(family)
 
     def _advance_guarded(self, family: BeamFamily) -> list[TokenOutput]:
-        """Call `_advance`; whatever goes wrong in it ends this search alone."""
+        """Call `_advance`; an exception in it ends this search alone."""
         try:
             return self._advance(family)
         except Exception as error:
@@ -122,7 +122,7 @@ class BeamFamilies:
             return self._end_with_error(family, TokenOutput("", [], "error", error=text))
 
     def _advance(self, family: BeamFamily) -> list[TokenOutput]:
-        """All beams of a round have come back: the next round begins, or answers are told."""
+        """Begin the next round, or return the answers; all beams of the round have come back."""
         search, round_ = family.search, [family.told[each.request_id] for each in family.beams]
         family.first = family.first or round_[0]
         following = search.advance([_likeliest(output) for output in round_])
@@ -133,7 +133,7 @@ class BeamFamilies:
         return []
 
     def _add_beams(self, family: BeamFamily, parents: Sequence[Continued | None]) -> None:
-        """The next round: a request for each, which continues it; for None that of the prompt."""
+        """Queue one request per parent, which continues it. The parent None is the prompt."""
         made = []
         for parent in parents:
             message = msgspec.structs.replace(family.message, request_id=family.next_id())
@@ -166,7 +166,7 @@ class BeamFamilies:
 
 
 def _check_wishes(message: AddRequest) -> None:
-    """Raise ValueError for what changes the tokens of other requests and no beam."""
+    """Raise ValueError for parameters that beam search does not support."""
     extras, params = message.extras or NO_EXTRAS, message.sampling_params
     if extras.hand_over or extras.ticket is not None or extras.pooling or extras.prompt_embeds:
         raise ValueError("a beam search takes no prompt of another node and no prompt embeddings")
@@ -175,7 +175,7 @@ def _check_wishes(message: AddRequest) -> None:
 
 
 def _likeliest(output: TokenOutput) -> list[tuple[int, float]]:
-    """The likeliest tokens behind a beam; its own, which comes first, is one of them."""
+    """Return the likeliest tokens after a beam, the token of its own request first."""
     assert output.logprobs is not None
     (position,) = output.logprobs
     return list(zip(position.token_ids[1:], position.logprobs[1:], strict=True))

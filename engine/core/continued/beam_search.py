@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BeamSearch: the beams of one prompt, from round to round. Nothing here computes a model.
+"""BeamSearch: the beams of one prompt, from round to round. It computes no model.
 
-In each round every beam brings its likeliest next tokens, and of all these continuations the best
-go on. One that ends (with a token that ends answers, or at the most tokens) is an answer if it is
-among the best `beam_width`, whether or not it goes on otherwise; the best answers are kept.
+In each round every beam brings its likeliest next tokens, and the best of all these continuations
+go on. A continuation ends with a token that ends answers, or at `max_tokens`. It becomes an answer
+if it is among the best `beam_width` of its round. The search keeps the best answers.
 
     round    beams            continuations          beams of the next round    answers
     1        ""               a -0.2  b -1.9  …       a, b
@@ -22,14 +22,14 @@ from ...request.logprobs import PositionLogprobs
 
 
 class Beam(NamedTuple):
-    """Tokens behind the prompt: one, behind those of another beam."""
+    """Tokens after the prompt, as a chain: a Beam is one token and links to the one before it."""
 
     before: Beam | None  # None: its token is the first one
-    place: int  # of that beam in its round
+    place: int  # of `before` in its round
     token_id: int
-    rank: int  # of the token behind that beam; 1 is the likeliest
+    rank: int  # of the token among the next tokens of `before`; 1 is the likeliest
     logprob: float  # of the token
-    total: float  # of all its tokens
+    total: float  # sum of the log-probabilities of all its tokens
 
     def positions(self) -> list[PositionLogprobs]:
         """The beam's tokens in their order, each with its log-probability."""
@@ -49,13 +49,13 @@ class Answer(NamedTuple):
 
 
 class BeamSearch:
-    """Give it each round's likeliest tokens; the beams that go on are the next round's."""
+    """The search of one prompt. `advance` takes each round's likeliest tokens."""
 
     def __init__(
         self, params: BeamSearchParams, max_tokens: int, end_ids: Set[int], vocab_size: int
     ) -> None:
-        """`end_ids` end an answer, unless `params` ignore them; no answer is longer than
-        `max_tokens`. Raises ValueError for more beams than a vocabulary has continuations."""
+        """`end_ids` end an answer unless `params` ignores them; an answer has at most `max_tokens`
+        tokens. Raises ValueError if the search needs more continuations than the vocabulary has."""
         self._params, self._max_tokens = params, max_tokens
         self._end_ids = frozenset() if params.ignore_eos else frozenset(end_ids)
         self.num_wanted = max(2, 1 + len(self._end_ids)) * params.beam_width
@@ -64,16 +64,16 @@ class BeamSearch:
                 f"beam_width is {params.beam_width}, for which {self.num_wanted} continuations of "
                 f"a prompt are compared, and the vocabulary has {vocab_size} tokens; take fewer"
             )
-        # Of the present round; before the first one there is the prompt alone.
+        # Beams of the present round; before the first round there is only the prompt, as None.
         self._beams: list[Beam | None] = [None]
-        self.answers: list[Answer] = []  # as many as there are beams at most, the best first
+        self.answers: list[Answer] = []  # at most `beam_width`, the best first
         self._num_tokens = 0
         self._can_improve = True
         self.is_done = False
 
     def advance(self, likeliest: Sequence[Sequence[tuple[int, float]]]) -> list[Beam]:
-        """The beams of the next round. `likeliest` has, for each beam of the present one, the
-        `num_wanted` likeliest next tokens with their log-probabilities, the likeliest first."""
+        """Return the beams of the next round. `likeliest` has, for each present beam, its
+        `num_wanted` likeliest next tokens with log-probabilities, the likeliest first."""
         width = self._params.beam_width
         every = (
             Beam(beam, place, token_id, rank, logprob, logprob + (beam.total if beam else 0.0))
@@ -98,14 +98,14 @@ class BeamSearch:
         return beam.token_id in self._end_ids
 
     def _has_enough_answers(self) -> bool:
-        """Whether as many answers have ended as are asked for, and no better one is waited for."""
+        """Whether the search stops early and has all the answers that it was asked for."""
         return self._params.early_stopping is True and len(self.answers) == self._params.beam_width
 
     def _add_answers(self, ended: Sequence[Beam]) -> None:
         if self._can_improve and not self._has_enough_answers():
             num_tokens = self._num_tokens
             self.answers += [Answer(self._params.score(b.total, num_tokens), b) for b in ended]
-            # Stable: of equals the first stays.
+            # The sort is stable: among equal scores the earlier answer stays ahead.
             self.answers.sort(key=lambda answer: -answer.score)
             del self.answers[self._params.beam_width :]
 

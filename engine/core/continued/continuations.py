@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuations: the beam searches and sessions of one engine core, whose requests are its own."""
+"""Continuations: the beam searches and prompt sessions of one engine core. They make requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .prompt_sessions import PromptSessions
 
 @dataclass(frozen=True, slots=True)
 class Continuations:
-    """Called by the engine's thread."""
+    """The core's beam searches and prompt sessions. Called by the engine's thread."""
 
     beams: BeamFamilies
     sessions: PromptSessions
@@ -42,12 +42,12 @@ class Continuations:
         )
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
-        """Take in the outputs of requests that a search or a session has made; the outputs that
-        clients are told."""
+        """Take in the outputs of requests that a search or a session has made. Return the outputs
+        for clients."""
         return self.sessions.take(self.beams.take(outputs))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """The clients of these requests are gone; unknown ids are ignored."""
+        """End the searches and sessions of clients that are gone; unknown ids are ignored."""
         request_ids = list(request_ids)
         self.beams.abort_choices(request_ids)
         self.sessions.abort_sessions(request_ids)

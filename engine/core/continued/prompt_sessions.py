@@ -4,9 +4,9 @@
     parts that come           a b c | d e | f g | h          the last one
     requests for one token    a b c ──► d e f g ──► h        the request itself
 
-Each of them continues the one before in its blocks, and its token is dropped. What comes while one
-is computed goes with the next. In between no running request holds the blocks: who lacks room takes
-them, and the next part then finds them by their names, in the pool or in a tier.
+Each request continues the one before it in its blocks, and its sampled token is dropped. Parts that
+come while a request runs go into the next request. Between two requests the blocks are only kept:
+the pool may evict them, and the next part then finds them by name, in the pool or in a tier.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from ...scheduler.scheduler import Scheduler
 from ..request_builder import Continued, RequestBuilder, context_of
 
 _NO_TOKENS: TokenArray = np.zeros(0, np.int32)
-# Nothing is told of the tokens of parts.
+# Clients get no output for parts.
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class WholePrompt(NamedTuple):
-    """A session whose last part has come: a request, and what it continues."""
+    """A session whose last part has come: the final request and the request it continues."""
 
     message: AddRequest
     continued: Continued | None
-    first: TokenOutput | None  # of its first part
+    first: TokenOutput | None  # output of the session's first request
 
 
 @dataclass(slots=True, eq=False)
 class PromptSession:
     """The parts of one prompt that have come, and the requests that compute them in turn."""
 
-    message: AddRequest  # that opened it, with the wishes for the answer
-    tokens: list[TokenArray]  # parts that no request has yet
+    message: AddRequest  # the message that opened the session, with the parameters of the answer
+    tokens: list[TokenArray]  # parts that are in no request yet
     num_tokens: int  # of all parts
-    waits_since: float  # for a part; monotonic
+    waits_since: float  # since when it waits for a part; monotonic seconds
     before: Request | None = None  # the last of its requests that has ended
-    asked: Request | None = None  # one under way, which continues that
+    asked: Request | None = None  # its request under way, which continues `before`
     is_whole: bool = False
     num_made: int = 0
-    first: TokenOutput | None = None  # of the first request
+    first: TokenOutput | None = None  # output of the first request
 
     @property
     def request_id(self) -> str:
         return self.message.request_id
 
     def take_tokens(self) -> TokenArray:
-        """The tokens of the parts that no request has yet; one has them now."""
+        """Return the tokens that are in no request yet; the caller puts them into one."""
         taken = np.concatenate([_NO_TOKENS, *self.tokens])
         self.tokens.clear()
         return taken
@@ -67,8 +67,8 @@ class PromptSession:
 
 @dataclass(slots=True, eq=False)
 class PromptSessions:
-    """The sessions of one engine core, whose thread calls it. One that waits longer than
-    `idle_seconds` for a part ends; at most `most_sessions` are open."""
+    """The sessions of one engine core, whose thread calls it. A session that waits longer than
+    `idle_limit_seconds` for a part ends; at most `most_sessions` are open."""
 
     scheduler: Scheduler
     builder: RequestBuilder
@@ -76,10 +76,10 @@ class PromptSessions:
     most_sessions: int
     num_timed_out: int = 0
     _open: dict[str, PromptSession] = field(default_factory=dict)
-    # Each is in one of these, so that a step costs nothing for sessions that wait.
-    _asked: dict[str, PromptSession] = field(default_factory=dict)  # by the id of its request
+    # Each open session is also in one of these, so that a step does nothing for waiting sessions.
+    _asked: dict[str, PromptSession] = field(default_factory=dict)  # by id of its request
     _waiting: dict[str, PromptSession] = field(default_factory=dict)  # for a part; oldest first
-    _whole: dict[str, PromptSession] = field(default_factory=dict)  # and computed but for the end
+    _whole: dict[str, PromptSession] = field(default_factory=dict)  # has all its parts
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
@@ -88,40 +88,40 @@ class PromptSessions:
         return len(self._open)
 
     def stats(self) -> dict[str, int]:
-        """Sessions that are open now, and those since the start that waited for a part in vain."""
+        """Count the open sessions, and the sessions since the start that timed out."""
         return {"num_open": len(self._open), "num_timed_out": self.num_timed_out}
 
     @property
     def is_due(self) -> bool:
-        """Whether a session has become a request, or has waited too long."""
+        """Whether a session is ready to become a request, or has waited too long for a part."""
         return bool(self._whole) or self.idle_seconds <= 0.0
 
     @property
     def idle_seconds(self) -> float:
-        """Until the next of them has."""
+        """Seconds until the session that has waited longest times out; infinity without one."""
         oldest = next(iter(self._waiting.values()), None)
         if oldest is None:
             return math.inf
         return max(0.0, oldest.waits_since + self.idle_limit_seconds - time.monotonic())
 
     def open_session(self, message: AddRequest) -> None:
-        """The first part has come. Raises ValueError for wishes that no session has and for tokens
-        that cannot be, and QueueFull where too many are open or wait."""
+        """Open a session with its first part. Raise ValueError for invalid tokens and unsupported
+        parameters, and QueueFull if too many sessions are open or too many requests wait."""
         if message.request_id in self._open:
             raise ValueError(f"request id {message.request_id!r} is in use; give each its own")
         self.scheduler.check_queue()
         if len(self._open) >= self.most_sessions:
             raise QueueFull(f"{len(self._open)} sessions are open, no more may; try later")
         _check_wishes(message)
-        # Whatever is wrong with the request itself is said now, and not when the prompt is whole.
+        # Building the request now reports its errors before the whole prompt has come.
         tokens = self.builder.make_request(message).prompt_token_ids
         session = PromptSession(message, [tokens], len(tokens), time.monotonic())
         self._add_part(session)
         self._open[session.request_id] = session
 
     def extend_prompt(self, message: ExtendPrompt) -> list[TokenOutput]:
-        """The next part has come; one of a session that has ended is ignored. The last output of a
-        session that cannot go on."""
+        """Add the next part; a part of an ended session is ignored. Return the last output of the
+        session if it cannot go on."""
         session = self._open.get(message.request_id)
         if session is None or session.is_whole:
             return []
@@ -142,7 +142,7 @@ class PromptSessions:
         return []
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
-        """Take in the outputs of parts; the others are what clients are told."""
+        """Take in the outputs of parts. Return the outputs for clients."""
         if not self._open:
             return list(outputs)
         told = []
@@ -159,8 +159,8 @@ class PromptSessions:
         return told
 
     def take_whole(self) -> list[WholePrompt]:
-        """The sessions whose prompts are whole and computed up to the last parts; each is a request
-        from now on."""
+        """Return the sessions that have all parts and have computed all but the last. Each becomes
+        a request now."""
         whole, self._whole = self._whole, {}
         made = []
         for session in whole.values():
@@ -178,7 +178,7 @@ class PromptSessions:
         return made
 
     def make_whole(self, whole: WholePrompt) -> Request:
-        """The request that a session has become. Raises as `RequestBuilder.make_request`."""
+        """Return the final request of a session. Raises like `RequestBuilder.make_request`."""
         request = self._make_request(whole.message, whole.continued)
         if whole.first is not None and request.continues is not None:
             request.num_cached_tokens = whole.first.num_cached_tokens or 0
@@ -186,7 +186,7 @@ class PromptSessions:
         return request
 
     def end_idle(self) -> list[TokenOutput]:
-        """The last outputs of sessions that have waited too long for a part."""
+        """End the sessions that have waited too long for a part, and return their last outputs."""
         told = []
         while self.idle_seconds <= 0.0:
             session = next(iter(self._waiting.values()))
@@ -206,8 +206,8 @@ class PromptSessions:
                 self._end(session)
 
     def _go_on(self, session: PromptSession) -> list[TokenOutput]:
-        """The request for a part has ended: queue the next one, if more has come meanwhile. The
-        last output of a session that cannot go on."""
+        """Queue the next request if more parts came while the last one ran. Return the last output
+        of the session if it cannot go on."""
         assert session.asked is not None
         del self._asked[session.asked.request_id]
         session.before, session.asked = session.asked, None
@@ -226,7 +226,7 @@ class PromptSessions:
         tokens, continued = session.take_tokens(), None
         message = msgspec.structs.replace(
             session.message,
-            request_id=f"{session.request_id}\0{session.num_made}",  # no client can have sent it
+            request_id=f"{session.request_id}\0{session.num_made}",  # no client sends a NUL
             prompt_token_ids=tokens.tobytes(),
             sampling_params=_ONE_TOKEN,
             extras=None,
@@ -240,16 +240,16 @@ class PromptSessions:
         self._waiting.pop(session.request_id, None)
 
     def _wait_for_part(self, session: PromptSession) -> None:
-        """No request of the session is under way: it waits for its next part, or to become a
-        request where it is whole."""
+        """Note that the session has no request under way. It waits for its next part, or, with all
+        parts there, to become a request."""
         self._waiting.pop(session.request_id, None)
         session.waits_since = time.monotonic()
         waits_in = self._whole if session.is_whole else self._waiting
         waits_in[session.request_id] = session
 
     def _restart(self, session: PromptSession, num_kept: int) -> None:
-        """Only the first tokens of those that have come are the prompt's own: their blocks are
-        found by their names, like those of any prompt."""
+        """Restart the session with the first `num_kept` of its tokens. The next request finds their
+        blocks by name, as for any prompt."""
         known = session.asked or session.before
         assert known is not None
         tokens = np.concatenate([known.prompt_token_ids, session.take_tokens()])[:num_kept]
@@ -260,7 +260,7 @@ class PromptSessions:
     def _make_request(self, message: AddRequest, continued: Continued | None) -> Request:
         request = self.builder.make_request(message, continued=continued)
         is_kept = continued is not None and continued.request.progress.kept is not None
-        # Its blocks may be others' by now, and are not kept while a grammar is compiled.
+        # Evicted blocks cannot be continued; nor can any while the request waits for a grammar.
         if not is_kept or message.sampling_params.structured_outputs is not None:
             request.continues, request.external_load_failed = None, False
         return request
@@ -284,7 +284,7 @@ class PromptSessions:
 
 
 def _check_wishes(message: AddRequest) -> None:
-    """Raise ValueError for what goes with whole prompts alone."""
+    """Raise ValueError for parameters that need a whole prompt."""
     extras, params = message.extras or NO_EXTRAS, message.sampling_params
     for name, is_asked in (
         ("n", bool(extras.forks)),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an engine's settings and its model go together, by config.json and the headers of weight
-files, and the size of the pool that they come to.
+"""Checks an engine's settings against its model, by config.json and the headers of the weight
+files, and computes the size of the pool.
 
-Needs no torch and starts nothing: each front asks before it starts an engine, since importing
-torch takes seconds. The core asks again, with a GPU's memory at hand.
+It needs no torch and starts nothing: each front end checks before it starts an engine, because
+importing torch takes seconds. The core checks again, with the GPU's memory known.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ...worker.runtime.pool_sizing import HostMemory, host_pool_blocks, longest_
 
 
 def check_model(config: EngineConfig) -> None:
-    """Raise ConfigError for what the core would refuse to start with, once torch is there."""
+    """Raise ConfigError for settings that the core would refuse after importing torch."""
     model = config.model
     spec = load_model_spec(model.path)
     context = resolve_max_model_len(spec, model.max_model_len)
@@ -59,8 +59,8 @@ def check_model(config: EngineConfig) -> None:
 
 
 def find_draft(config: EngineConfig, spec: ModelSpec) -> ModelSource | None:
-    """The draft model or EAGLE head that the settings name; None without one. Raises ConfigError
-    where it cannot be read, or does not fit the model."""
+    """Return the draft model or EAGLE head that the settings name; None without one. Raise
+    ConfigError if it cannot be read or does not fit the model."""
     path = config.speculative.model
     if path is None:
         return None
@@ -84,15 +84,14 @@ def find_draft(config: EngineConfig, spec: ModelSpec) -> ModelSource | None:
 
 
 def check_weights(path: Path, spec: ModelSpec) -> None:
-    """Raise ConfigError where the files of weights are cut off, or hold other tensors than the
-    model has."""
+    """Raise ConfigError if weight files are cut off, or hold other tensors than the model has."""
     check_headers(path)
     with StoredTensors(path, name_of(spec)) as stored:
         stored.check_expected(expected_tensors(spec, stored.tensor_names))
 
 
 def check_backend(config: EngineConfig) -> None:
-    """Raise ConfigError where what structured outputs are asked to be made with is not there."""
+    """Raise ConfigError if the package for structured outputs is not installed."""
     backend = config.structured_outputs_backend
     if backend == "auto":
         return
@@ -105,7 +104,7 @@ def check_backend(config: EngineConfig) -> None:
 def demand_of(
     config: EngineConfig, spec: ModelSpec, dtype: str, draft: ModelSource | None = None
 ) -> PoolDemand:
-    """Pages that requests take of a pool of this engine, whose models are computed in `dtype`."""
+    """Return the pool pages that requests need in this engine, whose models compute in `dtype`."""
     sizes = config.cache.block_size, kv_dtype_name(config.cache.kv_cache_dtype, dtype)
     groups = plan_groups(
         spec.layout(*sizes),
@@ -118,7 +117,7 @@ def demand_of(
 
 
 def _running_state_bytes(config: EngineConfig, demand: PoolDemand) -> int:
-    """Bytes of the states of all requests that may run."""
+    """Return the bytes of the states of all requests that may run at once."""
     most_drafts = config.speculative.most_drafts(has_states=True)
     slots = num_state_slots(config.scheduler.max_num_seqs, most_drafts)
     return slots * demand.groups.checkpoint_bytes
@@ -127,9 +126,9 @@ def _running_state_bytes(config: EngineConfig, demand: PoolDemand) -> int:
 def blocks_of_pool(
     config: EngineConfig, spec: ModelSpec, demand: PoolDemand, draft: ModelSource | None = None
 ) -> int | None:
-    """The size of the pool: what the settings say, or what the host's free memory has room for.
-    None: what a GPU's memory has left, which is known after the weights are loaded. Raises
-    ConfigError where there is no room."""
+    """Return the number of blocks in the pool: the setting, or as many as fit into the host's free
+    memory. None for a GPU, whose free memory is known after the weights are loaded. Raises
+    ConfigError if there is no room."""
     cache, model, offload = config.cache, config.model, config.offload
     if cache.num_blocks is not None:
         return cache.num_blocks

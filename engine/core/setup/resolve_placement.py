@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's settings in the worker's words: where to compute, checked against the machine.
+"""Resolves the engine's settings to the worker's device and types, checked against the machine.
 
-A GPU is looked for only where one is asked for.
+A GPU is looked for only if the settings ask for one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def placement_of(config: EngineConfig) -> Placement:
-    """Raises ConfigError where the device cannot be computed on."""
+    """Return where to compute. Raise ConfigError if the device cannot be used."""
     model, cache = config.model, config.cache
     placement = Placement(
         device=with_index(torch.device(model.device)),
@@ -41,7 +41,7 @@ def placement_of(config: EngineConfig) -> Placement:
 
 
 def dtype_for(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """The type to compute the model in; the reason goes to the log."""
+    """Return the type to compute the model in, and log the reason."""
     chosen = choose_dtype(config.model.dtype, device.type, spec.stored_dtype)
     logger.info("computing in %s: %s", chosen.name, chosen.reason)
     return chosen.dtype

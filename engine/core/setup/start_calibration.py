@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calibration at start: seconds of prefill and of loads, measured before the first request.
 
-    one prompt, twice as long each time, while the time for it lasts     cost of a token
-    as many tokens far into a prompt, whose context was never computed   cost of context
-    a few loads that the connector plans                                 cost of loading
+       one prompt, doubled in length until the time is used up           cost of a token
+       as many tokens after a context that was never computed            cost of context
+       a few loads that the connector plans                              cost of loading
 
-It runs through the worker as steps do and leaves nothing behind: what it writes lies in blocks
-without a name, and every estimate it seeds goes on moving with what follows.
+The calibration runs through the worker like steps. It writes only to blocks without a name, and
+later measurements go on changing the estimates that it seeds.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ..prefill_savings import MIN_PROMPT_TOKENS, PrefillSavings, PromptCost
 
 logger = logging.getLogger(__name__)
 
-# Seconds, after a first prefill of MIN_PROMPT_TOKENS; where another takes longer, it is the last.
-GROWING_SECONDS = 0.12  # for finding how many tokens are worth measuring
+# Limits in seconds, after a first prefill of MIN_PROMPT_TOKENS; a run may exceed them once.
+GROWING_SECONDS = 0.12  # for finding how many tokens to measure
 PREFILL_SECONDS = 0.3  # for all prefills
 READ_SECONDS = 0.1
-# Copies take milliseconds; a device that has not made one by then is stuck, and starting beside it
-# would let it write to blocks of requests.
+# Copies take milliseconds. A longer one means that the device is stuck; starting requests beside it
+# would let it write to their blocks.
 STUCK_SECONDS = 30.0
 _MOST_TOKENS = 2048
 _POLL_SECONDS = 1e-4
@@ -45,7 +45,7 @@ _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class Worker(Protocol):
-    """The part of an executor that the calibration calls."""
+    """The part of an executor that the calibration uses."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput: ...
     def start_copies(self, meta: ConnectorMetadata) -> None: ...
@@ -64,7 +64,7 @@ class CalibrationBudget:
 
     @property
     def most_tokens(self) -> int:
-        """The tokens of a request that keeps all its blocks in every group."""
+        """The most tokens of one request, if it keeps all its blocks in every group."""
         return (self.num_blocks - 1) // self.num_groups * self.block_size
 
 
@@ -74,7 +74,7 @@ class Calibration:
     def __init__(
         self, worker: Worker, budget: CalibrationBudget, note: Callable[[PromptCost], None]
     ) -> None:
-        """`note` hears what each prompt took that says something."""
+        """`note` gets the cost of each prompt that was measured."""
         self._worker = worker
         self._budget = budget
         self._note = note
@@ -82,16 +82,16 @@ class Calibration:
         self._spent = 0.0
 
     def prefill(self) -> None:
-        """Measure prompts. Does nothing where no step may hold enough of one."""
+        """Measure prompts. Does nothing if no step may hold MIN_PROMPT_TOKENS of one."""
         budget = self._budget
-        # The token that is sampled takes a place too.
+        # The sampled token needs a place as well.
         longest = min(budget.max_model_len - 1, budget.most_tokens)
         most = min(_MOST_TOKENS, budget.max_num_batched_tokens, longest)
         if most < MIN_PROMPT_TOKENS:
             return
         count = MIN_PROMPT_TOKENS
         try:
-            self._run(count)  # pays for what is made once, which may be most of it
+            self._run(count)  # a first run pays for one-time work, perhaps most of its time
             self._spent = 0.0
             seconds = self._run(count)
             while 2 * count <= most and self._spent + 2.5 * seconds < GROWING_SECONDS:
@@ -99,7 +99,7 @@ class Calibration:
                 seconds = self._run(count)
             self._measure(count, 0, seconds)
             far = min(4 * count, longest - count) // budget.block_size
-            # Context may make it several times as dear.
+            # With context, computing may take several times as long.
             if far * budget.block_size >= count and self._spent + 8 * seconds < PREFILL_SECONDS:
                 start = far * budget.block_size
                 self._measure(count, start, self._run(count, start))
@@ -107,18 +107,18 @@ class Calibration:
             self._execute_step([], {})
 
     def _measure(self, count: int, start: int, seconds: float) -> None:
-        """Note the quicker of two runs: the first one, which took `seconds`, pays for what is made
-        once."""
+        """Note the faster of two runs. The first took `seconds`, which may contain one-time
+        work."""
         if self._spent + seconds < PREFILL_SECONDS:
             seconds = min(seconds, self._run(count, start))
         self._note(PromptCost(count, count * start + count * (count - 1) // 2, seconds))
 
     def _run(self, count: int, start: int = 0) -> float:
-        """Seconds of a step that computes so many tokens of a prompt, after `start` others."""
+        """Compute `count` prompt tokens after `start` others in one step. Return its seconds."""
         name = f"calibration-{self._num_steps + 1}"
         num_blocks = -(-(start + count) // self._budget.block_size)
         prompt = np.zeros(start + count, np.int32)
-        # 0 is the null block.
+        # Block 0 is the null block, so ids begin at 1.
         starts = range(1, 1 + self._budget.num_groups * num_blocks, num_blocks)
         blocks = tuple([list(range(first, first + num_blocks)) for first in starts])
         began = time.monotonic()
@@ -128,7 +128,7 @@ class Calibration:
         return seconds
 
     def _execute_step(self, new: list[NewRequestData], counts: dict[str, int]) -> None:
-        """Run a step, and end the request of the step before."""
+        """Run a step, which also ends the request of the step before."""
         ended = {f"calibration-{self._num_steps}"} if self._num_steps else set()
         self._num_steps += 1
         total = sum(counts.values())
@@ -141,8 +141,8 @@ def try_loads(
     worker: Worker,
     block_ids: Sequence[int],
 ) -> None:
-    """Make the connector's calibration loads, into blocks that no request holds. All have ended
-    when this returns; raises RuntimeError where one does not."""
+    """Make the connector's calibration loads, into blocks that no request holds. All have ended on
+    return. Raise RuntimeError if one does not end."""
     deadline = time.monotonic() + STUCK_SECONDS
     while meta := estimates.build_calibration_meta(block_ids, READ_SECONDS):
         worker.start_copies(meta)
@@ -163,8 +163,8 @@ def calibrate(
     estimates: TierEstimates,
     savings: PrefillSavings,
 ) -> str:
-    """Seed the estimates; what they are, in words. Where prompts cannot be measured the engine
-    learns from its requests instead; RuntimeError as from `try_loads`."""
+    """Seed the estimates, and return them as text. If prompts cannot be measured, the engine learns
+    from its requests instead. Raises RuntimeError like `try_loads`."""
 
     began = time.monotonic()
     try:

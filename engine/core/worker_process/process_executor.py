@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An executor whose model runner lives in a process of its own.
+"""An executor whose model runner lives in another process.
 
-The worker is started as a core is: settings over standard input, whose end tells it that no
-launcher is left. A worker that ends, answers out of order or answers too late is given up with the
+The worker starts like a core: settings come over standard input, whose end tells it that its
+launcher is gone. A worker that ends, answers out of order or answers too late is given up, with the
 reason."""
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from .worker_messages import (
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 1800.0  # a large model from a slow disk
-STEP_SECONDS = 600.0  # far beyond the longest step; then the worker is taken to be stuck
+STEP_SECONDS = 600.0  # far beyond the longest step; a worker that takes longer counts as stuck
 WORKER_COMMAND = tuple(python_command("-m", "stratakv.engine.core.worker_process.worker_process"))
 _NUMBER = struct.Struct("<I")
 _ALL = 2**32
 _POLL_SECONDS = 0.2
-_END_SECONDS = 10.0  # beyond the time for copies
+_END_SECONDS = 10.0  # added to the time for copies
 
 
 class StepFailed(RuntimeError):
@@ -65,8 +65,8 @@ class StepFailed(RuntimeError):
 
 
 class ProcessExecutor(Executor):
-    """Raises ConfigError where the worker cannot start with these settings, ExecutorDied where it
-    ends while it starts; nothing stays open then."""
+    """Raises ConfigError if the worker cannot start with these settings, ExecutorDied if it ends
+    during the start. Nothing stays open then."""
 
     def __init__(
         self,
@@ -79,16 +79,16 @@ class ProcessExecutor(Executor):
         command: Sequence[str] = WORKER_COMMAND,
     ) -> None:
         self._step_seconds = step_seconds
-        self._due: deque[int] = deque()  # steps that were dispatched and have not been answered
+        self._due: deque[int] = deque()  # steps that were dispatched and are not answered yet
         self._outcomes: dict[int, ModelRunnerOutput | Exception] = {}
         self._dead: str | None = None
-        self._deadline = math.inf  # for whatever is waited for
+        self._deadline = math.inf  # for every wait, set by `end_by`
         self._closed = False
         self._directory = Path(tempfile.mkdtemp(prefix="stratakv-", dir="/tmp"))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.set_hwm(0)  # a step or two are under way, never more
+        self._socket.set_hwm(0)  # no limit: only a step or two are under way
         endpoint = f"ipc://{self._directory}/worker"
         self._socket.bind(endpoint)
         copies = None if tiers is None else tiers.description
@@ -98,9 +98,9 @@ class ProcessExecutor(Executor):
                 command,
                 pass_fds=[wake_write] if copies is None else [wake_write, copies.slab_fd],
                 stdin=subprocess.PIPE,
-                stdout=2,  # its words are for people
-                # Ctrl-C is for this process, which then ends the other. In one session with it, by
-                # which Linux groups what it schedules: who gives way does so within a group.
+                stdout=2,  # standard error: its output is text for the user
+                # Ctrl-C reaches only this process, which then ends the worker. The worker stays in
+                # this session: Linux schedules by sessions, and yielding works within one only.
                 process_group=0,
             )
         except BaseException:
@@ -122,7 +122,7 @@ class ProcessExecutor(Executor):
             level,
             copies,
             wake_fd=wake_write,
-            # It goes by the thread that began it, and others than the main one may end before.
+            # Linux ends the worker with the thread that began it; only the main thread lasts.
             dies_with_launcher=threading.current_thread() is threading.main_thread(),
         )
         try:
@@ -140,7 +140,7 @@ class ProcessExecutor(Executor):
                 raise self._died(self._exit_words()) from error
             raise
         self._up = first
-        # Both ends are connected: the socket's file has no more use, and a kill would leave it.
+        # Both ends are connected and need the socket's file no more; a kill would leave it behind.
         shutil.rmtree(self._directory, ignore_errors=True)
 
     @property
@@ -186,7 +186,7 @@ class ProcessExecutor(Executor):
         self, name: str, *, meta: ConnectorMetadata | None = None, seconds: float | None = None
     ) -> ConnectorWorkerOutput | None:
         self._send_to_worker(Call(name, meta, seconds))
-        # One that is to end is not waited for as long as one that may compute a step.
+        # A call with `seconds` ends soon, so less time is added than for a step.
         more = self._step_seconds if seconds is None else min(self._step_seconds, _END_SECONDS)
         deadline = time.monotonic() + more + (seconds or 0.0)
         while True:
@@ -201,7 +201,7 @@ class ProcessExecutor(Executor):
         if self._closed:
             return None
         output = None
-        self._deadline = math.inf  # the call has its own
+        self._deadline = math.inf  # the call below has a time of its own
         if self._dead is None:
             try:
                 output = self.call_worker("shutdown", seconds=timeout_seconds)
@@ -212,7 +212,7 @@ class ProcessExecutor(Executor):
         return output
 
     def _save_outcome(self, message: FromWorker) -> None:
-        """Keep what a step came to. Steps are answered in their order, or not at all."""
+        """Keep the result or the error of a step. Steps are answered in order, or not at all."""
         if not isinstance(message, Done | Failed):
             raise self._died(f"it said {type(message).__name__}, which was not asked for")
         due = self._due.popleft() if self._due else None
@@ -230,16 +230,16 @@ class ProcessExecutor(Executor):
             raise ExecutorDied(self._dead)
         data = encode(message)
         while True:
-            # Without a worker at its other end the socket takes nothing.
+            # Without a worker at the other end the socket accepts no message.
             self._poll_socket(zmq.POLLOUT, self._step_seconds)
             try:
                 self._socket.send(data, zmq.NOBLOCK)
                 return
             except zmq.Again:
-                pass  # the worker went meanwhile
+                pass  # the worker has ended meanwhile
 
     def _receive(self, seconds: float) -> FromWorker:
-        """The next message, which must come within the time and while the worker lives."""
+        """Return the next message. It must come within the time and while the worker lives."""
         if self._dead is not None:
             raise ExecutorDied(self._dead)
         self._poll_socket(zmq.POLLIN, seconds)
@@ -249,7 +249,7 @@ class ProcessExecutor(Executor):
             raise self._died(f"its answer cannot be read: {error}") from error
 
     def _poll_socket(self, event: int, seconds: float) -> None:
-        """Until a message has come, or can go; within the time and while the worker lives."""
+        """Wait until the socket can receive or send, within the time and while the worker lives."""
         now = time.monotonic()
         deadline = min(now + seconds, self._deadline)
         seconds = max(0.0, deadline - now)
@@ -259,13 +259,13 @@ class ProcessExecutor(Executor):
                 if event == zmq.POLLOUT:
                     self._take_last_words()
                 raise self._died(self._exit_words())
-            is_gone = self._process.poll() is not None  # its last words may have come
+            is_gone = self._process.poll() is not None  # its last messages may still come
             if time.monotonic() > deadline:
                 what = "answer" if event == zmq.POLLIN else "take a message"
                 raise self._died(f"it did not {what} within {seconds:.3g} s")
 
     def _take_last_words(self) -> None:
-        """Keep what the worker answered before it went."""
+        """Keep the answers that the worker sent before it ended."""
         while self._socket.poll(0, zmq.POLLIN):
             self._save_outcome(self._receive(0.0))
 
@@ -277,7 +277,7 @@ class ProcessExecutor(Executor):
         return f"it ended with exit status {self._process.poll()}"
 
     def _terminate_process(self, seconds: float) -> None:
-        """End the process, by force after `seconds`, and give everything back."""
+        """End the process, by force after `seconds`, and release everything."""
         self._closed = True
         self._dead = self._dead or "the executor was shut down"
         try:
@@ -289,7 +289,7 @@ class ProcessExecutor(Executor):
             try:
                 self._process.stdin.close()
             except BrokenPipeError:
-                pass  # an unwritten rest; the reader is gone
+                pass  # unwritten input; the reader is gone
         self._close_socket()
 
     def _close_socket(self) -> None:
@@ -299,8 +299,8 @@ class ProcessExecutor(Executor):
 
 
 def _pass_on(fd: int, note_ended: Callable[[int], None] | None) -> None:
-    """Tell the connector how many of its copies have ended; all of them once the worker has ended,
-    since no others will."""
+    """Tell the connector how many of its copies have ended. When the worker ends, all count as
+    ended."""
     with os.fdopen(fd, "rb", buffering=0) as pipe:
         while len(number := pipe.read(_NUMBER.size)) == _NUMBER.size:
             if note_ended is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the executor and its worker process tell each other: msgpack over one ZMQ pair.
+"""Messages between the executor and its worker process: msgpack over one ZMQ pair.
 
-Each message of the executor but `Sample` is answered once, in order: `Begin` by `Done` or `Failed`
-after its `Sample`, `Call` likewise. Arrays travel as their type, shape and bytes.
+The worker answers each message but `Sample`, in order: a `Begin` by `Done` or `Failed` after its
+`Sample`, a `Call` by `Returned` or `Failed`. Arrays travel as type, shape and bytes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class WorkerStart(msgspec.Struct):
 
     config: EngineConfig
     endpoint: str  # the worker connects here
-    num_blocks: int | None  # of the pool; None: what the device has left
+    num_blocks: int | None  # of the pool; None: as many as fit on the device
     max_model_len: int
     log_level: str
     copies: WorkerDescription | None = None  # for the worker side of a connector
-    wake_fd: int = -1  # where it writes how many copies have ended, u32 little-endian
-    # The system ends it with the thread that began it, also where it hangs.
+    wake_fd: int = -1  # the worker writes the number of ended copies here, u32 little-endian
+    # Linux kills the worker when the thread that began it ends, even if the worker hangs.
     dies_with_launcher: bool = False
 
 
@@ -41,7 +41,7 @@ class Begin(msgspec.Struct, tag="begin", array_like=True):
 
 
 class Sample(msgspec.Struct, tag="sample", array_like=True):
-    """Choose the tokens of the oldest step that has none."""
+    """Choose the tokens of the oldest step that is not sampled yet."""
 
     mask: TokenMask | None = None
 
@@ -55,7 +55,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True):
-    """End the process, after everything before."""
+    """End the process after all earlier messages."""
 
 
 class Up(msgspec.Struct, tag="up", array_like=True):
@@ -66,14 +66,14 @@ class Up(msgspec.Struct, tag="up", array_like=True):
 
 
 class Done(msgspec.Struct, tag="done", array_like=True):
-    """A step came to its end."""
+    """The result of a step."""
 
     step_id: int
     result: ModelRunnerOutput
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
-    """A step or a call did not, or (`step_id` None, before `Up`) the start."""
+    """The error of a step, of a call (`step_id` None), or, before `Up`, of the start."""
 
     error: str
     step_id: int | None = None

@@ -44,17 +44,17 @@ from .worker_messages import (
     encode,
 )
 
-# Not __name__, which is __main__ in this process.
+# `__name__` is __main__ in this process.
 logger = logging.getLogger("stratakv.engine.core.worker_process.worker_process")
 
 _LINGER_MILLISECONDS = 2000
-_LOOK_MILLISECONDS = 1  # at a device that computes, while no message comes
+_LOOK_MILLISECONDS = 1  # between two looks at the device, while no message comes
 EXIT_FAILED = 1
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 class WorkerServer:
-    """Answers one executor, one message after the other."""
+    """Answers one executor, one message at a time."""
 
     def __init__(self, start: WorkerStart) -> None:
         self._context = zmq.Context()
@@ -63,13 +63,13 @@ class WorkerServer:
         self._socket.set_hwm(0)
         self._socket.connect(start.endpoint)
         self._start = start
-        # Steps that have begun, or why they have not, the oldest first.
+        # Steps that have begun, or the error of their begin, the oldest first.
         self._steps: deque[tuple[int, BegunStep | Exception]] = deque()
-        # The one that was sampled, and has not been answered.
+        # The step that was sampled and not answered yet.
         self._sampled: tuple[int, BegunStep | Exception] | None = None
 
     def run(self) -> int:
-        """Until told to stop; the exit status."""
+        """Run until told to stop. Return the exit status."""
         try:
             self._runner = self._load_model_runner()
         except Exception as error:
@@ -143,8 +143,8 @@ class WorkerServer:
         self._sampled = (step_id, step)
 
     def _deliver_when_done(self) -> None:
-        """Answer the step that was sampled, as soon as the device is done with it; or leave that
-        until the step after it, which is here sooner, has begun."""
+        """Answer the sampled step as soon as the device is done with it. If a message comes first,
+        return; the step is answered once the next one has begun."""
         while self._sampled is not None:
             _, step = self._sampled
             if not isinstance(step, BegunStep) or self._runner.is_done(step):
@@ -186,22 +186,22 @@ def _words(error: Exception) -> str:
 
 
 def _leave_with_launcher() -> None:
-    """Stop at the end of standard input: the launcher has ended."""
-    # Not by the file object, whose lock the interpreter wants when it ends.
+    """Exit at the end of standard input, which means that the launcher has ended."""
+    # Read by descriptor: the file object has a lock that the interpreter needs at its exit.
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(EXIT_FAILED)
 
 
 def _die_with_launcher() -> None:
-    """Also where this process hangs, so that no thread of it reads standard input. Linux only."""
+    """End with the launcher even if this process hangs and reads no standard input. Linux only."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def main() -> int:
     """Run the worker that standard input describes."""
-    # The executor's process handles signals, and ends this one in its own time; and a terminal may
-    # be set to stop background processes that write to it.
+    # The executor's process handles signals and ends this one itself. A terminal may be set to stop
+    # background processes that write to it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     try:

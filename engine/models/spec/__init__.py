@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE heads: their specification, and the layers over a model's hidden states."""
+"""The specification of a model: its layers, sizes and parts, read from config.json."""

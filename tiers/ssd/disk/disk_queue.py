@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and writes of one thread that are under way at the same time.
 
-A thread that waits for each call keeps the disk as busy as one request can, and many such threads
-pay for every record with a thread that sleeps, wakes and waits for the interpreter. So one thread
-hands the kernel many requests at once and takes those that have ended (`AioQueue`). Where the
-kernel does not offer that, `BlockingQueue` runs the requests one by one.
+A thread that waits for each call gives the disk one request at a time, and many such threads spend
+time on waking up and on the interpreter's lock for every record. So one thread hands the kernel
+many requests at once and collects the ended ones (`AioQueue`). Where the kernel lacks asynchronous
+I/O, `BlockingQueue` runs the requests one by one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _syscall.restype = ctypes.c_long
 
 
 class Pieces(NamedTuple):
-    """The `num` buffers of a request, all of them writable: `laid` has where each begins and how
-    long it is, `views` returns the buffers themselves, for a call that cannot use addresses."""
+    """The `num` writable buffers of a request. `laid` has the address and the length of each
+    buffer; `views` returns the buffers themselves, for a call that takes no addresses."""
 
     laid: array[int]
     num: int
@@ -59,14 +59,14 @@ Vector = Sequence[memoryview] | Pieces
 
 
 class AioContext:
-    """Linux asynchronous I/O without a library: `io_setup`, `io_submit`, `io_getevents`. Room for
-    `depth` requests, numbered 0 to `depth - 1`. Belongs to one thread.
+    """Linux asynchronous I/O by system calls (`io_setup`, `io_submit`, `io_getevents`), without a
+    library. Has room for `depth` requests, numbered 0 to `depth - 1`. Belongs to one thread.
 
-    One system call begins any number of direct reads and writes, another waits for whichever ends
-    first; both release the interpreter. io_uring could do the same, but containers are often denied
-    it, and Python lacks its memory barriers. See io_submit(2) and <linux/aio_abi.h>.
+    One system call begins any number of direct reads and writes; another waits until one of them
+    ends. Both release the interpreter's lock. io_uring could do the same, but many containers
+    forbid it, and Python lacks the memory barriers for it. See io_submit(2) and <linux/aio_abi.h>.
 
-    Raises OSError where machine, kernel or a limit (`/proc/sys/fs/aio-max-nr`) does not allow it.
+    Raises OSError where machine, kernel or a limit (`/proc/sys/fs/aio-max-nr`) allows no context.
     """
 
     def __init__(self, depth: int) -> None:
@@ -87,8 +87,8 @@ class AioContext:
     def prepare_request(
         self, number: int, descriptor: int, is_write: bool, vector: Vector, offset: int
     ) -> None:
-        """Prepare a request for the next `submit`. The buffers are writable, and stay until the
-        request has ended; no request under way has its number."""
+        """Prepare a request for the next `submit`. The buffers must be writable and must stay until
+        the request has ended. No request under way may have the same number."""
         if isinstance(vector, Pieces):
             pieces, count = vector.laid, vector.num
         else:
@@ -119,7 +119,8 @@ class AioContext:
         self._prepared.append(self._first + place)
 
     def submit(self) -> None:
-        """Begin the prepared requests. One that the kernel refuses ends with its error."""
+        """Begin the prepared requests. A request that the kernel refuses ends with the kernel's
+        error."""
         prepared, done = self._prepared, 0
         while done < len(prepared):
             first = prepared.buffer_info()[0] + done * prepared.itemsize
@@ -135,8 +136,8 @@ class AioContext:
         del prepared[:]
 
     def events(self, at_least: int) -> list[tuple[int, int]]:
-        """Wait for `at_least` requests to end. Return number and result (bytes, or an errno below
-        zero) of all that have ended."""
+        """Wait until at least `at_least` requests have ended. Return the number and the result of
+        every ended request; a result is a count of bytes or a negative errno."""
         ended, self._refused = self._refused, []
         wanted = max(0, at_least - len(ended))
         while True:
@@ -179,29 +180,29 @@ class DiskQueue(Protocol):
 
     @property
     def is_blocking(self) -> bool:
-        """Whether the thread waits for each request: only more threads make several at once."""
+        """Whether `start` waits for the disk, so that one thread has one request at a time."""
 
     def start(self, number: int, is_write: bool, vector: Vector, offset: int) -> None:
-        """Fill the buffers from the file at `offset`, or write them there. Does not wait for the
-        disk where the kernel allows that; the request may begin as late as `submit`. Its number is
-        free again when `wait_completions` has returned it. The buffers must stay until then; the
-        queue holds them."""
+        """Fill the buffers from the file at `offset`, or write them to the file there. Where the
+        kernel allows, the call does not wait for the disk, and the request may begin only at
+        `submit`. The number is free again when `wait_completions` has returned it. The buffers must
+        stay until then; the queue holds them."""
 
     def submit(self) -> None:
-        """Begin everything that was started."""
+        """Begin all requests that `start` has queued."""
 
     def wait_completions(self) -> list[tuple[int, Result]]:
-        """Wait for at least one request. Return the numbers and results of those that have ended. A
-        request must be under way."""
+        """Wait until at least one request has ended. Return the numbers and the results of all
+        ended requests. A request must be under way."""
 
     def close(self) -> None:
         """Free what the kernel holds for this queue; no request may be under way."""
 
 
 def open_queue(direct: int | None, buffered: int, most: int) -> DiskQueue:
-    """Return a queue of at most `most` requests for a file that is open twice: past the page cache,
-    where a request with unaligned buffers is refused, and through it. `direct` is None where the
-    file system has no direct I/O."""
+    """Return a queue of at most `most` requests for a file that is open twice. `direct` bypasses
+    the page cache and refuses unaligned buffers; it is None where the file system has no direct
+    I/O. `buffered` goes through the page cache."""
     if direct is not None:
         try:
             return AioQueue(AioContext(most), direct, buffered)
@@ -234,7 +235,7 @@ class BlockingQueue:
 
 
 class AioQueue:
-    """Requests are with the kernel until `wait_completions`."""
+    """Hands each request to the kernel; `wait_completions` collects the ended ones."""
 
     is_blocking = False
 
@@ -263,7 +264,7 @@ class AioQueue:
         for number, result in self._context.events(0 if done else 1):
             is_write, vector, offset = self._flying.pop(number)
             if result == -errno.EINVAL:
-                # A buffer that is not aligned is slow, but no reason to fail.
+                # The direct descriptor refuses unaligned buffers; the buffered one is slower.
                 done.append((number, _move([self._buffered], is_write, vector, offset)))
             elif result < 0:
                 done.append((number, OSError(-result, os.strerror(-result))))

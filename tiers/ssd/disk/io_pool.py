@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that move runs of neighbouring slots, each several at a time: together, the depth of the
-queue that the disk sees.
+"""Threads that move runs of neighbouring slots. Each thread has several runs under way; all threads
+together fill the queue of the disk.
 
     start ──► shares, each as large as a run ◄── taken by every thread that is awake and has room
           ──► a token for one thread that sleeps
 
-A thread begins as many runs as fit into its part of the bytes under way (its `IoLane`), handles
-those that have ended while the disk goes on with the others, and takes the next share before the
-last one is over. One thread keeps a disk busy with one batch, so one is woken: the others would
-take processors from the engine's computation, which costs its steps as much as the writing itself.
-Several batches wake several threads. So does one batch if its blocks are dear to prepare or to
-check, or if threads wait for each request. A `Work` defines the work on a run.
+A thread begins as many runs as fit into its share of the bytes under way (its `IoLane`). While the
+disk works on these runs, the thread handles the ended ones and takes the next share. One thread can
+keep a disk busy with one batch, so a batch wakes one thread: more threads would take processors
+from the engine and slow its steps as much as the writing itself does. Several batches wake several
+threads. One batch also wakes several threads if its blocks take long to prepare or to check, or if
+threads wait for each request. A `Work` defines the work on a run.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 GRACE_SECONDS = 1.0  # for requests under way when the time to close is over
 _MOST_LANES = 2  # lanes that may fail before the waiting shares fail too
-# Runs in hand: those with the disk, and as many that are prepared or finished.
+# Runs in hand: at most DEPTH with the disk, and as many that are prepared or finished.
 _HELD = 2 * DEPTH
 
 # An ended run: its positions, its pages, its result. A failed run's pages have no meaning.
 Done = tuple[range, Scratch, Result]
 
-# Stands for the pages of a run that could get none.
+# Placeholder for the pages of a run for which none could be allocated.
 NO_PAGES = Scratch(1, 0)
 
 
 class Work(Protocol):
     """The work on the runs of one batch; a run is a range of positions in the batch. Several
-    threads call it at once. An exception of `prepare_run` or `start` is the result of the run."""
+    threads call it at once. An exception of `prepare_run` or `start` becomes the result of the
+    run."""
 
     def prepare_run(self, run: range, scratch: Scratch) -> None:
         """Prepare the run, such as hash and encode, before its request."""
@@ -52,7 +53,7 @@ class Work(Protocol):
         """Start the request of this number for a run that is prepared."""
 
     def complete_runs(self, done: Sequence[Done]) -> Iterable[range]:
-        """Take the results of runs that have ended. Return runs to begin anew. Must not raise."""
+        """Take the results of ended runs. Return the runs to begin anew. Must not raise."""
 
 
 class IoLane:
@@ -62,9 +63,9 @@ class IoLane:
         headers and   at most DEPTH,    checked,
         checksums     `most_bytes`      answered
 
-    A disk may give back everything it had at once (the one of a small virtual machine does,
-    whenever it has run dry). So prepared runs go to the disk before ended runs are looked at: disk
-    and thread work at once. The disk has no more than `most_bytes` at a time, or one run."""
+    A disk may return all its runs at once (the disk of a small virtual machine does so whenever it
+    runs dry). So the lane first hands prepared runs to the disk, then looks at ended runs: disk and
+    thread work at once. The disk has at most `most_bytes` at a time, or one larger run."""
 
     def __init__(self, slot_file: SlotFile, most_bytes: int) -> None:
         self._slot_file = slot_file
@@ -78,8 +79,8 @@ class IoLane:
         self._ready_bytes = 0
         self._flying: dict[int, tuple[Work, range]] = {}
         self._flying_bytes = 0
-        self._failed: list[tuple[Work, Done, int]] = []  # that did not get to the disk
-        self._done: list[tuple[Work, Done, int]] = []  # that have ended and are not handed back yet
+        self._failed: list[tuple[Work, Done, int]] = []  # runs that never reached the disk
+        self._done: list[tuple[Work, Done, int]] = []  # ended runs, not handed back yet
 
     @property
     def is_blocking(self) -> bool:
@@ -100,7 +101,8 @@ class IoLane:
         self._prepare()
 
     def turn(self) -> None:
-        """Wait for a run to end, and move all on to their next station. The lane must be busy."""
+        """Wait until a run has ended, and move each run to its next station. The lane must be
+        busy."""
         ended: list[tuple[int, Result]] = []
         if self._flying and not self._failed:
             ended = self._disk.wait_completions()
@@ -115,8 +117,8 @@ class IoLane:
         self._prepare()
 
     def in_hand(self) -> list[tuple[Work, range]]:
-        """Every run that the lane was given and has not handed back, for a caller that closes the
-        lane early. Bytes of these runs may move until it is closed."""
+        """Return every run that the lane was given and has not handed back, for a caller that
+        closes the lane early. The disk may move bytes of these runs until the lane is closed."""
         held = [(work, run) for work, (run, _, _), _ in [*self._done, *self._failed]]
         held += ((work, run) for _, work, run in self._ready)
         return [*held, *self._flying.values(), *self._waiting]
@@ -126,7 +128,8 @@ class IoLane:
         self._disk.close()
 
     def _prepare(self) -> None:
-        """Prepare the runs that have room; each goes to the disk at once where that has room."""
+        """Prepare waiting runs while there is room. Each goes to the disk at once if the disk has
+        room."""
         while self._waiting and self._has_room():
             work, run = self._waiting.popleft()
             number, scratch = self._free.pop(), NO_PAGES
@@ -143,7 +146,7 @@ class IoLane:
         self._launch()
 
     def _launch(self) -> None:
-        """Hand the disk the runs that it has room for, the first at once: it may be idle."""
+        """Hand the disk as many runs as it has room for. The first is submitted at once."""
         unsent = RUN_BYTES
         while self._ready and self._fits(self._bytes_of(self._ready[0][2])):
             number, work, run = self._ready.popleft()
@@ -193,9 +196,9 @@ class IoLane:
 
 
 class IoPool:
-    """`threads` threads, all started at once, so that no later call fails for want of a thread.
-    About `flight_bytes` are under way at a time, in all of them together. Raises RuntimeError where
-    a thread cannot be started; the others end then."""
+    """`threads` threads, all started at once, so that no later call fails for want of a thread. All
+    threads together have about `flight_bytes` under way at a time. Raises RuntimeError where a
+    thread cannot be started; the threads that were started then end."""
 
     def __init__(self, slot_file: SlotFile, threads: int, name: str, flight_bytes: int) -> None:
         self._slot_file = slot_file
@@ -218,8 +221,9 @@ class IoPool:
     def start(
         self, slots: Sequence[int], work: Work, *, singly: bool = False, spread: bool = False
     ) -> None:
-        """Start `work` on the runs of the ascending `slots`, or on each slot by itself (`singly`):
-        over all threads (`spread`), or by those that are awake and one more. Never waits."""
+        """Start `work` on the runs of the ascending `slots`, or on each slot by itself (`singly`).
+        Wake one thread, or one for each share (`spread`); threads that are awake help. Never
+        waits."""
         longest = self._slot_file.run_slots
         found = runs(slots, 1 if singly else longest)
         parts = shares(found, longest)
@@ -233,7 +237,8 @@ class IoPool:
             self._tokens.put(False)
 
     def close(self, deadline: float) -> bool:
-        """Let the threads end, and wait; False if one has not ended by `deadline` (monotonic)."""
+        """Let the threads end, and wait for them. False if one is alive at `deadline`
+        (monotonic)."""
         self.stop_workers()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -247,7 +252,7 @@ class IoPool:
             lane.close()
 
     def _serve(self, lane: IoLane | None) -> IoLane | None:
-        """Work until no share is left, whatever fails. Return the lane to go on with."""
+        """Work until no share is left, also after errors. Return the lane for the next shares."""
         for _ in range(_MOST_LANES):
             lane = lane or self._try(self._open_lane)
             if lane is None:
@@ -283,7 +288,8 @@ class IoPool:
             return None
 
     def _try(self, call: Callable[[], _T]) -> _T | None:
-        """Return `call`'s result. An exception is logged and gives None: the thread goes on."""
+        """Return the result of `call`. Log an exception and return None, so that the thread goes
+        on."""
         try:
             return call()
         except Exception as error:
@@ -314,7 +320,8 @@ def shares(found: Sequence[range], longest: int) -> list[list[range]]:
 
 
 def runs(slots: Sequence[int], longest: int) -> list[range]:
-    """Positions of neighbours in the ascending `slots`, at most `longest` in one run."""
+    """Runs of neighbours in the ascending `slots`, at most `longest` each, as ranges of
+    positions."""
     found: list[range] = []
     start = 0
     for position in range(1, len(slots) + 1):

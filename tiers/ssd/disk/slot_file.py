@@ -6,9 +6,9 @@
 
 An encoded payload is shorter: the bytes behind its last page belong to an earlier record.
 
-Bytes go directly between the disk and the caller's buffers (O_DIRECT), past the page cache, which
-would only hold them a third time. Only header pages and the last, partly filled page of a payload
-pass through a `Scratch`, so bytes in a buffer behind the payload are never read or written.
+Bytes go directly between the disk and the caller's buffers (O_DIRECT); the page cache would only
+hold a third copy. Only header pages and the last, partly filled page of a payload pass through a
+`Scratch`, so bytes in a buffer behind the payload are never read or written.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .space import HEADER_PAGE_BYTES
 
 log = logging.getLogger(__name__)
 
-# One call moves about this much: several at a time keep a disk busy, and a sync or a read behind
-# them waits only briefly. A little over 1 MiB: four blocks of 256 KiB with header pages fit.
+# One call moves about this much. Several such calls keep a disk busy, and a sync or a read behind
+# them waits only briefly. Four blocks of 256 KiB with their header pages fit.
 RUN_BYTES = 1024**2 + 64 * 1024
 _SHORTAGES = (errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ENOBUFS)
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -54,22 +54,22 @@ class Scratch:
 
     @cached_property
     def encoded(self) -> memoryview:
-        """Room for one encoded payload, allocated when the first one is met."""
+        """Room for one encoded payload, allocated at the first use."""
         return memoryview(mmap.mmap(-1, self._slot_bytes))
 
 
 class SlotFile:
-    """`num_slots` records in one preallocated file, mode 0600. Thread-safe but for scratches and
-    queues, each of which is one thread's.
+    """`num_slots` records in one preallocated file, mode 0600. Thread-safe, but each scratch and
+    each queue belongs to one thread.
 
-    Raises OSError where the file cannot be made, or not as large as it has to be.
+    Raises OSError where the file cannot be made or cannot get its full size.
     """
 
     def __init__(self, path: Path, layout: BlockLayout, num_slots: int) -> None:
         self._path = path
         self._whole = layout.page_bytes // ALIGNMENT * ALIGNMENT
         self._tail = layout.page_bytes - self._whole
-        # Whether a record is its header page and its payload, which is a whole number of pages.
+        # Whether the payload of a record is a whole number of pages, at least one.
         self.can_be_laid = self._whole > 0 and not self._tail
         self.record_bytes = HEADER_PAGE_BYTES + layout.slot_bytes
         per_record = 1 + (self._whole > 0) + (self._tail > 0)
@@ -101,12 +101,12 @@ class SlotFile:
         scratch: Scratch,
     ) -> None:
         """Start to read neighbouring records from `slot` on: headers into the scratch, payloads
-        into the buffers, which are whole only after `take_read`."""
+        into the buffers. The buffers are whole only after `take_read`."""
         disk.start(number, False, self._vector(payloads, scratch), slot * self.record_bytes)
 
     def take_read(self, num_bytes: int, payloads: Sequence[memoryview], scratch: Scratch) -> int:
-        """Return how many records are whole after a read of `num_bytes`; fewer than requested where
-        the file ends. Copies the tails of the whole ones into their buffers."""
+        """Return the number of whole records after a read of `num_bytes`: fewer than requested
+        where the file ends. Copy the tails of these records into their buffers."""
         whole = num_bytes // self.record_bytes
         if self._tail:
             for payload, tail in zip(payloads[:whole], scratch.tails, strict=False):
@@ -137,14 +137,14 @@ class SlotFile:
     def start_read_encoded(
         self, disk: DiskQueue, number: int, slot: int, size: int, scratch: Scratch
     ) -> None:
-        """Start to read a record, header and encoded payload of `size` bytes, to the scratch."""
+        """Start to read a record into the scratch: header and encoded payload of `size` bytes."""
         disk.start(number, False, _encoded_vector(size, scratch), slot * self.record_bytes)
 
     def start_write_encoded(
         self, disk: DiskQueue, number: int, slot: int, size: int, scratch: Scratch
     ) -> None:
-        """Start to write a record, header and encoded payload of `size` bytes, from the scratch;
-        the rest of its last page is zeroed. The record is on the disk only after `sync`."""
+        """Start to write a record from the scratch: header and encoded payload of `size` bytes. The
+        rest of the last page is zeroed. The record is on the disk only after `sync`."""
         scratch.encoded[size : _whole_pages(size)] = bytes(_whole_pages(size) - size)
         disk.start(number, True, _encoded_vector(size, scratch), slot * self.record_bytes)
 

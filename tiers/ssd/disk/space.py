@@ -21,9 +21,9 @@ from ...settings.sizes import show_size
 HEADER_PAGE_BYTES = ALIGNMENT
 SMALL_FILES_BYTES = 128 * 1024
 
-# An LMDB page holds 52 rows; after splits at least half of that. The factor pays for copies on
-# write: a commit needs the pages it replaces twice, and pages freed by one commit are reused only
-# two commits later.
+# An LMDB page holds 52 rows, after splits at least half as many. The factor leaves room for copies
+# on write: a commit keeps the old and the new version of each changed page, and pages freed by one
+# commit are reused only two commits later.
 _ROWS_PER_PAGE = 26 * mmap.PAGESIZE // 4096
 _INDEX_FACTOR = 3
 _INDEX_BASE_PAGES = 64
@@ -48,7 +48,7 @@ class SpacePlan:
 
 
 def plan_space(layout: BlockLayout, capacity_bytes: int) -> SpacePlan:
-    """The largest store within `capacity_bytes`; TierConfigError where not one block fits."""
+    """Plan the largest store within `capacity_bytes`; TierConfigError where not one block fits."""
     smallest = plan_slots(layout.slot_bytes, 1)
     if smallest.total_bytes > capacity_bytes:
         raise TierConfigError(

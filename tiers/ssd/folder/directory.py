@@ -5,7 +5,7 @@
     PATH/identity      what the store was made for
     PATH/blocks        the slot file
     PATH/index/        the LMDB environment
-    PATH/index.new/    one that is about to replace it
+    PATH/index.new/    an index that is about to replace the one in index/
     PATH/index.bad-n/  an index that was damaged, kept for inspection
     PATH/format-n/     a store of another format (`other_formats.py`)
 
@@ -29,26 +29,26 @@ from ...settings.sizes import MIB, rough_size
 from ..disk.space import SpacePlan
 from ..index.index_file import DATA_FILE as INDEX_DATA
 
-# An owner that was killed while it started its scan (`guard.py`) leaves the lock with that child
-# until the child has become another program.
+# A killed owner may leave a child that it started for its scan (`guard.py`). The child keeps the
+# lock until it has become another program.
 LEFT_BEHIND_SECONDS = 2.0
-# A listing of stores (`inventory.py`) holds the lock of each for less.
+# A listing of stores (`inventory.py`) holds each lock for a shorter time.
 GLANCE_SECONDS = 0.1
 _RETRY_SECONDS = 0.01
 
 _FOLDERS = ("index", "index.new", "index.bad-*")
 
-# Errors that do not say where a file is.
+# Errors that do not tell whether a file is in place.
 _SAYS_NOTHING = (errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 # Errors of a file system that has no locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class StoreDirectory:
-    """Holds the lock until `close`. Raises TierConfigError with cause and cure, TierDown where the
-    path cannot be written to at present.
+    """Holds the lock until `close`. Raises TierConfigError with cause and cure, or TierDown where
+    the path cannot be written to at present.
 
-    With `create` false a directory that is no store is refused.
+    Without `create`, a directory that is no store is refused.
     """
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
@@ -86,9 +86,9 @@ class StoreDirectory:
             ) from error
 
     def check_free_space(self, plan: SpacePlan) -> None:
-        """Refuse a plan that the file system has no room for; the store's own files count as room.
+        """Refuse a plan that does not fit on the file system; the store's own files count as room.
         Raises TierConfigError where even the empty file system is too small, else TierDown. A store
-        whose slot file is whole needs room for its index only: the plan's other files may never
+        with a complete slot file needs room for its index only: the plan's other files may never
         exist."""
         stat = os.statvfs(self.path)
         free, largest = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
@@ -115,9 +115,9 @@ class StoreDirectory:
             self._opened[each] = (status.st_dev, status.st_ino)
 
     def is_in_place(self) -> bool:
-        """Whether `path` still leads to the open files. False where they or the directory were
-        removed or moved, a disk unmounted, or another one mounted. Takes microseconds where the
-        disk works."""
+        """Whether `path` still leads to the open files. False where the files or the directory were
+        removed or moved, a disk was unmounted, or another disk mounted. Takes microseconds where
+        the disk works."""
         for each, opened in self._opened.items():
             try:
                 there = each.lstat()
@@ -134,7 +134,7 @@ class StoreDirectory:
         self._lock.close()
 
     def _error(self, error: OSError) -> TierConfigError:
-        """The error to raise where the directory cannot be made or its lock file not opened."""
+        """The error for a directory that cannot be made or a lock file that cannot be opened."""
         cure = lasting_cause(error, self.path)
         if cure is None:
             is_away = isinstance(error, FileExistsError)
@@ -151,8 +151,8 @@ class StoreDirectory:
         return TierConfigError(f"the SSD tier cannot be in {self.path}: {cure}")
 
     def _refuse_foreign_files(self) -> None:
-        """Raise TierConfigError where slot file or index stand without a lock file: the store makes
-        its lock file first, so it did not make them."""
+        """Raise TierConfigError where a slot file or an index exists without a lock file. A store
+        makes its lock file first, so these files are not a store's."""
         for each in (self.slot_file, self.index):
             if os.path.lexists(each) and not os.path.lexists(self.path / "lock"):
                 raise TierConfigError(
@@ -168,7 +168,7 @@ class StoreDirectory:
             yield from self.path.glob(f"{name}/*")
 
     def _refuse_wrong_kind(self, path: Path) -> None:
-        """Raise TierConfigError for a link of either kind, and for any other thing than the file or
+        """Raise TierConfigError for a symbolic link, a hard link, or anything else than the file or
         the folder that belongs at `path`."""
         if not os.path.lexists(path):
             return

@@ -24,7 +24,7 @@ from ...processes.python_command import python_command
 from ..index.index_file import DATA_FILE, SLOT_BYTES, VALUE_BYTES, IndexDamaged, RowBatch
 from .scan import UNABLE
 
-# Signals that reading a damaged file can cause. Any other signal came from outside.
+# The read of a damaged file can cause these signals. Any other signal came from outside.
 _DEADLY_READS = ("SIGBUS", "SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL")
 _SCAN = Path(__file__).with_name("scan.py")
 # The scan runs as a module, whose bytecode is cached: a script would be compiled each time.
@@ -36,16 +36,16 @@ sys.exit(scan.main(sys.argv[1:]))
 """
 _MOST_ROWS_IN_BATCH = 65536
 _SLOWEST_ROWS_PER_SECOND = 20_000  # of a scan that works; a fast one does 30 times as much
-_PIPE_BYTES = 1024**2  # the child reads on while a batch is taken in
+_PIPE_BYTES = 1024**2  # the child can write on while a batch is processed
 
 
 def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
     """Yield all rows of the index in `folder`, then an empty batch: the caller can work on all rows
     while the child reads the file a second time. Raises IndexDamaged, perhaps after some batches:
-    the rows are good only when the iteration has ended. Raises OSError where the file could not be
-    read, for want of memory or because the disk was slow; the index is then not known to be damaged
-    and stays. `timeout_seconds` bounds the wait for the first rows and for each next batch; after
-    the last batch the bound grows with the number of rows, since all are read again."""
+    the rows are good only when the iteration has ended. Raises OSError where lack of memory or a
+    slow disk prevented the read; such an index may be sound and stays in place. `timeout_seconds`
+    bounds the wait for the first rows and for each next batch. After the last batch the bound grows
+    with the number of rows, because the child reads all of them again."""
     words = [str(_SCAN.parent), str(folder), *filter(None, sys.path)]
     command = python_command("-S", "-c", _RUN_SCAN, *words)
     watch = _Watch(timeout_seconds)
@@ -89,8 +89,8 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
 
 
 class _Watch:
-    """Ends a child that gives no output for too long. All but `run` belongs to the thread that
-    reads from the child."""
+    """Ends a child that gives no output for too long. All methods but `run` belong to the thread
+    that reads from the child."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.over = threading.Event()
@@ -104,7 +104,7 @@ class _Watch:
         self._seen_at = time.monotonic()
 
     def max_wait_seconds(self) -> float:
-        """Seconds without output after which the child is ended; more for the rows seen so far."""
+        """Seconds without output after which the child is ended; they grow with the rows seen."""
         return self._timeout_seconds + self._rows / _SLOWEST_ROWS_PER_SECOND
 
     def run(self, child: subprocess.Popen[bytes]) -> None:
@@ -120,7 +120,7 @@ class _Watch:
 
 
 def _batches(stream: IO[bytes]) -> Iterator[RowBatch]:
-    """Yield whole batches. The status of a child that stopped within a batch says why."""
+    """Yield whole batches. Stop at a partial batch; the status of the child says why it ended."""
     while len(head := stream.read(4)) == 4:
         count = int.from_bytes(head, "little")
         if count > _MOST_ROWS_IN_BATCH:
@@ -134,7 +134,7 @@ def _batches(stream: IO[bytes]) -> Iterator[RowBatch]:
 
 
 def move_aside(folder: Path) -> Path:
-    """Keep a damaged index for inspection, as `<folder>.bad-<n>`; the one before it is removed."""
+    """Keep a damaged index for inspection as `<folder>.bad-<n>`. Remove the one kept before."""
     earlier = set_aside(folder)
     numbers = [int(path.name.rpartition("-")[2]) for path in earlier]
     aside = folder.with_name(f"{folder.name}.bad-{max(numbers, default=0) + 1}")
@@ -150,7 +150,7 @@ def set_aside(folder: Path) -> list[Path]:
 
 
 def remove_larger(folder: Path, limit_bytes: int) -> None:
-    """Remove indexes that a larger store set aside: they would break the size bound of this one."""
+    """Remove kept indexes of a larger store: they would break the size bound of this store."""
     for path in set_aside(folder):
         data = path / DATA_FILE
         if not data.exists() or data.stat().st_size > limit_bytes:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The identity of a store: its layout, namespace, codec and key.
 
-A lossy codec and the key of a seal are appended to the caller's namespace in the identity. A
-version without them sees another store and does not use it; a store without them keeps its name.
+The namespace in an identity is the caller's namespace, then the lossy codec and the key of the
+seal, if any. A version that knows neither takes the store for another one and does not use it; a
+store with neither keeps the caller's namespace.
 
 The identity is in the index, and a second time in the file `identity`. The file serves four ends: a
 damaged identity in the index is told from another model's store; a lost index can be made again
@@ -33,7 +34,7 @@ NAME = "identity"
 _LIMIT_BYTES = 64 * 1024
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
-_LOSSY = b"\0codec="  # before the name of a codec that loses something
+_LOSSY = b"\0codec="  # before the name of a lossy codec
 _SEAL = b"\0seal=hmac-sha256:"  # before the id of a key; always last
 
 
@@ -113,8 +114,8 @@ class FullNamespace(NamedTuple):
     """The parts of the namespace in an identity."""
 
     given: bytes
-    codec: str = ""  # none that loses anything
-    key_id: bytes = b""  # no key: plain checksums
+    codec: str = ""  # empty: no lossy codec
+    key_id: bytes = b""  # empty: no key, plain checksums
 
     def pack(self) -> bytes:
         return self._unsealed() + (_SEAL + self.key_id if self.key_id else b"")
@@ -136,8 +137,8 @@ def unpack(namespace: bytes) -> FullNamespace:
 
 
 def full_namespace(given: bytes, codec: Codec | None, key: MacKey | None) -> FullNamespace:
-    """Return the namespace of a store. A lossy codec gives its own one, so that only stores with
-    that codec serve its blocks; sealed records have one for each key."""
+    """Return the namespace of a store. Each lossy codec has its own namespace, so that only stores
+    with the same codec serve its blocks; sealed records have a namespace for each key."""
     lossy = codec.name if codec is not None and not codec.is_lossless else ""
     return FullNamespace(given, lossy, b"" if key is None else key.id)
 
@@ -166,7 +167,7 @@ def _difference(found: Identity, wanted: Identity) -> tuple[str, str]:
         return found.layout_text, wanted.layout_text
     theirs, ours = unpack(found.namespace), unpack(wanted.namespace)
     if theirs.given != ours.given:
-        # A store has a namespace where block keys do not identify the model.
+        # Where block keys do not identify the model, the store's namespace does.
         return f"another model or naming of blocks ({_name_of(theirs.given)})", _name_of(ours.given)
     if theirs.codec != ours.codec:
         return _codec_of(theirs.codec), _codec_of(ours.codec)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the stores under a folder, and removes one, without opening them.
 
-A folder with a lock file and any other file of a store is a store; a damaged one is listed too, and
-can be removed. Reads a few pages of each, changes nothing but in `remove`, and follows no symbolic
-link below the given folders.
+A folder with a lock file and any other file of a store counts as a store. Damaged stores are listed
+too and can be removed. A look reads a few pages of each store and follows no symbolic link below
+the given folders. Only `remove` changes anything.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _FOLDERS = ("index", "index.new", "index.bad-*")
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """A store as it lies on the disk. Fields that its files do not tell are None."""
+    """A store as it lies on the disk. A field is None where the files do not tell its value."""
 
     path: Path
     layout_text: str | None  # the layout of its blocks
     allocated_bytes: int  # allocated to it by the file system
-    blocks: int | None  # of the last commit
+    blocks: int | None  # at the last commit
     used_bytes: int | None  # payloads of these blocks; the rest is free or overhead
     last_used: float  # seconds since 1970, of the last change to one of its files
     owner: str | None  # the id of the process that has it open, if known
 
 
 def find_stores(folder: Path) -> list[StoreEntry]:
-    """The stores in `folder` and below it, by path. Stores that cannot be read are left out."""
+    """Stores in `folder` and below it, sorted by path. Stores that cannot be read are left out."""
     found = []
     for path in sorted(_search(folder, _MOST_DEPTH)):
         with contextlib.suppress(OSError):
@@ -52,7 +52,7 @@ def find_stores(folder: Path) -> list[StoreEntry]:
 
 
 def is_store(path: Path) -> bool:
-    """Whether there is a store in this very folder."""
+    """Whether `path` itself is the folder of a store."""
     try:
         if not stat.S_ISREG((path / "lock").lstat().st_mode):
             return False
@@ -79,8 +79,8 @@ def look_at(path: Path) -> StoreEntry:
 
 
 def remove(path: Path) -> int:
-    """Remove the store in `path`, and `path` itself where it is empty then. Return the store's
-    bytes. Raises TierConfigError where there is none or it is in use, and may raise OSError."""
+    """Remove the store in `path`, and then `path` itself if it is empty. Return the store's bytes.
+    Raises TierConfigError where `path` is no store or the store is in use; may raise OSError."""
     if not is_store(path):
         raise TierConfigError(f"{path} holds no SSD tier; give the directory of one")
     lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -136,7 +136,7 @@ def _ours(path: Path, *, contents: bool = True) -> list[Path]:
 
 def _owner(path: Path) -> str | None:
     """The process id of the lock's holder; None while the lock is free. The look takes the lock for
-    a moment; a store that is being opened waits for that."""
+    a moment, and a store that is being opened waits for it."""
     try:
         lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -21,9 +21,9 @@ class AskedBeams(NamedTuple):
 
 
 def beams_of(request: SamplingFields, params: SamplingParams, embeds: bytes) -> AskedBeams | None:
-    """The search whose answers are the `n` choices, each with at most the tokens of `params`; None
-    if the request asks for no search. Raises ApiError for fields of a search without one, and for
-    parameters that a search does not support. It ignores the default repetition penalty."""
+    """The search that a request asks for, or None. Its answers are the `n` choices, each of at most
+    the tokens of `params`. Raises ApiError for a search's fields in a request without a search, and
+    for parameters that a search does not support. The default repetition penalty is ignored."""
     penalty, early = request.length_penalty, request.early_stopping
     if not request.use_beam_search:
         alone = {"length_penalty": penalty not in (None, 1.0), "early_stopping": early}

@@ -54,8 +54,8 @@ def check_completion(front: Front, request: CompletionRequest) -> None:
 
 
 async def read_chat(front: Front, http: Request) -> ChatRequest:
-    """The request of a chat, checked except for its messages and tools. Raises as `read_completion`
-    does."""
+    """The request of a chat, without a check of its messages and tools. Raises as
+    `read_completion`."""
     request, body = await read_request(http, front.settings, _chat_decoder)
     _check_shared(front, request)
     top = request.top_logprobs

@@ -155,7 +155,7 @@ async def _prompt(rendering: Rendering, messages: list[ChatMessage], *, goes_on:
         if not await rendering.takes_both(one, other):
             seen, origins = _join_rules(seen, origins)
             break
-    # Only the template determines the end of the last message in the prompt, so a mark finds it.
+    # The template decides where the last message ends in the prompt; the mark shows that place.
     mark = f"end-{uuid.uuid4().hex}" if goes_on else ""
     if goes_on:  # a template that trims messages removes the blank after the mark
         seen[-1]["content"] = f"{seen[-1]['content']}{mark} "
@@ -168,15 +168,15 @@ async def _prompt(rendering: Rendering, messages: list[ChatMessage], *, goes_on:
 
 
 def _rules_in_a_row(seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
-    """The roles of each two neighbouring messages that both are a system's or a developer's."""
+    """The roles of each two neighbouring messages from a system or a developer."""
     for one, other in pairwise(message["role"] for message in seen):
         if {one, other} <= _ROLES_OF_RULES:
             yield one, other
 
 
 def _join_rules(seen: list[Seen], origins: list[int]) -> tuple[list[Seen], list[int]]:
-    """The messages with each run of system's or developer's ones joined into its first, a paragraph
-    each, and the original indices of the remaining messages."""
+    """Join each run of system and developer messages into its first message, one paragraph for
+    each. Return the remaining messages and their original indices."""
     joined: list[Seen] = []
     places: list[int] = []
     for message, origin in zip(seen, origins, strict=True):
@@ -202,9 +202,9 @@ def _left_out(index: int, message: ChatMessage) -> ApiError:
 def as_template_orders(
     messages: Sequence[ChatMessage], form: CallForm
 ) -> Iterator[tuple[int, ChatMessage]]:
-    """Messages with their indices. If the template shows only one call of a message, a message with
-    several is split into as many, each followed by its results. If it shows no results of tools,
-    neighbouring results become one message of a user."""
+    """Messages with their indices. If the template shows only one call of a message, a message of
+    several calls becomes one message for each call, followed by the call's results. If the template
+    shows no results of tools, neighbouring results become one message of a user."""
     place = 0
     while place < len(messages):
         origin, message = place, messages[place]
@@ -241,8 +241,9 @@ def _as_users(results: Sequence[tuple[int, ChatMessage]]) -> Iterator[tuple[int,
 
 def as_template_sees(message: ChatMessage, form: CallForm, *, names_developer: bool) -> list[Seen]:
     """Convert one message for the template. The content is a text, since most templates know no
-    other form, with the parts joined by line breaks. Calls have the template's form. They become
-    part of the text if it has none, and a message of their own if it shows none beside a text."""
+    other form, with the parts joined by line breaks. Calls have the template's form. If the
+    template shows no calls, they become part of the text; if it shows none beside a text, they
+    become a message of their own."""
     is_systems = message.role == "developer" and not names_developer
     content = text_of(message)
     seen: Seen = {"role": "system" if is_systems else message.role, "content": content}
@@ -278,8 +279,8 @@ def as_template_sees(message: ChatMessage, form: CallForm, *, names_developer: b
 
 
 def _call(call: MadeCall, form: CallForm) -> Seen:
-    """A call in the template's form. Arguments that are no object become a text if the template
-    takes one, else are left out."""
+    """A call in the template's form. Arguments that are no object become a text, or are left out if
+    the template takes no text."""
     given = call.function.arguments
     found = _object_in(given)
     arguments: object = found
@@ -299,8 +300,8 @@ def _call_as_text(call: MadeCall) -> str:
 
 
 def _object_in(given: object) -> dict[str, Any] | None:
-    """The arguments of a call; empty for any of the ways to write none. None if they are no object,
-    as in an answer that was cut off."""
+    """The arguments of a call as an object; empty if the call has no arguments. None if they are no
+    object, as in an answer that was cut off."""
     if given is None or (isinstance(given, str) and given.strip() in _NO_ARGUMENTS):
         return {}
     if isinstance(given, str):
@@ -352,7 +353,7 @@ def _until(mark: str, text: str) -> str:
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     """The fields of a request that concern the template, for callers without HTTP. Raises
-    ValueError for another type."""
+    ValueError for a field of a wrong type."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

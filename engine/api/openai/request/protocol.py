@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of requests; replies.py has the answers.
+"""The fields of requests; replies.py has the fields of answers.
 
 Unknown fields of a request are refused. Unsupported fields of OpenAI's API or vLLM's are listed
 with their neutral values, which change nothing and which clients send by default; every other value
@@ -37,7 +37,7 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "documents": ([],),
     "chat_template": (),
 }
-# The same in messages, where clients send back fields of other servers.
+# Unsupported fields in messages: clients send back what other servers answered.
 NEUTRAL_IN_MESSAGES: dict[str, tuple[object, ...]] = {
     "function_call": (),
     "audio": (),
@@ -74,7 +74,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: str | list[str] | None = None
     repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: int | None = None
-    vllm_xargs: dict[str, Any] | None = None  # vLLM's name for:
+    vllm_xargs: dict[str, Any] | None = None  # vLLM's name of `extra_args`
     extra_args: dict[str, Any] | None = None  # for logits processors of other packages
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -83,13 +83,13 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
-    # See beam_fields.py: the `n` answers are those of a beam search.
+    # True: the `n` answers come from a beam search; see beam_fields.py.
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Ours and vLLM's: numbers and ids beside the text, and a secret that separates cached blocks.
+    # Fields of vLLM and this server: data beside the text, and a secret for separate cached blocks.
     prompt_logprobs: int | None = None
     routed_experts_prompt_start: int | None = None
     return_token_ids: bool | None = None
@@ -97,7 +97,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool = False
     priority: int | None = None
-    job_id: str | None = None  # of an agent's job, whose turns follow each other
+    job_id: str | None = None  # the agent's job that this request is a turn of
     is_last_step: bool | None = None
     request_id: str | None = None
     # Set by routers: see kv_transfer_params.py. The `bootstrap_` fields have lists for several
@@ -116,8 +116,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    # For chats, whose thoughts are split off. Routers add them to completions too, which they do
-    # not change.
+    # Settings of thoughts in chats. Routers add them to completions too, where they have no effect.
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
@@ -141,7 +140,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     data_parallel_rank: Any = None
 
 
-# A whole prompt is a string or a list of ids; a list of either is several prompts.
+# One prompt is a string or a list of ids; a list of strings or of id lists is several prompts.
 Prompt = str | list[int | str | list[int]]
 
 
@@ -220,7 +219,7 @@ class MadeCall(msgspec.Struct, kw_only=True):
     function: CalledFunction
     id: str | None = None
     type: Literal["function"] | None = "function"
-    index: int | None = None  # of a stream's piece
+    index: int | None = None  # set in pieces of a stream
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):

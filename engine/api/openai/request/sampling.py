@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling parameters of a request: its fields, with the recommendations of the model's authors
-for those that it leaves out.
+"""The sampling parameters of a request: its fields, and the recommendations of the model's authors
+for fields that it leaves out.
 """
 
 from __future__ import annotations
@@ -135,16 +135,16 @@ def sampling_params(
 
 
 def default_max_tokens(front: Front, most: int) -> int:
-    """The limit for a request without one: `most`, or the authors' recommendation if it is less."""
+    """The limit if a request gives none: the lesser of `most` and the authors' recommendation."""
     return min(most, int(front.default_sampling.get("max_new_tokens", most)))
 
 
 def fit_max_tokens(
     front: Front, params: SamplingParams, num_prompt_tokens: int, *, asked: bool
 ) -> SamplingParams:
-    """Fit `max_tokens` to one prompt. More than its context has left is cut down, as in vLLM. More
-    than the whole context raises ApiError if the client `asked` for it, as does a `min_tokens` that
-    does not fit."""
+    """Fit `max_tokens` to one prompt. A value above the rest of the context is cut down, as in
+    vLLM. Raises ApiError if the client `asked` for more than the whole context or `min_tokens` does
+    not fit."""
     left = front.max_model_len - num_prompt_tokens
     if params.max_tokens <= left:
         return params
@@ -167,7 +167,7 @@ def fit_logprobs(
     front: Front, params: SamplingParams, num_choices: int, *, asked: bool
 ) -> SamplingParams:
     """Fit `max_tokens` to the limit of log-probabilities for a request with `num_choices` answers.
-    More raises ApiError if the client `asked` for it, and is else cut down."""
+    Raises ApiError if the client `asked` for more; otherwise more is cut down."""
     if params.logprobs is None:
         return params
     most = front.settings.max_logprobs_per_request

@@ -20,7 +20,7 @@ from .protocol import SamplingFields
 
 logger = logging.getLogger(__name__)
 
-_MOST_TOLD = 64  # logged formats, limited since clients choose the names
+_MOST_TOLD = 64  # logged formats; limited, because clients choose the names
 _told: set[str] = set()
 # Older fields with their current names. `guided_json` may also be a JSON text.
 _GUIDED = {
@@ -32,14 +32,13 @@ _GUIDED = {
 }
 _WHITESPACE = "guided_whitespace_pattern"
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
-# OpenAI's fields beside the schema: a name and a description, which have no effect, and `strict`,
-# which always holds.
+# OpenAI's fields beside the schema: name and description have no effect; `strict` always holds.
 _SCHEMA_FIELDS = {"name", "schema", "strict", "description"}
 
 
 def structured_outputs_of(front: Front, request: SamplingFields) -> StructuredOutputsParams | None:
     """The structured outputs of a request, from any of the fields; None without one. Raises
-    ApiError, with the field's name, for an invalid value and for two of these fields."""
+    ApiError, with the field's name, for an invalid value and if two of these fields are given."""
     asked: dict[str, Mapping[str, Any]] = {}
     if request.response_format is not None:
         found = _of_response_format(request.response_format)
@@ -77,7 +76,7 @@ def structured_outputs_of(front: Front, request: SamplingFields) -> StructuredOu
 
 
 def _tell_ignored(schema: Any) -> None:
-    """Log once for each format that answers are not held to it."""
+    """Log, once for each format, that answers need not follow it."""
     whole = json.loads(schema) if isinstance(schema, str) else schema
     for name in ignored_formats(whole):
         if name not in _told and len(_told) < _MOST_TOLD:
@@ -98,7 +97,7 @@ def _of_response_format(given: Any) -> dict[str, Any]:
         known = ", ".join(_FORMATS)
         message = f"`{name}` must be an object whose `type` is one of {known}"
         raise _invalid(name, message)
-    if kind == "structural_tag":  # the whole object is one
+    if kind == "structural_tag":  # the whole object is the tag
         return {"structural_tag": given}
     allowed = {"type", "json_schema"} if kind == "json_schema" else {"type"}
     _refuse_others(name, given, allowed)

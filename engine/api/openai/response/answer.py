@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer to one generating request, whole or as a stream. A subclass for each route gives the
-form of its JSON.
+"""The answer to one generating request, whole or as a stream. Each route has a subclass, which
+gives the form of the JSON.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .replies import (
 )
 from .streaming import EventStream, Write, until_disconnect
 
-# Log-probabilities of more positions are encoded in a thread: with 20 likely tokens each takes
-# about 30 us, for which all other requests would wait.
+# Log-probabilities of more positions are encoded in a thread. A position with 20 likely tokens
+# takes about 30 us; in the event loop all other requests would wait for it.
 MAX_INLINE_POSITIONS = 512
 
 _encoder = msgspec.json.Encoder()
@@ -64,7 +64,7 @@ class Part:
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     routed_experts: npt.NDArray[Any] | None = None  # with the last part
-    kv_transfer_params: KvParams = UNSET  # with the last of a choice
+    kv_transfer_params: KvParams = UNSET  # with the last part of a choice
 
     @property
     def index(self) -> int:
@@ -97,7 +97,7 @@ class Answer(ABC):
 
     def select(self, wholes: Mapping[int, TextOutput]) -> list[Generation]:
         """Select the answers that the client gets, prompt by prompt, from all that were generated.
-        `wholes` has them by their index."""
+        `wholes` has the generated answers by index."""
         return self.generations
 
     async def respond(self, http: Request) -> ASGIApp:
@@ -111,8 +111,8 @@ class Answer(ABC):
         return Response(body, media_type="application/json")
 
     async def send_messages(self, receive: Receive, write: Write) -> None:
-        """Answer over a connection of messages: with one, or with one for each chunk of a stream.
-        `receive` returns http.disconnect when the client leaves."""
+        """Answer over a websocket: one message for a whole answer, or one for each chunk of a
+        stream. `receive` returns http.disconnect when the client leaves."""
         work = self._stream(write) if self.request.stream else self._write_whole(write)
         async with asyncio.timeout(self.front.settings.request_timeout_seconds):
             await until_disconnect(receive, work, self.front.in_flight.ended)
@@ -220,8 +220,8 @@ class Answer(ABC):
 
 @dataclass(slots=True)
 class Tally:
-    """The token counts of a whole answer. A prompt with several answers counts once; so do its
-    cached tokens, which come with its first answer."""
+    """The token counts of a whole answer. A prompt with several answers counts once. Its cached
+    tokens count once too; they come with its first answer."""
 
     prompt_tokens: int
     by_tier: dict[str, int]
@@ -272,7 +272,7 @@ async def run_all(
 
 
 def kv_params_of(parts: list[Part]) -> KvParams:
-    """The `kv_transfer_params` of an answer or a chunk: those of its only part, else UNSET."""
+    """The `kv_transfer_params` of an answer or a chunk: UNSET unless it has exactly one part."""
     return parts[0].kv_transfer_params if len(parts) == 1 else UNSET
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The generation of one choice of an answer by the engine, with its metrics.
 
-A request has `n` choices for each prompt, its children; those of a prompt follow each other.
+A request has `n` choices (children) for each prompt. The choices of a prompt follow each other.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Task(NamedTuple):
 
 @dataclass(slots=True)
 class Generation:
-    """The generation of a choice. Without `keeps_tokens` its tokens are dropped; the client gets
-    only the data of its prompt."""
+    """The generation of a choice. Without `keeps_tokens` the tokens are dropped, and the client
+    gets only the data about the prompt."""
 
     index: int
     request: AddRequest
@@ -106,8 +106,8 @@ class Generation:
 
     @property
     def begun_too_late(self) -> str:
-        """The warning for a structured answer that never began, since the thought took all tokens
-        of its limit; empty for others. Valid at the end of the choice."""
+        """The warning that a structured answer never began because the thought used up
+        `max_tokens`; empty if there is none. Valid at the end of the choice."""
         asks = self.request.sampling_params.structured_outputs is not None
         if self.thoughts is None or not asks or self.has_text or self.tool:
             return ""
@@ -178,7 +178,7 @@ def make_generations(
 
 def tenant_of(front: Front, http: HTTPConnection) -> str:
     """The tenant of a request, from the trusted header; empty without one. Raises ApiError for
-    several, and for one that is too long."""
+    several tenants, and for a tenant that is too long."""
     name = front.settings.tenant_header
     if name is None:
         return ""
@@ -281,6 +281,6 @@ def _engine_error(output: TextOutput) -> ApiError:
     message = output.error or "the engine failed on this request"
     if output.error_code == OVERLOADED:
         return ApiError(message, status=503, kind=ENGINE, code=OVERLOADED, retry_seconds=1)
-    if output.error_code == INVALID_GRAMMAR:  # the client's own
+    if output.error_code == INVALID_GRAMMAR:  # the client wrote the grammar
         return ApiError(message, code=INVALID_GRAMMAR)
     return ApiError(message, status=500, kind=ENGINE, code=output.error_code or "request_failed")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kv_transfer_params`: the field of routers in a request, and the data that they carry from a
-prefill node's answer into the request for a decode node.
+"""`kv_transfer_params`: a field of requests and answers. Routers copy it from a prefill node's
+answer into the request for a decode node.
 
-The keys are those of routers for vLLM nodes, which pass on unknown keys; ours is `stratakv`, which
-holds the ticket. Routers for SGLang nodes ask both nodes at once and name a `bootstrap_room`.
-Addresses in either are for other software: this server opens no connection to them, since any
-client could have written them.
+The keys are the keys of routers for vLLM nodes. These routers pass on unknown keys, so this server
+puts its ticket under `stratakv`. Routers for SGLang nodes ask both nodes at once and name a
+`bootstrap_room`. Either kind may name addresses, for other software. This server opens no
+connection to them, because any client could have written them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ Params = dict[str, Any]
 def read_params(
     params: Params | None, *, is_alone: bool, asked_elsewhere: bool = False
 ) -> RequestExtras | None:
-    """The extras that a router's parameters mean for the engine. A ticket needs one prompt and one
-    answer (`is_alone`), and is else ignored. Raises ApiError for invalid parameters."""
+    """The request's extras for the engine, from a router's parameters. A ticket is ignored unless
+    the request has one prompt and one answer (`is_alone`). Raises ApiError for invalid
+    parameters."""
     if not params:
         return RequestExtras(asked_elsewhere=True) if asked_elsewhere else None
     asks = _switch(params, "do_remote_decode")
@@ -57,8 +58,9 @@ def read_params(
 
 def without_routers_least(params: SamplingParams, request: SamplingFields) -> SamplingParams:
     """The parameters without a `min_tokens` of 1 that a router added. Routers that send
-    `remote_engine_id` set it for the one token of a prefill node. A token that was chosen while no
-    token could end the answer does not fit a client's request that allows that end."""
+    `remote_engine_id` set it for the one token of a prefill node. While it applies, no token may
+    end the answer, but the client's request may allow that; such a token would not fit the client's
+    request."""
     given = request.kv_transfer_params or {}
     is_theirs = given.get("do_remote_decode") and "remote_engine_id" in given
     if not is_theirs or (params.min_tokens, params.max_tokens) != (1, 1):
@@ -104,7 +106,7 @@ def _switch(params: Params, name: str) -> bool:
 def _ticket(params: Params) -> Ticket | None:
     given = params.get(OURS)
     if given is None:
-        return None  # of other software: its blocks are found by their keys, or not at all
+        return None  # made by other software: its blocks are found by key or not at all
     try:
         ticket = msgspec.convert(given, Ticket)
     except msgspec.ValidationError as error:

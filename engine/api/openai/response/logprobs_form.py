@@ -101,7 +101,7 @@ class CompletionForm:
         raw = known.text.encode() if known.raw is None else bytes(known.raw)
         waits = bool(self._decoder.getstate()[0])
         first = self._decoder.decode(raw[:1])
-        # Bytes that waited for this one become a replacement character unless it continues them.
+        # Waiting bytes become a replacement character unless this byte continues them.
         apart = len(first) > 1 or bool(self._decoder.getstate()[0])
         begin = self._offset + (waits and apart and first.startswith(REPLACEMENT))
         self._offset += len(first) + len(self._decoder.decode(raw[1:]))

@@ -24,7 +24,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Completion tokens that belong to thoughts, without the marks around these."""
+    """The number of completion tokens in thoughts, without the marks around the thoughts."""
 
     reasoning_tokens: int
 
@@ -52,7 +52,7 @@ class PromptToken(msgspec.Struct, gc=False):
     decoded_token: str
 
 
-# By token id, one entry for each prompt token; None for the first, which has no tokens before it.
+# One entry for each prompt token: tokens by id, or None for the first, which no token precedes.
 PromptTokens = list[dict[int, PromptToken] | None] | UnsetType
 
 
@@ -236,7 +236,7 @@ class DetokenizedPrompt(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """A model of /v1/models. `root` is its path as another name, or the name again."""
+    """A model of /v1/models. `root` is the model's path, accepted as a name, or the name."""
 
     id: str
     object: Literal["model"]

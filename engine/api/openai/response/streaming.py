@@ -93,9 +93,8 @@ class EventStream:
     """An ASGI answer made by `produce`, which is called once with a function that writes the data
     of an event.
 
-    The status line is sent with the first event, so that an earlier failure has its own status; a
-    later failure becomes an event with an `error`. So does the end of the server, when `ended` is
-    done.
+    The status line is sent with the first event, so an earlier failure has its own status. A later
+    failure becomes an event with an `error`, and so does the end of the server (`ended` is done).
     """
 
     produce: Callable[[Write], Awaitable[None]]

@@ -80,12 +80,12 @@ class CallReader:
 class ToolUse:
     """The use of tools in the answer to a request."""
 
-    shown: list[Mapping[str, object]] | None = None  # to the template
+    shown: list[Mapping[str, object]] | None = None  # the tools that the template gets
     structured_outputs: StructuredOutputsParams | None = None  # of an answer that must call
     make_parser: Callable[[], ToolCallParser] | None = None  # None: no calls are read
     new_id: Callable[[], str] = ToolCallParser.new_id
     only_first: bool = False
-    ends_with_calls: bool = True  # OpenAI's answer to a named choice ends with `stop`
+    ends_with_calls: bool = True  # False for a named choice: OpenAI ends it with `stop`
     marks: ReasoningMarks | None = None  # of thoughts, which may show special tokens
     decoder: Decoder | None = None  # of texts that may hold calls; None: the tokenizer
 
@@ -105,7 +105,7 @@ class _Choice(NamedTuple):
 
 def tools_of(front: Front, request: ChatRequest) -> ToolUse:
     """The use of tools that a request asks for. Raises ApiError, with the field's path, for invalid
-    tools, for a choice that is not among them, and for fields that contradict it."""
+    tools, for a choice of an unknown tool, and for fields that contradict the choice."""
     tools = request.tools or []
     if not tools and request.tool_choice in (None, "auto", "none"):  # libraries always send `auto`
         return ToolUse(marks=front.marks)
@@ -133,7 +133,7 @@ def tools_of(front: Front, request: ChatRequest) -> ToolUse:
 def template_tools(
     settings: ApiSettings, tools: Sequence[ToolDefinition]
 ) -> list[Mapping[str, object]] | None:
-    """The tools in the template's form; None without any. Raises ApiError for the first invalid."""
+    """The tools in the template's form; None without any. Raises ApiError for an invalid one."""
     if not tools:
         return None
     most, known = settings.max_tools_per_request, set()
@@ -181,7 +181,7 @@ def _is_json(text: str) -> bool:
 
 
 def _check_schema(place: str, schema: Mapping[str, Any] | None) -> None:
-    """Raise ApiError unless the schema is an object's; the grammar's compiler finds the rest."""
+    """Raise ApiError unless it describes an object; the grammar's compiler checks the rest."""
     schema = without_nulls(schema or {})
     kind = schema.get("type", "object")
     if kind != "object":
@@ -268,8 +268,8 @@ def _by_parser(front: Front, use: ToolUse, names: Sequence[str], *, is_result: b
 
 
 def _by_grammar(use: ToolUse, tools: Sequence[ToolDefinition], choice: _Choice) -> ToolUse:
-    """Constrain the answer to one call or a list of calls. Insignificant white space is not
-    allowed, since small models write it for ever."""
+    """Constrain the answer to one call or a list of calls. White space between JSON tokens is not
+    allowed: small models write it without end."""
     names = [tool.function.name for tool in tools]
     schemas = [_schema_of(tool.function) for tool in tools]
     make_parser: Callable[[], ToolCallParser]

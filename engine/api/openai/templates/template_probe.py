@@ -27,7 +27,7 @@ Render = Callable[[Sequence[Seen]], Awaitable[str]]  # raises TemplateRefused
 _TELLING_CHARACTERS = 12
 _LOOKED_FOR_CHARACTERS = 64
 _MAX_KNOWN_SHAPES = 1024
-# Failed searches, each through the whole prompt; a template that changes so many texts changes all.
+# Most failed searches in a prompt: a template that changes so many texts changes all texts.
 _MAX_SEARCHES = 8
 # Characters of all texts to compare in the search for a text that is part of another.
 _MAX_CHARACTERS_COUNTED = 20_000_000
@@ -38,7 +38,7 @@ _ID = "probe000"  # with a digit after it, the form that the strictest templates
 _TOOL = {"type": "function", "function": {"name": "probe_tool", "parameters": {"type": "object"}}}
 
 ABSENT, NULL, EMPTY = "absent", "null", "empty"
-# The forms of a missing content, first that of transformers, in the order in which they are tried.
+# The forms of a missing content in the order of their trial; transformers has the first form.
 _CONTENTS: Mapping[str, Seen] = {ABSENT: {}, NULL: {"content": None}, EMPTY: {"content": ""}}
 
 # Digits pass unchanged through filters and JSON.
@@ -71,8 +71,8 @@ class TemplateProbe:
         self._left_out: OrderedDict[bytes, frozenset[int]] = OrderedDict()
 
     async def takes_parts(self, render: Render) -> bool:
-        """Whether contents must be lists of parts, since the template shows no plain texts, like
-        some templates for pictures."""
+        """Whether contents must be lists of parts: some templates (for pictures) show no plain
+        texts."""
         if self._takes_parts is None:
             user = {"role": "user", "content": _TEXT}
             self._takes_parts = False
@@ -81,7 +81,7 @@ class TemplateProbe:
         return self._takes_parts
 
     async def takes_both(self, render: Render, one: str, other: str) -> bool:
-        """Whether a message of the role `other` is shown after a first one of the role `one`."""
+        """Whether the template shows a message of role `other` after a first one of role `one`."""
         if (one, other) not in self._takes_both:
             both = [{"role": one, "content": _NAME}, {"role": other, "content": _KEY}]
             try:
@@ -109,8 +109,8 @@ class TemplateProbe:
             missing |= unsure & await self._left_out_by_shape(seen, shape, render)
         if not missing:
             return []
-        # The result may depend on the texts, so these texts are tried, with marks, before a message
-        # is reported. If the template refuses marked texts, no message is reported.
+        # The template may decide by the texts, so they are rendered again with marks before a
+        # message is reported. If the template refuses marked texts, no message is reported.
         return await _left_out(_marked(seen, missing), sorted(missing), render) or []
 
     async def _left_out_by_shape(
@@ -146,8 +146,8 @@ async def _shows(render: Render, message: Seen) -> bool:
 
 
 def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
-    """The indices of messages whose contents are not in the prompt, in order, and of those whose
-    match may be chance: short ones, and parts of other messages."""
+    """Two sets of indices: messages whose contents are not in the prompt, in order; and messages
+    whose match may be chance, because a content is short or part of another message."""
     missing: set[int] = set()
     unsure: set[int] = set()
     start = 0
@@ -176,8 +176,8 @@ def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
 
 
 def _in_others(seen: Sequence[Seen]) -> set[int]:
-    """The indices of messages that share a part with another message, which the search may have
-    found instead. Past the limit of a long conversation all indices count as such."""
+    """The indices of messages with a part that also stands in another message: the search may have
+    found that one. Past the limit of a long conversation all further indices are returned."""
     if len(seen) < 2:
         return set()
     wholes = [_whole(message) for message in seen]
@@ -275,8 +275,8 @@ async def _left_out(
 
 
 def _marks(message: Seen, place: int) -> Iterable[str]:
-    """The marks that must be in the prompt. A text beside calls may be left out, since some models
-    were trained without it."""
+    """The marks that must be in the prompt. A text beside calls may be left out: some models never
+    saw one."""
     calls = message.get("tool_calls") or ()
     if calls:
         return [_mark(place, number) for number in range(1, len(calls) + 1)]

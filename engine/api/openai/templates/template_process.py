@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that compile and render chat templates, and the pool of those that are idle.
+"""Processes that compile and render chat templates, and the pool of idle ones.
 
-A process is started when it is first needed, and again after a template made it end. It ends by
-itself with the server's process.
+A process is started when it is first needed, and again after a template made it end. When the
+server's process ends, it ends too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .sandbox import TemplateRefused
 from .template_worker import LENGTH, MEMORY
 
 MAX_IDLE = 4  # the number that may work at once for one template
-# The wait by the clock, as a multiple of a template's processor time, since machines are busy.
+# The most elapsed time, as a multiple of the processor time: on a busy machine a process waits.
 MAX_WAIT = 10
 # The time to start Python on a busy machine.
 START_SECONDS = 60.0

@@ -30,7 +30,7 @@ import jinja2
 from .sandbox import TemplateRefused, compile_template, render_template
 
 LENGTH = struct.Struct("!I")
-# Beyond the memory of the process at its start. The longest conversation takes some 100 MiB.
+# Added to the memory of the process at its start. The longest conversation takes some 100 MiB.
 MAX_MEMORY_BYTES = 768 * 1024**2
 MAX_TEMPLATES = 8
 _ALIVE_SECONDS = 10.0  # between two checks that the other process still runs
