@@ -178,9 +178,9 @@ class JobRetention(ABC):
         seconds: float,
         due_seconds: float | None,
     ) -> None:
-        """Keep these blocks in the tiers for `seconds`: the job's next turn begins with them. It
-        probably comes in `due_seconds`, so they are read into the fastest tier by then. It replaces
-        an earlier turn."""
+        """Keep these blocks in the tiers for `seconds`: the job's next turn begins with them. That
+        turn probably comes in `due_seconds`; the fastest tier has the blocks by then. Replaces an
+        earlier turn of the job."""
 
     @abstractmethod
     def turn_expected(self, job: bytes, due_seconds: float) -> None:
@@ -277,7 +277,7 @@ class KVConnectorScheduler(ABC):
     def invalidate_blocks(self, keys: Sequence[bytes], cause: str) -> None:  # noqa: B027 - see below
         """Drop the blocks of one chain from every tier, because they may be wrong; drop their
         copies under way, to a tier or the pool, too. `keys` are the pool's, head first. `cause`,
-        one word, labels them in the counters. Optional: by default the blocks stay until
+        one word, labels them in the counters. Optional: by default the blocks stay until they are
         evicted."""
 
     @abstractmethod
@@ -357,14 +357,13 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def wait_before_forward(self) -> None:
-        """Return when the forward pass may overwrite the blocks that this step evicts. All stores
-        of these blocks, the step's own and the overtaken earlier ones, have read them or will
-        before the pass writes."""
+        """Return when the forward pass may overwrite the blocks that this step evicts: the step's
+        stores and the overtaken earlier ones have read them, or will before the pass writes."""
 
     @abstractmethod
     def poll(self) -> ConnectorWorkerOutput | None:
-        """Return the copies finished since the last call; None if this side never copies. Never
-        waits."""
+        """Return the copies finished since the last call. None if this side never makes copies.
+        Never waits."""
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:

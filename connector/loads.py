@@ -150,8 +150,7 @@ class Loads(OverlappedLoads):
         block_ids: GroupBlockIds,
         compute_blocks: int,
     ) -> None:
-        """Begin a load whose request computes about `compute_blocks` before it meets the loaded
-        part."""
+        """Begin a load whose request computes about `compute_blocks` before the frontiers meet."""
         num_blocks = len(keys) // self._num_parts
         compute_blocks = min(compute_blocks, num_blocks)
         load = Load(

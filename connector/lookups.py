@@ -182,8 +182,7 @@ class Lookups:
         self.drop_lookup(offload)
 
     def poll_answers(self) -> bool:
-        """Take in answers of stores. Return whether requests that got RETRY should be looked up
-        now."""
+        """Take in answers of stores. Return whether to look up requests that got RETRY."""
         for offload in list(self.unanswered):
             request = offload.unanswered
             assert request is not None
@@ -272,7 +271,8 @@ class Lookups:
         return min(end, len(self._digests_of(request)))
 
     def _digests_of(self, request: RequestView) -> Sequence[bytes]:
-        """The block digests. A tail hash replaces the digests from its block on."""
+        """The block digests. A tail hash replaces the digests from its block on; at most one token
+        follows the tail."""
         tail = request.tail_hash
         if not tail:
             return request.block_hashes

@@ -7,7 +7,8 @@
     build_meta           evicted and cold blocks ──► begin_store; ready loads ──► copy jobs
     update_from_worker   end_store, end_load ──► one report for each waiting request
 
-Blocks and slots are numbers here; the hierarchy knows where bytes are kept.
+Tensors, devices and files do not appear here. Blocks and slots are numbers; the hierarchy knows
+where bytes are kept.
 """
 
 from __future__ import annotations
@@ -241,8 +242,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._kept_turns.clear()
 
     def _poll_tiers(self) -> bool:
-        """Take in the tiers' finished transfers. Return whether a step has a load to copy or
-        report."""
+        """Take in the tiers' finished transfers. True if a step has a load to copy or report."""
         self._hierarchy.poll()
         # Most steps have none of this work; the checks avoid calls of code outside the CPU's cache.
         if self._read_times.watched:

@@ -88,8 +88,7 @@ class Outgoing(StoresAhead):
             self._ahead_job_of.update(dict.fromkeys(keys, job.job_id))
 
     def complete_job(self, job_id: int, ok: bool, digests: Sequence[bytes] | None = None) -> None:
-        """Take in a job that ended, well or not, with its blocks' digests if the device makes
-        any."""
+        """Take in a job that ended, well or not, with its blocks' digests if there are any."""
         ticket = self._tickets.pop(job_id)
         for key in self._ahead.pop(job_id, ()):
             self._ahead_job_of.pop(key, None)

@@ -3,8 +3,7 @@
 
 A page's name is a digest (32 bytes) and its cache group (u16, little-endian); the name of a block
 in the tiers adds its rank (`tiers/block.py`). A block of the pool has a page in each of `width`
-consecutive groups; the first is a multiple of `width`. A block has the id and the name of its first
-page:
+consecutive groups; the first is a multiple of `width`. A block has its first page's id and name:
 
     width 2     block 7, named D|2     pages 7, named D|2, and 8, named D|3
 """

@@ -97,8 +97,8 @@ class Parts:
         return [digest + suffix for suffix in self._state_suffixes]
 
     def first_state_keys(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The keys of the first pieces of states behind the positions whose parts have these keys,
-        the last position first."""
+        """The key of the first piece of states behind each position, the last position first.
+        `keys` are those of the positions' parts."""
         if not self._state_suffixes:
             return []
         suffix = self._state_suffixes[0]
@@ -180,8 +180,8 @@ class Parts:
         most_tokens: int | None = None,
         num_kept: int = 0,
     ) -> int:
-        """The length of the longest hit of up to `num_positions`, whose full-attention blocks
-        exist."""
+        """The length of the longest hit of up to `num_positions`. Their full-attention blocks are
+        known to be there."""
         if not self.is_windowed:
             return num_positions
         search = _Search(self, hierarchy, first, keys, most_tokens, num_kept)

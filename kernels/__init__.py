@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes on the device: attention over the paged pool, KV writes, block copies.
+"""Kernels: attention over the paged pool, KV writes, block copies, and the CPU's compiled library.
 
-Each kernel is one public function in a file of its name, which checks its arguments and runs either
-the Triton kernel (`*_triton.py`) or its plain twin in torch (`*_plain.py`) behind the same
-signature. `kernel_choice.py` makes the choice. This folder imports nothing of ours outside it, and
-triton only when a Triton kernel is to run.
+A kernel is a public function in the file of its name. The function checks its arguments and runs
+the Triton kernel (`*_triton.py`) or the plain twin in torch (`*_plain.py`); both have the same
+signature. `kernel_choice.py` makes the choice. This folder imports no other folder of StrataKV, and
+imports triton only to run a Triton kernel.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shipped configuration: one Triton kernel with everything that its compiler has to know.
+"""A shipped configuration: a Triton kernel with all that the compiler needs.
 
-`shipped.py` lists them all. They are compiled ahead of time, for devices that this machine lacks,
-and `resources.json` keeps the compiler's figures. This module imports no triton, so that a list can
-be read on any machine; the function in a configuration is the object that `triton.jit` made.
+`shipped.py` lists the configurations. They are compiled ahead of time, for devices that this
+machine lacks, and `resources.json` keeps the compiler's figures. This module imports no triton, so
+that any machine can read the list. `function` is the object that `triton.jit` made.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ NAME = re.compile(r"[a-z0-9_.-]{1,80}")
 
 
 class ConfigurationRefused(ValueError):
-    """A configuration that could not be compiled as it is written, with the reason."""
+    """A configuration has a mistake that would stop its compilation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """The facts that one launch is compiled from.
+    """The facts from which the compiler builds one launch.
 
     `signature` has the type of every argument that is passed when the kernel runs, in Triton's
-    words: "*bf16", "*fp8e4nv", "fp32", "i32", "i64". Every other argument is in `constexprs` with
-    its value: the ones that are `tl.constexpr`, integers that are always 1 (Triton makes a constant
-    of those when it launches), and None for a pointer that is not passed. Pointers count as aligned
-    to 16 bytes; integers that are multiples of 16, such as strides, are named in `multiples_of_16`.
+    words: "*bf16", "*fp8e4nv", "fp32", "i32", "i64". `constexprs` has the values of all other
+    arguments: `tl.constexpr` ones, integers that are always 1 (Triton makes constants of these at a
+    launch), and None for pointers that are not passed. Pointers count as aligned to 16 bytes.
+    `multiples_of_16` names the integers that are multiples of 16, such as strides.
 
-    `tile_bytes` and `tile_flops` are the work of one pass of the inner loop, by which its machine
-    code is judged: bytes of the pool that it reads, and operations of its products, without those
-    on padding. 0 if they are not counted.
+    `tile_bytes` and `tile_flops` are the work of one pass of the inner loop: bytes read from the
+    pool, and operations of the products, without operations on padding. The loop's machine code is
+    compared with them. 0 if they are not counted.
     """
 
     name: str  # unique among all kernels: "paged_decode.bf16.d128.g4"
@@ -43,9 +43,9 @@ class Configuration:
     num_warps: int = 4
     num_stages: int = 3
     multiples_of_16: frozenset[str] = frozenset()
-    needs: frozenset[str] = frozenset()  # of the machine code for sm_90: {"HGMMA", "LDGSTS"}
+    needs: frozenset[str] = frozenset()  # instructions for sm_90
     min_capability: tuple[int, int] = (8, 0)  # fp8 e4m3 needs (8, 9)
-    min_programs: int = 1  # the fewest that a multiprocessor of sm_90 has to run side by side
+    min_programs: int = 1  # programs that must fit on a multiprocessor of sm_90
     tile_bytes: int = 0
     tile_flops: int = 0
 

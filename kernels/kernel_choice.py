@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a kernel's implementation: Triton's, the CPU's compiled one, or torch's plain twin.
+"""The choice of a kernel's implementation: Triton, the CPU's compiled library, or plain torch.
 
-Triton's runs on CUDA devices that can, the compiled one on CPUs that can, if the installation could
-build it; the plain one runs everywhere, and the others are compared with it. A caller may name one;
-under `strict` a kernel that cannot run on a GPU is refused instead of replaced.
+Triton kernels run on CUDA devices, if the device and the Triton version are new enough. Compiled
+kernels run on CPUs, if the installation built them. Plain kernels run everywhere, and tests compare
+the others with them. A caller may name an implementation. Under `strict` a Triton kernel that
+cannot run on a GPU is refused and not replaced.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ AUTO, TRITON, NATIVE, PLAIN = "auto", "triton", "native", "plain"
 KERNELS = (AUTO, TRITON, NATIVE, PLAIN)
 NO_NATIVE = "there is none of this"
 MIN_CAPABILITY = (8, 0)
-MIN_TRITON = (3, 6)  # as pyproject.toml has it
-FP8_CAPABILITY = (8, 9)  # the first that converts e4m3 in hardware
+MIN_TRITON = (3, 6)  # the minimum in pyproject.toml
+FP8_CAPABILITY = (8, 9)  # the first with e4m3 conversion in hardware
 
 
 class KernelRefused(ValueError):
-    """A kernel that the caller named cannot run; says what was expected, what came, what to do."""
+    """A kernel cannot run, or cannot take these arguments. The message says what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The hardware and the Triton that kernels run on. `capability` is None without a CUDA device,
-    `triton_version` without one or if Triton does not report it."""
+    """The hardware and Triton of this process. `capability` and `triton_version` are None without a
+    CUDA device; the latter also if the version is not known."""
 
     device: str
     capability: tuple[int, int] | None
@@ -46,7 +47,7 @@ class Hardware:
 
 @functools.cache
 def probe_hardware() -> Hardware:
-    """Look at the hardware once in a process, and log it. Initialises CUDA if there is some."""
+    """Probe the hardware once in a process, and log it. Initialises CUDA if available."""
     has_triton = importlib.util.find_spec("triton") is not None
     if not torch.cuda.is_available():
         return Hardware("cpu", None, has_triton)
@@ -61,9 +62,9 @@ def probe_hardware() -> Hardware:
 
 
 def triton_failure(error: Exception) -> str | None:
-    """The first line of an error of Triton's, or one from its code, which compiles, loads and sizes
-    kernels; None for an error of another origin. If a compiler, Python's headers or a folder are
-    missing, and in its import, Triton raises errors of Python's own types."""
+    """The first line of an error that Triton's code raised; None for any other error. Triton also
+    raises errors of Python's own types: during its import, and if a compiler, Python's headers or a
+    folder are missing."""
     frames = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
     modules = {type(error).__module__, str(getattr(error, "name", "")), *frames}
     if not any(module.partition(".")[0] == "triton" for module in modules):
@@ -73,7 +74,7 @@ def triton_failure(error: Exception) -> str | None:
 
 
 def is_interpreting() -> bool:
-    """Whether Triton kernels are run by its interpreter, which works on CPU tensors."""
+    """Whether Triton's interpreter runs the kernels; it works on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -87,10 +88,10 @@ def choose_kernel(
 ) -> str:
     """TRITON, NATIVE or PLAIN for tensors on `device`.
 
-    `unsupported` is the kernel's own reason against Triton, such as a head size, and
-    `native_unsupported` that against the compiled kernel of the CPU; None without a reason.
-    Raises KernelRefused for an unknown name, for TRITON and NATIVE if they cannot run, and under
-    `strict` for AUTO on a CUDA device where Triton cannot.
+    `unsupported` is the caller's reason against Triton, such as a head size, and
+    `native_unsupported` its reason against the CPU's compiled kernel; None without a reason. Raises
+    KernelRefused for an unknown name, for a named kernel that cannot run, and under `strict` for
+    AUTO on a CUDA device if Triton cannot run.
     """
     if wanted not in KERNELS:
         raise KernelRefused(f"a kernel is one of {', '.join(KERNELS)}, not {wanted!r}")

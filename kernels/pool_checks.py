@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a layer's pool and of its scales, which every kernel makes, reading or writing.
+"""Checks of a layer's pool and scales, made by kernels that read and by kernels that write.
 
-They look at shapes, types, strides and devices, never at contents, so none waits for a device.
+They check shapes, types, strides and devices, never contents, so they do not wait for a device.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ FP8 = torch.float8_e4m3fn
 
 
 def check_scales(kv: Tensor, kv_scales: Tensor | None) -> None:
-    """Raise KernelRefused unless a float8 pool has scales, of heads or of tokens and heads, and
-    other pools none."""
+    """Raise KernelRefused for a float8 pool without scales (a head, or a token and head), and for
+    another pool with scales."""
     if kv.dtype != FP8:
         if kv_scales is not None:
             raise KernelRefused(f"expected no kv_scales beside a pool of {kv.dtype}, got some")
@@ -49,7 +49,7 @@ def check_last_axis(name: str, tensor: Tensor) -> None:
 
 
 def check_written(name: str, tensor: Tensor) -> None:
-    """Raise KernelRefused if two elements share a place: of two writing programs either may win."""
+    """Raise KernelRefused if two elements share memory: parallel writes would race."""
     if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise KernelRefused(
             f"expected {name}, which is written, with a place for each element, "
@@ -58,8 +58,8 @@ def check_written(name: str, tensor: Tensor) -> None:
 
 
 def reason_against_fp8(kv: Tensor) -> str | None:
-    """The reason why Triton's kernels cannot convert this pool on its device, or None. The
-    interpreter, which works on the CPU, always can."""
+    """The reason why Triton's kernels cannot convert this pool on its device, or None. On the CPU
+    the interpreter always can."""
     if kv.dtype != FP8 or not kv.is_cuda:
         return None
     capability = probe_hardware().capability

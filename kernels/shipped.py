@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped configurations: every form in which the kernels are compiled ahead of time.
+"""The shipped configurations: all variants of kernels that are compiled ahead of time.
 
 `tools/compile_kernels.py` compiles them for devices that this machine lacks, and `resources.json`
 keeps the compiler's figures. The configurations follow from the launch tables beside the kernels.
-Triton is imported when a caller asks for them.
+Calling `shipped_configurations` imports triton.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _copy(move: str, word: str, has_ids: tuple[bool, bool]) -> Configuration:
 
 
 class _DecodeVariant(NamedTuple):
-    """A form in which the attention kernel is compiled."""
+    """A variant of the decode kernel."""
 
     pool: str
     q: str
@@ -75,7 +75,7 @@ class _DecodeVariant(NamedTuple):
     scales: str = ""  # "head" or "token"
 
 
-# For each pool type the group of Llama, and the largest group supported at the largest head size.
+# Each pool type has Llama's group, and the largest supported group at the largest head size.
 DECODE_VARIANTS = (
     *(
         _DecodeVariant("bf16", "bf16", group, size)
@@ -179,16 +179,16 @@ def _decode(variant: _DecodeVariant) -> Configuration:
 
 
 def _least_side_by_side(variant: _DecodeVariant) -> int:
-    """The fewest programs side by side. Usual shapes need as many, so that loads of some hide
-    behind the arithmetic of others."""
+    """The fewest programs on a multiprocessor. Usual shapes need several, so that some compute
+    while others load."""
     if variant.head_dim > 128 or variant.group > paged_decode_launch.DOT_ROWS:
         return 1
     return 2 if variant.scales or variant.group == 1 else 4
 
 
 def _prefills() -> list[Configuration]:
-    """Configurations of prefill: usual models on the device that the table was made for, and the
-    heaviest call that each row of the table allows."""
+    """Configurations of prefill: usual models on the launch table's main device, and for each row
+    of the table the heaviest call."""
     usual = (
         ("bf16", 64, 8, 16, 0),
         ("bf16", 96, 4, 16, 0),
@@ -308,7 +308,7 @@ def _write(head_dim: int, dtype: str, pool_dtype: str, scales: str) -> Configura
 
 def _layers() -> list[Configuration]:
     """Configurations of the norm, gate and rotation: rows of Llama-3 and Qwen3 8B (4096), Qwen3 14B
-    (5120) and Gemma 3 (2560), whose norm weights are float32; heads of 8 to a token's keys."""
+    (5120), and Gemma 3 (2560) with float32 norm weights; 8 KV heads."""
     norms = (("bf16", "bf16", 4096), ("fp16", "fp16", 4096), ("bf16", "bf16", 5120))
     gates = (("bf16", False), ("fp16", False), ("bf16", True))
     rotations = [

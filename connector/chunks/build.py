@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the tiers for chunks of one size and one namespace, below any host.
 
-It asks the cache servers first: a server that refuses these chunks stops the start."""
+It asks the cache servers first. A server that refuses these chunks stops the start; a server that
+is down does not."""
 
 from __future__ import annotations
 

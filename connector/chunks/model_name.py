@@ -73,8 +73,7 @@ def name_model(
 
 
 def warn_of_unseen(host: str, model: HostModel, name: ModelName, revision: str | None) -> None:
-    """Warn at the start if only the host's name identifies the model, unless the setting `revision`
-    identifies its weights."""
+    """Warn at the start if only the host's name identifies the model, and no `revision` is set."""
     if name.unseen and not revision:
         log.warning(
             "StrataKV below %s names the blocks of %s by that name, not by its bytes: %s. Set "

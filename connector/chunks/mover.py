@@ -6,7 +6,7 @@ between the host's memory and the slab, and an orderly end.
     load    SSD, cache servers ──► slot of the slab ──copy, digest──► host's bytes
 
 A subclass defines the jobs and begins them. vLLM's scheduler must not wait, so
-`vllm/tier_transfers.py` makes its tickets in the call. In `tiers.py` stores wait for room and
+`vllm/tier_transfers.py` makes its tickets in the call. In `tiers.py` stores wait for room, and
 answers are futures.
 """
 
@@ -106,8 +106,8 @@ class ChunkMover(ABC):
 
     @abstractmethod
     def _turn(self) -> bool:
-        """Do due work, one copy at most; False without any. The thread calls it without the
-        lock."""
+        """Do the work that is due, with one copy at most. Return False if there was none. The
+        thread calls this without the lock."""
 
     @abstractmethod
     def _give_back(self) -> None:
@@ -145,8 +145,7 @@ class ChunkMover(ABC):
     def _copy_out(
         self, ticket: LoadTicket, proofs: Sequence[Proof | None], chunks: Iterable[Parts]
     ) -> Copied:
-        """Copy the chunks that came, and check the host's bytes. Chunks without slots are
-        missing."""
+        """Copy chunks that came, and check the host's bytes. Chunks without slots are missing."""
         copied = Copied([], [])
         wanted = []
         for key, slot, proof, parts in zip(ticket.keys, ticket.slots, proofs, chunks, strict=True):

@@ -10,7 +10,7 @@ A load ends where the tier of the blocks changes, or at the last block: at the e
 seconds, and there is no load if none saves any. Seconds of a load cost nothing while the engine
 computes other requests first. Near break-even the last choice for about as many blocks from the
 same tier is repeated. Every `PROBE_EVERY`-th plan that declines blocks loads some of them, to
-notice a tier that is quick again. All seconds are estimates; requests, keys and tickets do not
+notice a tier that is quick again. All seconds are estimates. Requests, keys and tickets do not
 appear here.
 """
 
@@ -142,8 +142,8 @@ class Economics:
     def max_wait_seconds(
         self, first_token: int, num_blocks: int, *, num_queued_tokens: int = 0
     ) -> float | None:
-        """The most seconds to wait for blocks: the time to compute them and the queued tokens, or
-        None."""
+        """The most seconds to wait for blocks: the time to compute them and the queued tokens.
+        None: no limit."""
         if self.choice is not Choice.AUTO:
             return None
         compute = self._compute(first_token, num_blocks)

@@ -160,7 +160,7 @@ class PrefillRate:
         return self._seconds / self._tokens if self._tokens else None
 
     def record_prefill(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
-        """Record that `num_tokens` took `seconds`. `num_context_tokens` is the sum of their
+        """Record that `num_tokens` took `seconds`; `num_context_tokens`: the sum of their
         positions."""
         mean = num_context_tokens / num_tokens
         self._tokens = self._tokens * _KEPT + num_tokens

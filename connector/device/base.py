@@ -2,8 +2,8 @@
 """The contract of a copy device. A device moves bytes between the KV pool and the slab in order.
 
 A device has two streams, one for each direction, and marks points in them with events. On CUDA
-these are CUDA's streams and events. The CPU device uses threads under the same rules, so that the
-rules can be tested without a GPU.
+these are CUDA's streams and events. The CPU device uses threads and keeps the same rules, so that
+tests of the rules need no GPU.
 
 A caller may rely on this:
 - copies in one stream run in the order in which they were queued;
@@ -59,8 +59,8 @@ class Event(Protocol):
         """The cause if the work of this event failed. None if it ended well or has not ended."""
 
     def seconds(self) -> float:
-        """Seconds that the copy of this event ran, without its time in the queue; 0 until it ended
-        and for an event that is no copy."""
+        """Seconds that the event's copy ran, without its time in the queue; 0 until its end, and
+        for an event without a copy."""
 
 
 class SlabMemory(Protocol):

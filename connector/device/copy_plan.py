@@ -22,8 +22,7 @@ from ...tiers.errors import InvalidBlock
 from .base import Stream
 
 ABOUT_AS_FAST = 0.95
-# The least gain over the copy engine for which a kernel is used: a kernel takes time from
-# computing.
+# A kernel takes time from computing, so it is used only if it is faster by this factor.
 KERNEL_GAIN = 1.5
 # For smaller blocks the copy engine is slow, so a kernel is compiled and measured too.
 FRAGMENT_BYTES = 64 << 10
@@ -153,7 +152,7 @@ def _check(what: str, ids: Sequence[int], count: int) -> None:
 
 
 class Run(NamedTuple):
-    """One copy: `length` neighbouring places to `length` neighbouring places."""
+    """A single copy of `length` neighbouring places to `length` neighbouring places."""
 
     source: int
     target: int

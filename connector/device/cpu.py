@@ -4,7 +4,7 @@
 The pool is ordinary memory and the forward pass runs on the caller's thread, so the last writer of
 a block has finished when a copy is queued. If the forward pass waits for a store, the caller copies
 it itself, unless it is large: waking a thread costs as much as copying half a megabyte. All other
-rules are CUDA's.
+rules are as on CUDA.
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ def _run(job: _Job) -> None:
             for source, target in zip(sources, targets, strict=True):
                 _copy_runs(source, target, runs)
         elif rows is not None:
-            # The library hashes while it copies, and the thread retakes the interpreter's lock
-            # once.
+            # The library hashes while it copies; the thread retakes the interpreter's lock once.
             event.digests += copy_rows_and_digest(rows[1], target_pages, rows[0], source_pages)
         else:
             for start, end in zip(source_pages, target_pages, strict=True):
@@ -140,8 +139,7 @@ class _StreamThread:
 
     def __init__(self, name: str, dependency_seconds: float) -> None:
         self._dependency_seconds = dependency_seconds
-        # A SimpleQueue wakes a thread in half the time of a bounded Queue; `submit` checks the
-        # bound.
+        # It wakes a thread in half the time of a bounded Queue; `submit` checks the bound.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.notify: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -7,8 +7,8 @@
     each copy     neighbours merged, one `cudaMemcpyBatchAsync`, sources read in stream order
 
 If this way to copy is missing or slow on a machine, the best measured one replaces it: plain
-copies, a buffer in between, a capped kernel. An error that leaves CUDA unusable closes the device;
-every later call raises it.
+copies, a buffer in between, a capped kernel. An error that leaves CUDA unusable closes the device,
+and later calls raise it.
 """
 
 from __future__ import annotations
@@ -220,8 +220,7 @@ class CudaCopyDevice(CopyDevice):
         self._say_cost()
 
     def _say_cost(self) -> None:
-        """Warn once that memory is not page-locked, as soon as the reason and the cost are
-        known."""
+        """Warn once about memory that is not page-locked, when reason and cost are known."""
         with self._say_lock:
             if self._said_cost or self._refusal is None or self._memory is None:
                 return

@@ -3,8 +3,7 @@
 
 torch has most of them too, but two of its streams may be the same one, and its events report no
 error codes. A test compares every number and signature here with the headers of CUDA 12.8 and 13.
-Batched copies and page-locking are in `kernels/copy/copy_engine.py`. Importing this module needs no
-CUDA.
+Batched copies and page-locking are in `kernels/copy/copy_engine.py`. Importing it needs no CUDA.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CAPTURE_MODE_RELAXED = 2
 SUCCESS = 0
 NOT_READY = 600
 # Errors after which "any further CUDA work will return the same error" (CUDA's header), so the
-# process has to be restarted. The header does not say it of the last two, but they last too.
+# process has to be restarted. The header describes the last two in other words.
 STICKY = {
     214: "cudaErrorECCUncorrectable",
     226: "cudaErrorContained",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The copies of one direction of the CUDA device, by the best of the measured ways.
 
-Events, order and threads do not appear here.
+It works with addresses of pool and slab; events, order and threads do not appear here.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def measure_rates(
     """Bytes per second of each way to copy that works on this machine. `staging` must be idle.
 
     Takes some milliseconds. Copies scattered pieces of a block's size between scratch buffers,
-    never the pool or the slab. A kernel has to be compiled, so it is tried only for small blocks,
-    for which the copy engine is slow.
+    never the pool or the slab. A kernel has to be compiled; it is tried only for small blocks,
+    which the copy engine copies slowly.
     """
     locked = staging.memory.tensor()
     size = min(block_bytes, locked.numel() // 2)
@@ -98,8 +98,7 @@ def measure_rates(
 
 
 def _best_seconds(runtime: Runtime, stream: int, launch: Callable[[], None]) -> float:
-    """The best time of a few rounds, by the CPU's clock, because the CPU takes part in some
-    ways."""
+    """The best time of a few rounds, by the CPU's clock: the CPU takes part in some ways."""
     best = float("inf")
     for _ in range(ROUNDS):
         began = time.perf_counter()

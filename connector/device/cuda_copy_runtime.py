@@ -52,9 +52,8 @@ class Runtime(Protocol):
     batch_refusal: str | None  # why there are no batched copies; None if there are
 
     def enter_thread(self, *, is_own: bool) -> None:
-        """Prepare the calling thread; called in every thread before any other method. Sets its
-        current device. With `is_own`, for threads of the device, it may also call CUDA while
-        another thread captures a graph."""
+        """Prepare the calling thread, before its other calls: set its current device. With
+        `is_own`, for the device's threads, allow calls while another thread captures a graph."""
 
     def compute_stream(self) -> int:
         """The stream of the calling thread's kernels."""
@@ -82,8 +81,8 @@ class Runtime(Protocol):
     def seconds_between(self, start: int, end: int) -> float: ...
 
     def copy_batch(self, batch: Batch, stream: int) -> None:
-        """Queue all copies in one call; sources are read in stream order. Page-locked memory
-        only."""
+        """Queue all copies in one call; sources are read in stream order. Needs page-locked
+        memory."""
 
     def copy_each(self, batch: Batch, stream: int, *, to_host: bool) -> None:
         """Queue the copies one by one. With ordinary memory the call may wait, and may read sources

@@ -150,8 +150,8 @@ class Lane:
             self._blame(error)  # every job will then fail by itself
 
     def _wait_as_a_thread(self, job: Job) -> list[Point]:
-        """Wait until a stream can do the rest of the waiting; return its points. Raises DeviceError
-        if that takes too long."""
+        """Wait for events without a point. Return the points of the others, for which the stream
+        will wait. Raises DeviceError if this takes too long."""
         deadline = time.monotonic() + self._dependency_seconds
         points = []
         try:

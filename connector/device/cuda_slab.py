@@ -20,14 +20,14 @@ from .cuda_copy_runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 256 << 20  # small, because the driver holds locks meanwhile; large, so that there are few
+PIECE_BYTES = 256 << 20  # small for the driver's locks; large for few calls
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
 class LockedSlab:
-    """`num_slots` of `slot_bytes` from `address` on. If some slots cannot be locked, `refused` is
-    called once with the reason."""
+    """`num_slots` of `slot_bytes` from `address` on. If some slots cannot be locked, the slab calls
+    `refused` once with the reason."""
 
     def __init__(
         self,

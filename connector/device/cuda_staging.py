@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between the pool and ordinary memory, through a small page-locked buffer in two halves.
 
-While the copy engine works on one half, the calling thread copies to or from the other half, so
-that thread must be allowed to wait.
+While the copy engine works on one half, the calling thread works on the other, so it may wait.
 """
 
 from __future__ import annotations

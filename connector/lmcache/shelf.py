@@ -112,8 +112,8 @@ def identity_text(identity: ChunkIdentity) -> str:
 
 def check_folders(path: Path, folder: str, layouts: int) -> None:
     """Check that the directory may hold this layout. Raises ConfigError if it already has `layouts`
-    others, because they take room on the disk too. A directory that cannot be read passes: its
-    store will report the disk as down."""
+    others: they take room on the disk too. An unreadable directory passes: its disk is down, and
+    its store will report that."""
     try:
         if not path.is_dir():
             return

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode nodes that hand requests over: followed prompts, waits, hand-overs."""
+"""Prefill and decode on different engines: followed prompts, waits and hand-overs."""

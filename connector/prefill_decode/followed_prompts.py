@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that another engine is computing and this one will go on with: their blocks are read into
-the slab as they come, so that little is left to load when a request needs them.
+"""Prompts that another engine computes for requests of this one. Their blocks are read into the
+slab as they come, so that little is left to load when the request runs here.
 
-They are only hints: a prompt that does not come costs the slots that its blocks take until other
-blocks need them. Requests that wait for such a prompt are in `prefill_waits.py`.
+Following is only a hint: if the request never comes, the blocks take slots until other blocks need
+them. Requests that wait for such a prompt are in `prefill_waits.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.hierarchy.promotions import LoadTicket
 from ...tiers.mailbox import Alarm
 
-# Limit on following a prompt; computing one elsewhere takes seconds where it is worth it.
+# Limit on following a prompt; the other engine computes it in seconds.
 FOLLOW_SECONDS = 60.0
 MOST_PROMPTS = 256
-# Reads of this kind hold at most this share of the slab.
+# Reads of followed prompts hold at most this share of the slab.
 SHARE = 0.25
-# Blocks that others have stored are remembered for so long; a step of theirs takes less.
+# Blocks stored by other engines are remembered for this time, which is longer than their steps.
 NEWS_SECONDS = 5.0
 MOST_NEWS = 65_536  # blocks
 
@@ -33,44 +33,45 @@ class FollowedPrompt:
 
     keys: list[bytes]
     give_up_at: float  # monotonic
-    num_asked: int = 0  # leading keys that are in the slab, or on their way there
-    num_there: int = 0  # leading keys that some tier has
-    version: int = -1  # of the hierarchy, when it was looked at last
+    num_asked: int = 0  # leading keys in the slab or on their way there
+    num_there: int = 0  # leading keys that a tier has
+    version: int = -1  # of the hierarchy, at the last look-up
     tickets: list[LoadTicket] = field(default_factory=list)
 
     @property
     def missing(self) -> list[bytes]:
-        """The keys that no tier has."""
+        """The keys behind the leading ones that tiers have."""
         return self.keys[self.num_there :]
 
 
 class Follows:
-    """The prompts that one connector follows. `alarm` wakes the engine when one is given up."""
+    """The prompts that one connector follows. `alarm` wakes the engine when one's time is over."""
 
     def __init__(self, hierarchy: Hierarchy, alarm: Alarm) -> None:
         self._hierarchy = hierarchy
         self._alarm = alarm
-        self.prompts: list[FollowedPrompt] = []  # followed now; not to be changed
+        self.prompts: list[FollowedPrompt] = []  # followed now
         self._room = int(SHARE * hierarchy.num_slots)  # slots
         self._is_watching = False
-        self._news: dict[bytes, float] = {}  # blocks of others and when they came, in that order
+        self._news: dict[bytes, float] = {}  # other engines' blocks → their times, the oldest first
         self.num_followed = 0  # since the start
 
     def start_watching(self) -> None:
-        """Record the blocks that other engines store from now on."""
+        """Record from now on which blocks other engines store."""
         if not self._is_watching and self._hierarchy.hears_of_others:
             self._is_watching = True
             self._hierarchy.watch_stores(self._hear)
 
     def newest(self, keys: Sequence[bytes]) -> tuple[int, float, float]:
-        """The number of these keys, counted from the last one back, that others have stored just
-        now, and the times when the first and the last of them came."""
+        """The number of keys at the end of `keys` that other engines have stored within
+        NEWS_SECONDS, and the times when the first and the last of these came."""
         recent = itertools.takewhile(self._news.__contains__, reversed(keys))
         moments = [self._news[key] for key in recent]
         return len(moments), min(moments, default=0.0), max(moments, default=0.0)
 
     def track_prompt(self, keys: Sequence[bytes]) -> FollowedPrompt | None:
-        """Follow a prompt with these blocks, head first. None if that is of no use."""
+        """Follow a prompt with these blocks, head first. None without blocks, without news of other
+        engines, or beyond MOST_PROMPTS."""
         if not keys or not self._hierarchy.hears_of_others or len(self.prompts) >= MOST_PROMPTS:
             return None
         self.start_watching()
@@ -78,12 +79,12 @@ class Follows:
         prompt = FollowedPrompt(list(keys), give_up_at)
         self.prompts.append(prompt)
         self._alarm.at(give_up_at)
-        self._hierarchy.prefetch_lookup(keys)  # what came before
+        self._hierarchy.prefetch_lookup(keys)  # blocks that came before
         self.num_followed += 1
         return prompt
 
     def remove_prompt(self, prompt: FollowedPrompt) -> None:
-        """Stop following a prompt, which may have ended by itself."""
+        """Stop following a prompt, if it is still followed."""
         self._let_go(prompt, all_of_them=True)
         if prompt in self.prompts:
             self.prompts.remove(prompt)
@@ -104,7 +105,7 @@ class Follows:
         ]
 
     def _hear(self, keys: Sequence[bytes]) -> bool:
-        """Note blocks that others have stored. Return whether to look them up."""
+        """Note blocks that other engines have stored. Return whether to look them up."""
         now = time.monotonic()
         news = self._news
         for key in keys:
@@ -130,7 +131,7 @@ class Follows:
             ticket = self._hierarchy.begin_load(missing[:count])
             self._room -= len(ticket.keys)
             prompt.tickets.append(ticket)
-            count = ticket.begun  # where the slab has no room for all, the leading part
+            count = ticket.begun  # fewer if the slab has no room for all
         prompt.num_asked += count
 
     def _let_go(self, prompt: FollowedPrompt, *, all_of_them: bool) -> None:

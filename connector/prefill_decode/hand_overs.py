@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that other engines are about to load: written where those look, and kept for a while.
+"""Hand-overs: writes blocks to a store from which other engines are about to load them, and keeps
+them there for a while.
 
     hand_over ──► moving ──(the shared store has them, as far as is known)──► leasing ──► ended
 
-This knowledge may be old, so the lease decides: the store reports the blocks that it has, and
-evicts none of them until the lease is over. A hand-over that is late ends with its missing blocks.
+The engine's knowledge of the store may be old, so the lease decides: the store answers which of the
+blocks it has, and evicts none of these during the lease. A late hand-over ends with its missing
+blocks.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from ..base import HandOver
 from ..connector_context import ConnectorContext
 from ..messages import HandedOver
 
-# From the prefill node's answer to the load on the decode node, through a router under load.
+# Longer than from the prefill's answer, through a busy router, to the load for the decode.
 LEASE_SECONDS = 30.0
-# Many times what the blocks of one prompt take on the slowest link worth having.
+# Many times longer than a slow link needs for one prompt's blocks.
 MOST_SECONDS = 10.0
 
 
@@ -31,27 +33,27 @@ class _HandOver:
     request_id: str
     keys: list[bytes]
     give_up_at: float  # monotonic
-    num_there: int = 0  # leading blocks that the store has, as far as is known
-    version: tuple[int, int] | None = None  # of the hierarchy, when it was looked at last
+    num_there: int = 0  # leading blocks that the store is known to have
+    version: tuple[int, int] | None = None  # `shared_version` at the last check
     is_leasing: bool = False
 
 
 class HandOvers(HandOver):
-    """The hand-overs of one connector. It wakes the engine when one is to be given up. A hand-over
-    begins when its request has ended, and outlives the request's record."""
+    """The hand-overs of one connector. It wakes the engine when a hand-over's time is over. A
+    hand-over begins after the end of its request and of the request's record."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
-        self._shards = context.parts.shards  # one for each rank; they complete the pool's keys
+        self._shards = context.parts.shards  # one suffix a rank, to complete the pool's keys
         self._alarm = context.alarm
-        self.moving: list[_HandOver] = []  # those that lease among them; not to be changed
-        self.ended: list[HandedOver] = []  # for `take_handed_over`; not to be changed
+        self.moving: list[_HandOver] = []  # not ended, also during the wait for a lease
+        self.ended: list[HandedOver] = []  # for `take_handed_over`
 
     def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
         give_up_at = time.monotonic() + MOST_SECONDS
         named = [key + shard for key in keys for shard in self._shards]
         hand_over = _HandOver(request_id, named, give_up_at)
-        self.forget_hand_over(request_id)  # an earlier one of the same name
+        self.forget_hand_over(request_id)  # an earlier request with the same id
         self.moving.append(hand_over)
         self._hierarchy.shared(named, write=True)
         self._alarm.at(give_up_at)
@@ -59,11 +61,11 @@ class HandOvers(HandOver):
 
     def forget_hand_over(self, request_id: str) -> None:
         self.moving = [each for each in self.moving if each.request_id != request_id]
-        # It may have ended since.
+        # The hand-over may have ended already.
         self.ended = [ended for ended in self.ended if ended.request_id != request_id]
 
     def poll_hand_overs(self) -> None:
-        """Check the hand-overs for progress, and give up those that take too long."""
+        """Check the hand-overs for progress, and give up late ones."""
         now = time.monotonic()
         for hand_over in list(self.moving):
             self._look_at(hand_over)
@@ -79,7 +81,7 @@ class HandOvers(HandOver):
         if hand_over.is_leasing or hand_over.version == version:
             return
         hand_over.version = version
-        # Usually the first block is the one waited for: blocks written together come together.
+        # Ask for one block first: blocks written together come together, so it usually decides.
         size = 1
         while hand_over.num_there < len(hand_over.keys):
             there = hand_over.num_there
@@ -89,7 +91,7 @@ class HandOvers(HandOver):
             if moved is not None and answers[moved] is Answer.PENDING:
                 return
             if moved is not None:
-                # This one will not come; others may.
+                # The store will not get this block, but wait for the others.
                 if Answer.PENDING in self._hierarchy.shared(hand_over.keys[there:]):
                     return
                 break
@@ -107,5 +109,5 @@ class HandOvers(HandOver):
             return  # given up, or forgotten
         self.moving.remove(hand_over)
         end = -len(self._shards[0])
-        names = dict.fromkeys(key[:end] for key in missing)  # lost if one rank's part is
+        names = dict.fromkeys(key[:end] for key in missing)  # a block is lost if one rank's part is
         self.ended.append(HandedOver(hand_over.request_id, list(names)))

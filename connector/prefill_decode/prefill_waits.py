@@ -3,10 +3,11 @@
 
     await_prefill ──► (the scheduler asks for it, and blocks are missing) ──► waiting ──► ended
 
-`wait_limit.py` decides how a wait ends; the request then loads the blocks that have come and
-computes the rest. A waiting request holds no blocks of the pool. Its prompt is followed
-(`followed_prompts.py`), so that its blocks are in the slab by then. A request waits once at most,
-and only where a node is known to compute its prompt; see `PromptsElsewhere.await_prefill`.
+`wait_limit.py` decides when and how a wait ends; the request then loads the blocks that have come
+and computes the rest. A waiting request holds no blocks of the pool. Its prompt is followed
+(`followed_prompts.py`), so that the blocks are in the slab when the wait ends. A request waits once
+at most, and only if another engine may be computing its prompt; see
+`PromptsElsewhere.await_prefill`.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from ..request_offload import Lookup, RequestOffload
 from .followed_prompts import Follows
 from .wait_limit import LOOK_UP_SECONDS, MOST_RATIO, End, PrefillWait, WaitLimit
 
-MOST_WAITING = 64  # requests; each is looked at when anything comes
-# Computing less than this here is not worth a wait.
+MOST_WAITING = 64  # requests; all are checked whenever blocks come
+# A prompt that takes less time than this to compute is not worth a wait.
 LEAST_SECONDS = 0.1
-# The longest time without a block where loads are always chosen, whatever they cost.
+# The longest time without a new block if loads are always chosen, whatever they cost.
 ALWAYS_SECONDS = 5.0
 
 
 class PrefillWaits(PromptsElsewhere):
-    """The waits of one connector, and the prompts it follows. Wakes the engine to end one."""
+    """The waits of one connector, and the prompts it follows. Wakes the engine to end a wait."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = hierarchy = context.hierarchy
@@ -43,7 +44,7 @@ class PrefillWaits(PromptsElsewhere):
         self._parts = parts = context.parts
         self._block_size = parts.block_size
         self._num_parts = parts.width
-        # The tier that blocks of other engines come to.
+        # The tier that gets other engines' blocks.
         self._tier = next(
             (store.name for store in hierarchy.stores if store.is_shared or store.is_read_only),
             None,
@@ -68,19 +69,19 @@ class PrefillWaits(PromptsElsewhere):
             offload.elsewhere = elsewhere
 
     def begin_wait(self, offload: RequestOffload, request: RequestView, lookup: Lookup) -> bool:
-        """Make a request wait whose prompt another engine may compute, if that is worth it. Called
-        once for each request; `lookup` is the tiers' present answer for it."""
+        """Make a request wait if another engine may compute its prompt and a wait is worth it.
+        Called once for each request, with the tiers' present answer. True if it waits."""
         is_told = offload.elsewhere is Elsewhere.TOLD
         offload.elsewhere = Elsewhere.NO
         if len(self.waiting) >= MOST_WAITING or not self._hierarchy.others_are_up:
             return False
-        # Tokens behind the full blocks are computed here, unless their block is there too.
+        # Only full blocks are waited for; the tokens behind them are computed here.
         num_full = (request.num_tokens - 1) // self._block_size
         num_full = min(num_full, len(request.block_hashes)) - lookup.first
         num_full = min(num_full, len(lookup.keys) // self._num_parts)
         num_there = len(lookup.prefix.tiers)
         width = self._num_parts
-        # Blocks that a window has left behind may never come: the other engine may lack them too.
+        # Blocks before a window are not waited for: the other engine may not have them either.
         needed = self._parts.needed(lookup.first, num_full)
         places = [place for place in needed if place >= num_there * width]
         if not places:
@@ -89,7 +90,7 @@ class PrefillWaits(PromptsElsewhere):
         if limit is None:
             return False
         last = lookup.keys[num_full * width - 1][:DIGEST_BYTES]
-        states = self._parts.state_keys(last)  # they come with the last position
+        states = self._parts.state_keys(last)  # stored with the last position
         prompt = self.follows.track_prompt([lookup.keys[place] for place in places] + states)
         if prompt is None:
             return False
@@ -111,7 +112,7 @@ class PrefillWaits(PromptsElsewhere):
             wait = offload.wait
             assert wait is not None
             num_there = wait.num_there
-            # An alarm that was set before more blocks were there may come; another follows.
+            # An alarm may be left from before the last blocks came; a later alarm follows.
             is_due = now >= min(wait.look_at, wait.alarm_at)
             if num_there == wait.limit.num_there and not is_due and not is_lost:
                 continue
@@ -126,7 +127,7 @@ class PrefillWaits(PromptsElsewhere):
         return bool(ended)
 
     def end_wait(self, offload: RequestOffload, end: End) -> None:
-        """End the wait of the request, if it has one."""
+        """End the wait of the request, if any."""
         offload.elsewhere = Elsewhere.NO
         wait, offload.wait = offload.wait, None
         if wait is not None:
@@ -142,7 +143,7 @@ class PrefillWaits(PromptsElsewhere):
     def _limit(
         self, lookup: Lookup, num_there: int, num_missing: int, *, is_told: bool
     ) -> WaitLimit | None:
-        """The limit of a wait; None if it is not worth it."""
+        """The limit of a wait; None if a wait is not worth it."""
         economics, size = self._economics, self._block_size
         first_token = (lookup.first + num_there) * size
         now = time.monotonic()
@@ -154,7 +155,7 @@ class PrefillWaits(PromptsElsewhere):
 
         if economics.choice is not Choice.AUTO:
             if not is_told:
-                return None  # there is no rate to compare with
+                return None  # arrivals have no computing time to compare with
             return WaitLimit(num_missing, now, lambda _start, _end: None, ALWAYS_SECONDS)
         seconds = compute_seconds(0, num_missing)
         if seconds is not None:
@@ -170,7 +171,7 @@ class PrefillWaits(PromptsElsewhere):
         num_before, since, last = self.follows.newest(there)
         num_before //= self._num_parts
         as_many = compute_seconds(-num_before, 0) or 0.0
-        # Blocks of an answer come one by one; a prompt's come as quickly as prompts are computed.
+        # An answer's blocks come one by one; a prompt's come as fast as a prompt is computed.
         if num_before < 2 or last - since > MOST_RATIO * as_many:
             return None
         limit = WaitLimit(
@@ -179,7 +180,7 @@ class PrefillWaits(PromptsElsewhere):
         return limit if limit.decide_end(now) is None else None
 
     def _look_again(self, wait: PrefillWait, now: float) -> None:
-        """Set the alarm for the next look at the wait, and ask the stores again when due."""
+        """Set the alarm for the wait's next check, and ask the stores again when due."""
         if now >= wait.look_up_at:
             wait.look_up_at = now + LOOK_UP_SECONDS
             self._hierarchy.prefetch_lookup(wait.prompt.missing)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WaitLimit: how long a request waits for another engine's prompt, and how the wait ends.
+"""WaitLimit: decides when and how a request's wait for another engine's prefill ends.
 
 whole     all full blocks of the prompt can be loaded
-slow      at the rate at which blocks come, computing the rest here ends sooner
+slow      computing the rest here is quicker than the rate at which blocks come
 stalled   no block has come for too long
 capped    MOST_SECONDS are over
 lost      the store that engines share is down, or all tiers were cleared
@@ -19,23 +19,23 @@ from enum import Enum
 from .followed_prompts import FOLLOW_SECONDS, FollowedPrompt
 
 MOST_SECONDS = FOLLOW_SECONDS
-# Time for blocks to get from the engine that computed them to the store, and for its news of them.
+# Time in which a computed block gets to the store and the store reports it.
 GRACE_SECONDS = 0.1
-# The longest wait to expect, as a multiple of computing here. Above 1: an engine like this one
-# needs as long, and a wait costs requests that run here nothing.
+# The longest wait, as a multiple of the time to compute here. It is above 1, because an equal
+# engine needs as long and a wait delays no other request here.
 MOST_RATIO = 1.5
-# The store is asked again about missing blocks, since its news of them may have been lost.
+# The store is asked again about missing blocks this often: its reports may have been lost.
 LOOK_UP_SECONDS = 1.5
 
 
 @dataclass(slots=True, eq=False)
 class WaitLimit:
-    """The limit of a wait for `num_blocks` blocks, of which none is there at `began`.
+    """The limit of a wait for `num_blocks` blocks; no tier has any of them at `began`.
 
-    `compute_seconds(start, end)` is the time to compute the blocks from `start` to `end` here, None
-    if it is unknown or not to be looked at; `unknown_seconds` may then pass without a block.
-    `num_before` blocks in front of these came shortly before, the last one at `last`; they are then
-    all that is known of the engine that computes the others.
+    `compute_seconds(start, end)` is the time to compute the blocks from `start` to `end` here.
+    None: it is unknown or ignored, and the wait ends after `unknown_seconds` without a block.
+    `num_before` blocks in front of these came shortly before the wait, the last one at `last`: they
+    show the speed of the other engine.
     """
 
     num_blocks: int
@@ -45,15 +45,15 @@ class WaitLimit:
     num_before: int = 0
     last: float | None = None
     num_there: int = field(default=0, init=False)
-    _last: float = field(init=False)  # when some came, or the wait began
-    _first: tuple[float, int] | None = field(default=None, init=False)  # when any came, how many
-    _longest: float = field(default=0.0, init=False)  # seconds between two of these moments
+    _last: float = field(init=False)  # last arrival, or the begin
+    _first: tuple[float, int] | None = field(default=None, init=False)  # first arrival
+    _longest: float = field(default=0.0, init=False)  # seconds between arrivals
 
     def __post_init__(self) -> None:
         self._last = self.began if self.last is None else self.last
 
     def record_arrivals(self, num_there: int, now: float) -> None:
-        """Record that so many of the blocks, the leading ones, are there now."""
+        """Record that the first `num_there` of the blocks have come."""
         if num_there <= self.num_there:
             return
         self._longest = max(self._longest, now - self._last)
@@ -62,11 +62,11 @@ class WaitLimit:
             self._first = now, num_there
 
     def ends_at(self) -> float:
-        """The moment at which the wait ends if no block comes before."""
+        """The time at which the wait ends if no further block comes."""
         return min(self.began + MOST_SECONDS, self._last + self._next_seconds())
 
     def decide_end(self, now: float) -> End | None:
-        """The way in which the wait ends now, None if it does not."""
+        """The reason why the wait ends now; None if it goes on."""
         if self.num_there >= self.num_blocks:
             return End.WHOLE
         if now >= self.began + MOST_SECONDS:
@@ -76,9 +76,9 @@ class WaitLimit:
         return End.SLOW if self._is_slow() else None
 
     def _next_seconds(self) -> float:
-        """Seconds to wait for the next blocks. After the first ones, the larger of twice the
-        longest gap so far and the time to compute as many here; never much longer than computing
-        all that is missing."""
+        """Seconds to wait for the next blocks: at most MOST_RATIO times the time to compute all
+        missing blocks here. After the first arrival also at most twice the longest gap so far, or
+        the time to compute the arrived blocks here if that is larger."""
         rest = self.compute_seconds(self.num_there, self.num_blocks)
         if rest is None:
             return self.unknown_seconds
@@ -91,7 +91,7 @@ class WaitLimit:
 
     def _is_slow(self) -> bool:
         if self._first is None or self.num_there == self._first[1]:
-            return False  # one moment is no rate
+            return False  # one arrival shows no rate
         rest = self.compute_seconds(self.num_there, self.num_blocks)
         if rest is None:
             return False
@@ -101,7 +101,7 @@ class WaitLimit:
 
 
 class End(Enum):
-    """The way in which a wait ended; the value is the label in metrics."""
+    """The reason why a wait ended; the value is the label in metrics."""
 
     WHOLE = "whole"
     SLOW = "slow"
@@ -117,10 +117,10 @@ class PrefillWait:
 
     limit: WaitLimit
     prompt: FollowedPrompt
-    positions: list[int]  # that are there, by the number of the prompt's keys that are
+    positions: list[int]  # leading positions, by the prompt's `num_there`
     began: float
     look_up_at: float = field(init=False)
-    look_at: float = field(init=False)  # even if nothing comes
+    look_at: float = field(init=False)  # even if no block comes
     alarm_at: float = field(default=math.inf, init=False)  # the next one
 
     def __post_init__(self) -> None:
@@ -129,5 +129,5 @@ class PrefillWait:
 
     @property
     def num_there(self) -> int:
-        """Leading positions that are there."""
+        """Leading positions whose needed blocks have come."""
         return self.positions[self.prompt.num_there]

@@ -76,7 +76,7 @@ def read_identity(
     version: str,
 ) -> PageIdentity:
     """Make the identity from SGLang's HiCacheStorageConfig and host pool. Raises ConfigError for
-    unsupported pages."""
+    pages that are not supported."""
     dtype = str(pool.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ConfigError(

@@ -138,7 +138,7 @@ class StrataHiCacheStorage(HiCacheStorage):
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
-        """Load pages into `target_locations`. Return a tensor for each page, None if it did not
+        """Load pages into `target_locations`. Return the tensors, None for a page that did not
         come."""
         targets = list(target_locations or [])
         if len(targets) != len(keys) or any(each is None for each in targets):

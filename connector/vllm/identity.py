@@ -82,8 +82,7 @@ class ChunkKeys:
         self._root = hashlib.sha256(root)
 
     def derive_chunk_key(self, host_key: bytes) -> bytes:
-        """The 40-byte key of a chunk. Raises InvalidBlock if `host_key` is too short for a vLLM
-        key."""
+        """The 40-byte key of a chunk. Raises InvalidBlock if `host_key` is too short."""
         if len(host_key) <= GROUP_BYTES:
             raise InvalidBlock(f"a key of vLLM has a hash and a group, not {len(host_key)} bytes")
         hasher = self._root.copy()

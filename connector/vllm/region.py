@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's region, a file in shared memory that scheduler and workers map; and the removal of the
-files of killed engines.
+"""vLLM's region, a file in shared memory that scheduler and workers map; removal of old regions.
 
 vLLM removes the file at an orderly stop. Beside it StrataKV keeps an empty lock file. Every process
 of the engine locks it before the region is made. If no process has a lock on it, the engine is
@@ -25,8 +24,7 @@ LOCK = ".lock"
 
 
 def marked(engine_id: str) -> str:
-    """The engine id that vLLM puts in the name of the region's file; it marks StrataKV's
-    engines."""
+    """The engine id for vLLM's name of the region's file; it marks engines with StrataSpec."""
     return engine_id + MARK
 
 

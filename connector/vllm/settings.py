@@ -51,8 +51,7 @@ OPTIONS = HOST.options
 
 def transfer_config(region_bytes: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the value of vLLM's `--kv-transfer-config` for StrataSpec, with a region of
-    `region_bytes` and these settings. Raises ConfigError for settings that would stop vLLM's
-    start."""
+    `region_bytes` and these settings. Raises ConfigError for unusable settings."""
     HOST.read(given)
     return {
         "kv_connector": "OffloadingConnector",

@@ -96,7 +96,7 @@ class StrataSpec(TieringOffloadingSpec):
 
 def tier_config(extra_config: Any) -> dict[str, Any]:
     """StrataTier's entry in vLLM's list of secondary tiers. Raises ConfigError for settings that
-    cannot work."""
+    cannot work, in every process that reads them."""
     given = extra_config.get(SECTION, {})
     if not isinstance(given, dict):
         raise ConfigError(f"{SECTION} takes an object of settings, not {format_value(given)}")

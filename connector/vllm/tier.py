@@ -250,7 +250,7 @@ class PrefillMeter:
         self._steps: list[_Step] = []
 
     def scheduled(self, request_ids: Collection[str]) -> None:
-        """Record that vLLM has scheduled a step, and the requests that run in it for the first
+        """Record a step that vLLM has scheduled, and the requests that run in it for the first
         time. Call it once for each step."""
         self._record_steps()
         if request_ids:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-ups of prompts in the tiers for vLLM, which asks chunk by chunk in every step in which a
-request waits.
+"""Look-ups of prompts in the tiers. vLLM asks chunk by chunk in each step of a waiting request.
 
 The first question looks up all later chunks of the prompt too. The answers are remembered until the
 tiers change or a load fails. MISS is also the answer for

@@ -2,8 +2,7 @@
 """Copies between the KV tensors and vLLM's region on a CPU, where vLLM has no copies of its own.
 
 Each call makes its copy itself, because on a CPU the forward pass would wait just as long for a
-copying thread. So a job has always ended when its call returns, and a job fails only if the worker
-ends.
+copying thread. So a job has ended when its call returns, and fails only if the worker ends.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class CpuWorker(OffloadingWorker):
         """Return at once: all jobs have ended."""
 
     def shutdown(self) -> None:
-        """Release the region. Idempotent."""
+        """Release the region. The last process that made it removes its file. Idempotent."""
         self._pages = []
         region, self._region = self._region, None
         if region is not None:

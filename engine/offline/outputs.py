@@ -52,8 +52,7 @@ class CompletionOutput:
     timings: dict[str, float] = field(default_factory=dict)
     position_logprobs: list[PositionLogprobs] = field(default_factory=list)
     # If the engine reports experts: uint8 or uint16 `[tokens, layers with experts, experts per
-    # token]`. The first row is the first requested token (default: the prompt's); the last has
-    # none.
+    # token]`, from the first requested token on (default: the prompt's), without the last token.
     routed_experts: npt.NDArray[Any] | None = field(default=None, repr=False)
 
     @property

@@ -5,8 +5,8 @@ the prefixes for which loading is faster than computing.
 It computes bytes, blocks and seconds from shapes, sizes and rates. It measures, opens and prints
 nothing. Prefill of n tokens is counted in operations:
 
-        2 * n * (elements of the layers' matrices)  +  2 * n^2 * layers * heads * head_dim
-                 (of experts: only those of a token)
+    2 * n * (elements of the layers' matrices)  +  2 * n^2 * layers * heads * head_dim
+             (of experts: only those of a token)
 
 The second term is for scores and weighted sums, over half of the square. Loads are counted in
 whole, contiguous blocks. Blocks of lower tiers pass through the CPU tier singly.

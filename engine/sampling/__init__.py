@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the way from logits to tokens; never imports the scheduler, the API or the CLI."""
+"""The way from logits to tokens. No module here imports the scheduler, the API or the CLI."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between the host and the device that computes: arrays there, results back.
 
-Arrays go without a wait. Results come back together, behind one wait: code that reads a tensor's
+Arrays go without a wait. Results come back together, with one wait. Code that reads a tensor's
 value elsewhere (`.item()`, `.tolist()`, `bool()`) waits once more for all queued work. On the CPU
-both are the same memory and cost nothing.
+host and device have the same memory, so copies cost nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HostCopies(NamedTuple):
     """Tensors on their way to host memory."""
 
     copies: list[Tensor]
-    arrived: torch.cuda.Event | None  # None: they have arrived
+    arrived: torch.cuda.Event | None  # None: the tensors have arrived
 
     @property
     def have_arrived(self) -> bool:
@@ -49,8 +49,8 @@ class HostCopies(NamedTuple):
 
 
 def begin_to_host(tensors: Sequence[Tensor]) -> HostCopies:
-    """Queue copies of the tensors to host memory, behind the work that computes them. Tensors that
-    are all in host memory already are not copied."""
+    """Queue copies of the tensors to host memory, behind the work that computes the tensors. If all
+    tensors are in host memory already, no copies are made."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return HostCopies(list(tensors), None)
     copies = []
@@ -63,11 +63,11 @@ def begin_to_host(tensors: Sequence[Tensor]) -> HostCopies:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy the tensors to host memory, with one wait; none if they are there already."""
+    """Copy the tensors to host memory, with one wait; without a wait if they are there already."""
     return begin_to_host(tensors).wait()
 
 
 def page_locked(tensor: Tensor) -> Tensor:
-    """Copy the tensor into page-locked memory, from which a device copies by itself. Torch reuses
-    such memory, but not before the copy is over."""
+    """Copy the tensor into page-locked memory: a device copies from there by itself. Torch reuses
+    that memory only after the device's copy is over."""
     return tensor.pin_memory()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities from raw logits: those of the rows' own tokens and of the likeliest ones."""
+"""Log-probabilities from raw logits: of each row's own token and of the likeliest tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def raw_logprobs(logits: Tensor) -> Tensor:
 
 
 class LogprobTensors(NamedTuple):
-    """Log-probabilities of some rows, on the device that computed them: each row's own token first,
-    then the likeliest."""
+    """Log-probabilities of some rows, on the device that computed them. In each row its own token
+    comes first, then the likeliest tokens."""
 
     token_ids: Tensor  # int64 [rows, 1 + most]
     values: Tensor  # [rows, 1 + most]
@@ -46,8 +46,8 @@ def position_tensors(
 
 
 def position_entries(found: Sequence[Tensor], counts: Sequence[int]) -> list[PositionLogprobs]:
-    """Make one entry for each count from the tensors of `position_tensors`, given one after the
-    other and in host memory. A row of NaN gets LOGPROB_FLOOR, which is no valid value there."""
+    """Make one entry for each count from the tensors of `position_tensors`, given in order and in
+    host memory. A row of NaN gets LOGPROB_FLOOR in place of a valid value."""
     entries: list[PositionLogprobs] = []
     for start in range(0, len(found), len(LogprobTensors._fields)):
         part = LogprobTensors(*found[start : start + len(LogprobTensors._fields)])

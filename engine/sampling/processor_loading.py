@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the logits processors of other packages: all installed ones, by entry point, and those that
-an operator names.
+"""Finds the logits processors of other packages: the installed ones, by entry point, and the ones
+that an operator names.
 
     [project.entry-points."stratakv.logits_processors"]
     no_repeat = "mypackage.processors:NoRepeat"
 
-Processes pass the names on, and load the classes where they need them: beside the sampler, and in
-the front, where the classes check the parameters of requests. Without a processor this imports
-nothing heavy.
+Processes pass on the names, and load the classes where they use them: beside the sampler, and in
+the front, where the classes check the parameters of requests. Without a processor this module
+imports no heavy package.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ParamsCheck = Callable[[SamplingParams], None]
 
 
 class LoadedProcessor(NamedTuple):
-    """A class, and the name by which the operator and error messages call it."""
+    """A class, and its name for the operator and in error messages."""
 
     name: str
     kind: type[LogitsProcessor]
@@ -48,9 +48,9 @@ class NobodyReads(InvalidProcessorParams, UnreadExtraArgs):
 
 
 def load_processors(names: Sequence[str] = ()) -> list[LoadedProcessor]:
-    """Load the classes of all installed entry points, by name, then those of `names`
-    (`module:Class`), in their order; each class once. Raises ConfigError, which names the class, if
-    it cannot be imported, uses a CUDA device while it is, or is no complete LogitsProcessor."""
+    """Load the classes of all installed entry points in the order of their names, then the classes
+    in `names` (`module:Class`); each class once. Raises ConfigError, which names the class, if its
+    import fails or uses a CUDA device, or if it is no complete LogitsProcessor."""
     found: dict[type, LoadedProcessor] = {}
     for name, place in (*_installed().items(), *((name, name) for name in names)):
         kind = _load(name, place)
@@ -60,8 +60,8 @@ def load_processors(names: Sequence[str] = ()) -> list[LoadedProcessor]:
 
 def make_params_check(names: Sequence[str] = ()) -> ParamsCheck:
     """Return a check for arriving requests. The check raises InvalidProcessorParams, which names
-    the processor, for parameters that one refuses, and its subclass for `extra_args` without a
-    processor. Raises ConfigError, like `load_processors`."""
+    the processor, for parameters that a processor refuses, and NobodyReads for `extra_args` if no
+    processor is loaded. Raises ConfigError, like `load_processors`."""
     loaded = load_processors(names)
 
     def check(params: SamplingParams) -> None:
@@ -98,8 +98,8 @@ def _installed() -> dict[str, str]:
 
 @lru_cache(maxsize=4)
 def _entry_points(_: tuple[str, ...]) -> Sequence[EntryPoint]:
-    """Return the entry points in the order of their names. Each search path is read once, since
-    that opens a file of every installed package, and both the front and the core need them."""
+    """Return the entry points in the order of their names. Each search path is read once for front
+    and core: reading opens a file of every package."""
     return sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
 
 
@@ -156,8 +156,8 @@ def _bases(kind: type) -> str:
 
 @contextmanager
 def _without_devices(shown: str) -> Iterator[None]:
-    """Refuse all use of CUDA devices in the body: an import that opens one takes memory in every
-    process, on a device that may not be the engine's. Raises ConfigError if the body tried."""
+    """Refuse all use of CUDA devices in the body: an import that opens a device takes memory in
+    every process, maybe not on the engine's device. Raises ConfigError if the body tried."""
     import torch
 
     cuda: Any = torch.cuda
@@ -171,7 +171,7 @@ def _without_devices(shown: str) -> Iterator[None]:
         tried = True
         raise RuntimeError("no CUDA device may be used while a logits processor is imported")
 
-    begin = cuda._lazy_init  # all code that opens a device calls it
+    begin = cuda._lazy_init  # every code that opens a device calls this
     cuda._lazy_init = refuse
     try:
         yield

@@ -19,7 +19,7 @@ from .processors.guarded import GuardedProcessor
 from .processors.thinking import ThinkingBudget
 from .row_states import RowStates
 
-# Penalties come after biases, since repetition depends on the sign of the biased logit.
+# Penalties come after biases: the repetition penalty depends on the sign of the biased logit.
 BUILT_IN: tuple[type[LogitsProcessor], ...] = (
     MinTokens, BadWords, LogitBias, Penalties, MinP, ThinkingBudget,
 )  # fmt: skip
@@ -33,7 +33,7 @@ class LogitsRows(NamedTuple):
     drafts: Drafts | None = None
 
     def at(self, indices: IntArray) -> LogitsRows:
-        """Return those at `indices`."""
+        """Return the entries at `indices`, with their offsets and drafts."""
         if self.offsets is None or self.drafts is None:
             return LogitsRows(self.rows[indices])
         drafts = [self.drafts[index] for index in indices.tolist()]
@@ -43,8 +43,8 @@ class LogitsRows(NamedTuple):
 class ProcessorSet:
     """The logits processors of one sampler, in the order in which they are applied.
 
-    Processors that can change the likeliest token come before the greedy choice, the others after
-    the temperature. All get every update; only active ones are applied.
+    Processors that can change the likeliest token come before the greedy choice, all others after
+    the temperature. All processors get every update; only active processors are applied.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ProcessorSet:
         loaded: Iterable[LoadedProcessor] = (),
     ) -> None:
         """`loaded` are processors of other packages, made with `context` and applied last. Raises
-        ConfigError for one that cannot be made."""
+        ConfigError for a processor that cannot be made."""
         others: list[GuardedProcessor] = []
         if context is not None:
             self._failed = RowStates[str](context.max_rows, lambda added: None)
@@ -73,13 +73,13 @@ class ProcessorSet:
         return cls((processor(context) for processor in BUILT_IN), context, loaded)
 
     def failures(self, rows: IntArray) -> dict[int, str]:
-        """Return the error texts of those of `rows` for which a processor of another package has
-        failed, by index in `rows`. A text stays until another request takes its row."""
+        """Return the error texts of the rows for which a processor of another package has failed,
+        by index in `rows`. A text stays until another request takes its row."""
         return dict(self._failed.of(rows)) if self._others else {}
 
     def take_drafts(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether each of these rows may have draft tokens, which all processors that apply to it
-        must follow; bool `[len(rows)]`."""
+        """Whether each of these rows may have draft tokens; bool `[len(rows)]`. All processors that
+        apply to a row must take drafts into account."""
         may: npt.NDArray[np.bool_] = np.ones(len(rows), np.bool_)
         for processor in self._others:
             may[processor.refuses_drafts(rows)] = False
@@ -108,7 +108,7 @@ def _guard(
 ) -> GuardedProcessor:
     try:
         return GuardedProcessor(name, kind, context, note_failure)
-    except Exception as error:  # code of others, at start
+    except Exception as error:  # code of another package, at the start
         raise ConfigError(
             f"the logits processor {name} cannot be made: {type(error).__name__}: {error}; its "
             "constructor takes a ProcessorContext"

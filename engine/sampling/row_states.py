@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State by row of the persistent batch, which moves with requests from row to row.
+"""State by row of the persistent batch. It moves with the requests from row to row.
 
 `RowValues` holds one number for every row, as an array; `RowStates` holds an object for the few
-rows that need one. Both follow BatchUpdates alone and keep nothing of a row once it is empty.
+rows that need one. Both follow only BatchUpdates, and drop the state of an emptied row.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NO_LOGPROBS = -1
 
 _SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
-# A temporary of so many float64 takes 8 MiB. One of a whole batch with a large vocabulary would
-# take hundreds of MiB, each time newly allocated: a draw from 256 rows took five times as long.
+# A temporary array of so many float64 takes 8 MiB. For a whole batch with a large vocabulary it
+# would take hundreds of MiB, allocated each time: a draw from 256 rows took five times as long.
 LOGITS_CHUNK_CPU = 2**20
-# 64 MiB: a GPU has no such caches, and each part costs some thirty launches.
+# 64 MiB: each part costs a GPU some thirty launches, and a GPU has no such caches.
 LOGITS_CHUNK_GPU = 2**23
 
 
@@ -35,7 +35,7 @@ class Seeded(NamedTuple):
 
 
 class SamplingRows:
-    """The sampler's parameters by row: numbers as arrays, seeds for the rows that have one."""
+    """The sampler's parameters by row: arrays of numbers, and the seeds of rows that have one."""
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
         def top_k(added: AddedRow) -> int:
@@ -140,8 +140,8 @@ class RowValues(RowFollower, Generic[Number]):
 
 
 class RowStates(RowFollower, Generic[State]):
-    """An object for each row whose request needs one: `state_of` the request, unless that is None.
-    It is False if no row has an object."""
+    """An object for each row whose request needs one: `state_of` the request, unless `state_of`
+    returns None. A RowStates without objects is False."""
 
     def __init__(self, max_rows: int, state_of: Callable[[AddedRow], State | None]) -> None:
         self._states: dict[int, State] = {}
@@ -152,8 +152,7 @@ class RowStates(RowFollower, Generic[State]):
         return bool(self._states)
 
     def of(self, rows: IntArray) -> list[tuple[int, State]]:
-        """Return the states among `rows`, each with its index there. Rows without a state cost no
-        time."""
+        """Return the states in `rows`, each with its index there. Rows without one cost no time."""
         if not self._states:
             return []
         indices = np.flatnonzero(self._has_state[rows])
@@ -189,8 +188,7 @@ class RowStates(RowFollower, Generic[State]):
 
 
 def row_parts(num_rows: int, vocab_size: int, device_type: str = "cpu") -> Iterator[slice]:
-    """Yield consecutive slices that cover all rows, with LOGITS_CHUNK_* logits at most in each, or
-    one row."""
+    """Yield consecutive slices of all rows, each of at most LOGITS_CHUNK_* logits or one row."""
     at_once = LOGITS_CHUNK_CPU if device_type == "cpu" else LOGITS_CHUNK_GPU
     size = max(1, at_once // max(1, vocab_size))
     for start in range(0, num_rows, size):

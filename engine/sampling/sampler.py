@@ -6,9 +6,9 @@
 
 Random rows are drawn by inverting the cumulative distribution in the order of the vocabulary, with
 one uniform number each. A seeded row's number is a hash of its seed and its number of tokens, draft
-tokens before it included. So it needs no generator state, and is the same with other requests in
-the batch and after preemption.
-The logits stay on the device that computed them; parameters go there and one answer comes back.
+tokens before the row included. So it needs no generator state, and does not depend on other
+requests or on preemption. The logits stay on the device that computed them. Parameters go to the
+device, one answer comes back.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Sampler:
         *,
         seed: int | None = None,
     ) -> None:
-        """`processors` are those of other packages. `seed` fixes the draws of requests without a
-        seed of their own; for tests. Raises ConfigError for a processor that cannot be made."""
+        """`processors` are the processors of other packages. `seed`, for tests, fixes the draws of
+        requests without a seed. Raises ConfigError for a processor that cannot be made."""
         self._rows = SamplingRows(max_rows, vocab_size)
         self._processors = ProcessorSet.built_in(
             ProcessorContext(max_rows, vocab_size, eos_token_ids), processors
@@ -86,16 +86,17 @@ class Sampler:
         self._processors.update_state(update)
 
     def failures(self, rows: IntArray) -> dict[int, str]:
-        """Return the error texts of requests that must end: `ProcessorSet.failures`."""
+        """Return the error texts of requests that must end, by index; see
+        `ProcessorSet.failures`."""
         return self._processors.failures(rows)
 
     def tells_logprobs(self, rows: IntArray) -> bool:
-        """Whether any of these rows asks for log-probabilities. They need the logits of all tokens;
-        without them only the tokens that a mask allows are needed."""
+        """Whether any of these rows asks for log-probabilities. Log-probabilities need the logits
+        of all tokens. Otherwise the tokens that a mask allows are enough."""
         return bool((self._rows.num_logprobs[rows] != NO_LOGPROBS).any())
 
     def take_drafts(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether each of these rows may have draft tokens; `sample` refuses them for others."""
+        """Whether each of these rows may have draft tokens; else `sample` refuses drafts."""
         return self._processors.take_drafts(rows)
 
     def sample(
@@ -108,12 +109,12 @@ class Sampler:
         offsets: IntArray | None = None,
         drafts: Drafts | None = None,
     ) -> Sampled:
-        """Choose a token for each row of `logits` `[len(rows), vocab]`, which belong to these rows
-        of the batch; `masked` are the indices of the rows that `mask` restricts. `offsets` and
-        `drafts` are those of `LogitsProcessor.apply`: a row behind draft tokens gets the token that
-        its request would get after them. Overwrites logits that a request changes. Waits for the
-        device once, for the answer; twice in the rare step in which top-p needs more candidates.
-        Raises ValueError for offsets and drafts that do not fit."""
+        """Choose a token for each row of `logits` `[len(rows), vocab]`; `rows` are their rows of
+        the batch, and `masked` the indices of the rows that `mask` restricts. `offsets` and
+        `drafts` are as in `LogitsProcessor.apply`: a row behind draft tokens gets the token that
+        its request would get after these drafts. Overwrites logits that a request changes. Waits
+        for the device once, for the answer, or twice in the rare step in which top-p needs more
+        candidates. Raises ValueError for offsets and drafts that do not fit."""
         return self.sample_async(logits, rows, mask, masked, offsets=offsets, drafts=drafts).wait()
 
     def sample_async(
@@ -142,7 +143,7 @@ class Sampler:
         is_finite = torch.isfinite(logits.sum(dim=-1))
         asked = np.flatnonzero(self._rows.num_logprobs[rows] != NO_LOGPROBS)
         raw = None
-        if len(asked):  # a copy: they may change
+        if len(asked):  # a copy: the logits may change
             raw = RawLogprobs(
                 raw_logprobs(_take(logits, asked)), asked, self._rows.num_logprobs[rows]
             )
@@ -172,7 +173,7 @@ class Sampler:
         all_candidates: bool = False,
     ) -> list[Tensor]:
         """Draw the rows at the indices `random` by uniform `numbers`. Return, part by part, whether
-        each must be drawn again with all candidates; empty: none must."""
+        each row must be drawn again with all candidates; empty if no row must."""
         logits, short = drawn.logits, []
         parts = [*row_parts(len(random), logits.shape[1], logits.device.type)]
         for part in parts:
@@ -201,9 +202,9 @@ class Sampler:
     def _draw(
         self, from_best: Tensor, numbers: Tensor, belongs: LogitsRows, all_candidates: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Random tokens by uniform `numbers`, and what `truncate` says; overwrites `from_best`, the
-        logits less the highest of each row, so that no small temperature can overflow. No row has a
-        temperature of 0."""
+        """Return random tokens by uniform `numbers`, and the result of `truncate`. Overwrites
+        `from_best`: the logits minus the highest of each row, so that no small temperature can
+        overflow. No row has a temperature of 0."""
         rows = belongs.rows
         temperatures = to_device(self._rows.temperature[rows][:, None], from_best.device)
         scaled = from_best.div_(temperatures.to(from_best.dtype))
@@ -216,11 +217,11 @@ class Sampler:
         sums = exp_(scaled).cumsum(dim=-1, dtype=torch.float64)
         total = sums[:, -1:]
         target = numbers[:, None] * total
-        # Keep it below the total even if the product was rounded up, so that the token always has a
-        # probability above zero.
+        # Keep the target below the total even if the product was rounded up: the token then always
+        # has a probability above zero.
         target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
         tokens = torch.searchsorted(sums, target, right=True)[:, 0]
-        # Only rows that are not finite need the clamp.
+        # The clamp is only for rows that are not finite.
         return tokens.clamp_(max=sums.shape[1] - 1), is_short
 
     def _uniform(self, belongs: LogitsRows) -> npt.NDArray[np.float64]:
@@ -242,13 +243,13 @@ class Drawn:
 
     logits: Tensor  # [rows, vocab], after the requests' changes; a draw works on copies
     best: Tensor  # [rows] the highest logit of each
-    chosen: Tensor  # int64 [rows], greedy at first; draws overwrite theirs
+    chosen: Tensor  # int64 [rows], greedy at first; draws overwrite their rows
     rows: LogitsRows
 
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """The model's own distributions, of the rows that ask for log-probabilities."""
+    """The model's own distributions in the rows that ask for log-probabilities."""
 
     logprobs: Tensor  # [asked, vocab]
     asked: IntArray  # indices among the rows
@@ -276,8 +277,8 @@ class Choice:
         numbers: npt.NDArray[np.float64],
         short: list[Tensor],
     ) -> None:
-        """`random` are the indices of the rows that were drawn with `numbers`; `short` says for
-        each, part by part, whether it must be drawn again."""
+        """`random` are the indices of the rows that were drawn with `numbers`. `short` holds for
+        each of them, part by part, whether it must be drawn again."""
         self._sampler, self._known, self._raw = sampler, known, raw
         self._random, self._numbers, self._num_short = random, numbers, len(short)
         self._drawn: Drawn | None = drawn
@@ -290,7 +291,7 @@ class Choice:
 
     @property
     def is_final(self) -> bool:
-        """Whether `tokens` are final. If not, `wait` may change some of them, and must be called
+        """Whether `tokens` are final. If not, `wait` may change some tokens, and must be called
         before the sampler's rows change."""
         return self._drawn is None
 
@@ -354,8 +355,8 @@ def _take(tensor: Tensor, indices: IntArray) -> Tensor:
 
 
 def highest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the highest logit of each row, and the first token id that has it. A row with NaN
-    gives NaN and the token id of one."""
+    """Return the highest logit of each row, and the first token id with that logit. A row with NaN
+    gives NaN and the id of a token with NaN."""
     num_rows, vocab_size = logits.shape
     num_blocks = vocab_size // _HIGHEST_BLOCK
     if logits.device.type != "cpu" or num_blocks < _HIGHEST_BLOCK:

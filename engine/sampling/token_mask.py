@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that some requests may choose, one bit a token, as grammars give them."""
+"""TokenMask: the tokens that some requests may choose, one bit for each token, made by grammars."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _WORD = np.dtype("<u4")
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """A mask of tokens. `allowed[i]` belongs to `request_ids[i]`: bit `t % 32` of word `t // 32` is
-    set if token `t` may follow. Requests that are not named choose freely; tokens beyond the words
-    are banned."""
+    """`allowed[i]` is the mask of `request_ids[i]`: bit `t % 32` of word `t // 32` is set if token
+    `t` may follow. Requests without a mask choose freely. Tokens beyond the words are banned."""
 
     request_ids: Sequence[str]
     allowed: npt.NDArray[np.uint32]  # [requests, words]
 
     @property
     def of_any(self) -> npt.NDArray[np.uint32]:
-        """Tokens that at least one of the requests may choose, `[words]`."""
+        """The tokens that at least one of the requests may choose, `[words]`."""
         words: npt.NDArray[np.uint32] = np.bitwise_or.reduce(self.allowed, axis=0)
         return words
 
     def places_among(self, rows: IntArray, row_of: Mapping[str, int]) -> Sequence[int]:
-        """Return the index of the row of logits for each row of the mask. `rows` are the batch rows
-        of the logits. The rows of one request are consecutive in both; surplus rows of the mask
-        restrict its last row of logits. Raises ValueError for a request without a row of logits."""
+        """Return, for each row of the mask, the index of its row of logits. `rows` are the batch
+        rows of the logits. The rows of one request are consecutive in the mask and in the logits.
+        Surplus rows of its mask restrict its last row of logits. Raises ValueError for a request
+        without a row of logits."""
         choosing = rows.tolist()
         own = [row_of.get(request_id, -1) for request_id in self.request_ids]
-        if own == choosing:  # one row of the mask for each, in the same order
+        if own == choosing:  # one mask row for each row of logits, in order
             return range(len(own))
         left: dict[int, list[int]] = {}
         for place in range(len(choosing) - 1, -1, -1):
@@ -54,9 +54,9 @@ class TokenMask:
         return places
 
     def apply(self, logits: Tensor, indices: Sequence[int]) -> None:
-        """Ban the tokens that are not allowed, in place. Row `indices[i]` of `logits`
-        `[rows, vocab]` is that of `request_ids[i]`. Raises ValueError if the mask does not have a
-        row for each request, or an index is out of range."""
+        """Ban the tokens that are not allowed, in place. Row `indices[i]` of `logits` `[rows,
+        vocab]` belongs to `request_ids[i]`. Raises ValueError if the mask does not have a row for
+        each request, or an index is out of range."""
         allowed, count = self.allowed, len(self.request_ids)
         if allowed.ndim != 2 or len(allowed) != count:
             raise ValueError(
@@ -91,8 +91,8 @@ def _ban_on_host(
     words: npt.NDArray[np.uint32],
     indices: Sequence[int] | None,
 ) -> None:
-    """Ban tokens in place: by the compiled kernels, which read words and write only banned logits,
-    else by numpy, which is three times as fast as torch here. `indices` None: all rows."""
+    """Ban tokens in place. The compiled kernels read words and write only banned logits. Without
+    kernels numpy does it, three times as fast as torch. `indices` None: all rows."""
     library = cpu_library()
     if isinstance(library, CpuLibrary) and logits.dtype == torch.float32:
         row, one = logits.stride()
@@ -128,8 +128,8 @@ def banned_on_host(octets: npt.NDArray[np.uint8], num_tokens: int) -> npt.NDArra
 
 
 def banned_on(octets: npt.NDArray[np.uint8], num_tokens: int, device: torch.device) -> Tensor:
-    """Return the banned tokens, bool `[rows, num_tokens]`, from bits `[rows, octets]` that allow a
-    token each. The bits are copied to the device in one piece and expanded there."""
+    """Return the banned tokens, bool `[rows, num_tokens]`, from `[rows, octets]` with one bit for
+    each allowed token. The bits are copied to the device in one piece and expanded there."""
     packed = to_device(octets, device)
     bit = 1 << torch.arange(8, dtype=torch.uint8, device=device)
     banned = ((packed[:, :, None] & bit) == 0).flatten(1)[:, :num_tokens]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Top-k and top-p: the logits of a row that a draw leaves out.
 
-All tokens whose logit equals the last kept one are kept too, so the sorting order of equal logits
-has no effect.
+Tokens whose logit equals the smallest kept logit stay too: the order of equal logits does not
+matter.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from ..batch.batch_update import IntArray
 from .copies import to_device
 
-# Top-p rarely needs more candidates; where it does, the whole vocabulary is sorted.
+# Top-p rarely needs more candidates than this; if it does, the whole vocabulary is sorted.
 FIRST_CANDIDATES = 256
-# A row with a top-k up to this is drawn without a pass over the logits that it leaves out.
+# A row with a top-k up to this is drawn without a pass over the logits that top-k leaves out.
 MOST_FEW = 1024
 
 _LOG2_E = math.log2(math.e)
@@ -30,13 +30,13 @@ FloatArray = npt.NDArray[np.float64]
 def truncate(
     scaled: Tensor, top_k: IntArray, top_p: FloatArray, *, all_candidates: bool = False
 ) -> Tensor | None:
-    """Set to -inf the logits that top-k leaves out, and then those of the rest that top-p does, in
-    place.
+    """Set to -inf, in place, the logits that top-k leaves out, and then the logits that top-p
+    leaves out of the rest.
 
-    `scaled` is `[rows, vocab]`; a `top_k` of the vocabulary's size keeps all, and so does a `top_p`
-    of 1. On the CPU this looks whether the first candidates were enough, and finishes all rows. On
-    other devices that look would be a wait, so this returns a bool `[rows]`, True for rows that
-    need more: those must be truncated anew with `all_candidates`. None: every row is done.
+    `scaled` is `[rows, vocab]`; a `top_k` of the vocabulary's size keeps all logits, and so does a
+    `top_p` of 1. On the CPU the function checks whether the first candidates were enough, finishes
+    all rows, and returns None. On other devices that check would be a wait. So it returns a bool
+    `[rows]`, True for rows to truncate anew with `all_candidates`; None: every row is done.
     """
     limited = np.flatnonzero((top_k < scaled.shape[1]) | (top_p < 1.0))
     if len(limited) == 0:
@@ -65,7 +65,7 @@ def draw_among_few(
     scaled: Tensor, top_k: IntArray, top_p: FloatArray, numbers: FloatArray
 ) -> npt.NDArray[np.int64]:
     """Draw a token for each row `[rows, vocab]` by its number in [0, 1) among the logits that top-k
-    and top-p keep. A draw from the whole row gives the same token, since the others add 0 to every
+    and top-p keep. A draw from the whole row gives the same token: the other logits add 0 to every
     sum. Rows that are not finite get token 0."""
     cutoff, _ = _cutoff(scaled, top_k, top_p, False)
     num_rows, vocab = scaled.shape
@@ -79,7 +79,7 @@ def draw_among_few(
     sums[row, np.arange(len(places)) - starts[row]] = shares
     sums.cumsum(axis=1, out=sums)
     total = sums[:, -1]
-    # Keep it below the total even if the product was rounded up, as for whole rows.
+    # Keep the target below the total even if the product was rounded up, as for whole rows.
     target = np.minimum(numbers * total, np.nextafter(total, 0.0))
     at = np.minimum((sums <= target[:, None]).sum(axis=1), np.maximum(counts, 1) - 1)
     chosen = np.zeros(num_rows, np.int64)
@@ -92,12 +92,12 @@ def _cutoff(
     scaled: Tensor, top_k: IntArray, top_p: FloatArray, all_candidates: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the smallest kept logit of each row, `[rows, 1]`, and a bool `[rows]`, True for rows
-    with too few candidates to find it; None: all rows are done."""
+    with too few candidates to find that logit; None: all rows are done."""
     vocab, device = scaled.shape[1], scaled.device
     has_k, has_p = top_k < vocab, top_p < 1.0
     by_share_alone = has_p & ~has_k
     width = int(top_k[has_k].max()) if has_k.any() else 1
-    # Where top-k limits a row too, top-p needs no more candidates than top-k leaves.
+    # If top-k limits a row too, top-p needs only the candidates that top-k keeps.
     if by_share_alone.any():
         width = vocab if all_candidates else max(width, FIRST_CANDIDATES)
     width = min(vocab, width)
@@ -137,12 +137,12 @@ def _sum_of(scaled: Tensor, kth: Tensor) -> Tensor:
 
 
 def exp_(logits: Tensor) -> Tensor:
-    """Replace the logits by e to their power, in place. It uses powers of 2, since torch's `exp` on
-    the CPU takes 4 times as long for -inf, and 25 times as long for results near 0, which most are.
+    """Replace the logits by e to their power, in place. It uses powers of 2: torch's `exp` on the
+    CPU takes 4 times as long for -inf, and 25 times as long for results near 0 (most results).
     """
     return logits.mul_(_LOG2_E).exp2_()
 
 
 def is_free_to_look(device: torch.device) -> bool:
-    """Whether reading a result needs no wait: on the CPU."""
+    """Whether a result can be read without a wait, as on the CPU."""
     return device.type == "cpu"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduling policies: which request is admitted first, and which is preempted to make room.
 
-   fcfs       first come, first served; the request admitted last is preempted first
-   priority   the lowest priority number first, then the earliest arrival; the last request in this
-              order is preempted first, and kept blocks of the highest number are given up first
-   continuum  like fcfs, but jobs whose last turn is pinned come first and are preempted last
+    fcfs       first come, first served; the request admitted last is preempted first
+    priority   the lowest priority number first, then the earliest arrival; the last request in this
+               order is preempted first, and kept blocks of the highest number are given up first
+    continuum  like fcfs, but jobs whose last turn is pinned come first and are preempted last
 
 Other packages add a policy as an entry point of the group `stratakv.scheduling_policies`. It names
 a subclass of `SchedulingPolicy` whose constructor takes no arguments.

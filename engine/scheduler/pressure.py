@@ -10,8 +10,8 @@ Blocks that no request holds count as free, even if they still have names.
 With a reservation (`--reserve`), a request gets its first block only if there is room for its
 prompt, or for its longest answer as well. This room is beside what earlier requests may still take:
 
-        | held            | earlier ones may take | this one may take |  free  |
-                                                                preempt_above
+    | held            | earlier ones may take | this one may take |  free  |
+                                                            preempt_above
 
 If every request reserves up to its longest answer, no running request ever lacks room.
 """

@@ -4,11 +4,11 @@
 A request with a *blocking* load waits: it holds its blocks, is in no queue and computes nothing. It
 leaves this state when the connector reports its load, in one of these ways:
 
-        some or all tokens came   they count as computed and are named; it goes on with its blocks
-        no token came             it releases its blocks, and will compute without asking again
-        a window lacks a block    it releases its blocks, and asks for a shorter hit
-        its load was cancelled    it was preempted; it releases its blocks and may load again
-        it ended meanwhile        its blocks are released only now, because the copy wrote to them
+    some or all tokens came   they count as computed and are named; it goes on with its blocks
+    no token came             it releases its blocks, and will compute without asking again
+    a window lacks a block    it releases its blocks, and asks for a shorter hit
+    its load was cancelled    it was preempted; it releases its blocks and may load again
+    it ended meanwhile        its blocks are released only now, because the copy wrote to them
 
 A request with an *overlapped* load runs. It computes from the front while blocks come from behind:
 

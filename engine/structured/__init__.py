@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps answers to a grammar: backends, compiling them, and the masks of a step."""
+"""Structured answers: the backends, the compiling of grammars, and the masks of a step."""

@@ -14,10 +14,10 @@ from .base import BITS
 from .mask_jobs import Follower
 from .vocabulary import Vocabulary
 
-MOST_WHITE = 64  # white tokens in a row, no other being allowed, at which an answer is given up
+MOST_WHITE = 64  # an answer ends after so many white tokens in a row, if no others were allowed
 
 # A start mark opens a thought if at most this many tokens of the prompt follow it: a template
-# writes a line break there. Marks further back are part of a message.
+# writes a line break there. A mark further back is part of a message.
 _MOST_BEHIND_MARK = 1
 
 
@@ -33,7 +33,7 @@ class Thought:
         self._end = Mark(params.reasoning_end_token_ids) if start else None
         self._matched = self._num_seen = 0
         self._position: int | None = 0
-        # The start mark, while it may still come as the answer's first token.
+        # The start mark, while the answer's first token may still be this mark.
         self.opener: int | None = None
         if start:
             tail = request.prompt_token_ids[-len(start) - _MOST_BEHIND_MARK :].tolist()
@@ -62,7 +62,7 @@ class Thought:
 
     def free_rows(self, output: Sequence[int], drafts: Sequence[int]) -> range:
         """Return the rows that lie in the thought. Row r follows the output and r drafts. `output`
-        must be that of the last `find_end`."""
+        must be the same as in the last call of `find_end`."""
         begin = 0
         if not output and self.opener is not None and drafts[:1] == (self.opener,):
             begin = 1
@@ -92,8 +92,8 @@ class White:
     def why_given_up(
         self, follower: Follower, output: Sequence[int], row: npt.NDArray[np.uint32]
     ) -> str | None:
-        """Return why the answer is given up, or None if it goes on. `row` is the mask behind its
-        `output`, which must not be empty."""
+        """Return the reason to give the answer up, or None if it goes on. `row` is the mask behind
+        the answer's `output`. The output must not be empty."""
         if output[-1] not in self._ids or (row & self._others).any():
             follower.num_white = 0
             return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of the backend that compiles a grammar.
 
-`auto` gives xgrammar the grammars that it follows quickly and exactly. llguidance, which has limits
-of its own, gets all others. If one of them is not installed, the other takes what it can.
+`auto` gives xgrammar the grammars that xgrammar follows quickly and exactly. All other grammars go
+to llguidance, which limits its own work. Without one of the two, the other takes what it can.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INSTALL = "run in a clone of StrataKV: pip install '.[grammar]'"
 
 
 def why_missing(name: str) -> str:
-    """Return which package a backend lacks, and what to do; empty where all are installed."""
+    """Return the package that a backend lacks, and the remedy; empty if it lacks none."""
     wanted = list(_PACKAGES) if name == "auto" else [name]
     if any(_is_installed(each) for each in wanted):
         return ""
@@ -32,10 +32,10 @@ def why_missing(name: str) -> str:
 
 
 def open_backend(name: str, read: Callable[[], Vocabulary], *, forks: bool = False) -> Backend:
-    """Open the backend of this name, which is a value of the setting. The thread that compiles
-    calls this, since it reads and imports much. `auto` imports a backend when it first needs it;
-    with `forks` it imports all at once, and no backend starts threads. Raises GrammarError for a
-    missing package, and what `read` raises."""
+    """Open the backend of this name, a value of the setting. Only the compiling thread calls this,
+    because it reads and imports much. `auto` imports each backend at its first use. With `forks` it
+    imports all at once, and no backend starts threads. Raises GrammarError for a missing package,
+    and what `read` raises."""
     if why := why_missing(name):
         raise GrammarError(why)
     if name != "auto":
@@ -84,8 +84,8 @@ class _Auto(Backend):
         self.get_backend(self._first_choice(spec))
 
     def try_out(self, spec: GrammarSpec, *, is_second: bool = False) -> tuple[Form, Grammar]:
-        """Use llguidance for `is_second`: it may compile at once a grammar that takes xgrammar too
-        long, and it counts its work while it follows one."""
+        """Use llguidance if `is_second`. It may quickly compile a grammar that takes xgrammar too
+        long, and it counts its work while it follows a grammar."""
         first = self._first_choice(spec)
         if is_second and _is_installed("guidance"):
             first = "guidance"
@@ -95,12 +95,12 @@ class _Auto(Backend):
         return self.get_backend(form.backend).build(spec, form)
 
     def _by_either(self, spec: GrammarSpec, first: str, make: Callable[[str], Made]) -> Made:
-        """Make it by the `first` backend, or by the other if the first raises GrammarError."""
+        """Make a grammar by the `first` backend, or by the other if that raises GrammarError."""
         try:
             return make(first)
         except GrammarError as error:
             other = "guidance" if first == "xgrammar" else "xgrammar"
-            # xgrammar gets a second chance only at structural tags, of which it takes more formats.
+            # xgrammar comes second only for structural tags: it takes more formats of them.
             is_worth_it = other == "guidance" or spec.kind is Kind.STRUCTURAL_TAG
             if not is_worth_it or not _is_installed(other):
                 raise

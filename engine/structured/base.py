@@ -4,15 +4,15 @@
     Backend.compile(spec) ──► Grammar, shared by all requests with the same spec
     Grammar.matcher()     ──► Matcher, of one answer: accept, fill, rollback
 
-A client's grammar is compiled in a process that can be killed, and taken over from there:
+A client's grammar is compiled in a process that can be killed. The engine takes it over:
 
     there: Backend.try_out(spec) ──► Form ──► here: Backend.build(spec, form) ──► Grammar
 
 A matcher allows a token only if its bytes continue towards a text that the grammar accepts, an end
-token only where the text may end, and a special token never. The caller uses each matcher from one
-thread at a time, and may call `compile` from several threads at once.
+token only where the text may end, and a special token never. Only one thread at a time calls a
+matcher; several threads may call `compile` at once.
 
-An implementation must release the interpreter's lock while it works and while it frees a large
+An implementation must release the interpreter's lock during its work and while it frees a large
 grammar. It raises GrammarError for a grammar or a token that it cannot handle; that error affects
 this grammar only.
 """
@@ -31,23 +31,23 @@ from ..request.structured_params import GrammarSpec
 
 BITS = 32
 LARGE_BYTES = 1024**2  # a grammar of this size takes long to free: 10 ms for 25 MB
-Words = npt.NDArray[np.int32]  # [words]: bit t % 32 of word t // 32 is token t's
+Words = npt.NDArray[np.int32]  # [words]: bit t % 32 of word t // 32 is for token t
 
 _MOST_FORCED = 64
 
 
 class GrammarError(ValueError):
-    """This grammar cannot be followed. The text says why, with the position if that is known."""
+    """This grammar cannot be followed. The text gives the reason, and the position if known."""
 
 
 class NotNow(GrammarError):
-    """The grammar was not compiled this time, and the cause may lie outside it: ask again."""
+    """The grammar was not compiled this time. The cause may lie outside the grammar: ask again."""
 
 
 class Rows:
-    """Masks of several places. `words` (int32) and `unsigned` (uint32), both `[rows, words]`, and
-    the bytes `data` are the same memory. `exchanged` holds the object through which a backend
-    writes, made once for all rows."""
+    """The masks of several positions. `words` (int32 `[rows, words]`), `unsigned` (uint32 `[rows,
+    words]`) and the bytes `data` are the same memory. `exchanged` is the object through which a
+    backend writes, made once for all rows."""
 
     __slots__ = ("data", "exchanged", "unsigned", "words")
 
@@ -69,12 +69,12 @@ class Matcher(ABC):
     @property
     @abstractmethod
     def may_end(self) -> bool:
-        """Whether the text so far is one that the grammar accepts."""
+        """Whether the grammar accepts the text so far as a whole text."""
 
     @abstractmethod
     def accept(self, token_id: int) -> bool:
         """Go on by a token. Return False, and change nothing, for a token that the grammar does not
-        allow here and for the model's end tokens, which no token follows."""
+        allow here and for the model's end tokens: no token follows these."""
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:
@@ -82,8 +82,8 @@ class Matcher(ABC):
 
     @abstractmethod
     def fill(self, words: Words) -> None:
-        """Write which tokens may follow; the model's end tokens are among them if the text may end
-        here."""
+        """Write the mask of the tokens that may follow; the model's end tokens may follow if the
+        text may end."""
 
     def fill_row(self, rows: Rows, index: int) -> None:
         """Write row `index` of `rows`, like `fill`; an override may write through `exchanged`."""
@@ -92,10 +92,10 @@ class Matcher(ABC):
 
 class Grammar(ABC):
     """A compiled grammar. `num_bytes` is about the memory that it takes. `is_bounded`: every call
-    of its matchers ends, since the backend counts its work and gives up, or since it is always
-    quick with grammars of this kind. `is_apart`: its matchers work in a process of its own, for
-    which its methods wait, within limits. `is_gone`: that process has ended, so the grammar must be
-    compiled anew. `hangs`: a call of one of its matchers did not return, so none is called."""
+    of its matchers ends, because the backend counts its work and gives up, or is always quick with
+    such grammars. `is_apart`: its matchers work in a process of their own; calls wait for the
+    process, within limits. `is_gone`: that process has ended, so the grammar must be compiled anew.
+    `hangs`: a call of a matcher did not return, so no matcher is called any more."""
 
     num_bytes: int
     is_bounded: bool = False
@@ -113,9 +113,9 @@ class Form(msgspec.Struct, frozen=True):
 
     backend: str  # the name of the backend that compiled it
     text: str = ""  # the serialized compiled grammar, or the grammar in that backend's language
-    is_bounded: bool = False  # as `Grammar.is_bounded`
-    num_bytes: int = 0  # memory that compiling took there; 0: unknown
-    seconds: float = 0.0  # processor time there of the work that `build` repeats
+    is_bounded: bool = False  # see `Grammar.is_bounded`
+    num_bytes: int = 0  # memory that compiling took in that process; 0: unknown
+    seconds: float = 0.0  # processor time of the work that `build` repeats
 
 
 class Backend(ABC):
@@ -126,24 +126,25 @@ class Backend(ABC):
         """Compile on the caller's thread. Raises GrammarError."""
 
     def load_requirements(self, spec: GrammarSpec) -> None:
-        """Import and open what `build` will need for this grammar. The thread that builds calls
-        this while another process tries the grammar out. Raises GrammarError."""
+        """Import and open everything that `build` will need for this grammar. The thread that
+        builds calls this while another process tries the grammar out. Raises GrammarError."""
         return
 
     def try_out(self, spec: GrammarSpec, *, is_second: bool = False) -> tuple[Form, Grammar]:
-        """Compile it without a limit on the time, and return the form from which `build` makes it
-        elsewhere. `is_second`: the first choice of backend took too long. Raises GrammarError."""
+        """Compile a grammar without a limit on the time. Return it, and the form from which `build`
+        makes it elsewhere. `is_second`: the backend of first choice took too long. Raises
+        GrammarError."""
         raise GrammarError(f"{type(self).__name__} tries nothing out")
 
     def build(self, spec: GrammarSpec, form: Form) -> Grammar:
         """Compile from the `form` that `try_out` returned. This takes time in proportion to the
-        form's text, or as long as it took there. Raises GrammarError."""
+        form's text, or as long as `try_out` took. Raises GrammarError."""
         raise GrammarError(f"{type(self).__name__} builds nothing from a form")
 
 
 def follow_forced(grammar: Grammar, num_words: int) -> None:
-    """Follow the tokens that every answer begins with, while a row `[num_words]` allows a single
-    token, up to 64 of them. Raises GrammarError if the grammar cannot be followed that far."""
+    """Follow the first tokens of every answer: as long as a row `[num_words]` allows a single
+    token, up to 64 tokens. Raises GrammarError if the grammar cannot be followed that far."""
     matcher, row = grammar.matcher(), np.zeros(num_words, np.int32)
     for _ in range(_MOST_FORCED):
         matcher.fill(row)
@@ -152,13 +153,13 @@ def follow_forced(grammar: Grammar, num_words: int) -> None:
             return
         word = int(row[words[0]]) & (1 << BITS) - 1
         if word & word - 1 or not matcher.accept(int(words[0]) * BITS + word.bit_length() - 1):
-            return  # several tokens, or one that ends the answer
+            return  # several tokens are allowed, or an end token
 
 
 def fill_drafts(matcher: Matcher, drafts: Sequence[int], rows: npt.NDArray[np.int32]) -> list[bool]:
-    """Fill a row of `rows` `[1 + len(drafts), words]` for the place after the output and after each
-    draft token. The matcher returns to its position. Rows behind a draft token that the grammar
-    refuses are not filled. Return for each filled row whether the text may end there."""
+    """Fill `rows` `[1 + len(drafts), words]`: a row for the position after the output, and one
+    after each draft token. The matcher then returns to its position. Rows behind a refused draft
+    token are not filled. Return for each filled row whether the text may end there."""
     num_accepted, may_end = 0, [matcher.may_end]
     matcher.fill(rows[0])
     try:

@@ -5,9 +5,9 @@
               └─► long: others, one of them     or followed by the process that compiled it ───────►
                   at a time, to the limit
 
-No grammar delays another for longer than MOMENT: a grammar that takes longer is compiled anew
-behind all that were not tried yet. The tenants take turns in all three queues. The engine's step
-thread calls this module, which has threads of its own; only `close` waits for them.
+No grammar delays another for longer than MOMENT: a grammar that takes longer is compiled anew,
+after all grammars that were not tried yet. The tenants take turns in all three queues. The engine's
+step thread calls this module. The module has threads of its own; only `close` waits for them.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from .processes.limited_thread import Job, Limit, LimitedThread
 
 logger = logging.getLogger(__name__)
 
-MOST_PROCESSES = 2  # at once, for grammars that take long
+MOST_PROCESSES = 2  # compile long grammars at the same time
 COMPILE_LIMIT = Limit(cpu_seconds=10.0)
-# A grammar's first try. Beyond it, grammars of its tenant and of the others have their turn first.
+# The limit of a grammar's first try. After it the untried grammars of all tenants come first.
 MOMENT = Limit(cpu_seconds=0.25, seconds=3.0)
-FOLLOW_LIMIT = Limit(cpu_seconds=1.0, seconds=60.0)  # one row of a grammar that a process follows
+FOLLOW_LIMIT = Limit(cpu_seconds=1.0, seconds=60.0)  # a row of a grammar that a process follows
 MOST_BYTES = 64 * 1024**2  # of one grammar
 CACHE_BYTES = 256 * 1024**2
 CACHE_ENTRIES = 1024
 MOST_WAITING = 1024
-# Grammars that processes follow: each may take a GiB.
+# Most grammars that processes follow: each may take a GiB.
 MOST_APART = 8
 MOST_APART_OF_TENANT = 3
-_UNUSED_SECONDS = 10.0  # a grammar that is unused for so long may be replaced by another
-POLL_SECONDS = 0.05  # for a thread that is over its limit
+_UNUSED_SECONDS = 10.0  # after so long without use a grammar may be replaced
+POLL_SECONDS = 0.05  # between two looks for a thread over its limit
 _CLOSE_SECONDS = 5.0
 _NOBODY = "no request waits for it any more"
 _DISPLACED = (
@@ -70,7 +70,7 @@ class Compilation:
     error: str = ""
     first_words: Words | None = None
     may_be_later: bool = False
-    first_seconds: float = 0.0  # processor time that this row took
+    first_seconds: float = 0.0  # processor time of the first row
     has_begun: bool = False
 
     @property
@@ -79,17 +79,17 @@ class Compilation:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes while it is kept; a failed one counts its text."""
+        """Memory of the grammar while it is kept; without a grammar, the size of its text."""
         return len(self.spec.text) if self.grammar is None else self.grammar.num_bytes
 
 
 class TooManyGrammars(RuntimeError):
-    """The tenant has as many waiting grammars or requests as it may have."""
+    """The tenant already has the most waiting grammars or requests that it may have."""
 
 
 def _num_processes() -> int:
-    """Return the default of `GrammarCompiler`'s `num_processes`: MOST_PROCESSES at most, and one
-    less than there are processors, since more of them would delay the steps."""
+    """Return the default of `GrammarCompiler`'s `num_processes`: the number of processors minus
+    one, at most MOST_PROCESSES. More processes would delay the steps."""
     on_linux = hasattr(os, "sched_getaffinity")
     processors = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     return max(1, min(MOST_PROCESSES, processors - 1))
@@ -104,12 +104,12 @@ class _Kept:
 
 
 class _Builder:
-    """A thread that takes grammars over from processes, and frees them. Both are bounded; if the
-    thread hangs all the same, another one takes its place."""
+    """A thread that takes grammars over from processes, and frees grammars. Both jobs are bounded.
+    If the thread hangs all the same, another thread takes its place."""
 
     def __init__(self) -> None:
         self.jobs: FairQueue[Job] = FairQueue()
-        self.at: Compilation | None = None  # the one that the thread takes over now
+        self.at: Compilation | None = None  # the compilation that the thread takes over now
         self._thread: LimitedThread | None = None
 
     def set_current(self, compilation: Compilation) -> None:
@@ -121,8 +121,8 @@ class _Builder:
         self.jobs.put(tenant, job, is_first=is_first)
 
     def leave_hung(self, limit: Limit) -> Compilation | None:
-        """Replace the thread if it is over the limit, and return the compilation at which it
-        hangs; else None."""
+        """If the thread is over the limit, replace it and return the compilation at which it hangs;
+        else return None."""
         at = self.at
         if at is None or self._thread is None or not self._thread.abandon_if_over(limit):
             return None
@@ -144,8 +144,8 @@ def _free(dropped: list[Any], _: LimitedThread) -> None:
 class GrammarCompiler:
     """Grammars for a vocabulary of `vocab_size` tokens. The builder's thread calls `open_backend`
     once; any thread that finishes a grammar calls `wake`. Threads start with the first grammar.
-    Without `processes` the builder's thread compiles all of them, as it does for a backend that the
-    engine's operator supplies."""
+    Without `processes` the builder's thread compiles all grammars; this is so for a backend that
+    the engine's operator supplies."""
 
     def __init__(
         self,
@@ -158,8 +158,8 @@ class GrammarCompiler:
         num_processes: int | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        """`num_processes` processes at once compile the grammars that take long; None: as many as
-        leave a processor to the steps."""
+        """`num_processes` processes at once compile the grammars that take long; None:
+        `_num_processes()`, which leaves a processor to the steps."""
         self._open_backend = open_backend
         self._wake = wake
         self._limit = limit
@@ -174,7 +174,7 @@ class GrammarCompiler:
         self._num_long = num_processes or _num_processes()
         self._threads: list[threading.Thread] = []
         self._builder = _Builder()
-        self._beginning = threading.Lock()  # a thread that begins one against `give_up` of it
+        self._beginning = threading.Lock()  # held to begin a compilation, and to give one up
         self._apart: list[weakref.ref[GrammarApart]] = []
         self._making_room = threading.Lock()
         self._backend: Backend | None = None
@@ -186,7 +186,7 @@ class GrammarCompiler:
 
     @property
     def num_cached_bytes(self) -> int:
-        """Memory of the kept grammars, with the texts of those that failed."""
+        """Memory of the kept grammars, and the size of the texts of failed ones."""
         return sum(each.num_bytes for each in self._kept.values())
 
     @property
@@ -194,8 +194,7 @@ class GrammarCompiler:
         return sum(len(each.known) for each in self._kept.values())
 
     def ask(self, spec: GrammarSpec, tenant: str = "") -> Compilation:
-        """Return the compilation of a grammar, which may be done already. Raises
-        TooManyGrammars."""
+        """Return the compilation of a grammar; it may be done already. Raises TooManyGrammars."""
         kept = self._kept.get(tenant)
         found = None if kept is None else kept.known.get(spec)
         if kept is not None and found is not None:
@@ -230,7 +229,7 @@ class GrammarCompiler:
         self._give_up(compilation, _NOBODY)
 
     def poll_compilations(self) -> None:
-        """Record the finished compilations, fail the one that takes too long on the builder's
+        """Record the finished compilations, fail a compilation that takes too long on the builder's
         thread, and drop the oldest kept grammars beyond the limits of the cache."""
         if not self._waiting:
             return
@@ -246,7 +245,7 @@ class GrammarCompiler:
         dropped: list[Compilation] = []
         num_entries, num_bytes = self.num_cached, self.num_cached_bytes
         while num_entries > CACHE_ENTRIES or (num_entries and num_bytes > self._cache_bytes):
-            # The tenant with most gives way, so many grammars of one displace none of the others.
+            # The tenant with most loses one, so one tenant's grammars displace no others'.
             many = num_entries > CACHE_ENTRIES
             tenant = max(
                 self._kept,
@@ -260,14 +259,14 @@ class GrammarCompiler:
             self.free(dropped)
 
     def free(self, dropped: list[Any]) -> None:
-        """Free these on the builder's thread: a large grammar takes milliseconds, for which no step
-        may wait. The caller must keep no reference to them."""
+        """Free these objects on the builder's thread: to free a large grammar takes milliseconds,
+        and no step may wait for that. The caller must keep no reference to the objects."""
         self._builder.put("", partial(_free, dropped))
 
     def stop_taking_over(self) -> None:
-        """Let processes follow all grammars compiled from now on, although that is slow, and drop
-        the kept ones, which are compiled anew when requests need them. Called when a thread of the
-        engine hangs in a grammar that was taken over, which should not happen."""
+        """Let processes follow all grammars from now on, although that is slow. Drop the kept
+        grammars: they are compiled anew when requests need them. Called when a thread of the engine
+        hangs in a grammar that was taken over; that should not happen."""
         if self._processes is None or not self._processes.trusts_threads:
             return
         self._processes.trusts_threads = False
@@ -301,11 +300,11 @@ class GrammarCompiler:
             thread.start()
 
     def _prepare(self, spec: GrammarSpec, _: LimitedThread) -> None:
-        with suppress(ValueError, ImportError):  # the process that compiles says so
+        with suppress(ValueError, ImportError):  # the compiling process reports it
             self._ensure_backend().load_requirements(spec)
 
     def _work(self, queue: FairQueue[Compilation], limit: Limit, *, is_second: bool) -> None:
-        """Compile the grammars of a queue until it ends. Runs on a thread, which waits for
+        """Compile the grammars of a queue until the queue ends. Runs on a thread that waits for
         processes."""
         while (compilation := queue.get()) is not None:
             if not self._claim_compilation(compilation):
@@ -323,14 +322,15 @@ class GrammarCompiler:
                 queue.charge(compilation.tenant, time.monotonic() - began)
 
     def _claim_compilation(self, compilation: Compilation) -> bool:
-        """Mark it as begun, so that `give_up` no longer drops it; False if it was given up."""
+        """Mark a compilation as begun: `give_up` drops it no more. False if it was given up."""
         with self._beginning:
             compilation.has_begun = not compilation.is_done
             return compilation.has_begun
 
     def _try_out(self, compilation: Compilation, limit: Limit, is_second: bool) -> None:
-        """Compile it in a process, and have it taken over or followed there. At the limit of a
-        first try it joins the long queue. Raises GrammarError, and what a backend raises."""
+        """Compile in a process; then the builder takes the grammar over, or the process follows it.
+        At the limit of a first try the compilation joins the long queue. Raises GrammarError, and
+        what a backend raises."""
         assert self._processes is not None
         try:
             tried = self._processes.try_out(compilation.spec, limit, is_second=is_second)
@@ -354,8 +354,8 @@ class GrammarCompiler:
         self._builder.put(compilation.tenant, partial(self._run_here, compilation, take_over))
 
     def _follow_apart(self, tenant: str, process: FollowingProcess) -> Grammar:
-        """Return a grammar that its process follows. At the limit the longest unused one ends.
-        Raises NotNow where too many are in use."""
+        """Return a grammar that its process follows. At the limit of such grammars the one longest
+        unused ends. Raises NotNow if too many are in use."""
         grammar = GrammarApart(process, FOLLOW_LIMIT, tenant)
         with self._making_room:
             there = [each for made in self._apart if (each := made()) and not each.is_gone]
@@ -374,7 +374,7 @@ class GrammarCompiler:
         return grammar
 
     def _compile_here(self, compilation: Compilation, thread: LimitedThread) -> None:
-        """Compile it on the builder's thread, where there are no processes."""
+        """Compile a grammar on the builder's thread, for an engine without processes."""
 
         def make(backend: Backend) -> Made:
             grammar = backend.compile(compilation.spec)
@@ -396,11 +396,11 @@ class GrammarCompiler:
         try:
             backend = (
                 self._ensure_backend()
-            )  # reading a vocabulary and importing count for no limit
+            )  # no limit counts the reading of a vocabulary or imports
             if not thread.next_piece(partial(self._builder.set_current, compilation)):
                 return
             began = time.monotonic()
-            # Only now: an import holds locks for which steps may wait.
+            # Not earlier: an import holds locks, and steps may wait for these.
             thread.give_way()
             made = make(backend)
             if made[0].num_bytes > MOST_BYTES:
@@ -439,7 +439,7 @@ class GrammarCompiler:
         compilation.error = text
 
     def _give_up(self, compilation: Compilation, error: str) -> bool:
-        """Drop a waiting compilation with this error; False if it had begun or was done."""
+        """Fail a waiting compilation with this error. Return False if it had begun or was done."""
         with self._beginning:
             if compilation.has_begun or compilation.is_done:
                 return False
@@ -452,13 +452,13 @@ class GrammarCompiler:
         return True
 
     def _displace(self, tenant: str) -> None:
-        """Drop the tenant's last compilation that has not begun, to make room for another's."""
+        """Drop the tenant's last unbegun compilation, to make room for another tenant."""
         own = [each for each in self._waiting.values() if each.tenant == tenant]
         if any(self._give_up(each, _DISPLACED) for each in reversed(own)):
             self.num_failed += 1
 
     def _take_note(self, key: tuple[str, GrammarSpec], compilation: Compilation) -> None:
-        """Count a finished compilation, and keep it unless it may be tried again."""
+        """Count a finished compilation, and keep it unless a later request may try it again."""
         del self._waiting[key]
         self._shares.remove_tenant(compilation.tenant)
         self.num_compiled += compilation.grammar is not None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grammars by llguidance, which counts its work and gives up at a limit of its own.
 
-So no hostile grammar can block it: compiling is lazy and takes milliseconds, and a step with too
-many states makes its matcher fail, here with a GrammarError.
+So no hostile grammar can block it. Compiling is lazy and takes milliseconds. At a step with too
+many states the matcher fails, here with a GrammarError.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .base import BITS, LARGE_BYTES, Backend, Form, Grammar, GrammarError, Match
 from .structural_tags import read_tags
 from .vocabulary import Vocabulary
 
-# The memory of a grammar that was not measured: this much, and a multiple of its text. Measured
-# ones take 40 to 530 bytes for each byte of the text.
+# The assumed memory of an unmeasured grammar: this much, and a multiple of its text. Measured
+# grammars take 40 to 530 bytes for each byte of the text.
 _LEAST_BYTES = 64 * 1024
 _BYTES_EACH = 192
 _WHITESPACE = f"[ \\n\\r\\t]{{0,{MOST_WHITESPACE}}}"
@@ -34,8 +34,8 @@ _NO_TOKEN = 2**32 - 1
 
 
 class GuidanceBackend(Backend):
-    """llguidance. `limits` are those of its parser, by default its own: some 50,000 items a step.
-    Without `has_threads` it starts no thread, and the thread that drops a large grammar frees it.
+    """llguidance. `limits` bound its parser; by default its own, some 50,000 items a step. Without
+    `has_threads` it starts no thread, and the thread that drops a large grammar frees it.
     """
 
     def __init__(
@@ -48,12 +48,13 @@ class GuidanceBackend(Backend):
         self._end_ids = vocabulary.end_ids
         self._limits = limits or llguidance.LLParserLimits(verbose_errors=False)
         wrapper = llguidance.TokenizerWrapper(_Words(vocabulary))
-        # It wants one end token at least. Where the model has none, this one is never allowed.
+        # llguidance needs an end token. For a model without one it gets this, which is never
+        # allowed.
         ends = list(vocabulary.end_ids) or [len(vocabulary.tokens)]
         size = max(len(vocabulary.tokens), ends[-1] + 1)
         self._num_bytes = -(-size // BITS) * (BITS // 8)
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=ends)
-        # Made now, since a new thread inherits the scheduling of the thread that starts it.
+        # Made now: its thread inherits the scheduling of the thread that starts it.
         self._emptier = _Emptier(self._tokenizer) if has_threads else None
 
     def compile(self, spec: GrammarSpec) -> Grammar:
@@ -79,18 +80,18 @@ class GuidanceBackend(Backend):
 
 
 class _Emptier:
-    """Frees the memory of matchers without the interpreter's lock, which a thread that frees a
-    Python object holds. A matcher that takes a wrong token frees its state; several that take
-    tokens together do so on a thread of llguidance's. Any thread may call this, and waits."""
+    """Frees the memory of matchers without the interpreter's lock, which Python holds to free an
+    object. A matcher that takes a wrong token frees its state; several that take tokens together do
+    it on a thread of llguidance. Any thread may call this, and waits."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
         self._executor = llguidance.LLExecutor(1)
         self._small = llguidance.LLMatcher(tokenizer, _ANY_TEXT, log_level=0)
 
     def empty(self, matcher: llguidance.LLMatcher) -> None:
-        """Free the state of `matcher`, which no other part may use. State that several matchers
-        share is freed with the last of them."""
-        # A single matcher would be called with the lock.
+        """Free the state of `matcher`; no other part may use the matcher. State that several
+        matchers share is freed with the last of them."""
+        # llguidance would call a single matcher with the interpreter's lock held.
         both = [(matcher, _NO_TOKEN), (self._small.deep_copy(), _NO_TOKEN)]
         self._executor.consume_token_par(both)
 
@@ -103,7 +104,7 @@ class _Words:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         nameless = [i for i, token in enumerate(vocabulary.tokens) if not token]
-        # Special ones have a name in its place, and no text of a grammar can spell it.
+        # A special token gets a name in place of bytes; no text of a grammar can spell that name.
         names = {i: f"<|{i}|>".encode() for i in nameless}
         self.tokens = [names.get(i, token) for i, token in enumerate(vocabulary.tokens)]
         self.special_token_ids = nameless
@@ -127,7 +128,7 @@ class _GuidanceGrammar(Grammar):
         end_ids: Sequence[int],
         emptier: _Emptier | None,
     ) -> None:
-        """`emptier` frees the prototype at the end; None: Python does."""
+        """`emptier` frees the prototype at the end; None: Python frees it."""
         self._prototype = prototype
         self.num_bytes = num_bytes
         self._num_mask_bytes = num_mask_bytes
@@ -157,14 +158,14 @@ class _GuidanceMatcher(Matcher):
         self._end_ids = end_ids
 
     def __del__(self) -> None:
-        del self._matcher  # before the grammar, whose own is then the last one and frees the rest
+        del self._matcher  # before the grammar: its prototype then frees the shared state
 
     @property
     def may_end(self) -> bool:
         return self._matcher.is_accepting()
 
     def accept(self, token_id: int) -> bool:
-        # `consume_token` would break the matcher for good with a wrong one.
+        # A wrong token in `consume_token` would break the matcher for good.
         if token_id not in self._end_ids and self._matcher.try_consume_tokens([token_id]) == 1:
             return True
         self._raise_matcher_error()
@@ -175,7 +176,7 @@ class _GuidanceMatcher(Matcher):
         self._raise_matcher_error()
 
     def fill(self, words: Words) -> None:
-        if self._matcher.is_stopped():  # it has come to its end, or to one of its limits
+        if self._matcher.is_stopped():  # at its end, or at one of its limits
             self._raise_matcher_error()
             words[:] = 0
             for token in self._end_ids:
@@ -183,7 +184,7 @@ class _GuidanceMatcher(Matcher):
             return
         if words.nbytes == self._num_mask_bytes:
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, self._num_mask_bytes)
-        else:  # one token more than the model has
+        else:  # the vocabulary has a token that the model lacks
             words[:] = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(words)]
         self._raise_matcher_error()
 
@@ -207,7 +208,7 @@ class _Heap(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Return the bytes of the heap that are in use; 0 where the C library does not say."""
+    """Return the bytes of the heap in use; 0 if the C library does not report them."""
     tell = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if tell is None:
         return 0
@@ -238,7 +239,7 @@ def _translated(spec: GrammarSpec) -> str:
     if spec.kind is Kind.REGEX:
         return llguidance.grammar_from("regex", spec.text.removeprefix("^").removesuffix("$"))
     if spec.kind is Kind.CHOICE:
-        # One terminal, since llguidance takes at most 2,000 rules at one place.
+        # As one terminal: llguidance takes at most 2,000 rules at one place.
         texts = [json.dumps(each, ensure_ascii=False) for each in json.loads(spec.text)]
         return "start: CHOICE\nCHOICE: " + " | ".join(texts)
     if spec.kind is Kind.GRAMMAR:
@@ -254,7 +255,7 @@ def _translated(spec: GrammarSpec) -> str:
 
 
 def _plain(message: str) -> str:
-    """Return an error of llguidance on one line, in words that a client can use."""
+    """Return an error of llguidance on one line, in terms of the client's request."""
     text = " ".join(message.replace("<non-verbose/>", "").split())
     if text.startswith("oneOf constraints"):
         return (

@@ -4,9 +4,9 @@
     ask ──► (compiled beside the steps) ──► take_compiled ──► activate_grammar
         ──► begin_masks · masks, in each step
 
-A mask is made from the request's output as it is then, so the scheduler reports no tokens, no
-preemption and no dropped steps here. A thought follows no grammar: if an answer begins with one,
-its grammar begins behind the thought. The engine's step thread calls this.
+A mask is made from the request's present output, so the scheduler reports no tokens, no preemption
+and no dropped steps here. A thought follows no grammar: if an answer begins with a thought, its
+grammar begins behind the thought. The engine's step thread calls this.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Masks(NamedTuple):
 
 
 class _Across(NamedTuple):
-    """Rows of a request on both sides of a border of its thought."""
+    """The rows of a request whose drafts begin or end its thought."""
 
     free: range  # rows in the thought
     num_rows: int  # of the request in this step
@@ -76,8 +76,8 @@ class _Followed(NamedTuple):
     thought: Thought
     end_ids: frozenset[int]  # the model's end ids, empty with ignore_eos
     own_ids: frozenset[int]  # the request's stop ids
-    has_own_ends: bool  # whether the ids that end it differ from the model's end ids
-    may_need_settling: bool  # whether `_settle_ends` may have to change its matcher's rows
+    has_own_ends: bool  # whether its end ids differ from the model's end ids
+    may_need_settling: bool  # whether `_settle_ends` may have to change rows
     is_json: bool  # whether the grammar is JSON, at least in part
 
 
@@ -96,8 +96,8 @@ class GrammarManager:
         compile_limit: Limit = COMPILE_LIMIT,
         mask_limit: Limit = MASK_LIMIT,
     ) -> None:
-        """`backend` is the setting's value. `opener` opens another backend in its place, whose
-        grammars are compiled in this process."""
+        """`backend` is the setting's value. `opener`, if given, opens another backend in its place;
+        the grammars of that backend are compiled in this process."""
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(each for each in eos_token_ids if 0 <= each < vocab_size)
         self._shares = Shares(most_waiting)
@@ -126,13 +126,13 @@ class GrammarManager:
         self._followed: dict[str, _Followed] = {}
         self._begun: list[_Followed] = []
         self._has_begun = False
-        self._made: Masks | None = None  # of the step begun, if no thread is at work on them
-        self._thinking: list[tuple[_Followed, int]] = []  # with the rows of each, in that step
-        self._across: dict[str, _Across] = {}  # those whose drafts open or end a thought in it
+        self._made: Masks | None = None  # of the begun step, if already collected
+        self._thinking: list[tuple[_Followed, int]] = []  # with their numbers of rows
+        self._across: dict[str, _Across] = {}  # by request id
         self.num_failed = 0  # requests that ended with an error of their grammar
 
     def __bool__(self) -> bool:
-        """Whether a request that may run has a grammar, or masks of a step have begun."""
+        """Whether a request that may run has a grammar, or the masks of a step have begun."""
         return bool(self._followed) or self._has_begun
 
     def __contains__(self, request_id: str) -> bool:
@@ -145,7 +145,7 @@ class GrammarManager:
 
     @property
     def is_due(self) -> bool:
-        """Whether `take_compiled` has a request, or one that sits out may go on."""
+        """Whether `take_compiled` has a request, or a request that sits out may go on."""
         self._compiler.poll_compilations()
         if self._ahead.is_due:
             return True
@@ -153,8 +153,8 @@ class GrammarManager:
 
     @property
     def idle_seconds(self) -> float:
-        """Longest time until the next look at `is_due`; infinite if no grammar or row is under way.
-        Compilations without a waiting request count, since they have a limit too."""
+        """The longest time until the next look at `is_due`; infinite if no grammar or row is in
+        work. Compilations without a waiting request count too: they also have a limit."""
         is_busy = self._compiler.num_waiting or self._waiting or self._ahead.num_open
         return POLL_SECONDS if is_busy else float("inf")
 
@@ -163,8 +163,8 @@ class GrammarManager:
         self._wakeup = wakeup
 
     def ask(self, message: AddRequest, built: Request) -> Waiting:
-        """Start to compile a request's grammar; the request must have one. It waits here unless the
-        grammar is there at once. Raises TooManyGrammars."""
+        """Start to compile a request's grammar; the request must have one. The request waits here,
+        unless the grammar is ready at once. Raises TooManyGrammars."""
         asked = built.sampling_params.structured_outputs
         assert asked is not None
         tenant = message.tenant
@@ -192,7 +192,7 @@ class GrammarManager:
         return done
 
     def cancel_waiting(self, request_ids: Iterable[str]) -> None:
-        """Drop those of these requests that still wait."""
+        """Drop the requests among these that still wait."""
         for request_id in request_ids:
             gone = self._waiting.pop(request_id, None)
             if gone is not None:
@@ -226,7 +226,7 @@ class GrammarManager:
         )
 
     def held(self) -> Set[str]:
-        """The requests that sit out the next step: their masks may take long and are being made, or
+        """The requests that sit out the next step. Their masks may take long and are being made, or
         depend on a token that the device still chooses."""
         self._ahead.take_note()
         held: set[str] = set()
@@ -243,8 +243,8 @@ class GrammarManager:
         return held
 
     def without_drafts(self) -> Iterable[str]:
-        """The requests that get no draft tokens: their masks are made one by one between steps, and
-        drafts would need several at once."""
+        """The requests that get no draft tokens. Their masks are made one by one between steps;
+        drafts would need several masks at once."""
         return [
             name
             for name, each in self._followed.items()
@@ -286,7 +286,7 @@ class GrammarManager:
             self._maker.start_jobs(jobs)
         if self._thinking or jobs:
             self._has_begun = True
-            if self._maker.is_done:  # before the forward pass, which empties the caches
+            if self._maker.is_done:  # now: the forward pass empties the caches
                 self._made = self._collect_masks()
 
     @property
@@ -297,8 +297,8 @@ class GrammarManager:
     def masks(
         self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
     ) -> Masks:
-        """Return the masks that `begin_masks` began, or begin them now. A request with k drafts has
-        1 + k consecutive rows in the mask; requests that are `ended` have none."""
+        """Return the masks that `begin_masks` began, or make them now if it was not called. A
+        request with k drafts has 1 + k consecutive rows in the mask; `ended` requests have none."""
         if not self._has_begun:
             self.begin_masks(requests, drafts)
         made = self._made if self._made is not None else self._collect_masks()
@@ -315,7 +315,7 @@ class GrammarManager:
         followed, self._begun = self._begun, []
         jobs, rows, num_rows = self._maker.wait_for_masks()
         words = rows.unsigned[:num_rows].copy()  # the next step overwrites the rows
-        lost: list[int] = []  # rows that do not go into the mask
+        lost: list[int] = []  # rows to leave out of the mask
         names_behind: list[str] = []
         ended: list[Ended] = []
         end, white = 0, self._white
@@ -346,7 +346,7 @@ class GrammarManager:
                 ids += [name] * (end - start) if job.drafts else (name,)
                 continue
             lost += range(start, end)
-            if not each.request.is_finished:  # the id of a finished one may be another's by now
+            if not each.request.is_finished:  # another request may have the id of a finished one
                 ended.append(Ended(each.request, error and f"{_FAILED}: {error}"))
                 self.num_failed += bool(error)
                 self._let_go(name)
@@ -360,7 +360,7 @@ class GrammarManager:
         return Masks(TokenMask(ids, words) if ids else None, ended)
 
     def stats(self) -> dict[str, int]:
-        """Counters and gauges of grammars, a part of the core's."""
+        """Counters and gauges of grammars, for the core's `stats`."""
         compiler = self._compiler
         return {
             "num_waiting": len(self._waiting),
@@ -380,8 +380,8 @@ class GrammarManager:
         self._compiler.close()
 
     def _let_go(self, name: str) -> None:
-        """Forget a request that has ended. This may be the last reference to its grammar, so a
-        large one is freed on the builder's thread."""
+        """Forget a request that has ended. This may drop the last reference to its grammar, so a
+        large grammar is freed on the builder's thread."""
         gone = [self._followed.pop(name)]
         if gone[0].grammar.num_bytes >= LARGE_BYTES:
             self._compiler.free(gone)
@@ -390,12 +390,12 @@ class GrammarManager:
         self._wakeup()
 
     def _give_up(self, gone: Waiting) -> None:
-        """Drop the compilation of a request that waits no more, unless others wait for it."""
+        """Drop the compilation of a request that waits no more, unless others need it."""
         if all(each.compilation is not gone.compilation for each in self._waiting.values()):
             self._compiler.give_up(gone.compilation)
 
     def _displace(self, tenant: str) -> None:
-        """Refuse the last waiting request of this tenant, to make room for another's."""
+        """Refuse the last waiting request of this tenant, to make room for another tenant."""
         names = [
             name
             for name, each in self._waiting.items()
@@ -415,14 +415,14 @@ class GrammarManager:
         self._give_up(gone)
 
     def _note_hang(self, grammar: Grammar) -> None:
-        """Use no matcher of this grammar again, and take over no more grammars: one of its matchers
-        did not return, which should not happen."""
+        """Use no matcher of this grammar again, and take over no more grammars. Called because one
+        of its matchers did not return; that should not happen."""
         grammar.hangs = True
         self._compiler.stop_taking_over()
 
     def _free_rows(self, thinking: Sequence[tuple[_Followed, int]]) -> npt.NDArray[np.uint32]:
-        """Return rows `[rows, words]` of thoughts. They allow every token but those that would end
-        the request, since its answer must still follow the grammar."""
+        """Return rows `[rows, words]` of thoughts. They allow every token except those that end the
+        request: its answer must still follow the grammar."""
         num_rows = sum(count for _, count in thinking)
         rows = np.full((num_rows, -(-self._vocab_size // BITS)), ~np.uint32(0), np.uint32)
         at = 0
@@ -435,8 +435,8 @@ class GrammarManager:
     def _rows_across(
         self, followed: _Followed, job: MaskJob, rows: npt.NDArray[np.uint32], across: _Across
     ) -> tuple[npt.NDArray[np.uint32], str | None]:
-        """Return all rows of a request in order, and the result of `_settle_ends`. The rows of the
-        thought lie between the grammar's row for the first token and its rows behind the thought.
+        """Return all rows of a request in order, and the result of `_settle_ends`. The order is:
+        the grammar's row for the first token, the thought's rows, the grammar's rows behind it.
         """
         before, behind = (
             rows[: across.free.start].copy(),
@@ -452,8 +452,8 @@ class GrammarManager:
         self, followed: _Followed, job: MaskJob, rows: npt.NDArray[np.uint32], first: int = 0
     ) -> str | None:
         """Allow exactly the ids that end this request where its grammar may end. `first` is the
-        number of drafts before the first of the rows. Return None if the request goes on; else why
-        it ends, which is empty at the end of its grammar."""
+        number of drafts before the first of the rows. Return None if the request goes on, else the
+        reason for its end; empty at the end of its grammar."""
         request, own_ids, opener = followed.request, followed.own_ids, followed.thought.opener
         params = request.sampling_params
         missing = params.min_tokens - request.num_output_tokens - first

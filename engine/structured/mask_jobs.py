@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MaskJob: the rows that one answer needs in a step; Follower: its place in its grammar."""
+"""MaskJob: the rows that an answer needs in a step. Follower: its position in its grammar."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .base import Grammar, GrammarError, Matcher, Rows, Words, fill_drafts
 
-# Rows that take longer are made between steps, and their requests sit out a step.
+# Rows that take longer than this are made between steps, and their requests sit out a step.
 SLOW_SECONDS = 0.001
 CLOSE_SECONDS = 5.0
 HANGS = "the grammar of this request takes too long to follow; make it simpler"
@@ -17,8 +17,8 @@ OnHang = Callable[[Grammar], None]
 
 
 class Follower:
-    """The position of one answer in its grammar. `first_words` is the row at its beginning, if it
-    is made already, and `first_seconds` the processor time that it took."""
+    """The position of one answer in its grammar. `first_words` is the row at its beginning, if that
+    is made already; `first_seconds` is the processor time of that row."""
 
     def __init__(
         self,
@@ -32,13 +32,13 @@ class Follower:
         self._matcher: Matcher | None = None
         self.is_bounded = grammar.is_bounded  # its matcher cannot hang
         self.first_words = first_words
-        self.num_taken = 0  # output tokens that have been accepted, or lie before the grammar
+        self.num_taken = 0  # output tokens accepted, or before the grammar
         self.first_seconds = first_seconds
-        # Seconds of a row: of the last one, or of a longer one before it; infinite: unknown.
+        # Seconds of the last row, or of a longer row before it; infinite: unknown.
         self.row_seconds = math.inf
         self.ahead: AheadRow | None = None  # its next row, while it is made between steps
-        self.failed = ""  # why that row could not be made
-        self.num_white = 0  # last tokens of white space, where no other tokens were allowed
+        self.failed = ""  # the error of the row `ahead`
+        self.num_white = 0  # white tokens at the end, with no others allowed
 
     @property
     def matcher(self) -> Matcher:
@@ -47,9 +47,9 @@ class Follower:
         return self._matcher
 
     def note_seconds(self, seconds: float) -> None:
-        """Record how long a row took. A single slow row, interrupted perhaps, loses its weight
-        after a few others. Rows of processes are not recorded: like rows of unknown length they
-        are always made between steps."""
+        """Record how long a row took. A single slow row, perhaps interrupted, loses its weight
+        after a few more rows. Rows of processes are not recorded: they are always made between
+        steps, like rows of unknown time."""
         if self.grammar.is_apart:
             return
         before = self.row_seconds
@@ -58,14 +58,14 @@ class Follower:
 
 @dataclass(slots=True)
 class MaskJob:
-    """The rows of one answer: one for the place after its output, and one after each draft token.
-    Rows behind a draft token that the grammar refuses allow every token; no answer uses them."""
+    """The rows of one answer: for the position after its output, and after each draft token. Rows
+    behind a refused draft token allow every token; no answer uses these rows."""
 
     follower: Follower
-    new_tokens: Sequence[int]  # of the output, since the last mask
+    new_tokens: Sequence[int]  # output tokens since the last mask
     drafts: Sequence[int] = ()
     error: str = ""
-    ends: Sequence[bool] = ()  # with drafts: whether the text may end, for each filled row
+    ends: Sequence[bool] = ()  # with drafts: for each filled row, whether the text may end
 
     @property
     def num_rows(self) -> int:
@@ -73,11 +73,11 @@ class MaskJob:
 
     @property
     def is_made(self) -> bool:
-        """Whether its row exists already and only needs to be copied."""
+        """Whether the row exists already and only needs to be copied."""
         return self.follower.first_words is not None and not (self.new_tokens or self.drafts)
 
     def may_end(self, row: int = 0) -> bool:
-        """Whether the grammar may end at this row. The job must be done, without an error."""
+        """Whether the grammar may end at this row. The job must be done and have no error."""
         if not self.drafts:
             return self.follower.matcher.may_end
         return row < len(self.ends) and self.ends[row]
@@ -106,18 +106,17 @@ class MaskJob:
 
 @dataclass(slots=True)
 class AheadRow:
-    """A row that a thread makes between steps. The step's thread reads the result once it
-    `is_done`."""
+    """A row that a thread makes between steps. The step's thread reads it when it `is_done`."""
 
     job: MaskJob
     row: Rows  # one
-    is_later: bool  # it is known to take long, so rows of unknown length go before it
+    is_later: bool  # known to take long: rows of unknown time go first
     error: str = ""
     is_done: bool = False
 
     @property
     def lane(self) -> Grammar | None:
-        """The grammar whose process makes it; None: the engine makes it."""
+        """The grammar whose process makes the row; None: the engine makes it."""
         grammar = self.job.follower.grammar
         return grammar if grammar.is_apart else None
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token masks of a step. The caller makes the quick ones, a thread the others during the
+"""The token masks of a step. The caller makes the quick masks; a thread makes the others during the
 forward pass.
 
     start_jobs(jobs)  ──► accept each answer's new tokens, fill its rows
     wait_for_masks()  ──► rows of all; a job that failed says why
 
 A hand-over to the thread costs more than most jobs, and takes the interpreter's lock from the step.
-So the caller does the jobs of grammars that cannot hang (`is_bounded`) and were quick so far. It
-does them before the forward pass, while the processor's caches still hold their data.
+So the caller itself does the jobs of grammars that cannot hang (`is_bounded`) and were quick so
+far. It does these jobs before the forward pass, while the processor's caches still hold their data.
 
-A process follows the grammars that may hang (`processes/followed_apart.py`); it is killed at a
-limit. If a matcher hangs in the engine all the same, only its job fails: its thread is left behind,
-another one does the other jobs, and `on_hang` gets the grammar, whose matchers are no longer used.
+A process follows a grammar that may hang (`processes/followed_apart.py`), and is killed at a limit.
+If a matcher hangs in the engine all the same, only its job fails. Its thread is left behind,
+another thread does the other jobs, and `on_hang` gets the grammar: its matchers are no longer used.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from .processes.limited_thread import Job, Limit, LimitedThread
 logger = logging.getLogger(__name__)
 
 MASK_LIMIT = Limit(cpu_seconds=1.0)
-# The caller's own jobs: each takes no longer than the first, all together no longer than the
-# second. A hand-over costs the step 0.3 to 0.9 ms.
+# Limits of the caller's own jobs: of each, and of all. A hand-over costs the step 0.3 to 0.9 ms.
 QUICK_SECONDS = 0.0003
 MOST_QUICK_SECONDS = 0.001
 _POLL_SECONDS = 0.02
@@ -49,7 +48,7 @@ class MaskMaker:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: LimitedThread | None = None
         self._batch: _Batch | None = None
-        self._rows = Rows(0, self._num_words)  # for batches without jobs of the thread
+        self._rows = Rows(0, self._num_words)  # for batches that need no thread
         self.num_handed_over = 0  # jobs that a thread did
 
     @property
@@ -62,14 +61,14 @@ class MaskMaker:
 
     def start_jobs(self, jobs: Sequence[MaskJob]) -> None:
         """Do the quick jobs, and have the thread start on the others. `jobs` must not be empty, and
-        the jobs before them must have been collected."""
+        earlier jobs must have been collected."""
         starts: Sequence[int] = range(len(jobs))
         num_rows = len(jobs)
         if any(job.drafts for job in jobs):
             starts = [0, *accumulate([job.num_rows for job in jobs])]
             num_rows = starts[-1]
         quick, others = _divide(jobs)
-        if others:  # a thread that is left behind may write into these rows later
+        if others:  # new rows: a thread left behind may write into old ones
             rows = Rows(num_rows, self._num_words)
         else:
             if num_rows > len(self._rows.words):
@@ -83,9 +82,9 @@ class MaskMaker:
         batch.run(quick)
 
     def wait_for_masks(self) -> tuple[Sequence[MaskJob], Rows, int]:
-        """Wait for the thread. Return the jobs, `Rows` that begin with the rows of all jobs in
-        order, and the number of these. The rows of a job with an error are invalid; all rows are
-        valid until the next `start_jobs`."""
+        """Wait for the thread. Return the jobs, `Rows`, and the number of the jobs' rows: `Rows`
+        begins with these, in order. The rows of a job with an error are invalid. All rows are valid
+        until the next `start_jobs`."""
         batch = self._batch
         assert batch is not None
         self._batch = None
@@ -114,7 +113,7 @@ class MaskMaker:
 
 
 def _divide(jobs: Sequence[MaskJob]) -> tuple[list[int], list[int]]:
-    """Return the indices of the caller's jobs, and those of the thread's."""
+    """Return the indices of the caller's jobs, and the indices of the thread's jobs."""
     quick: list[int] = []
     others: list[int] = []
     left = MOST_QUICK_SECONDS
@@ -147,22 +146,22 @@ def _work(thread: LimitedThread, batch: _Batch) -> None:
 
 
 class _Batch:
-    """The jobs of one step, and the progress of the thread with its own, whose indices are
-    `places`. A batch keeps its errors itself until it is collected, so a thread that was left
-    behind with an older batch has no effect."""
+    """The jobs of one step, and the thread's progress. `places` are the indices of the thread's
+    jobs. A batch keeps its errors itself until it is collected, so a thread left behind with an
+    older batch has no effect."""
 
     def __init__(
         self, jobs: Sequence[MaskJob], rows: Rows, starts: Sequence[int], num_rows: int
     ) -> None:
-        """The first `num_rows` of `rows` belong to the jobs; that of each job begins at its entry
-        of `starts`."""
+        """The first `num_rows` of `rows` belong to the jobs; the rows of a job begin at its entry
+        in `starts`."""
         self.jobs = jobs
         self.num_rows = num_rows
         self.rows = rows
         self.starts = starts
         self.errors: dict[int, str] = {}  # by index in `jobs`
         self.places: Sequence[int] = ()
-        self.at = 0  # index in `places`: the job that is next, or under way
+        self.at = 0  # index in `places` of the current or next job
         self._is_done: threading.Event | None = None
 
     def give(self, places: Sequence[int]) -> None:
@@ -191,14 +190,14 @@ class _Batch:
             ended = time.perf_counter()
             if not is_made:
                 seconds = ended - began
-                if seconds > QUICK_SECONDS:  # or it was interrupted
+                if seconds > QUICK_SECONDS:  # slow, or interrupted
                     seconds = min(seconds, time.thread_time() - cpu)
                 job.follower.note_seconds(seconds / job.num_rows)
             began = ended
 
     def without_hung_one(self) -> _Batch:
-        """Return a batch that continues behind the job at which the thread hangs; that job fails.
-        The hanging thread may still write into the rows and errors of the old batch."""
+        """Return a batch that continues behind the hanging job; that job fails. The hanging thread
+        may still write into the rows and errors of the old batch."""
         rows = Rows(*self.rows.words.shape)
         rows.words[:] = self.rows.words
         rest = _Batch(self.jobs, rows, self.starts, self.num_rows)

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 class AheadMaker:
-    """Rows that may take long, made between steps. No step waits for them: a request sits out until
-    its row is there. Rows that are known to take long come last, so that a client with many such
+    """Rows that may take long, made between steps. No step waits for these rows: a request sits out
+    until its row is made. Rows that are known to take long come last, so a client with many such
     grammars does not delay other rows. The step's thread calls this; its own threads call
     `wakeup`."""
 
@@ -44,13 +44,13 @@ class AheadMaker:
         self._limit = limit
         self._wakeup = wakeup
         self._on_hang = on_hang or note_hang
-        self._lanes: dict[Grammar | None, _Lane] = {}  # None: of grammars that the engine follows
+        self._lanes: dict[Grammar | None, _Lane] = {}  # None: grammars in the engine
         self._open: list[AheadRow] = []
         self.num_made = 0
 
     @property
     def is_due(self) -> bool:
-        """Whether `take_note` has a finished row to take in, or a hanging one to give up."""
+        """Whether `take_note` has a finished row to take in, or a hanging row to give up."""
         return bool(self._open) and (any(each.is_done for each in self._open) or self._hangs())
 
     @property
@@ -58,9 +58,9 @@ class AheadMaker:
         return len(self._open)
 
     def is_ready(self, follower: Follower, output: Sequence[int], start: int) -> bool:
-        """Whether a step need not wait for the row behind `output`, because it is there, cannot be
-        made, or is quick; otherwise a thread starts on it. The grammar's part of `output` begins at
-        `start`."""
+        """Whether a step can go on without a wait for the row behind `output`: the row is made,
+        cannot be made, or is quick. Otherwise a thread starts on it. The grammar's part of `output`
+        begins at `start`."""
         ahead = follower.ahead
         if ahead is not None:
             if not ahead.is_done:
@@ -85,7 +85,7 @@ class AheadMaker:
         return False
 
     def take_note(self) -> None:
-        """Take in all finished rows. A row that takes too long fails, and another thread makes the
+        """Take in all finished rows. A row that takes too long fails; a new thread makes the
         others."""
         if not self._open:
             return
@@ -126,7 +126,7 @@ class AheadMaker:
         lane.jobs.put(tenant, partial(self._make, lane, ahead), is_later=ahead.is_later)
 
     def _take_note(self, ahead: AheadRow) -> None:
-        """Count a finished row, and end the lane of a grammar's process with its last open row. The
+        """Count a finished row. After the last open row of a grammar's process end its lane; the
         shared lane stays."""
         lane = self._lanes.get(ahead.lane)
         if lane is None:
@@ -142,7 +142,7 @@ class AheadMaker:
         def begin() -> None:
             lane.at = ahead
 
-        if ahead.lane is None:  # otherwise the thread only waits for a process
+        if ahead.lane is None:  # a lane of a process only waits
             thread.give_way()
         if not thread.next_piece(begin):
             return
@@ -171,8 +171,8 @@ class AheadMaker:
 
 
 class _Turns:
-    """Two queues of jobs for one thread, the second served only when the first is empty. In each of
-    them the tenant that has used least is next."""
+    """Two queues of jobs for one thread. The second is served only while the first is empty. In
+    each queue the tenant that has used least time is next."""
 
     def __init__(self) -> None:
         self._first: FairQueue[Job] = FairQueue()
@@ -189,7 +189,7 @@ class _Turns:
         self._later.charge(tenant, seconds)
 
     def stop_next(self) -> None:
-        """Tell the thread to end at its next `get`; the jobs that are left are not done."""
+        """Tell the thread to end at its next `get`; the remaining jobs are dropped."""
         self._has_ended = True
         self._count.put(False)
 
@@ -201,8 +201,8 @@ class _Turns:
 
 
 class _Lane:
-    """A thread and its jobs. One lane serves the grammars that the engine follows; each grammar
-    that a process follows has its own, so that no other row waits for that process."""
+    """A thread and its jobs. One lane serves all grammars that the engine follows. Each grammar
+    that a process follows has a lane of its own, so no other row waits for that process."""
 
     def __init__(self) -> None:
         self.jobs = _Turns()

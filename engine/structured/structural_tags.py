@@ -5,7 +5,7 @@
     {"structures": [{"begin": "<f>", "schema": {…}, "end": "</f>"}], "triggers": ["<f"]}
     {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": […], "tags": […]}}
 
-Every backend takes the tags that `read_tags` reads; only xgrammar takes other formats.
+Every backend takes tags that `read_tags` can read; only xgrammar takes other formats.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Tags(NamedTuple):
 
 def read_tags(text: str) -> Tags:
     """Return the tags in a text. Raises GrammarError, which names the place, for other formats and
-    for invalid ones."""
+    for invalid tags."""
     given = json.loads(text)
     if "structures" in given:
         return _checked(given, "structures", "")
@@ -53,7 +53,7 @@ def read_tags(text: str) -> Tags:
 
 def as_format(text: str) -> str:
     """Return the text in the newer form. Raises GrammarError, like `read_tags`, for faults in the
-    older one."""
+    older form."""
     given = json.loads(text)
     if "structures" not in given:
         return text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars by xgrammar, which makes masks fastest. `xgrammar_scope.py` chooses its grammars."""
+"""Grammars by xgrammar, the fastest at masks. `xgrammar_scope.py` chooses its grammars."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class XGrammarBackend(Backend):
     """xgrammar. It compiles on the caller's thread."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # Given as a list even if empty: without one, xgrammar finds end tokens by their names.
+        # Passed even if empty: without a list xgrammar finds end tokens by their names.
         ends = list(vocabulary.end_ids)
         self._info = info = xgrammar.TokenizerInfo(
             list(vocabulary.tokens),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammars that xgrammar may get. This module does not import xgrammar, which takes seconds.
+"""The grammars that xgrammar may get. This module does not import xgrammar: that takes seconds.
 
-xgrammar has no limit on time, neither while it compiles nor in a step. So `auto` gives it only
-grammars that are known to stay quick (`why_untamed`). It never gets a grammar that it would accept
-without following all of it (`why_unsupported`).
+xgrammar limits its time neither while it compiles nor in a step. So `auto` gives it only grammars
+that are known to stay quick (`why_untamed`). It never gets a grammar of which it would ignore a
+part (`why_unsupported`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .structural_tags import as_format, schemas_in
 # text of an enumeration.
 MOST_BYTES = 64 * 1024
 MOST_PROPERTIES = 64
-MOST_OPTIONAL = 24  # properties that are not required; with 64 it takes two seconds
-MOST_SCHEMAS = 1000  # parts of one schema that are schemas
+MOST_OPTIONAL = 24  # optional properties; with 64 compiling takes two seconds
+MOST_SCHEMAS = 1000  # schemas inside one schema
 MOST_REPEATS = 256
 MOST_REGEX = 128  # letters; time grows with the cube of the number of optional parts
 # xgrammar accepts these keywords and ignores them. It heeds a string's length and pattern, but then
@@ -35,16 +35,16 @@ _UNSUPPORTED = frozenset({
     "dependencies", "unevaluatedProperties", "unevaluatedItems", "minProperties", "maxProperties",
     "format", "$dynamicRef", "$anchor", "additionalItems", "contentEncoding",
 })  # fmt: skip
-# The keywords under which a schema holds others: by name, as a list, or a single one.
+# The keywords under which a schema holds schemas: by name, as a list, or a single schema.
 _MAPS = ("properties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "prefixItems")
 _ONES = ("items", "additionalProperties")
 _BOUNDS = ("minItems", "maxItems")
 _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-# xgrammar ignores all other keywords beside a $ref, a choice or a constant.
+# Beside a $ref, a choice or a constant, xgrammar ignores all other keywords.
 _BESIDE = ANNOTATIONS | {"$defs", "$id", "definitions", "format"}
 _REFERENCE = re.compile(r"#(/(\$defs|definitions)/(?P<name>[^/~%]+))?")
-_NAMES = {  # of JSON's types in Python
+_NAMES = {  # JSON's types in Python
     "string": ("str",), "integer": ("int",), "number": ("int", "float"), "boolean": ("bool",),
     "null": ("NoneType",), "object": ("dict",), "array": ("list",),
 }  # fmt: skip
@@ -66,7 +66,7 @@ def text_of(spec: GrammarSpec) -> str:
 
 
 def why_unsupported(spec: GrammarSpec) -> str:
-    """Return the part of a grammar that xgrammar would accept and not follow; empty: none."""
+    """Return the part of a grammar that xgrammar would accept but not follow; empty: none."""
     if spec.whitespace_pattern:
         return "a whitespace_pattern"
     for place, schema in enumerate(_schemas_of(spec)):
@@ -114,13 +114,13 @@ def _are_of(values: list[Any], kinds: Any) -> bool:
 
 
 def _target(reference: Any) -> str | None:
-    """Return the definition that a $ref names, "" for the whole schema, None for all others."""
+    """Return the definition that a $ref names; "": the whole schema, None: another reference."""
     found = _REFERENCE.fullmatch(reference) if isinstance(reference, str) else None
     return None if found is None else found["name"] or ""
 
 
 def why_untamed(spec: GrammarSpec) -> str:
-    """Return why xgrammar might take long to compile or follow a grammar; empty: it will not."""
+    """Return why xgrammar might take long to compile or follow a grammar; empty: always quick."""
     if spec.kind is Kind.GRAMMAR:
         return "rules that may be ambiguous"
     if len(spec.text) > MOST_BYTES:

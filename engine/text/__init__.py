@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the way between text and token ids, and from a request's tokens to its answer."""
+"""Text and token ids: tokenizing, detokenizing, and the answer made of a request's tokens."""

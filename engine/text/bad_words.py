@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad words: the token ids under which a tokenizer may spell each."""
+"""Bad words: the token ids by which a tokenizer may spell each word."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from ..request.sampling_params import MAX_BAD_SEQUENCE_TOKENS, SamplingParams
 from .tokenizer import Tokenizer
 
-# An arbitrary text: a tokenizer that marks the start of a text then marks this, not the space.
+# An arbitrary text before the space: a tokenizer that marks the start of a text marks this text.
 _ANCHOR = "a"
 
 
@@ -31,8 +31,8 @@ def with_spelt_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) ->
 
 def spell_bad_words(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of each word at the start of a text and after a space, without special
-    tokens around it; each spelling once. Raises ValueError, which names the word, if it cannot be
-    spelt or takes too many tokens.
+    tokens around the word; each spelling once. Raises ValueError, which names the word, if the word
+    cannot be spelt or takes too many tokens.
 
     A word has one spelling at the start of a text and often another one after a space:
 
@@ -53,7 +53,7 @@ def _spellings(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
         candidates = [_encode(tokenizer, bare), _encode_after_space(tokenizer, bare)]
     except ValueError as error:
         raise ValueError(f"bad_words must be valid texts, got {word!r}: {error}") from error
-    # Some vocabularies drop characters that they lack, or have one token for all of them.
+    # Some vocabularies drop characters that they lack, or have one token for all of these.
     found = [ids for ids in candidates if ids and _same(_decode(tokenizer, ids), bare)]
     if not found:
         raise ValueError(
@@ -73,7 +73,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 def _encode_after_space(tokenizer: Tokenizer, word: str) -> tuple[int, ...]:
-    """Return the tokens after the anchor's own; empty if they cannot be separated from it."""
+    """Return the tokens after the anchor's tokens; empty if the two cannot be separated."""
     anchor = _encode(tokenizer, _ANCHOR)
     whole = _encode(tokenizer, f"{_ANCHOR} {word}")
     return whole[len(anchor) :] if whole[: len(anchor)] == anchor else ()
@@ -84,7 +84,7 @@ def _decode(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
 
 
 def _same(first: str, second: str) -> bool:
-    """Whether two texts are equal but for changes that a tokenizer's normalisation may make."""
+    """Whether two texts are equal, apart from changes by a tokenizer's normalisation."""
     return _folded(first) == _folded(second) != ""
 
 

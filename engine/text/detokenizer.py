@@ -2,13 +2,13 @@
 """The incremental detokenizer: token ids come in as they are made, whole characters go out.
 
 A character may be spread over several tokens, and a token's text may depend on its neighbour (the
-space before a word), so tokens are decoded in a short window with those before them:
+space before a word). So tokens are decoded in a short window, with the tokens before them:
 
     ids      ... | a b c | d e            window = a b c d e
                  ^ start ^ read           text(a b c) is out already, so out goes the rest of
                                           text(a b c d e)
 
-A tail that ends in U+FFFD may be half a character and is held back until more tokens come.
+A tail that ends in U+FFFD may be half a character. It is held back until more tokens come.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-# After so many tokens without a clean end the output is not UTF-8 at all.
+# After so many tokens without a clean end the output is no UTF-8.
 _MAX_PENDING_TOKENS = 24
-# Then only bytes that may still become a character are held back: 3 at most.
+# Then only bytes that may still become a character are held back, at most 3.
 _MAX_HELD_CHARACTERS = 3
-# Tokens that surely hold those characters, at 3 bytes each.
+# Tokens that are sure to contain these held characters, at 3 bytes each.
 _HELD_TOKENS = 10
 # Tokens of the prompt that the first output token may depend on.
 _CONTEXT_TOKENS = 6
@@ -34,7 +34,7 @@ class Decoder(Protocol):
 
 
 class HidingDecoder:
-    """A decoder that leaves out only the `hidden` special tokens, in place of all."""
+    """A decoder that leaves out only the `hidden` special tokens, not all of them."""
 
     def __init__(self, decoder: Decoder, hidden: frozenset[int]) -> None:
         self._decoder, self._hidden = decoder, hidden
@@ -49,7 +49,7 @@ class IncrementalDetokenizer:
     """The text of one growing sequence.
 
     Joined, the results of `push_tokens` and `decode_rest` are the text that the output adds to the
-    prompt's.
+    prompt.
     """
 
     __slots__ = ("_decoder", "_given", "_ids", "_read", "_skip_special_tokens")
@@ -65,7 +65,7 @@ class IncrementalDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._ids = self._context_of(prompt_token_ids)
         self._read = len(self._ids)
-        self._given = self._decode_ids(self._ids)  # the part of the window's text that is out
+        self._given = self._decode_ids(self._ids)  # the part of the window's text returned so far
 
     def push_tokens(self, token_ids: Sequence[int]) -> str:
         """Add tokens, and return the whole characters that they complete."""
@@ -77,13 +77,13 @@ class IncrementalDetokenizer:
         if not text.endswith(REPLACEMENT):
             return self._advance(text)
         if len(token_ids) > 1:
-            # Tokens one at a time, so that all whole characters come out.
+            # Add the tokens one at a time, so that all whole characters come out.
             del self._ids[before:]
             return "".join([self.push_tokens([token]) for token in token_ids])
         if len(self._ids) - self._read > _MAX_PENDING_TOKENS:
             return self._shorten(text)
         # In some vocabularies all byte tokens of a run become replacement characters together, even
-        # those whose character is out already; then no text is added.
+        # byte tokens whose character was returned already. Then no text is added.
         given, stable = self._given_of(text), text.rstrip(REPLACEMENT)
         if len(stable) <= len(given) or not stable.startswith(given):
             return ""
@@ -95,9 +95,9 @@ class IncrementalDetokenizer:
         return self._advance(self._decode_ids(self._ids))
 
     def _context_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the prompt's last tokens, from the beginning of a character on: with byte tokens,
-        a wrong byte spoils the text of the whole run. If the prompt ends within a character, return
-        only that character's tokens, since its missing bytes would spoil the others."""
+        """Return the prompt's last tokens, from the beginning of a character on: a wrong byte
+        spoils the text of a whole run of byte tokens. If the prompt ends within a character, return
+        only that character's tokens: its missing bytes would spoil the tokens before it."""
         longest = [int(t) for t in prompt_token_ids[-_CONTEXT_TOKENS - _MAX_HELD_CHARACTERS :]]
         for unfinished in range(_MAX_HELD_CHARACTERS + 1):
             end = max(0, len(longest) - unfinished)
@@ -112,8 +112,9 @@ class IncrementalDetokenizer:
         new = text[len(self._given_of(text)) :]
         newest = self._ids[self._read :]
         alone = self._decode_ids(newest)
-        # Keep the window after tokens without text (special ones), which do not show how the next
-        # token joins, and after the rest of a character, which would spoil the bytes after it.
+        # Keep the window after tokens without text (special tokens): they do not show how the next
+        # token joins. Keep it after the rest of a character too: it would spoil the bytes behind
+        # it.
         joins = alone and not alone.startswith(REPLACEMENT)
         if joins or len(self._ids) > _MAX_PENDING_TOKENS:
             self._ids, self._given = newest, alone
@@ -123,7 +124,7 @@ class IncrementalDetokenizer:
         return new
 
     def _shorten(self, text: str) -> str:
-        """Return the text that is certain by now, and keep a window with the rest."""
+        """Return the text that is certain now, and keep a window with the remaining tokens."""
         new = _without_held_tail(text)[len(self._given_of(text)) :]
         self._ids = self._ids[-_HELD_TOKENS:]
         self._read = 0
@@ -131,8 +132,8 @@ class IncrementalDetokenizer:
         return new
 
     def _given_of(self, text: str) -> str:
-        """Return the part of `text` that is out already. A half character that went out before, or
-        at the end of the prompt, may have become whole since."""
+        """Return the part of `text` that was returned already. A half character that was returned,
+        or that ends the prompt, may have become whole since then."""
         given = self._given
         for _ in range(_MAX_HELD_CHARACTERS):
             if text.startswith(given) or not given.endswith(REPLACEMENT):

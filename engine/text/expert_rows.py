@@ -13,8 +13,7 @@ from ..request.routed_rows import RoutedRows
 
 def join_routed_rows(parts: Sequence[RoutedRows], num_tokens: int) -> npt.NDArray[np.integer]:
     """Return the experts `[tokens, layers, experts of a token]` from the first position in `parts`
-    up to `num_tokens`, exclusive, as uint8 or uint16. A later part replaces a position of an
-    earlier one."""
+    up to `num_tokens`, exclusive, as uint8 or uint16. The later of two overlapping parts counts."""
     first, (_, layers, each) = parts[0].start, parts[0].shape
     width = next(
         (len(part.data) // np.prod(part.shape, dtype=int) for part in parts if part.data), 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns a request's token outputs into text: detokenizing, stop strings, the reason of the end.
 
-The front's half of a request, shared by HTTP and the Python API. The core knows ids only. This
-module finds stop strings, and the client then aborts the request in the core.
+HTTP and the Python API share this half of a request. The core knows only ids. So this module finds
+stop strings, and the client then aborts the request in the core.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class StopStrings:
     """Looks for the stop strings of one request in text that arrives in pieces. Joined, the results
     of `filter_text` and `flush_held` are the text up to the first stop string.
 
-    It holds back only text that may be the beginning of a stop string, so a match never begins in
-    text that is out already.
+    It holds back only text that may be the beginning of a stop string. So a match never begins in
+    text that was returned already.
     """
 
     __slots__ = ("_begun", "_held", "_include", "_stops", "matched")
@@ -48,13 +48,13 @@ class StopStrings:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
-        # For each stop string, the length of its beginning at the end of the held text. It cannot
-        # have begun before that, so text that another string holds back is not searched again.
+        # For each stop string, how much of its beginning ends the held text. The string cannot have
+        # begun earlier, so text that another stop string holds back is not searched again.
         self._begun = [0] * len(self._stops)
         self.matched: str | None = None
 
     def filter_text(self, text: str) -> str:
-        """Add text, and return the certain part of it. A match sets `matched` and ends the text."""
+        """Add text, and return its certain part. A match sets `matched` and ends the text."""
         if self.matched is not None:
             return ""
         num_held = len(self._held)
@@ -74,12 +74,12 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush_held(self) -> str:
-        """Return the held text, which is no stop string after all."""
+        """Return the held text: it did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str, num_held: int) -> tuple[int, str] | None:
-        """Return the match that begins first; of several there, the one listed first."""
+        """Return the match that begins first; of several there, the first in the list."""
         best: tuple[int, str] | None = None
         for stop, begun in zip(self._stops, self._begun, strict=True):
             start = text.find(stop, num_held - begun)
@@ -89,7 +89,7 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str, most: int) -> int:
-    """Return the length of the longest end of `text`, up to `most`, that is a proper beginning of
+    """Return the length, at most `most`, of the longest end of `text` that properly begins
     `stop`."""
     for length in range(min(most, len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
@@ -101,12 +101,11 @@ def _overlap(text: str, stop: str, most: int) -> int:
 class TextOutput:
     """New output of one request: the fields of `wire.TokenOutput`, and the text."""
 
-    # Whole characters, certain to be before any stop string; without the thoughts where these are
-    # split off.
+    # Whole characters, certain to precede any stop string; without thoughts that are split off.
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    stop_reason: int | str | None = None  # the stop string or stop token id that ended it
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended the request
     num_cached_tokens: int | None = None
     cached_tokens_by_tier: dict[str, int] | None = None
     error: str | None = None
@@ -116,17 +115,17 @@ class TextOutput:
     prompt_logprobs: PromptLogprobs | None = None
     ticket: Ticket | None = None
     reasoning: str = ""  # the text of thoughts
-    tool_calls: list[CallPiece] = field(default_factory=list)  # filled where a parser is used
-    num_reasoning_tokens: int = 0  # newly counted, perhaps among earlier `token_ids`
+    tool_calls: list[CallPiece] = field(default_factory=list)  # filled if a parser is used
+    num_reasoning_tokens: int = 0  # counted now, perhaps in earlier `token_ids`
     embedding: bytes | None = None  # of the prompt, if the request asks for it
-    # With the last output of a request for experts: uint8 or uint16 `[tokens, layers with experts,
+    # In the last output, if experts are requested: uint8 or uint16 `[tokens, layers with experts,
     # experts of a token]`, from the first token that the request names to the last but one.
     routed_experts: npt.NDArray[np.integer[Any]] | None = None
 
 
 class OutputProcessor:
     """The text of one request. Without a tokenizer there is no text, and stop strings raise
-    ValueError; with `thoughts`, thoughts are split off."""
+    ValueError. With `thoughts`, thoughts are split off."""
 
     def __init__(
         self,
@@ -144,7 +143,7 @@ class OutputProcessor:
         self._num_prompt_tokens = len(prompt_token_bytes) // BYTES_PER_TOKEN
         self._num_tokens = 0
         self._routed: list[RoutedRows] = []
-        # The core's timings up to the first token, and the time at which that arrived.
+        # The core's timings up to the first token, and the time at which that token arrived.
         self._first_timings: dict[str, float] | None = None
         self._first_at = 0.0
         self._looks_for_stops = bool(stops)
@@ -159,8 +158,8 @@ class OutputProcessor:
             )
 
     def process(self, output: TokenOutput) -> TextOutput:
-        """Return the text of the next output of the core. No output may follow one with a finish
-        reason."""
+        """Return the text of the next output of the core. No output may follow an output with a
+        finish reason."""
         if output.timings is not None and output.finish_reason is None:
             self._first_timings, self._first_at = output.timings, time.monotonic()
         result = TextOutput(
@@ -182,7 +181,7 @@ class OutputProcessor:
         if output.routed_experts is not None:
             self._routed += output.routed_experts
         if self._routed and result.finish_reason is not None:
-            # The model chose the last token, and did not compute it.
+            # The model chose the last token but did not compute it.
             end = self._num_prompt_tokens + self._num_tokens - 1
             result.routed_experts = join_routed_rows(self._routed, end)
         if output.logprobs is not None:
@@ -218,7 +217,7 @@ class OutputProcessor:
             self._add_checked(piece.text, result)
             if self._stops.matched is not None:
                 result.finish_reason, result.stop_reason = "stop", self._stops.matched
-                if result.timings is None:  # the core does not know of this end
+                if result.timings is None:  # the core does not know about this end
                     result.timings = self._timings_now()
                 return
         if output.finish_reason is not None:
@@ -235,8 +234,8 @@ class OutputProcessor:
         return {**self._first_timings, "decode_seconds": decode, "total_seconds": total}
 
     def _add_checked(self, text: str, result: TextOutput) -> None:
-        """Add text, filtered for stop strings. Text of the first `min_tokens` can neither be nor
-        begin a stop string."""
+        """Add text, filtered for stop strings. Text of the first `min_tokens` tokens neither is nor
+        begins a stop string."""
         if self._num_tokens < self._params.min_tokens:
             result.text += text
         else:
@@ -263,7 +262,7 @@ async def generate_text(
     thoughts: Thoughts | None = None,
 ) -> AsyncGenerator[TextOutput, None]:
     """Run one request and yield its text as it grows; `thoughts` splits thoughts off. The last
-    output has a finish reason. Cached tokens are given for all tiers, also if they are 0.
+    output has a finish reason. Cached tokens are given for every tier, even if they are 0.
 
     A stop string, or closing the generator early, aborts the request in the core. Raises what
     `EngineClient.generate` raises.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PromptParts: the tokens of a prompt that comes in parts, equal to those of the whole prompt.
+"""PromptParts: the tokens of a prompt that comes in parts, equal to the whole prompt's tokens.
 
 A tokenizer may join characters across the border of two parts. So only the tokens before the last
-word of a text are told, and the tokens of the whole text are compared with the told ones:
+word of a text are returned ("told"). The whole text's tokens are compared with the told ones:
 
     parts    "The quick br" "own fox"
     told     The quick      brown       behind them, at the end: fox
 
-Where they differ after all, only the told tokens before that place count. A text is tokenized anew
-after it has grown by a sixteenth, so many small parts cost only a few times the whole text.
+If the two differ after all, only the told tokens before the difference count. A text is tokenized
+anew after it has grown by a sixteenth, so many small parts cost only a few times the whole text.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class PromptParts:
         self._add_special_tokens = add_special_tokens
         self._fixed: list[int] = []  # the tokens before the text that still grows
         self._text = ""
-        self._num_cut = 0  # characters of that text when it was tokenized last
+        self._num_cut = 0  # length of `_text` when it was tokenized last
         self._told: list[int] = []
-        self._num_right = 0  # the first tokens of `_told`, which are the prompt's own
-        self._num_checked = 0  # the first of those, which stay the prompt's own
+        self._num_right = 0  # so many first tokens of `_told` are the prompt's
+        self._num_checked = 0  # so many of these are certain to stay the prompt's
 
     @property
     def num_characters(self) -> int:
@@ -57,7 +57,7 @@ class PromptParts:
         return self._fixed
 
     def add_part(self, part: str | Sequence[int]) -> list[int]:
-        """Add a part. Return the tokens that can be told now, behind those told before."""
+        """Add a part. Return the tokens that can be told now, behind the earlier ones."""
         if not isinstance(part, str):
             self._fix(part)
             return self._tell(self._fixed)
@@ -66,14 +66,14 @@ class PromptParts:
             self._text = text
             return []
         end = _end_of_words(text)
-        # The last token may be one that ends every text.
+        # The last token may be a special token that ends every text.
         cut = self._encode(text[:end])[:-1] if end else []
         self._text, self._num_cut = text, len(text)
         return self._tell(self._fixed + cut)
 
     def end_prompt(self, part: str | Sequence[int] = "") -> tuple[int, list[int]]:
         """Add the last part. Return how many of the told tokens are the prompt's own, and the
-        tokens of the prompt behind those."""
+        further tokens of the prompt."""
         if isinstance(part, str):
             text = self._joined(part)
             self._fixed = self._fixed + (self._encode(text) if text else [])
@@ -84,7 +84,7 @@ class PromptParts:
         return self._num_right, self._fixed[self._num_right :]
 
     def _tell(self, known: list[int]) -> list[int]:
-        """Return the tokens that are new in `known`; none if the told ones differ from it."""
+        """Return the tokens that are new in `known`; none if told tokens differ from it."""
         self._check_told(known)
         if self._num_right < len(self._told):
             return []
@@ -94,8 +94,7 @@ class PromptParts:
         return new
 
     def _check_told(self, known: list[int]) -> None:
-        """Count the told tokens that equal the first ones of `known`. Fixed tokens are compared
-        once."""
+        """Count the told tokens that equal the first of `known`. Fixed tokens are compared once."""
         start = min(self._num_checked, self._num_right)
         pairs = zip(count(start), self._told[start:], known[start:], strict=False)
         differs = next((place for place, told, own in pairs if told != own), None)
@@ -103,7 +102,7 @@ class PromptParts:
         self._num_checked = min(len(self._fixed), self._num_right)
 
     def _fix(self, part: Sequence[int]) -> None:
-        """Fix the tokens of the text, which is whole now, and of a part behind it."""
+        """Fix the tokens of the text, which is complete now, and the tokens of a part behind it."""
         text = self._encode(self._text) if self._text else []
         if (num_tokens := len(self._fixed) + len(text) + len(part)) > self._max_tokens:
             raise PromptTooLong(

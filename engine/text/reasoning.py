@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The marks around a model's thoughts as texts, and answers split by them.
 
-The marks are options, or well-known ones that are single tokens of the tokenizer. Answers are split
-by text, so a mark is found with any tokens; budgets and counts use the token ids of the marks
-(`engine/request/reasoning_marks.py`).
+The marks are given as options, or are well-known marks that are single tokens of the tokenizer.
+Answers are split by text, so a mark is found in whatever tokens it comes. Budgets and counts use
+the token ids of the marks (`engine/request/reasoning_marks.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..request.sampling_params import MAX_REASONING_MARK_TOKENS, SamplingParams
 from .detokenizer import Decoder, HidingDecoder
 from .tokenizer import Tokenizer
 
-NONE = "none"  # in place of a mark: answers are not split
+NONE = "none"  # given in place of a mark: answers are not split
 # Start and end, looked for in this order.
 WELL_KNOWN_MARKS = (
     ("<think>", "</think>"),
@@ -30,7 +30,7 @@ WELL_KNOWN_MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("◁think▷", "◁/think▷"),
 )
-# Put before a mark to find its tokens, since some tokenizers mark the start of a text.
+# Stands before a mark to find the mark's tokens: some tokenizers mark the start of a text.
 _ANCHOR = "\n"
 
 
@@ -42,22 +42,22 @@ class ReasoningMarks:
     end: str
     start_token_ids: tuple[int, ...]
     end_token_ids: tuple[int, ...]
-    # Special tokens to leave out of a text that must show these marks; None if every text does.
+    # Special tokens to leave out of a text that must show these marks; None: every text shows them.
     hidden_token_ids: frozenset[int] | None = None
 
     def is_open(self, prompt: str, *, goes_on: bool = False) -> bool:
-        """Whether the answer to a prompt begins within a thought. `goes_on`: it continues a message
-        of the assistant. Otherwise only a mark at the very end counts, which the template wrote,
-        and marks in messages do not."""
+        """Whether the answer to a prompt begins within a thought. `goes_on`: the answer continues a
+        message of the assistant. Otherwise only a mark at the very end of the prompt counts, where
+        the template writes it; marks in messages do not count."""
         if goes_on:
             return prompt.rfind(self.start) > prompt.rfind(self.end)
         return prompt.rstrip().endswith(self.start.rstrip())
 
 
 def find_marks(tokenizer: Tokenizer | None, start: str, end: str) -> ReasoningMarks | None:
-    """Return the marks `start` and `end` or, if both are empty, well-known ones that are tokens of
-    the vocabulary; None if there are none, and for `none`. Raises ConfigError for a mark that the
-    tokenizer cannot spell."""
+    """Return the marks `start` and `end` or, if both are empty, well-known marks that are tokens of
+    the vocabulary. None if there are no marks, or if either is `none`. Raises ConfigError for a
+    mark that the tokenizer cannot spell."""
     if NONE in (start, end):
         return None
     if start or end:
@@ -84,8 +84,8 @@ def with_reasoning_marks(
     params: SamplingParams, marks: ReasoningMarks | None, *, are_split: bool = False
 ) -> SamplingParams:
     """Return the parameters with the token ids of the marks, if they have no marks of their own and
-    need them: for a thinking budget, or for a grammar in answers from which thoughts `are_split`
-    off, so that it begins behind the thought. Raises ValueError for a budget without known marks,
+    need some. A thinking budget needs marks. A grammar needs them if thoughts `are_split` off,
+    because it then begins behind the thought. Raises ValueError for a budget without known marks,
     and for bad words that ban the end mark."""
     if params.thinking_token_budget is None and (
         not are_split or params.structured_outputs is None or marks is None
@@ -121,7 +121,7 @@ def _marks_of(
 
 
 def _spelt(flag: str, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Return the tokens of a mark in a line of its own."""
+    """Return the tokens of a mark that stands in a line of its own."""
     token_id = tokenizer.token_id(text)
     if token_id is not None:
         return (token_id,)
@@ -146,17 +146,17 @@ def _spelt(flag: str, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 class SplitText(NamedTuple):
-    """The text that a piece of an answer adds to each side."""
+    """The thought and the content that a piece of an answer adds."""
 
     reasoning: str
     content: str
 
 
 class ReasoningSplitter:
-    """Splits text that arrives in pieces at the marks, which belong to neither side.
+    """Splits text that arrives in pieces into thought and content. The marks belong to neither.
 
     It holds back only text that may be the beginning of a mark. A mark without effect (a start mark
-    in a thought, an end mark outside) is left out too.
+    in a thought, an end mark outside a thought) is left out too.
     """
 
     __slots__ = ("_held", "_marks", "is_inside")
@@ -180,7 +180,7 @@ class ReasoningSplitter:
         return SplitText("".join(sides[True]), "".join(sides[False]))
 
     def flush_text(self) -> SplitText:
-        """Return the held text, which is no mark after all."""
+        """Return the held text: it did not become a mark."""
         held, self._held = self._held, ""
         return SplitText(held, "") if self.is_inside else SplitText("", held)
 
@@ -211,7 +211,7 @@ class Thoughts:
         streamed: bool = True,
     ) -> None:
         """`is_inside`: the prompt ends in a thought. Without `included` the text of thoughts is
-        dropped; without `streamed` it comes out when the thought has ended."""
+        dropped; without `streamed` it is returned when the thought has ended."""
         self._marks, self._included, self._streamed = marks, included, streamed
         self._splitter = ReasoningSplitter(marks.start, marks.end, is_inside=is_inside)
         self._counter = ThoughtCounter(
@@ -220,7 +220,7 @@ class Thoughts:
         self._kept = ""
 
     def decoder(self, tokenizer: Decoder) -> Decoder:
-        """Return a decoder whose texts show the marks, if necessary by hiding fewer tokens."""
+        """Return a decoder whose texts show the marks; it may hide fewer special tokens."""
         hidden = self._marks.hidden_token_ids
         return tokenizer if hidden is None else HidingDecoder(tokenizer, hidden)
 
@@ -240,5 +240,5 @@ class Thoughts:
         return SplitText(reasoning, content)
 
     def count_reasoning_tokens(self, token_ids: Iterable[int], *, is_last: bool) -> int:
-        """Return the number of tokens newly known to belong to thoughts."""
+        """Return how many more tokens are now known to belong to thoughts."""
         return self._counter.count_thoughts(token_ids, is_last=is_last)

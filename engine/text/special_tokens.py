@@ -6,8 +6,8 @@
     special_tokens_map.json   the same but the last; counts where there is no added_tokens_decoder
     added_tokens.json         tokens with their ids; counts where there is no added_tokens_decoder
 
-Tokens that the tokenizer lacks are added to it, behind all others and in that order, as
-transformers does. Tokens that it has become special if the files name them as special.
+Tokens that the tokenizer lacks are added behind all others, in the order of this table, as in
+transformers. Tokens that the tokenizer has become special if the files name them as special.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ROLES = (
 _LISTS = ("extra_special_tokens", "additional_special_tokens")
 _DECODER = "added_tokens_decoder"
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
-# Tokenizer classes that put a space before a text once, and after each special token only with
-# `legacy: true` in their configuration.
+# Tokenizer classes that put a space before a text once. They put a space after each special token
+# only if their configuration has `legacy: true`.
 _WITH_LEGACY = ("LlamaTokenizer", "LlamaTokenizerFast")
 _SPACE = "\u2581"
 
@@ -66,7 +66,7 @@ def read_settings(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def add_tokens(fast: FastTokenizer, settings: Mapping[str, Any], origin: Path) -> str:
     """Add to a tokenizer the tokens that its settings name. Return a digest of the changes, empty
-    without any. Raises ConfigError for settings in an unknown form, or with too many tokens."""
+    without changes. Raises ConfigError for settings in an unknown form or with too many tokens."""
     changed = ["spaces"] if _moves_spaces(fast, settings) else []
     before = fast.get_added_tokens_decoder()
     tokens: dict[str, AddedToken] = {}
@@ -121,7 +121,7 @@ def _in_list(settings: Mapping[str, Any]) -> Iterable[Any]:
 
 
 def _list_of(settings: Mapping[str, Any]) -> Any:
-    """Return the newer list or, if there is none, the older one."""
+    """Return the newer list of further special tokens or, if it is missing, the older list."""
     return next((settings[name] for name in _LISTS if settings.get(name)), ())
 
 
@@ -149,8 +149,8 @@ def _text_of(value: Any) -> str | None:
 
 
 def _moves_spaces(fast: FastTokenizer, settings: Mapping[str, Any]) -> bool:
-    """Move the rule for the space before a text from the normalizer to the pre-tokenizer, where the
-    tokenizer's class does that. Return whether it was moved."""
+    """Move the rule for the space before a text from the normalizer to the pre-tokenizer, if the
+    tokenizer's class does so. Return whether the rule was moved."""
     is_asked = settings.get("tokenizer_class") in _WITH_LEGACY
     if not is_asked or f'"prepend":"{_SPACE}"' not in _state(fast.normalizer):
         return False

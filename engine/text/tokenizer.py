@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of a model: text to token ids and back, by the `tokenizers` package.
 
-It reads `tokenizer.json`, and further tokens from the smaller files beside it (special_tokens.py).
-`detokenizer.py` turns a growing output into text.
+Read from `tokenizer.json`; further tokens come from the smaller files beside it
+(special_tokens.py). `detokenizer.py` turns a growing output into text.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .special_tokens import add_tokens, read_settings
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# The largest vocabularies take some 35 MiB; settings can hold thousands of added tokens.
+# File limits: the largest vocabularies take some 35 MiB; settings can hold thousands of tokens.
 MAX_TOKENIZER_BYTES = 512 * 1024**2
 MAX_SETTINGS_BYTES = 16 * 1024**2
 
-# Normalisation can shorten a text before it is tokenized, but hardly by more than this factor.
+# Normalisation can shorten a text before tokenizing, but hardly by more than this factor.
 _NORMALISATION_SHRINKS = 4
-# So many tokens are decoded in less than a millisecond, and the call with the lock is faster.
+# So many tokens take less than a millisecond to decode, and a call that keeps the lock is faster.
 _MAX_LOCKED_TOKENS = 4096
 
 
@@ -45,20 +45,20 @@ class Tokenizer:
         config: Mapping[str, object] | None = None,
         digest: str = "",
     ) -> None:
-        # A saved file may still hold the truncation and padding of a training run.
+        # A saved file may still have the truncation and padding of a training run.
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
         self._config = config or {}
-        self.digest = digest  # of tokenizer.json, and of the tokens that other files add
+        self.digest = digest  # of tokenizer.json and of tokens from other files
         vocabulary = fast.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._longest_token = max((len(token) for token in vocabulary), default=1)
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Read the tokenizer of a Hugging Face directory. Raises ConfigError if it has none, or a
-        damaged one."""
+        """Read the tokenizer of a Hugging Face directory. Raises ConfigError if the tokenizer is
+        missing or damaged."""
         tokenizer = cls.load_if_present(directory)
         if tokenizer is None:
             raise ConfigError(
@@ -94,7 +94,7 @@ class Tokenizer:
         return cls(fast, settings, digest.hexdigest())
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Raise PromptTooLong for a text whose length alone needs more than `max_tokens` tokens."""
+        """Raise PromptTooLong if the length alone of a text needs more than `max_tokens` tokens."""
         most = max_tokens * self._longest_token * _NORMALISATION_SHRINKS
         if len(text) > most:
             raise PromptTooLong(
@@ -107,15 +107,16 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of a text.
 
-        Raises PromptTooLong for more than `max_tokens`, without tokenizing a text that cannot fit,
-        and ValueError for text that is not valid Unicode or that the vocabulary cannot spell.
+        Raises PromptTooLong for more than `max_tokens` tokens, without tokenizing if the text
+        cannot fit. Raises ValueError for invalid Unicode and for text that the vocabulary cannot
+        spell.
         """
         if max_tokens is not None:
             self.check_length(text, max_tokens)
         try:
             with _panics_are_errors():
-                # A batch of one, since `encode` would hold the interpreter's lock, for a second
-                # with a long text.
+                # A batch of one: `encode` would hold the interpreter's lock, for a second if text
+                # is long.
                 (encoding,) = self._fast.encode_batch_fast(
                     [text], add_special_tokens=add_special_tokens
                 )
@@ -134,10 +135,10 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; ids outside the vocabulary have none."""
+        """Return the text of token ids. Ids outside the vocabulary have no text."""
         if len(token_ids) <= _MAX_LOCKED_TOKENS:
             return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
-        # A batch of one releases the interpreter's lock, as in `encode`.
+        # A batch of one releases the interpreter's lock; see `encode`.
         (text,) = self._fast.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
@@ -146,7 +147,7 @@ class Tokenizer:
         return self._fast.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary writes it; None if it has none."""
+        """Return the id of a token as the vocabulary writes it; None for an unknown token."""
         return self._fast.token_to_id(token)
 
     @cached_property
@@ -164,14 +165,14 @@ class Tokenizer:
     def special_token(self, name: str) -> str | None:
         """Return the text of a special token by its role, such as `bos_token` or `eos_token`."""
         value = self._config.get(name)
-        if isinstance(value, dict):  # written with its flags
+        if isinstance(value, dict):  # the token is written with its flags
             value = value.get("content")
         return value if isinstance(value, str) else None
 
 
 @contextmanager
 def _panics_are_errors() -> Iterator[None]:
-    """Turn a panic of the Rust library into a RuntimeError: it is no Exception, and would end a
+    """Turn a panic of the Rust library, which is no Exception, into a RuntimeError: it would end a
     server."""
     try:
         yield

@@ -22,15 +22,15 @@ class BegunStep:
 
     output: SchedulerOutput
     result: ModelRunnerOutput
-    hidden: Tensor | None = None  # [rows, hidden]; None: no request reaches its last known token
-    rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the batch
-    drafted: DraftedRows | None = None  # None: one row of logits for each of them
-    sampled: SampledStep | None = None  # None: before `sample`, or no request gets a token
-    error: Exception | None = None  # a fault since its forward pass
+    hidden: Tensor | None = None  # [rows, hidden]; None: no request gets a token
+    rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # rows that get one
+    drafted: DraftedRows | None = None  # None: each of `rows` has one row of logits
+    sampled: SampledStep | None = None  # None: before `sample`, or no row gets a token
+    error: Exception | None = None  # an error after its forward pass was launched
 
 
 class SampledStep(NamedTuple):
-    """The tokens of a step, while the device chooses them."""
+    """The tokens that the device is choosing for a step."""
 
     choice: Choice
     expected: ExpectedTokens

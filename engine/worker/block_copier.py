@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """BlockCopier: copies of whole pages within the KV pool, on its device.
 
-The copies are for requests that share a block and are about to write to it. The overwritten page
-may have been evicted, so a copy comes after the connector has read it; on a device the order of the
-stream ensures that.
+The copies serve requests that share a block and are about to write to it. The overwritten page may
+have been evicted, so a copy must come after the connector has read the page; on a device the order
+of the stream ensures this.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class BlockCopier:
     """A copier of pages. Its constructor compiles the kernel, so the first copy does not."""
 
     def __init__(self, pool: Tensor, kernel: str) -> None:
-        """`pool` is `[pages, …]`; the memory of each page is contiguous. `kernel` as in
+        """`pool` is `[pages, …]`; the memory of each page is contiguous. `kernel`: see
         `kernels/kernel_choice.py`."""
         self._pool, self._kernel = pool, kernel
         self.copy_blocks([BlockCopy("", 0, 0, _NONE, _NONE)])
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Queue the copies. A page must be the target of one copy only, and not both a source and a
-        target."""
+        """Queue the copies. Each page may be the target of one copy, and not a source and a target
+        at once."""
         if not copies:
             return
         pairs = [[each.source for each in copies], [each.target for each in copies]]

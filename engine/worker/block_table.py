@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's block tables: the block of each token of each row of the batch.
 
-A table lies in host memory, and attention on the CPU reads it there. A device keeps a copy, to
-which only changes are sent.
+A table lies in host memory, where attention on the CPU reads it. A device keeps a copy, and gets
+only the changes.
 
-Attention may read smaller blocks than the pool hands out: then a table has several entries for each
-block, and the pool has that many times as many blocks.
+Attention may read smaller blocks than the pool's. A table then has several entries for each block
+of the pool:
 
     blocks of 32 tokens            7        3
     entries of 16 tokens         14 15     6 7
@@ -37,8 +37,8 @@ class BlockTable:
         block_size: int,
         kernel_block_size: int | None = None,
     ) -> None:
-        """`block_size` is in tokens. `kernel_block_size` is the tokens of an entry, by default
-        `block_size`. Raises ValueError if it does not divide `block_size`."""
+        """`block_size` is the tokens of a block, `kernel_block_size` the tokens of an entry
+        (default: `block_size`). Raises ValueError if the second does not divide the first."""
         self.given_size = block_size  # tokens of a block
         self.block_size = kernel_block_size or block_size  # tokens of an entry
         self._entries_per_block, rest = divmod(block_size, self.block_size)
@@ -48,11 +48,11 @@ class BlockTable:
                 f"take a divisor of {block_size}"
             )
         self._split = np.arange(self._entries_per_block, dtype=np.int32)
-        # Zero is the null block, so entries behind a row's end are safe to read.
+        # Entry 0 is the null block, so entries after a row's end are safe to read.
         width = max_blocks_per_row * self._entries_per_block
         self.array: BlockArray = np.zeros((max_rows, width), np.int32)
         self.num_entries: BlockArray = np.zeros(max_rows, np.int32)
-        # Row → its first entry that changed, for each reader.
+        # For each reader: row → its first changed entry.
         self._changed: dict[object, dict[int, int]] = {}
 
     def append_row(self, block_ids: Sequence[int], row: int) -> None:
@@ -85,21 +85,21 @@ class BlockTable:
         self._note_changed(row, start)
 
     def move_row(self, source: int, target: int) -> None:
-        """Copy a row over another one; the source keeps its entries until it is reused."""
+        """Copy a row over another row. The source keeps its entries until it is reused."""
         count = self.num_entries[source]
         self.array[target, :count] = self.array[source, :count]
         self.num_entries[target] = count
         self._note_changed(target, 0)
 
     def trim_row(self, row: int, num_blocks: int) -> None:
-        """Drop the blocks of a row behind its first `num_blocks`."""
+        """Drop the blocks of a row after its first `num_blocks`."""
         most = num_blocks * self._entries_per_block
         if self.num_entries[row] > most:
             self.num_entries[row] = most
 
     def take_changes(self, reader: object) -> tuple[IntArray, IntArray, BlockArray]:
-        """Return the entries that changed since this reader's last call, all of them at its first
-        call: row, index in the row, and block. A reader's copy may differ behind a row's end."""
+        """Return the entries changed since this reader's last call (at the first call: all), as
+        row, index in the row, and block. A reader's copy may differ after a row's end."""
         changed = self._changed.get(reader)
         if changed is None:
             changed = dict.fromkeys(np.flatnonzero(self.num_entries).tolist(), 0)
@@ -120,14 +120,14 @@ class BlockTable:
         return self.array[row, : self.num_entries[row]]
 
     def block_ids(self, row: int) -> list[int]:
-        """Return the ids of a row's blocks, as the pool hands them out."""
+        """Return the ids of a row's blocks in the pool's numbering."""
         step = self._entries_per_block
         ids: list[int] = (self.view_row(row)[::step] // step).tolist()
         return ids
 
     def slot_mapping(self, rows: npt.NDArray[np.integer], positions: IntArray) -> IntArray:
-        """Return the slot (block * block_size + offset) of each pair of a row and a position,
-        int64. The positions must lie within the blocks of their row."""
+        """Return the slot (block * block_size + offset), int64, of each pair of a row and a
+        position. Each position must lie within its row's blocks."""
         size = self.block_size
         starts: IntArray = self.array[rows, positions // size].astype(np.int64) * size
         return starts + positions % size
@@ -156,8 +156,8 @@ class MultiGroupBlockTable:
             table.move_row(source, target)
 
     def trim_row(self, row: int, num_tokens: int) -> int:
-        """Drop the blocks of a row behind those of its first `num_tokens`. Return the number of
-        tokens for which the remaining blocks have slots."""
+        """Drop the blocks of a row that its first `num_tokens` do not need. Return for how many
+        tokens the remaining blocks have slots."""
         size = self.tables[0].given_size
         num_blocks = -(-num_tokens // size)
         for table in self.tables:

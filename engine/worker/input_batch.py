@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The persistent batch: running requests in dense rows, changed by differences from step to step.
+"""The persistent batch: running requests in dense rows, updated by the changes of each step.
 
-A step removes first, then adds, then calls `condense_rows`, which closes the holes by moving the
-last rows and returns the BatchUpdate. sampling state follows through the BatchUpdate.
+A step removes rows, then adds rows, then calls `condense_rows`, which moves the last rows into the
+holes and returns a BatchUpdate. The sampling state follows this update.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _KNOWN = -1
 
 @dataclass(slots=True)
 class WorkerRequest:
-    """The worker's state of a request, in the batch or (preempted) out of it."""
+    """The worker's state of a request, in the batch or, if it was preempted, outside."""
 
     request_id: str
     prompt_token_ids: TokenArray
     params: SamplingParams
     output_token_ids: list[int] = field(default_factory=list)
     has_prompt_tokens: bool = True  # False: the prompt is embeddings
-    pooling: str = ""  # which hidden states of the prompt are wanted
-    cache_salt: bytes = b""  # its tenant's
-    num_likeliest: int = 0  # as in `NewRequestData`
-    routed_from: int | None = None  # the same
+    pooling: str = ""  # the wanted hidden states of the prompt
+    cache_salt: bytes = b""  # the salt of its tenant
+    num_likeliest: int = 0  # see `NewRequestData`
+    routed_from: int | None = None  # see `NewRequestData`
 
     @property
     def num_tokens(self) -> int:
@@ -59,16 +59,16 @@ class ExpectedTokens(NamedTuple):
     """The tokens that the device is choosing in a step, one for each request."""
 
     requests: list[WorkerRequest]
-    rows: IntArray  # of the requests at that time
-    positions: IntArray  # [requests] of the tokens
-    num_updates: int  # updates of the batch until then
+    rows: IntArray  # their rows at this time
+    positions: IntArray  # [requests] positions of the tokens
+    num_updates: int  # number of batch updates at this time
 
 
 class InputBatch:
     """The persistent batch. Rows `0 … len(batch)-1` are in use after `condense_rows`.
 
-    An expected token counts among those of its row before its value is known: until it arrives,
-    `expected_index` is its index among the chosen tokens.
+    A row's token count includes an expected token before its value is known. Until it arrives,
+    `expected_index` is the token's index among the chosen tokens.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, tables: MultiGroupBlockTable) -> None:
@@ -76,19 +76,19 @@ class InputBatch:
         self.max_model_len = max_model_len
         self.requests: list[WorkerRequest | None] = [None] * max_rows
         self.row_of: dict[str, int] = {}
-        # The system gives no memory to rows that are never used, since they are never touched.
+        # Rows that are never used take no memory, since the system gives it at the first touch.
         self.token_ids: npt.NDArray[np.int32] = np.zeros((max_rows, max_model_len), np.int32)
         self.num_prompt: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)  # tokens
         self.num_tokens: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.num_computed: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
-        # Tokens whose K and V the draft model has too.
+        # Tokens with K and V of the draft model too.
         self.num_draft_computed: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         # Tokens at the time of the last request for drafts.
         self.drafts_asked_at: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.expected_index: npt.NDArray[np.int64] = np.full(max_rows, _KNOWN)
         self._num_updates = 0
         self._builder = BatchUpdateBuilder()
-        self._end = 0  # rows in use lie below it, with holes only during a step
+        self._end = 0  # rows in use lie below it; holes only during a step
 
     def __len__(self) -> int:
         return len(self.row_of)
@@ -101,7 +101,7 @@ class InputBatch:
             self._builder.remove(row)
 
     def add(self, request: WorkerRequest, block_ids: BlockIds, num_computed: int) -> int:
-        """Take the lowest free row; raises ValueError for a request the batch has no room for."""
+        """Take the lowest free row. Raises ValueError if the batch has no room for the request."""
         if request.request_id in self.row_of:
             raise ValueError(f"request {request.request_id} is in the batch already")
         if request.num_tokens > self.max_model_len:
@@ -133,15 +133,15 @@ class InputBatch:
         return row
 
     def put_drafts(self, row: int, draft_token_ids: Sequence[int]) -> None:
-        """Write draft tokens behind those of a row, for the step that checks them. They do not
-        count among its tokens."""
+        """Write draft tokens after a row's tokens, for the step that checks them. They are not
+        counted in `num_tokens`."""
         start = int(self.num_tokens[row])
         self.token_ids[row, start : start + len(draft_token_ids)] = draft_token_ids
 
     def expect_tokens(self, rows: IntArray, index: IntArray | None = None) -> ExpectedTokens:
-        """Count one more token in each of these rows; `take_tokens` brings the values, and must do
-        so before the next call. `index` are their indices among the tokens that the device chooses,
-        -1 where that is not known yet; None: the order of the rows."""
+        """Count one more token in each of these rows; `take_tokens` must bring the values before
+        the next call. `index` has their indices among the tokens that the device chooses, or -1
+        while unknown; None: the order of the rows."""
         requests = [self.requests[row] for row in rows.tolist()]
         if None in requests:
             raise ValueError(f"row {rows[requests.index(None)]} of the batch is empty")
@@ -155,8 +155,8 @@ class InputBatch:
     def late_tokens(
         self, chosen: Tensor | None, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> LateTokens | None:
-        """Return those last tokens, of rows that compute `counts` tokens after `computed` ones,
-        that only the device knows: the step before has `chosen` them. None: there are none."""
+        """Return the last tokens, or None, that only the device knows: the previous step has
+        `chosen` them. The rows compute `counts` tokens after `computed` ones."""
         if chosen is None:
             return None
         index = self.expected_index[rows]
@@ -168,8 +168,8 @@ class InputBatch:
     def take_tokens(
         self, expected: ExpectedTokens, token_ids: Sequence[int], lost: Collection[int] = ()
     ) -> None:
-        """Write the expected tokens to the rows and to the requests' own lists; those at the
-        indices `lost` do not exist. Requests may have moved or left the batch since."""
+        """Write the expected tokens to the rows and to the requests' lists. Tokens at the indices
+        `lost` do not exist. Requests may have moved or left the batch meanwhile."""
         requests, rows, positions, num_updates = expected
         for request, token_id in zip(requests, token_ids, strict=True):
             request.output_token_ids.append(token_id)
@@ -182,7 +182,7 @@ class InputBatch:
             kept = np.flatnonzero(np.asarray([row is not None for row in here], np.bool_))
             rows = np.asarray([row for row in here if row is not None], np.int64)
             positions, ids = positions[kept], ids[kept]
-        # The last token of a full context is delivered but never computed, so it needs no place.
+        # The last token of a full context is never computed, so it needs no place.
         fits = positions < self.max_model_len
         self.token_ids[rows[fits], positions[fits]] = ids[fits]
         for index in lost:
@@ -192,8 +192,8 @@ class InputBatch:
     def take_accepted(
         self, request: WorkerRequest, token_ids: Sequence[int], num_rejected: int
     ) -> None:
-        """Write the further tokens of a request, behind the one of `take_tokens`. The K and V of
-        its last `num_rejected` computed tokens are invalid."""
+        """Write a request's further tokens, which follow the token of `take_tokens`. K and V of its
+        last `num_rejected` computed tokens are invalid."""
         request.output_token_ids.extend(token_ids)
         row = self.row_of_request(request)
         if row is None:
@@ -207,16 +207,16 @@ class InputBatch:
         self.num_draft_computed[row] = min(self.num_draft_computed[row], computed)
 
     def trim_row(self, row: int) -> None:
-        """Drop the blocks behind the tokens of a row, which its drafts used."""
+        """Drop the blocks after a row's tokens, which drafts have used."""
         num_slots = self.tables.trim_row(row, int(self.num_tokens[row]))
         self.num_draft_computed[row] = min(self.num_draft_computed[row], num_slots)
 
     def forget_expected(self) -> None:
-        """Stop expecting tokens, which will not come. The requests must leave the batch."""
+        """Stop expecting tokens that will not come. Their requests must leave the batch."""
         self.expected_index.fill(_KNOWN)
 
     def condense_rows(self) -> BatchUpdate | None:
-        """Close the holes, and return the changes since the last call, None if there are none."""
+        """Close the holes. Return the changes since the last call, or None."""
         size = len(self)
         while (hole := self._builder.peek_removed()) is not None and hole < size:
             while self.requests[self._end - 1] is None:
@@ -229,9 +229,8 @@ class InputBatch:
         return update
 
     def held_rows(self) -> list[HeldRow]:
-        """Return the row of every request in the batch. After an update that failed in the middle
-        it returns only complete rows: requests that the update was adding may be missing, all
-        others are there."""
+        """Return the row of every request in the batch. After an update that failed midway, only
+        complete rows are returned: requests that were being added may be missing."""
         held = []
         for request_id, row in self.row_of.items():
             request = self.requests[row]
@@ -242,8 +241,8 @@ class InputBatch:
         return held
 
     def refill(self, held: Iterable[HeldRow]) -> None:
-        """Replace the content of the batch by these requests, in place of a step's removals. The
-        next BatchUpdate empties all rows and fills them anew."""
+        """Replace the content of the batch by these requests, instead of a step's removals. The
+        next BatchUpdate empties all rows and fills them again."""
         self.requests = [None] * len(self.requests)
         self.row_of.clear()
         self._num_updates += 1
@@ -256,7 +255,7 @@ class InputBatch:
             self.num_draft_computed[row] = num_draft_computed
 
     def row_of_request(self, request: WorkerRequest) -> int | None:
-        """Return the row of this request, None if it has left; its id may be another's by now."""
+        """Return the row of this request, or None if it has left; a new request may have its id."""
         row = self.row_of.get(request.request_id)
         return row if row is not None and self.requests[row] is request else None
 
@@ -298,8 +297,8 @@ class PromptEmbeds:
         return bool(self._embeds)
 
     def add(self, new: NewRequestData) -> None:
-        """Keep the embeddings of a new request, if it has any. Raises ValueError, which fails the
-        step, unless they have one row for each token of the prompt; request admission checks that.
+        """Keep the embeddings of a new request, if it has any. If they do not have one row for each
+        token of the prompt, raise ValueError, which fails the step; admission checks this before.
         """
         embeds = new.prompt_embeds
         if embeds is None:
@@ -313,14 +312,14 @@ class PromptEmbeds:
         self._embeds[new.request_id] = embeds
 
     def remove_embeds(self, request_id: str) -> None:
-        """Drop the embeddings of a request that has ended; a request without any is ignored."""
+        """Drop the embeddings of an ended request; a request without embeddings is ignored."""
         self._embeds.pop(request_id, None)
 
     def rows_of(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> HostEmbeds | None:
-        """Return the embeddings of a step that computes `counts` tokens of each of these rows of
-        the batch after `computed` ones; None if it has no position of such a prompt."""
+        """Return the embeddings of a step, whose `rows` of the batch compute `counts` tokens each
+        after `computed` ones. None if no position of the step has an embedding."""
         row_index = {row: index for index, row in enumerate(rows.tolist())}
         first_rows = np.cumsum(counts) - counts
         places, values = [], []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV pool: one tensor, allocated once, in which every block is one contiguous chunk.
 
-Block 0 is the null block. Unused entries of tables and paddings name it. It is never written, so it
+Block 0 is the null block: unused table entries and padding refer to it. It is never written, so it
 always holds zeros.
 """
 
@@ -34,26 +34,25 @@ from ..models.dtypes import pool_dtype
 from .pool_demand import SHARE_FLAG, check_memory
 
 AT_ONCE_BYTES = 128 * MIB
-# The part of a larger pool that is taken at once: the first requests write there, before the thread
+# The part of a larger pool that is taken at once. The first requests write there before the thread
 # has taken the rest.
 _FIRST_BYTES = 32 * MIB
 _LOWEST_PRIORITY = 19
 
 
 class ModelPages(NamedTuple):
-    """The pages of a pool as seen by one model, in the blocks of its attention."""
+    """The pages of a pool in the form that one model's attention reads."""
 
     tensor: Tensor  # `[blocks, places, 2 (K, V), block_size, num_kv_heads, head_dim]`, contiguous
-    layout: BlockLayout  # of such a block
-    places: Sequence[LayerPlace]  # of each layer of the model
-    entries_per_block: int  # of a block table, for each block of the pool
+    layout: BlockLayout  # of a block of `tensor`
+    places: Sequence[LayerPlace]  # for each layer of the model
+    entries_per_block: int  # table entries for each block of the pool
 
 
 class KvPool:
     """The KV pool. `tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads,
-    head_dim]`, contiguous, zeroed. `kernel_tensor` is the same memory in the form of the attention,
-    with blocks of `kernel_layout`: the same, unless attention reads smaller blocks, several in each
-    block of the pool."""
+    head_dim]`, contiguous, zeroed. `kernel_tensor` is the same memory in the blocks that attention
+    reads, described by `kernel_layout`; they may be smaller, several in each block of the pool."""
 
     def __init__(
         self,
@@ -62,14 +61,14 @@ class KvPool:
         device: torch.device = CPU,
         kernel_block_size: int | None = None,
     ) -> None:
-        """`kernel_block_size` must divide the tokens of a block. Raises ConfigError if the system
-        cannot give the memory."""
+        """`kernel_block_size` must divide the block size. Raises ConfigError if the system cannot
+        give the memory."""
         if num_blocks < 2:
             raise ConfigError(
                 f"the KV pool needs at least 2 blocks (one is the null block), not {num_blocks}"
             )
-        # Checked again, since the tiers may have taken memory since: an overcommitted pool would
-        # get the process killed later, without an error.
+        # Checked again, since the tiers may have taken memory meanwhile: with too large a pool the
+        # system would kill the process later, without an error.
         if device.type == "cpu":
             check_memory(layout.page_bytes, num_blocks)
         self.layout = layout
@@ -89,19 +88,19 @@ class KvPool:
                 f"a KV pool of {num_blocks} blocks ({rough_size(num_blocks * layout.page_bytes)}) "
                 f"does not fit into {_memory_of(device)}; lower {flags}"
             ) from error
-        # Entries of a block table for each block of the pool.
+        # Block table entries for each block of the pool.
         self.entries_per_block = layout.block_size // (kernel_block_size or layout.block_size)
         self.kernel_layout = replace(layout, block_size=kernel_block_size or layout.block_size)
         self.kernel_tensor = self.tensor.view(-1, *block_shape(self.kernel_layout))
 
     def pages_of(self, groups: CacheGroups) -> ModelPages:
-        """Return the pages as seen by the model whose layers are those of `groups`."""
+        """Return the pages in the form that the model with these cache groups reads."""
         return ModelPages(
             self.kernel_tensor, self.kernel_layout, groups.places(), self.entries_per_block
         )
 
     def pages_of_draft(self, groups: CacheGroups) -> ModelPages:
-        """Return the pages as seen by the draft model. Raises ValueError without one."""
+        """Return the pages in the draft model's form. Raises ValueError without a draft model."""
         if groups.draft is None:
             raise ValueError("these cache groups have no layers of a draft model")
         layout = replace(groups.draft.layout, block_size=self.kernel_layout.block_size)
@@ -118,12 +117,12 @@ def _memory_of(device: torch.device) -> str:
 
 
 def zeroed_memory(num_bytes: int) -> Tensor:
-    """Allocate `[num_bytes]` uint8 zeros, in huge pages where the system has some. Beyond
-    AT_ONCE_BYTES only the first pages are taken at once. A thread of the lowest priority takes the
-    others, and ends with that or when the memory is freed; without the compiled library or the
-    thread, the first use takes each page. Raises OSError or RuntimeError if the system cannot give
-    the memory."""
-    if num_bytes <= AT_ONCE_BYTES:  # by malloc, which may have pages of an earlier pool
+    """Allocate `[num_bytes]` uint8 zeros, in huge pages if the system has some. Above AT_ONCE_BYTES
+    only the first pages are taken at once. A thread of the lowest priority takes the rest; it ends
+    when it is done or when the memory is freed. Without the compiled library or the thread, each
+    page is taken at its first use. Raises OSError or RuntimeError if the system cannot give the
+    memory."""
+    if num_bytes <= AT_ONCE_BYTES:  # by malloc, which may reuse the pages of an earlier pool
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         ask_for_huge_pages(memory)
         return memory.zero_()

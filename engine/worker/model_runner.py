@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one step on the device: batch changes, copies, forward pass, sampling.
 
-One thread uses it. It has no queues, prefixes or tiers: the scheduler's output says which tokens to
-compute and where, and the connector moves blocks in and out of the pool around the forward pass. A
-step waits for the device once, for its sampled tokens, and the next step can begin before that:
+One thread uses it. It knows no queues, prefixes or tiers: the scheduler's output says which tokens
+to compute and where, and the connector moves blocks in and out of the pool around the forward pass.
+A step waits for the device once, for its sampled tokens. The next step can begin before:
 
     begin 1 · sample 1 · begin 2 · collect 1 · sample 2 · begin 3 · collect 2 · ...
 
-The tokens that step 1 chooses reach the input of step 2 on the device. They are collected before
-step 2 samples, so code that reads a request's output there (penalties, seeds, masks) reads all of
-it.
+The tokens of step 1 reach the input of step 2 on the device. They are collected before step 2
+samples, so code that reads a request's output in sampling (penalties, seeds, masks) sees all of it.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ DEFAULT_PLACEMENT = Placement()
 
 
 class StepRefused(RuntimeError):
-    """The step follows a failed one, so its requests may be unknown. No part of it was computed."""
+    """The step follows a failed step, so its requests may be unknown. None of it was computed."""
 
 
 P = ParamSpec("P")
@@ -85,7 +84,7 @@ def _in_queue(
 
 
 class ModelRunner:
-    """A model, its KV pool and its batch."""
+    """A model with its KV pool and its batch."""
 
     def __init__(
         self,
@@ -112,20 +111,19 @@ class ModelRunner:
         tells_experts: bool = False,
         progress: Callable[[str], None] = logger.info,
     ) -> None:
-        """Load the model under `path` and allocate everything a step needs. Without `num_blocks`
-        the pool takes the rest of a GPU's memory; if that holds less than `max_model_len` tokens
-        and not `is_length_asked`, `max_model_len` is lowered to it. Blocks are counted over all
-        layers here; with several cache groups the pool has a page in each instead. Attention may
-        read smaller blocks of `kernel_block_size` tokens, several of which lie one behind the other
-        in each block. No step computes more than `most_step_tokens` tokens of one request, or more
-        than `max_num_batched_tokens` in all.
-        `runtime` is that of the placement's device, `processors` are those of other packages. The
-        `proposer`, or the `draft` model or EAGLE head, makes drafts, at most `most_drafts` of one
-        request in a step. With `tells_experts` requests may get the experts of their tokens.
+        """Load the model under `path` and allocate everything that a step needs.
 
-        Raises ConfigError where the weights do not fit `spec`, the pool cannot hold one request
-        of the length asked for, the layers cannot be split into so many groups, or a processor
-        cannot be made.
+        Without `num_blocks` the pool takes the rest of a GPU's memory. If it then holds less than
+        `max_model_len` tokens and not `is_length_asked`, `max_model_len` is lowered. Blocks are
+        counted over all layers; with several cache groups the pool has a page in each instead.
+        Attention may read smaller blocks of `kernel_block_size` tokens, several in each block. A
+        step computes at most `most_step_tokens` tokens of one request and `max_num_batched_tokens`
+        in all. `runtime` is the runtime of the placement's device; `processors` come from other
+        packages. The `proposer`, or the `draft` model or EAGLE head, makes drafts, at most
+        `most_drafts` for one request in a step. With `tells_experts` requests may get the experts
+        of their tokens. Raises ConfigError if the weights do not fit `spec`, the pool cannot hold
+        one request of the asked length, the layers cannot be split into so many groups, or a
+        processor cannot be made.
         """
         device = placement.device
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, spec.eos_token_ids, processors)
@@ -211,7 +209,7 @@ class ModelRunner:
             self._pooling = PoolingCollector()
             self._prompt_embeds = PromptEmbeds(spec.hidden_size)
             self._last_failed_id = 0
-            self._due: BegunStep | None = None  # sampled, and its tokens are not collected yet
+            self._due: BegunStep | None = None  # sampled; its tokens are not collected yet
             self._connector = NullConnectorWorker() if connector is None else connector
             self._connector.register_pool(self.pool.tensor)
 
@@ -221,18 +219,18 @@ class ModelRunner:
         return self.collect_output(step)
 
     def enter_thread(self) -> None:
-        """Make the calling thread the one that steps. Calls from other threads still work."""
+        """Make the calling thread the one that runs steps. Calls from other threads still work."""
         self._runtime.enter_thread()
 
     @torch.inference_mode()
     @_in_queue
     def launch_step(self, output: SchedulerOutput) -> BegunStep:
         """Begin the copies of a step, apply its changes of the batch, and launch its forward pass.
-        The step before must have been sampled. Raises the fault of a whole step; later steps are
-        computed only if their `last_failed_id` names that one. See also `StepBatch.apply_step`."""
-        # Before any load, which may write to the pages with the states that requests start from.
+        The previous step must have been sampled. Raises the error of a whole step; later steps are
+        computed only if their `last_failed_id` names this step. See also `StepBatch.apply_step`."""
+        # Before any load: loads may write to the pages with the initial states of requests.
         fault = None if self._states is None else self._begin_states(self._states, output)
-        # The promised copies begin, and are reported, even if a later part fails.
+        # The promised copies begin and are reported even if a later part fails.
         self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
         due = self._due
         if due is not None and due.sampled is not None and not due.sampled.choice.is_final:
@@ -253,8 +251,8 @@ class ModelRunner:
     @torch.inference_mode()
     @_in_queue
     def sample(self, step: BegunStep, mask: TokenMask | None = None) -> None:
-        """Start to choose the tokens of a step, among those that `mask` allows; all requests that
-        it names must choose one. Waits for the tokens of the step before. Raises as `launch_step`.
+        """Start to choose the tokens that `mask` allows; all requests in the mask must choose one.
+        Waits for the tokens of the previous step. Raises like `launch_step`.
         """
         self._take_tokens()
         self._check_follows(step.output)
@@ -274,8 +272,8 @@ class ModelRunner:
     @torch.inference_mode()
     @_in_queue
     def collect_output(self, step: BegunStep) -> ModelRunnerOutput:
-        """Wait for the tokens of a sampled step, and return them. The output names requests whose
-        logits are not finite, which get no token; others are not affected. Raises as `launch_step`.
+        """Wait for the tokens of a sampled step, and return them. Only requests with logits that
+        are not finite get no token; they are named. Raises like `launch_step`.
         """
         if step is self._due:
             self._take_tokens()
@@ -300,10 +298,11 @@ class ModelRunner:
         self._connector.shutdown(timeout_seconds)
 
     def _begin_states(self, states: StateSlots, output: SchedulerOutput) -> Exception | None:
-        """Read the states of requests that start. Return a fault with which the step must fail."""
+        """Load the states of starting requests. Return an error that must fail the step, or
+        None."""
         try:
             states.begin_step(output)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - - the caller raises it
             return error
         return None
 
@@ -337,7 +336,7 @@ class ModelRunner:
         tables = batch.tables
         slots = tables.slot_mapping(token_rows, positions)
         token_ids = batch.token_ids[token_rows, positions].astype(np.int64)
-        # Only a request that reaches its last known token gets a new one.
+        # Only a request that reaches its last known token chooses a token.
         ready = computed + counts - num_drafts == batch.num_tokens[rows]
         step.rows, last = self._steps.with_forks(
             step.output.new_requests, rows[ready], (np.cumsum(counts) - 1)[ready]
@@ -360,7 +359,7 @@ class ModelRunner:
         embeds = None
         if self._prompt_embeds:
             embeds = self._prompt_embeds.rows_of(batch, rows, computed, counts)
-        # Experts are recorded for all rows, so their last layer is computed for all rows too.
+        # Experts are recorded for all rows, so the last layer computes all rows too.
         reads_all = self._drafts.reads_hidden or self._experts is not None
         states = self._states
         state_step = None
@@ -395,7 +394,7 @@ class ModelRunner:
         batch.num_computed[rows] += counts
         if not ready.all():
             step.result.sampled_token_ids = {request_id: [] for request_id in scheduled}
-            # Reported now, so that the rest of a prompt need not be computed.
+            # Reported early, so that the rest of the prompt is not computed.
             self._note_failures(self._sampler.failures(rows), rows, step.result)
         if len(last):
             step.hidden = hidden[: len(last)]
@@ -429,7 +428,7 @@ class ModelRunner:
             if self.model.can_leave_logits_out and len(set(masked)) == len(rows):
                 if not self._sampler.tells_logprobs(rows):
                     of_any = mask.of_any
-                    # An empty set would not show whether the logits are finite, so then all.
+                    # An empty set would not show whether logits are finite.
                     wanted = of_any if of_any.any() else None
         logits = self.model.logits(hidden, wanted)
         if drafted is None:
@@ -513,8 +512,8 @@ class ModelRunner:
 
 
 def _note_lost(request_id: str, place: int, sampled: Sampled, result: ModelRunnerOutput) -> bool:
-    """Write to the result why a request gets no token in the row of logits `place`. Return False if
-    it gets one."""
+    """Write to the result why a request gets no token from the row `place` of the logits. Return
+    False if it gets one."""
     if not sampled.is_finite[place]:
         result.nan_request_ids.add(request_id)
     elif place in sampled.failures:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demand of requests for KV pool blocks, and the size of pool that serves them. Arithmetic:
+"""The number of KV pool blocks that requests need, and the size of pool for it. Arithmetic only;
 needs no torch."""
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ SHARE_FLAG = "--gpu-memory-utilization"
 
 @dataclass(frozen=True, slots=True)
 class PoolDemand:
-    """The demand of requests in blocks over all layers, the unit of a pool's size. With windowed
-    layers a request holds fewer pages than its tokens would fill."""
+    """The demand of requests, in blocks over all layers, like a pool's size. With windowed layers a
+    request holds fewer pages than its tokens would fill."""
 
     groups: CacheGroups
-    most_step_tokens: int  # of one request in one step
+    most_step_tokens: int  # for one request in one step
 
     @property
     def block_bytes(self) -> int:
@@ -32,14 +32,14 @@ class PoolDemand:
         return self.groups.layout.block_size
 
     def blocks(self, num_tokens: int) -> int:
-        """Return the blocks of the smallest pool that can serve a request of `num_tokens`, the null
-        block included."""
+        """Return the blocks, including the null block, of the smallest pool that can serve a
+        request of `num_tokens`."""
         pages = self.groups.most_pages(num_tokens, self.most_step_tokens) + 1
         return -(-pages * self.groups.layout.num_layers // self.groups.num_places)
 
     def longest(self, num_blocks: int, at_most: int) -> int:
         """Return the tokens of the longest request, up to `at_most`, that a pool of `num_blocks`
-        can serve: whole blocks, unless it is `at_most`; 0: none."""
+        can serve, in whole blocks below `at_most`; 0: no request."""
         if self.blocks(at_most) <= num_blocks:
             return at_most
         size = self.block_size
@@ -48,7 +48,7 @@ class PoolDemand:
 
 
 def num_blocks_in(block_bytes: int, memory_bytes: int) -> int:
-    """Return how many blocks of `block_bytes` fit into `memory_bytes`, the null block included."""
+    """Return how many blocks of `block_bytes` fit into `memory_bytes`, including the null block."""
     return memory_bytes // block_bytes
 
 
@@ -56,8 +56,8 @@ def check_pool_size(
     demand: PoolDemand, num_blocks: int, max_model_len: int, *, on_host: bool = True
 ) -> None:
     """Raise ConfigError if the pool cannot hold one request of `max_model_len` tokens, or if it
-    lies on the host and the host lacks the memory. To be called before any part allocates memory
-    per block."""
+    lies on the host and the host lacks the memory. Call it before any part allocates memory per
+    block."""
     needed = demand.blocks(max_model_len)
     if num_blocks >= needed:
         if on_host:
@@ -75,7 +75,7 @@ def check_pool_size(
 
 
 def check_memory(block_bytes: int, num_blocks: int) -> None:
-    """Raise ConfigError for a pool that the host's free memory does not hold."""
+    """Raise ConfigError if the host's free memory cannot hold the pool."""
     size, available = num_blocks * block_bytes, available_memory_bytes()
     most = MAX_BLOCKS if available is None else min(MAX_BLOCKS, available // block_bytes)
     if num_blocks > most:

@@ -4,8 +4,8 @@
     last    the hidden state of the prompt's last token
     mean    the mean over all of its tokens; each chunk adds to a sum in float64
 
-The states are those behind the last norm. After a preemption a prompt is computed again from its
-first token, and its sum starts anew.
+The states are taken after the last norm. After a preemption a prompt is computed again from its
+first token, and its sum starts again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .input_batch import InputBatch, WorkerRequest
 
 @dataclass(slots=True)
 class PoolingWish:
-    """A request that asks for its embedding, until it ends."""
+    """A request that asks for its embedding and has not ended."""
 
     request: WorkerRequest
     total: Tensor | None = None  # float64 [hidden]: the sum over the first `num_summed` tokens
     num_summed: int = 0
-    pooled: HostCopies | None = None  # of the whole prompt
+    pooled: HostCopies | None = None  # set when the whole prompt is computed
 
     @property
     def num_tokens(self) -> int:
@@ -40,12 +40,12 @@ class PoolingWish:
 
 
 class PooledPiece(NamedTuple):
-    """The positions `start` to `stop` (exclusive) of one prompt whose states are needed."""
+    """Positions `start` to `stop` (exclusive) of one prompt; their states are needed."""
 
     wish: PoolingWish
     start: int
     stop: int
-    first_row: int  # of `start` among the tokens of the step
+    first_row: int  # row of `start` among the tokens of the step
 
     @property
     def hidden_rows(self) -> IntArray:
@@ -53,28 +53,28 @@ class PooledPiece(NamedTuple):
 
 
 class PoolingCollector:
-    """The open wishes for embeddings. Each step calls `plan_pooled_pieces`, then
+    """The open requests for embeddings. Each step calls `plan_pooled_pieces`, then
     `add_hidden_states`, then `deliver`."""
 
     def __init__(self) -> None:
         self._wishes: dict[str, PoolingWish] = {}
 
     def add(self, request: WorkerRequest) -> None:
-        """Add a new request, if it asks for its embedding. One that already has output got it
-        before its preemption."""
+        """Add a new request if it asks for its embedding. A request with output got it before its
+        preemption."""
         if request.pooling and not request.output_token_ids:
             self._wishes[request.request_id] = PoolingWish(request)
 
     def remove_pooling(self, request_id: str) -> None:
-        """Drop the wish of a request that has ended; a request without one is ignored."""
+        """Drop an ended request; a request without an embedding is ignored."""
         self._wishes.pop(request_id, None)
 
     def plan_pooled_pieces(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> list[PooledPiece]:
-        """Return the pieces that are needed of a step, which computes `counts` tokens of each of
-        these rows of the batch after `computed` ones. Raises RuntimeError if a mean lacks tokens
-        before them, which were not computed."""
+        """Return the needed pieces of a step, whose `rows` of the batch compute `counts` tokens
+        each after `computed` ones. Raises RuntimeError if a mean lacks earlier tokens, which were
+        not computed."""
         if not self._wishes:
             return []
         first_rows = np.cumsum(counts) - counts
@@ -99,7 +99,7 @@ class PoolingCollector:
         return pieces
 
     def add_hidden_states(self, pieces: Sequence[PooledPiece], hidden: Tensor) -> None:
-        """Add the hidden states of the pieces' rows, one piece after the other."""
+        """Add the hidden states of the pieces' rows, in the order of the pieces."""
         offset = 0
         for wish, start, stop, _ in pieces:
             part = hidden[offset : offset + stop - start].sum(0, dtype=torch.float64)
@@ -112,9 +112,9 @@ class PoolingCollector:
                 wish.pooled = begin_to_host([part])
 
     def deliver(self, requests: Iterable[WorkerRequest], result: ModelRunnerOutput) -> None:
-        """Add to the result the embeddings of those of `requests` that got their first token in
-        this step, which samples for all of them. If the scheduler drops one because the request was
-        sent back, it is made again. Another request may have taken the id of one since."""
+        """Add embeddings to the result, for the requests that got their first token in this step,
+        which samples for all `requests`. If the scheduler drops one because of a preemption, it is
+        computed again. A new request may have the id of an old one."""
         for request in requests if self._wishes else ():
             wish = self._wishes.get(request.request_id)
             if wish is None or wish.request is not request or wish.pooled is None:

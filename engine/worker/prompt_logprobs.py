@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities of prompts, collected over the steps that compute them.
 
-The logits of a position give the probability of the token after it, so a chunk of a prompt gives
-these entries; the sampler uses the prompt's last position:
+The logits of a position give the probability of the next token. So a chunk of a prompt gives the
+entries of the tokens after its positions; the sampler uses the prompt's last position:
 
     position        0     1     2     3     4
     prompt          a     b     c     d     e
     chunk                [1     2     3)
     its entries                 c     d         entries[0] stays None
 
-Entries are stored by position, so a prompt that is computed again after a preemption overwrites
-them.
+Entries are stored by position. A prompt that is computed again after a preemption overwrites them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ..sampling.logprob_tensors import prompt_logprobs
 from ..scheduler.output import ModelRunnerOutput
 from .input_batch import InputBatch, WorkerRequest
 
-# Rows at once: logits of a whole prompt of 4,096 tokens, with 128,000 words, take 2 GB in float32.
+# Rows at once: float32 logits of a whole prompt of 4,096 tokens with 128,000 words take 2 GB.
 LOGITS_ROWS = 256
 
 
@@ -38,17 +37,17 @@ class PromptWish:
     """A request whose prompt log-probabilities have not been delivered."""
 
     request: WorkerRequest
-    count: int  # of the likeliest tokens at each position
+    count: int  # number of likeliest tokens at each position
     entries: PromptLogprobs
 
 
 class PromptPiece(NamedTuple):
-    """The positions `start` to `stop` (exclusive) of one prompt, computed in this step."""
+    """Positions `start` to `stop` (exclusive) of one prompt, computed in this step."""
 
     wish: PromptWish
     start: int
     stop: int
-    first_row: int  # of `start` among the tokens of the step
+    first_row: int  # row of `start` among the tokens of the step
 
     @property
     def hidden_rows(self) -> IntArray:
@@ -56,7 +55,7 @@ class PromptPiece(NamedTuple):
 
 
 class PromptLogprobsCollector:
-    """The open wishes for prompt log-probabilities. Each step calls `plan_prompt_pieces`, then
+    """The open requests for prompt log-probabilities. Each step calls `plan_prompt_pieces`, then
     `add_hidden_states`, then `deliver`."""
 
     def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
@@ -70,22 +69,22 @@ class PromptLogprobsCollector:
         return bool(self._wishes)
 
     def add(self, request: WorkerRequest) -> None:
-        """Add a new request, if it asks for entries. One that already has output got them before
-        its preemption."""
+        """Add a new request if it asks for entries. A request with output got them before its
+        preemption."""
         count = request.params.prompt_logprobs
         if count is not None and not request.output_token_ids:
             entries: PromptLogprobs = [None] * len(request.prompt_token_ids)
             self._wishes[request.request_id] = PromptWish(request, count, entries)
 
     def remove_logprobs(self, request_id: str) -> None:
-        """Drop the wish of a request that has ended; a request without one is ignored."""
+        """Drop an ended request; a request without open entries is ignored."""
         self._wishes.pop(request_id, None)
 
     def plan_prompt_pieces(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> list[PromptPiece]:
-        """Return the pieces for the open wishes of a step, which computes `counts` tokens of each
-        of these rows of the batch after `computed` ones."""
+        """Return the pieces for open requests in a step, whose `rows` of the batch compute `counts`
+        tokens each after `computed` ones."""
         first_rows = np.cumsum(counts) - counts
         row_index = {row: index for index, row in enumerate(rows.tolist())}
         pieces = []
@@ -100,8 +99,8 @@ class PromptLogprobsCollector:
         return pieces
 
     def add_hidden_states(self, pieces: Sequence[PromptPiece], hidden: Tensor) -> int:
-        """Add the hidden states of the pieces' rows, one piece after the other, and return the
-        number of rows."""
+        """Add the hidden states of the pieces' rows, in the order of the pieces. Return their
+        number."""
         offset = 0
         for wish, start, stop, _ in pieces:
             for begin in range(start, stop, LOGITS_ROWS):
@@ -114,8 +113,8 @@ class PromptLogprobsCollector:
         return offset
 
     def deliver(self, requests: Iterable[WorkerRequest], result: ModelRunnerOutput) -> None:
-        """Add to the result the entries of those of `requests` that got their first token in this
-        step, which samples for all of them. Another request may have taken the id of one since."""
+        """Add entries to the result, for the requests that got their first token in this step,
+        which samples for all `requests`. A new request may have the id of an old one."""
         for request in requests:
             request_id = request.request_id
             wish = self._wishes.get(request_id)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """RoutedExpertsCollector: the experts that computed the tokens of requests, layer by layer.
 
-Each step records the experts of all of its rows (`Decoder.chosen_experts`). The collector keeps
-those of a request by position until a token of it is known: then it delivers the positions before
-that token that were not delivered yet. A position that is computed again, after a preemption or
-behind a rejected draft, is recorded again.
+Each step records the experts of all its rows (`Decoder.chosen_experts`). The collector stores a
+request's experts by position. When a token is known, the positions before it that were not
+delivered yet are delivered. A position that is computed again, after a preemption or a rejected
+draft, is recorded again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..request.routed_rows import RoutedRows
 from ..scheduler.output import ModelRunnerOutput
 from .input_batch import InputBatch, WorkerRequest
 
-_ONE_BYTE = 256  # experts that a byte can name
+_ONE_BYTE = 256  # so many experts have numbers of one byte
 
 
 @dataclass(slots=True)
@@ -29,14 +29,14 @@ class _Record:
     request: WorkerRequest
     first: int  # position of the first row
     rows: npt.NDArray[np.uint16]  # [positions, layers, experts of a token]; grows
-    num_told: int  # positions before this one were delivered
+    num_told: int  # positions before this one have been delivered
 
 
 class RoutedExpertsCollector:
-    """The requests that get their experts. Each step calls `record_step`, then `deliver_rows`."""
+    """The requests whose experts are reported. A step calls `record_step`, then `deliver_rows`."""
 
     def __init__(self, chosen: Tensor, num_experts: int, max_model_len: int) -> None:
-        """`chosen` is int32 `[layers, tokens, experts of a token]`, filled by each step."""
+        """`chosen` is int32 `[layers, tokens, experts of a token]`; each step fills it."""
         self._chosen, self._max_model_len = chosen, max_model_len
         self._dtype = np.dtype(np.uint8 if num_experts <= _ONE_BYTE else "<u2")
         self._records: dict[str, _Record] = {}
@@ -59,8 +59,8 @@ class RoutedExpertsCollector:
     def record_step(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> None:
-        """Record the experts of a step that has computed `counts` tokens of each of these rows of
-        the batch after `computed` ones."""
+        """Record the experts of a step, whose `rows` of the batch have computed `counts` tokens
+        each after `computed` ones."""
         if not self._records:
             return
         ends = np.cumsum(counts)
@@ -79,8 +79,8 @@ class RoutedExpertsCollector:
                 record.rows[at : at + len(new)] = new
 
     def deliver_rows(self, requests: Iterable[WorkerRequest], result: ModelRunnerOutput) -> None:
-        """Add to the result the rows of those of `requests` that got tokens in this step, which
-        samples for all of them. Another request may have taken the id of one since."""
+        """Add rows to the result, for the requests that got tokens in this step, which samples for
+        all `requests`. A new request may have the id of an old one."""
         for request in requests:
             request_id = request.request_id
             record = self._records.get(request_id)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StateSlots: the states of running requests on the device, and their copies to and from pages.
+"""StateSlots: the states of running requests on the device, copied to and from pages.
 
-A request has slots while it is in the batch; one of them holds the states behind all tokens that it
-has computed. A step does this in order:
+A request has slots while it is in the batch. One of them holds the states after all its computed
+tokens. A step does this, in order:
 
-    pages ──► slot       of requests that start behind a checkpoint; before anything else
-    forward pass         reads each request's slot and writes it, and spare slots in between
+    pages ──► slot       for requests that start at a checkpoint; before anything else
+    forward pass         reads and writes each request's slot, and writes spare slots
     slots ──► pages      checkpoints
-    slot ──► slot        of a request whose prompt has ended to its forks
+    slot ──► slot        from a request whose prompt has ended to its forks
 
-The states behind each draft token have a slot of their own: the request goes on with those behind
-the last accepted draft, which the next step finds by its number of computed tokens.
+The states after each draft token have a slot of their own. The request continues from the slot of
+the last accepted draft. The next step finds this slot by the number of computed tokens.
 
     computed 7, drafts a b     row 0 ──► slot 1     row 1 (a) ──► slot 2     row 2 (b) ──► slot 3
     next step: computed 9      goes on from slot 2
 
-The bytes of a slot fill its pages one after the other; the last page is padded with zeros.
+The bytes of a slot fill its pages in order; the last page is padded with zeros.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ class _RequestSlots:
     """The slots of one request."""
 
     slots: list[int]
-    current: int  # index in `slots` of the states behind its computed tokens
-    # Of a step with drafts: the tokens computed before it, and the slots behind each of its rows.
+    current: int  # index in `slots`: the states after its computed tokens
+    # For a step with drafts: the tokens computed before it, and the slot of each of its rows.
     drafted_from: int = 0
     drafted: list[int] | None = None
 
     def move_to(self, num_computed: int) -> None:
-        """Go on behind `num_computed` tokens, the last of which may be accepted drafts."""
+        """Continue after `num_computed` tokens, the last of which may be accepted drafts."""
         if self.drafted is not None:
             num_rows = num_computed - self.drafted_from
-            if num_rows:  # 0: no row counts, and the request goes on from its present slot
+            if num_rows:  # 0: no row counts, and the present slot stays valid
                 self.current = self.drafted[num_rows - 1]
             self.drafted = None
 
 
 class StateSlots:
-    """The slots of one batch. `pool` is `[pages, …]`, the memory of each page contiguous."""
+    """The slots of one batch. `pool` is `[pages, …]`; the memory of each page is contiguous."""
 
     def __init__(
         self, running: RunningStates, pool: Tensor, batch: InputBatch, *, most_drafts: int = 0
     ) -> None:
-        """The last NUM_SPARE_STATES slots, and free ones, hold states in the middle of chunks. All
-        others are for requests, each of which has `states_of_request(most_drafts)`."""
+        """The last NUM_SPARE_STATES slots and free slots hold states in the middle of chunks. All
+        other slots are for requests: `states_of_request(most_drafts)` for each."""
         self._running = running
         self._batch = batch
         self._pages = pool.view(torch.uint8).view(len(pool), -1)
@@ -89,8 +89,8 @@ class StateSlots:
         num_pages: int,
         most_drafts: int = 0,
     ) -> StateSlots:
-        """Allocate slots for `num_requests`; the states of one fill `num_pages` of the pool. Raises
-        ConfigError if the device cannot give the memory."""
+        """Allocate slots for `num_requests`; the states of one request fill `num_pages` of the
+        pool. Raises ConfigError if the device cannot give the memory."""
         num_slots = num_state_slots(num_requests, most_drafts)
         page_bytes = pool[0].numel() * pool.element_size()
         slot_bytes = num_pages * page_bytes
@@ -104,7 +104,7 @@ class StateSlots:
         return cls(running, pool, batch, most_drafts=most_drafts)
 
     def begin_step(self, output: SchedulerOutput) -> None:
-        """Free the slots of requests that go, and read the states of requests that come."""
+        """Free the slots of leaving requests, and read the states of entering requests."""
         for request_id in (*output.finished_request_ids, *output.preempted_request_ids):
             self._release(request_id)
         for new in output.new_requests:
@@ -116,8 +116,8 @@ class StateSlots:
     def plan_step(
         self, output: SchedulerOutput, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> StateStep:
-        """Return the states that a step reads and writes; its `rows` of the batch compute `counts`
-        tokens each after `computed` ones, in that order."""
+        """Return the states that a step reads and writes. Its `rows` of the batch compute `counts`
+        tokens each after `computed` ones, in this order."""
         spare = chain(self._spare, chain.from_iterable(self._free))
         sequences: list[StateSequence] = []
         start = 0
@@ -130,7 +130,7 @@ class StateSlots:
             own = self._requests[request_id]
             own.move_to(num_computed)
             source = own.current if num_computed else None
-            behind: dict[int, int] = {}  # row → slot of the states before it
+            behind: dict[int, int] = {}  # row → slot for the states before it
             if request_id in output.draft_token_ids:
                 others = [slot for slot in own.slots if slot != own.current]
                 own.drafted_from, own.drafted = num_computed, others[:count]
@@ -149,7 +149,7 @@ class StateSlots:
         return StateStep(plan, self._running)
 
     def end_step(self, new_requests: list[NewRequestData]) -> None:
-        """Write the checkpoints of the step, and the slots of forks, behind its forward pass."""
+        """Write the checkpoints of the step, and the slots of forks, after its forward pass."""
         for slot, page_ids in self._saves:
             self._pages.index_copy_(0, self._ids(page_ids), self._pieces(slot))
         self._saves.clear()
@@ -159,7 +159,7 @@ class StateSlots:
                 raw[requests[new.request_id].current] = raw[requests[new.fork_of].current]
 
     def _enter(self, request_id: str, page_ids: list[int]) -> None:
-        self._release(request_id)  # of an earlier life, in a step that failed
+        self._release(request_id)  # left by a step that failed
         slots = self._free.pop()
         self._requests[request_id] = _RequestSlots(slots, slots[0])
         if page_ids:
@@ -171,7 +171,7 @@ class StateSlots:
             self._free.append(own.slots)
 
     def _pieces(self, slot: int) -> Tensor:
-        """Return the bytes of a slot, uint8 `[pages, bytes of a page]`; a view."""
+        """Return the bytes of a slot, uint8 `[pages, bytes of a page]`, as a view."""
         pieces: Tensor = self._running.raw[slot].view(-1, self._pages.shape[1])
         return pieces
 
@@ -182,8 +182,8 @@ class StateSlots:
 def lone_step(
     spec: StateSpec, compute: torch.dtype, device: torch.device, num_rows: int
 ) -> StateStep:
-    """Return the states of a step of one request with `num_rows` tokens and none before them, in a
-    slot of its own. It serves to measure and to compile."""
+    """Return the states of a step of one request with `num_rows` first tokens, in a slot of its
+    own; for measuring and compiling."""
     running = RunningStates(spec, 1, compute, device)
     sequence = StateSequence(0, num_rows, None, ((num_rows, 0),))
     return StateStep(StatePlan([sequence], num_rows, device), running)

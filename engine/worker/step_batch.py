@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepBatch: the worker's requests and their rows, updated by the differences of each step."""
+"""StepBatch: the worker's requests and their rows, updated by the changes of each step."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from .input_batch import HeldRow, InputBatch, WorkerRequest
 
 
 class StepBatch:
-    """The worker's requests and its batch, updated by the differences of each step.
-    `requests` are all that the worker remembers, by id, in the batch or out of it.
+    """The worker's requests and its batch, updated by the changes of each step. `requests` has all
+    remembered requests by id, in the batch or not.
 
-    An update that fails in the middle fails its step, whose requests the scheduler then ends. The
-    batch is dirty after that: the next step first gives every other request a row again.
+    If an update fails midway, its step fails, and the scheduler ends the step's requests. The batch
+    is dirty then: the next step first gives every other request a row again.
     """
 
     def __init__(self, batch: InputBatch) -> None:
         self.batch = batch
         self.requests: dict[str, WorkerRequest] = {}
         self._is_dirty = False
-        # While it is dirty: the rows to restore, of requests that are in no failed step.
+        # While dirty: the rows to restore, for requests that are in no failed step.
         self._held: list[HeldRow] | None = None
 
     def apply_step(self, output: SchedulerOutput, take: Callable[[BatchUpdate], None]) -> None:
-        """Apply the differences of a step, and pass the changes of rows to `take`, unless there are
-        none. After an exception the next step must name the step's requests as finished, and send
-        back again those that this one sent back."""
+        """Apply the changes of a step, and pass row changes, if any, to `take`. After an exception
+        the next step must name this step's requests as finished, and its preempted requests as
+        preempted."""
         was_dirty, self._is_dirty = self._is_dirty, True
         if was_dirty:
             gone = output.finished_request_ids | output.preempted_request_ids
@@ -67,9 +67,9 @@ class StepBatch:
     def with_forks(
         self, new: Iterable[NewRequestData], rows: IntArray, places: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return the `rows` of the batch that choose a token each, and the `places` of their
-        logits, with those of forks among the `new` requests, which choose from the logits of one of
-        them. Raises ValueError for a fork of a request that chooses no token."""
+        """Return the `rows` of the batch that choose a token, and the `places` of their logits,
+        extended by the forks among the `new` requests. A fork chooses from the logits of its
+        parent. Raises ValueError if the parent chooses no token."""
         forks = [each for each in new if each.fork_of]
         if not forks:
             return rows, places

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of arguments that every attention kernel makes before it runs.
 
-They look at shapes, types, strides and devices, never at a tensor's contents, so no check waits for
-a device. They depend neither on the kernel that will run nor on its limits. Checks of the pool
-alone are in `../pool_checks.py`.
+They check shapes, types, strides and devices, never a tensor's contents, so they do not wait for a
+device. They are the same for every implementation. Checks of the pool alone are in
+`../pool_checks.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_query_and_pool(q: Tensor, kv: Tensor, rows: str) -> None:
-    """Check shapes; `rows` is the unit of q's first axis. Raises KernelRefused."""
+    """Check shapes; `rows` names q's first axis in errors. Raises KernelRefused."""
     if q.dim() != 3:
         raise KernelRefused(f"expected q of [{rows}, heads, head_dim], got {list(q.shape)}")
     _, heads, head_dim = q.shape
@@ -50,7 +50,7 @@ def check_layout(
     integers: Mapping[str, Tensor],
     kv_scales: Tensor | None,
 ) -> None:
-    """Check types, `out`, strides of all but `kv_scales`, devices of all. Raises KernelRefused."""
+    """Check types, `out`, strides (not of `kv_scales`) and devices. Raises KernelRefused."""
     if q.dtype not in QUERY_DTYPES or kv.dtype not in (q.dtype, FP8):
         raise KernelRefused(
             f"expected q of 16, 32 or 64 bits and kv as q or {FP8}: got {q.dtype} and {kv.dtype}"
@@ -70,7 +70,7 @@ def check_layout(
 
 
 def reason_against_native(q: Tensor, kv: Tensor, scale: float) -> str | None:
-    """The reason why the compiled kernels of the CPU cannot take these, or None."""
+    """The reason why the CPU's compiled kernels cannot take these tensors, or None."""
     if q.device.type != "cpu":
         return f"its tensors are on {q.device.type}"
     if not scale > 0:

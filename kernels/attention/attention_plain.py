@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the paged pool in torch, for the plain twins of the attention kernels.
+"""Reads of the paged pool in torch, for the plain twins of the attention kernels.
 
-Requests and lengths do not appear here: the caller cuts off what a block holds beyond them.
+Requests and lengths do not appear here: the caller cuts off tokens beyond a length.
 """
 
 from __future__ import annotations

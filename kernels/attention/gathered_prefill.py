@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill of long chunks by a library: K and V of one request are gathered out of the paged pool
-into buffers, and the library attends to these.
+"""Prefill of long chunks by a library: K and V of a request are gathered from the paged pool into
+buffers, and the library attends to the buffers.
 
     sdpa   scaled_dot_product_attention of torch
     fa3    FlashAttention-3, from the package fa3-fwd
@@ -8,7 +8,7 @@ into buffers, and the library attends to these.
     pool of a layer   | b7 | b2 | b9 |    blocks of one request, anywhere
     buffers           | K K K |, | V V V |    contiguous, the same for every request and layer
 
-One request runs after the other. Its lengths are known to the host, so nothing waits for a device.
+Requests run one after the other. The host knows their lengths, so it does not wait for a device.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from ..pool_checks import FP8
 
 SDPA, FA3 = "sdpa", "fa3"
 LIBRARIES = (FA3, SDPA)
-# The gather reads and writes K and V of the whole context once. Attention takes as many operations
-# for each byte as the chunk has rows; with fewer rows the gather's share of the time matters.
+# The gather reads and writes K and V of the whole context once. Attention does as many operations
+# for each byte as the chunk has rows; with few rows the gather would take a large share of the
+# time.
 MIN_ROWS = 1024
 MAX_BYTES = 256 * 2**20  # of both buffers: 64k tokens of 8 heads of 128 in 16 bits
 MAX_HEAD_DIM = 256
@@ -40,12 +41,12 @@ class Library(Protocol):
     """Causal attention over contiguous K and V, by a library."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Return `[rows, heads, head_dim]`, as `q`, whose rows are the last positions of `k` and
-        `v` `[tokens, kv heads, head_dim]`."""
+        """Return `[rows, heads, head_dim]`, as `q`. The rows of `q` are the last positions of `k`
+        and `v` `[tokens, kv heads, head_dim]`."""
 
 
 class Sdpa:
-    """Torch's attention, by its flash kernel."""
+    """Torch's attention, with its flash kernel."""
 
     def __init__(self) -> None:
         # This imports torch's compiler, which takes a second.
@@ -61,7 +62,7 @@ class Sdpa:
 
 
 class FlashAttention3:
-    """FlashAttention-3, whose causal mask ends in the lower right corner."""
+    """FlashAttention-3. Its causal mask fits queries that are the last positions."""
 
     def __init__(self) -> None:
         self._attend = importlib.import_module(_FA3_MODULE).flash_attn_func
@@ -90,19 +91,20 @@ class GatheredPrefill:
 
     @property
     def max_tokens(self) -> int:
-        """The longest context, in tokens, that the buffers hold; longer ones are not taken."""
+        """The longest context, in tokens, that the buffers hold."""
         blocks, block_size = self._buffers[0].shape[:2]
         return blocks * block_size
 
     def takes(self, rows: int, length: int) -> bool:
-        """Whether a chunk of `rows` tokens, the last of `length`, is computed here."""
+        """Whether to compute a chunk of `rows` tokens, the last ones of `length`, here."""
         return rows >= self.min_rows and length <= self.max_tokens
 
     def run(
         self, q: Tensor, kv: Tensor, table: Tensor, length: int, scale: float, out: Tensor
     ) -> Tensor:
-        """Fill `out` with the attention of `q` `[rows, heads, head_dim]`, the last positions of one
-        request of `length` tokens whose blocks `table` `[max_blocks]` names, and return it."""
+        """Fill `out` with the attention of `q` `[rows, heads, head_dim]`, and return it. The rows
+        are the last positions of a request with `length` tokens and the blocks `table`
+        `[max_blocks]`."""
         blocks = table[: -(-length // kv.shape[2])]
         k, v = (
             torch.index_select(kv[:, plane], 0, blocks, out=buffer[: len(blocks)])
@@ -114,13 +116,13 @@ class GatheredPrefill:
 
 
 def buffer_bytes(num_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of K and V of so many tokens in one layer."""
+    """Bytes of K and V of `num_tokens` in one layer."""
     return 2 * num_tokens * kv_heads * head_dim * dtype.itemsize
 
 
 def reason_against_library(name: str, q: Tensor, kv: Tensor) -> str | None:
     """The reason why a library cannot attend with queries like `q` `[any, heads, head_dim]` to a
-    layer `kv` of the pool, or None. Imports the library if no other reason stands against it."""
+    layer `kv` of the pool, or None. The last check imports the library."""
     head_dim = q.shape[2]
     capability = probe_hardware().capability
     if capability is None:
@@ -142,7 +144,8 @@ def reason_against_library(name: str, q: Tensor, kv: Tensor) -> str | None:
 
 
 def _reason_against_flash(q: Tensor, kv: Tensor) -> str | None:
-    """The reason against torch's flash kernel, or None. Other kernels hold all scores in memory."""
+    """The reason against torch's flash kernel, or None. torch's others hold all scores in
+    memory."""
     if not q.is_cuda:
         return None
     from torch.backends.cuda import SDPAParams, can_use_flash_attention

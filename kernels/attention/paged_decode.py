@@ -19,10 +19,10 @@ from .attention_checks import (
 )
 from .split_plan import SplitPlan, SplitPlanner
 
-MAX_HEAD_DIM = 256  # of Triton's kernel: a tile of more does not fit into shared memory
-MAX_GROUP = 32  # of Triton's kernel: query heads of one program; beyond, registers spill
+MAX_HEAD_DIM = 256  # of Triton's kernel: tiles of larger heads exceed shared memory
+MAX_GROUP = 32  # of Triton's kernel: query heads of a program; with more, registers spill
 MAX_GROUP_FP32 = 16
-MAX_GRID = 65535  # requests, of Triton's kernel: CUDA's limit on the third axis of a grid
+MAX_GRID = 65535  # requests of Triton's kernel: CUDA's limit on a grid's third axis
 
 
 def paged_decode(
@@ -56,11 +56,10 @@ def paged_decode(
     plan          from the lengths (`split_plan.py`), on the device, for Triton's kernel; None: by
                   the table's width and the number of requests
 
-    Bytes of blocks beyond a request's length, or before its window, never reach a result.
-    The same call gives the same bits; with a given `num_splits` a request's bits depend neither on
-    the other requests nor on the table's width.
-    Lengths and block ids are on the device and not checked: a length must fit its table, and the
-    ids of its blocks the pool.
+    Bytes of blocks beyond a request's length, or before its window, never reach a result. The same
+    call gives the same bits. With a given `num_splits`, other requests and the table's width do not
+    change a request's bits. Lengths and block ids are on the device and not checked: a length must
+    fit its table, and block ids must be in the pool.
     """
     check_query_and_pool(q, kv, "requests")
     _check_batch(len(q), block_tables, seq_lens)
@@ -92,8 +91,8 @@ def paged_decode(
 def choose_decode_kernel(
     q: Tensor, kv: Tensor, scale: float, *, kernel: str = AUTO, strict: bool = False
 ) -> str:
-    """Choose the kernel for queries like `q` `[any, heads, head_dim]` over the pool; `scale` and
-    the options are those of `paged_decode`. Raises KernelRefused as `choose_kernel` does."""
+    """Choose the kernel for queries like `q` `[any, heads, head_dim]` over the pool, with the
+    options of `paged_decode`. Raises KernelRefused as `choose_kernel` does."""
     return choose_kernel(
         kernel,
         q.device,
@@ -118,7 +117,7 @@ def run_decode(
     plan: SplitPlan | None,
     out: Tensor,
 ) -> Tensor:
-    """Run `paged_decode` by the chosen kernel, with arguments that it has checked."""
+    """Run `paged_decode` by the chosen kernel, with checked arguments."""
     if q.numel() == 0:
         return out
     if chosen == TRITON:
@@ -178,8 +177,8 @@ def _check_batch(requests: int, block_tables: Tensor, seq_lens: Tensor) -> None:
 def split_planner(
     q: Tensor, kv: Tensor, kv_scales: Tensor | None, chosen: str
 ) -> SplitPlanner | None:
-    """The planner of splits for queries like `q` `[any, heads, head_dim]`, whose kernel is
-    `chosen`; None if that kernel takes no plan."""
+    """The planner of splits for queries like `q` `[any, heads, head_dim]` and the kernel `chosen`;
+    None if this kernel takes no plan."""
     if chosen != TRITON:
         return None
     from .paged_decode_triton import decode_launch, multiprocessors

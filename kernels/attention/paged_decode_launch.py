@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launch of paged decode: tile, warps, stages, and the number of splits of a context.
 
-The table is checked in and nothing is tuned while running: a kernel that measured itself first
-would stall the requests that meet it. `kernels/shipped.py` lists the resulting configurations.
+The table is fixed. Kernels are not tuned while the engine runs, because measuring them would delay
+requests. `kernels/shipped.py` lists the resulting configurations.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 
 MIN_SPLIT_TOKENS = 128  # a shorter split costs more to combine than it saves
-# Cost of a program beside its tiles, in tiles: its start, the first loads, its partial result.
-# Derived from the machine code, not measured.
+# Cost of a program's start, first loads and partial result, in tiles. Derived from the machine
+# code, not measured.
 PROGRAM_TILES = 1
-# As many 16-bit DOT programs fit side by side, and of float8 ones with their conversion.
+# DOT programs that fit on a multiprocessor: of 16 bits, and of float8 with its conversion.
 PROGRAMS_PER_MULTIPROCESSOR, FP8_PROGRAMS_PER_MULTIPROCESSOR = 4, 3
 MAX_SPLITS = 256
 DOT_ROWS = 16  # the fewest rows of a matrix product; groups are padded to it
-NEWEST = (9, 0)  # the capability assumed without a device: in the interpreter
+NEWEST = (9, 0)  # capability assumed in the interpreter, without a device
 
 DOT_MANY = "dot, many heads"
 
@@ -34,14 +34,14 @@ class Row(NamedTuple):
     num_stages: int
 
 
-# Ways to compute scores: sums of products if no heads share a kv head, else matrix products. More
-# heads than the fewest rows of a product take other rows if numbers are converted.
+# Ways to compute scores: VECTOR is sums of products, if no heads share a kv head; DOT is matrix
+# products. DOT_MANY is for float8 pools with more heads than DOT_ROWS, which need other launches.
 VECTOR, DOT, DOT_TOKEN_SCALES = "vector", "dot", "dot, a scale for each token"
 
-# Lowest capability -> (path, bytes of a pool element, largest head size) -> row.
-# Chosen by the compiler's figures: no spill, and few enough registers that several programs share a
-# multiprocessor. For DOT the block table is a pipeline stage of its own: 3 stages buffer K and V
-# once, 5 twice.
+# Lowest capability -> (path, bytes of a pool element, largest head size) -> row. Chosen by the
+# compiler's figures: no spills, and few enough registers that several programs share a
+# multiprocessor. For DOT the block table takes pipeline stages too: 3 stages buffer K and V once, 5
+# twice.
 TABLE: dict[tuple[int, int], dict[tuple[str, int, int], Row]] = {
     (8, 0): {
         (DOT, 2, 64): Row(64, 4, 3),
@@ -58,7 +58,7 @@ TABLE: dict[tuple[int, int], dict[tuple[str, int, int], Row]] = {
         (VECTOR, 4, 256): Row(16, 4, 3),
     },
     (8, 9): {
-        # Conversion takes registers: with tiles of 64 there was room for one program of 8 warps.
+        # Conversion takes registers: with tiles of 64 only one program of 8 warps fitted.
         (DOT, 1, 64): Row(32, 4, 5),
         (DOT, 1, 128): Row(32, 4, 5),
         (DOT, 1, 256): Row(32, 8, 5),
@@ -81,13 +81,13 @@ class Launch:
     tile: int
     num_warps: int
     num_stages: int
-    group_pad: int  # rows of the matrix product; 1: products and sums instead
+    group_pad: int  # rows of the matrix product; 1 for VECTOR
     head_pad: int
-    programs: int = PROGRAMS_PER_MULTIPROCESSOR  # programs that a multiprocessor runs side by side
+    programs: int = PROGRAMS_PER_MULTIPROCESSOR  # side by side on a multiprocessor
 
     @property
     def min_tiles(self) -> int:
-        """The fewest tiles of a split, if this module chooses the number of splits."""
+        """The fewest tiles of a split, unless the caller gives the number of splits."""
         return max(1, MIN_SPLIT_TOKENS // self.tile)
 
 
@@ -98,7 +98,7 @@ def choose_launch(
     dtype: torch.dtype,
     token_scales: bool = False,
 ) -> Launch:
-    """The row for `group` heads that share a kv head, of `head_dim` elements up to 256."""
+    """The launch for `group` query heads a kv head, of `head_dim` elements up to 256."""
     size = next(size for size in HEAD_SIZES if head_dim <= size)
     is_fp8 = dtype.itemsize == 1
     path = VECTOR if group == 1 else DOT_TOKEN_SCALES if token_scales else DOT
@@ -116,7 +116,7 @@ def choose_launch(
     return Launch(*row, group_pad, max(DOT_ROWS, _power_of_two(head_dim)), programs)
 
 
-@functools.lru_cache(maxsize=1024)  # all layers of a step ask for the same
+@functools.lru_cache(maxsize=1024)  # all layers of a step make the same call
 def choose_splits(
     pairs: int,
     max_tokens: int,
@@ -124,9 +124,9 @@ def choose_splits(
     tile: int,
     programs: int = PROGRAMS_PER_MULTIPROCESSOR,
 ) -> int:
-    """Choose the number of splits of contexts of up to `max_tokens`, for `pairs` of (request, kv
-    head): the one that takes the least time, with no split shorter than it is worth. A device runs
-    programs in waves, and a last wave of a few programs takes as long as a full one."""
+    """Choose the number of splits that takes the least time, for `pairs` of (request, kv head) with
+    contexts of up to `max_tokens`. A split has at least MIN_SPLIT_TOKENS. A device runs programs in
+    waves, and a last wave of a few programs takes as long as a full one."""
     slots = programs * multiprocessors
     tiles = max(1, -(-max_tokens // tile))
     most = max(1, min(max_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))

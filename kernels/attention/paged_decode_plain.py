@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged decode in torch: one request after the other, as the definition says.
+"""Paged decode in torch, one request after the other.
 
-The twin of the Triton kernel: any device, any head size, and float64 for exact comparisons. It
+This twin of the Triton kernel takes any device and head size, and float64 for exact comparisons. It
 reads the lengths on the host, so on a GPU it waits for the device.
 """
 
@@ -25,7 +25,7 @@ def paged_decode_plain(
     kv_scales: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """Fill `out` and return it; the arguments are those that `paged_decode` has checked."""
+    """Fill `out` and return it. `paged_decode` has checked the arguments."""
     block_size, kv_heads, head_dim = kv.shape[2:]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     for request, length in enumerate(seq_lens.tolist()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged decode in Triton: the context of a request is cut into splits, and partials are combined.
+"""Paged decode in Triton: a request's context is cut into splits, and their results are combined.
 
     grid     kv heads x splits x requests, or kv heads x 1 x items of a split plan; fixed, since
              lengths are read on the device
@@ -7,16 +7,17 @@
     partial  maximum, sum and unscaled output, all float32, for each (item, head)
     combine  one program for each (request, head) weighs the partials; not run for one split
 
-A tile is TILE tokens, in any blocks: the block id is looked up for each token, so tiles need not
-fit blocks. Tiles before the window are not visited. A token that must not be seen is not loaded
-either and counts as zero, because 0 * NaN would reach the output of its whole tile.
+A tile is TILE tokens. The block id is looked up for each token, so a tile may begin anywhere in a
+block. Tiles before the window are not visited. Masked tokens are not loaded and count as zero,
+because a loaded NaN times a weight of 0 would spoil the output.
 
-Scores live in base 2: log2(e) is part of the scale, and exp2 is one instruction. Requests, heads
-and block ids are widened to 64 bits before they are multiplied. float8 is computed in float16, the
-query too: bfloat16 would cost a permute for each conversion. Scales for each token are divided by
-the largest of their tile first, for a probability times a small scale would be lost in float16.
+Scores are in base 2: log2(e) is part of the scale, and exp2 is one instruction. Requests, heads and
+block ids are widened to 64 bits before they are multiplied. float8 pools are computed in float16,
+with the query, because bfloat16 would cost a permute for each conversion. Scales of tokens are
+first divided by the largest of their tile: in float16 a probability times a small scale would be
+lost.
 
-Imports triton, so it is imported only when this kernel runs.
+This module imports triton, so it is imported only when its kernel runs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from .split_plan import SplitPlan
 LOG2_E = math.log2(math.e)
 NO_WINDOW = 2**31 - 1
 COMBINE_ROWS = 16  # partials that the combine kernel holds at a time
-# Compiled once for all their values; a step must not meet a compiler.
+# Arguments that vary: the kernel is compiled once for all values, because no step may wait for a
+# compiler.
 VARYING = ("window", "num_splits", "min_tiles")
 
 
@@ -283,7 +285,7 @@ def paged_decode_triton(
     plan: SplitPlan | None,
     out: Tensor,
 ) -> Tensor:
-    """Launch with checked arguments; one or two launches, no wait for the device."""
+    """Run one or two launches with checked arguments. Does not wait for the device."""
     requests, num_heads, head_dim = q.shape
     block_size, kv_heads = kv.shape[2], kv.shape[3]
     group = num_heads // kv_heads
@@ -303,7 +305,7 @@ def paged_decode_triton(
     one_split = plan is None and num_splits == 1
     grid, items = (kv_heads, num_splits, requests), requests * (num_splits or 0)
     if plan is not None:
-        # So many splits that the share alone decides the length of each.
+        # With this many splits, only `plan.share` decides a split's length.
         items = num_splits = len(plan.requests)
         grid = kv_heads, 1, items
 

@@ -19,7 +19,7 @@ from .attention_checks import (
 )
 from .paged_prefill_launch import MAX_GROUP, MAX_HEAD_DIM, MIN_HEAD_DIM, choose_launch
 
-MAX_KV_HEADS = 65535  # of Triton's kernel: CUDA's limit on the second axis of a grid
+MAX_KV_HEADS = 65535  # of Triton's kernel: CUDA's limit on a grid's second axis
 
 
 def paged_prefill(
@@ -54,12 +54,12 @@ def paged_prefill(
                    `[num_blocks, 2, block_size, kv heads]`. Triton's kernel then computes in
                    float16, and q must fit it.
 
-    A position sees itself and the positions before it; one below 0 (a length shorter than its rows)
-    sees no key and gives zeros. Rows of q that no request has are not written. Bytes of blocks
-    beyond a request's length, or before the window of its first row, never reach a result (but with
-    scales of tokens, NaN before a window does). The same call gives the same bits; with the same
-    `max_query_len` a request's bits do not depend on the other requests. Lengths, starts and block
-    ids are on the device, unchecked: a length must fit its table, its block ids the pool.
+    A position sees itself and the positions before it. A position below 0 (a request with fewer
+    tokens than rows) gives zeros. Rows of q without a request are not written. Bytes of blocks
+    beyond a request's length, or before the window of its first row, never reach a result; but with
+    scales of tokens, NaN before a window does. The same call gives the same bits; with the same
+    `max_query_len` other requests do not change a request's bits. Lengths, starts and block ids are
+    on the device, unchecked: a length must fit its table, and block ids must be in the pool.
     """
     check_query_and_pool(q, kv, "tokens")
     _check_batch(block_tables, seq_lens, query_starts)
@@ -91,8 +91,8 @@ def paged_prefill(
 def choose_prefill_kernel(
     q: Tensor, kv: Tensor, scale: float, *, kernel: str = AUTO, strict: bool = False
 ) -> str:
-    """Choose the kernel for queries like `q` `[any, heads, head_dim]` over the pool; `scale` and
-    the options are those of `paged_prefill`. Raises KernelRefused as `choose_kernel` does."""
+    """Choose the kernel for queries like `q` `[any, heads, head_dim]` over the pool, with the
+    options of `paged_prefill`. Raises KernelRefused as `choose_kernel` does."""
     return choose_kernel(
         kernel,
         q.device,
@@ -117,7 +117,7 @@ def run_prefill(
     kv_scales: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """Run `paged_prefill` by the chosen kernel, with arguments that it has checked."""
+    """Run `paged_prefill` by the chosen kernel, with checked arguments."""
     if q.numel() == 0 or len(seq_lens) == 0:
         return out
     if chosen == TRITON:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch of the prefill kernel: tiles, warps and pipeline stages, from a checked-in table.
+"""The launch of the prefill kernel: tiles, warps and pipeline stages, from a fixed table.
 
-Nothing is tuned while it runs, so the same call gets the same launch in every process.
+Kernels are not tuned while the engine runs, so a call has the same launch in every process.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256  # below, tl.dot has too little to add up; above, no row here
-SHORT_ROWS = 64  # chunks of no more rows than this take the table's second column
-MAX_GROUP = 64  # one token's rows have to fit into the smaller tile
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256  # tl.dot needs 16; larger heads have no launch
+SHORT_ROWS = 64  # chunks of up to this many rows take the table's second column
+MAX_GROUP = 64  # one token's rows must fit into the smaller tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Launch:
     num_stages: int
 
 
-# The rows by padded head size: for long chunks, and for short ones. The look-up of a block is a
-# pipeline stage of its own: with 3 stages the kernel waits for a tile of K and V as soon as it asks
-# for it, with 5 one more is under way meanwhile. Found by compiling ahead of time: nothing here
+# Padded head size -> launches for long and for short chunks. The look-up of a block takes pipeline
+# stages too: with 3 stages the kernel waits for each tile of K and V right after requesting it;
+# with 5 stages another tile is loaded meanwhile. Chosen by compiling ahead of time: no launch
 # spills with a group of 7, a window, a soft cap and scales of tokens together. WIDE_FP8 is for
 # float8 pools on capability 9 and 10: four warps multiply at once, and 227 KB of shared memory.
 WIDE_FP8 = {
@@ -33,10 +33,10 @@ WIDE_FP8 = {
     128: (Launch(128, 64, 8, 5), Launch(64, 64, 4, 5)),
     256: (Launch(64, 32, 8, 5), Launch(64, 32, 8, 5)),
 }
-# 16-bit pools, which are not converted: twice the keys for each look at the running maximum, so
-# that softmax takes a smaller share. One program fills a multiprocessor's registers either way.
+# WIDE is for 16-bit pools, which need no conversion. A tile has twice the keys, so the running
+# maximum is updated half as often. One program fills a multiprocessor's registers either way.
 WIDE = WIDE_FP8 | {128: (Launch(128, 128, 8, 3), Launch(64, 64, 4, 5))}
-NARROW = {  # the others: 64 keys spill with a group of 7, and some have 99 KB of shared memory
+NARROW = {  # other devices: 64 keys spill with a group of 7, and some have 99 KB of shared memory
     64: (Launch(128, 64, 8, 5), Launch(64, 32, 4, 5)),
     128: (Launch(128, 32, 8, 5), Launch(64, 32, 4, 5)),
     256: (Launch(64, 32, 8, 3), Launch(64, 32, 8, 3)),
@@ -55,8 +55,8 @@ def choose_launch(
     *,
     is_fp8: bool,
 ) -> Launch:
-    """The row for a pool of float8 or of wider numbers. A capability of None is the interpreter,
-    which runs the rows of the largest devices."""
+    """The launch for a call. A capability of None is the interpreter, which takes the launches of
+    the largest devices."""
     is_wide = capability is None or capability[0] in (9, 10)
     table = (WIDE_FP8 if is_fp8 else WIDE) if is_wide else NARROW
     long, short = table[max(padded_head_dim(head_dim), min(table))]
@@ -64,8 +64,8 @@ def choose_launch(
 
 
 def converts_q_first(head_dim: int) -> bool:
-    """Whether q becomes fp16 before the kernel runs, if the pool is float8. Converted inside, q
-    stays in registers, which are too few for 256 elements, instead of shared memory."""
+    """Whether q is converted to fp16 before the kernel, for a float8 pool. A q converted inside the
+    kernel stays in registers instead of shared memory, and 256 elements need too many."""
     return padded_head_dim(head_dim) > 128
 
 
@@ -80,8 +80,8 @@ def constants(
     is_fp8: bool,
     scales_dim: int,
 ) -> dict[str, object]:
-    """The kernel's compile-time arguments. `scales_dim` is 2 for scales of heads, 4 for scales of
-    tokens, 0 without."""
+    """The kernel's compile-time arguments. `scales_dim`: 2 for scales of heads, 4 of tokens, else
+    0."""
     return {
         "HAS_WINDOW": has_window,
         "HAS_SOFTCAP": has_softcap,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged prefill in torch: one request after the other, as the definition says.
+"""Paged prefill in torch, one request after the other.
 
-The twin of the Triton kernel: any device, any head size, and float64 for exact comparisons. It
+This twin of the Triton kernel takes any device and head size, and float64 for exact comparisons. It
 reads the lengths on the host, so on a GPU it waits for the device.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .attention_plain import gather_tokens
 
-MAX_SCORES = 1 << 24  # held at once: a long chunk is cut into pieces of rows
+MAX_SCORES = 1 << 24  # in memory at once; a long chunk is computed in pieces
 
 
 def paged_prefill_plain(
@@ -28,7 +28,7 @@ def paged_prefill_plain(
     kv_scales: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """Fill `out` and return it; the arguments are those that `paged_prefill` has checked."""
+    """Fill `out` and return it. `paged_prefill` has checked the arguments."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     starts = query_starts.tolist()
     for request, length in enumerate(seq_lens.tolist()):
@@ -36,7 +36,7 @@ def paged_prefill_plain(
         context = length - (end - start)
         if start == end:
             continue
-        # Blocks before the first window are not read: they may be another request's by now.
+        # Blocks before the first window are not read: another request may have them now.
         begin = 0 if window is None else max(0, context - window + 1)
         skipped = begin // kv.shape[2]
         blocks = block_tables[request, skipped : -(-length // kv.shape[2])].long()
@@ -52,7 +52,7 @@ def paged_prefill_plain(
 
 
 def _seen(positions: Tensor, length: int, window: int | None) -> Tensor:
-    """The keys, of `length`, that each position sees: bool `[positions, length]`."""
+    """The keys that each position sees: bool `[positions, length]`."""
     keys = torch.arange(length, device=positions.device)
     seen = keys <= positions[:, None]
     if window is not None:
@@ -70,5 +70,5 @@ def _attend(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    weights = weights.masked_fill(~seen, 0)  # a row of nothing but -inf came out as NaN
+    weights = weights.masked_fill(~seen, 0)  # softmax of a row of -inf is NaN
     return torch.einsum("hgrk,khd->rhgd", weights, v).reshape(q.shape)

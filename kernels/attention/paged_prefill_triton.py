@@ -8,8 +8,8 @@ that share the KV head share its loads:
     keys    | edge of the window | seen by every row | edge of the diagonal |
     loop      masked               unmasked            masked
 
-Each program finds its tokens on the device by bisecting `query_starts`, so the numbers of tokens
-and requests give the grid and nothing is read back. Sums are in float32, scores in powers of two.
+Each program finds its tokens on the device by bisecting `query_starts`, so the host needs only the
+numbers of tokens and requests for the grid. Sums are in float32, scores in powers of two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOG2_E = math.log2(math.e)
 # Scales of one token are about 1/448 of its largest value. Times 2^8 they are near 1, which keeps
 # small probabilities out of fp16's subnormal numbers.
 SCALE_GAIN = tl.constexpr(256.0)
-# Arguments that differ from step to step: their values never compile the kernel again.
+# Arguments that differ from step to step: new values do not compile the kernel again.
 NOT_SPECIALIZED = ("seq_lens_ptr", "query_starts_ptr", "num_requests", "table_stride")
 
 
@@ -275,9 +275,9 @@ def paged_prefill_triton(
     kv_scales: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """Fill `out` and return it; the arguments are those that `paged_prefill` has checked.
+    """Fill `out` and return it. `paged_prefill` has checked the arguments.
 
-    Nothing is read back from the device, and the host does not wait for it.
+    The host does not read from the device or wait for it.
     """
     num_kv_heads, num_requests = kv.shape[3], len(seq_lens)
     group = q.shape[1] // num_kv_heads
@@ -299,7 +299,7 @@ def paged_prefill_triton(
         block, plane, slot = kv_scales.stride()[:3]
     elif kv_scales is not None:
         plane = kv_scales.stride(0)
-    # The most tiles there can be; tiles that no request owns end at once.
+    # The most tiles that requests can need; programs of unused tiles end at once.
     tiles = len(q) // (launch.block_rows // group) + num_requests
     # Triton launches on the current device.
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split plans of paged decode: the part of a context that each program takes, from the lengths that
-a step really has.
+"""Split plans of paged decode: the part of a context that each program takes, chosen from the
+lengths of the step's requests.
 
     lengths of the step ──► tiles a program (share) ──► list of (request, split), one a program
     2 requests of 5 and 2 tiles, share 2:   (0, 0) (0, 1) (0, 2) (1, 0) (-1, ·) (-1, ·)
 
-The list has room for any batch, so that its place and the grid stay fixed in a recorded step; its
-unused entries are -1. Without a plan the splits follow from the width of the block table, which
-is that of the longest request that may come.
+The list has room for any batch, so that its address and the grid stay fixed in a recorded step;
+unused entries are -1. Without a plan the splits follow from the width of the block table, which is
+fixed by the longest possible request.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from torch import Tensor
 from .paged_decode_launch import PROGRAM_TILES
 
 NO_REQUEST = -1
-# Programs of each kv head beyond one a request, in rounds of programs that run side by side: with
-# two, a batch of any lengths can be cut so that no processor is left idle for long.
+# Extra programs of a kv head, beyond one a request, in multiples of the programs that run side by
+# side. With two rounds, batches of any lengths can be cut so that no processor is idle for long.
 ROUNDS = 2
 _CANDIDATES = 12
-_ALIGNED = 4  # numbers of 4 bytes in 16, at multiples of which Triton expects arrays to begin
+_ALIGNED = 4  # int32 numbers in 16 bytes, Triton's alignment of arrays
 
 IntArray = npt.NDArray[np.integer]
 
 
 class SplitPlan(NamedTuple):
-    """A plan as the kernel reads it, int32."""
+    """A plan in the kernel's form, int32."""
 
-    share: Tensor  # [1] the most tiles of a program
-    first_items: Tensor  # [requests] the first item of each
-    requests: Tensor  # [items]; NO_REQUEST where there is none
-    splits: Tensor  # [items] of its request, from 0
+    share: Tensor  # [1]: the most tiles of a program
+    first_items: Tensor  # [requests]: the first item of each
+    requests: Tensor  # [items]: request of the item, or NO_REQUEST
+    splits: Tensor  # [items]: number of the split in its request, from 0
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPlanner:
-    """Plans of one model on one device: `tile` tokens, `slots` programs of one kv head that run
-    side by side, splits of `min_tiles` or more."""
+    """Makes the plans of one model on one device. A tile has `tile` tokens, `slots` programs of a
+    kv head run side by side, and a split has at least `min_tiles` tiles."""
 
     tile: int
     slots: int
     min_tiles: int
 
     def num_items(self, num_requests: int) -> int:
-        """The entries that a plan for so many requests takes."""
+        """The entries of a plan for `num_requests`."""
         return _aligned(num_requests + ROUNDS * self.slots)
 
     def num_words(self, max_requests: int) -> int:
         return _ALIGNED + _aligned(max_requests) + 2 * self.num_items(max_requests)
 
     def tiles(self, lengths: npt.NDArray[np.integer], window: int | None) -> IntArray:
-        """The tiles of each request, int32 `[requests]`, from its tokens and the window."""
+        """The tiles of each request, int32 `[requests]`, from lengths in tokens and the window."""
         first = 0 if window is None else np.maximum(lengths - window, 0) // self.tile
         tiles: IntArray = (-(-lengths // self.tile) - first).astype(np.int32)
         return tiles
 
     def share(self, tiles: IntArray) -> int:
-        """The tiles of a program that take the least time: the sum of the rounds in which a device
-        runs large parts, and of the small rests over all slots."""
+        """The tiles of a program that take the least time. The time is the sum of the rounds in
+        which the device runs large parts, and the small rests divided by the slots."""
         longest, total = int(tiles.max()), int(tiles.sum())
         room = ROUNDS * self.slots
         least = max(self.min_tiles, -(-total // room))
@@ -79,13 +79,13 @@ class SplitPlanner:
         small = np.where(is_large | (rest == 0), 0, rest + PROGRAM_TILES)
         rounds = -(-large // self.slots) * (np.minimum(shares, longest) + PROGRAM_TILES)
         time = rounds + small.sum(0) / self.slots
-        # Of equal ones the largest share, which leaves least to combine.
+        # Of equally fast shares take the largest, which leaves fewest parts to combine.
         best = len(shares) - 1 - int(np.argmin(time[::-1]))
         return int(shares[best])
 
 
 class PlanArray:
-    """A plan as one array of numbers, which goes to the device in one piece:
+    """The layout of a plan in one array, which is copied to the device in one piece:
 
     share · first item of each request · request of each item · split of each item
     """
@@ -98,8 +98,8 @@ class PlanArray:
         self._splits = self._requests + self._items
 
     def lay_down(self, array: IntArray, tiles: IntArray) -> None:
-        """Write the plan of requests of so many tiles, 0 among them, into `array` `[num_words]`. A
-        request without tiles has no program: the combine kernel sets its result to zero."""
+        """Write the plan of requests with these `tiles` into `array` `[num_words]`. A request with
+        0 tiles has no program: the combine kernel sets its result to zero."""
         share = self._planner.share(tiles)
         counts = -(-tiles // share)
         ends = np.cumsum(counts)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks between pool and slab: gathered, scattered, and copied by the DMA engine."""
+"""Copies of blocks: gather, scatter, and batches for the copy (DMA) engine."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Move whole blocks as bytes: within a pool, out of it into a buffer, and back.
 
-A pool, and a buffer, is any tensor whose first dimension counts blocks and whose blocks are each
-contiguous; the distance between blocks is free. Nothing is converted, so any dtype will do, and the
-two tensors of a call need only agree in the bytes of a block. Tiers do not appear here: the copy
-engine is the better way to the CPU for large blocks; these kernels are for blocks within a device
-and for pieces too small for it.
+A pool or a buffer is any tensor with blocks as its first dimension. Each block is contiguous; the
+distance between blocks is free. Bytes are not converted, so any dtype will do, and the two tensors
+of a call need only have the same bytes a block. For large blocks the copy engine is the better way
+to the CPU; these kernels are for blocks within a device and for pieces that are too small for the
+copy engine. Tiers do not appear here.
 
         copy_blocks     pool[targets[i]] = pool[sources[i]]
         gather_blocks        out[i]      = pool[block_ids[i]]
@@ -13,10 +13,10 @@ and for pieces too small for it.
         transfer_blocks target[target_ids[i]] = source[source_ids[i]], of two tensors
 
 Block ids are contiguous int64 on the pool's device. An entry with a block id of -1 moves nothing,
-so that a list of a fixed length can be partly used. The order of the moves is not defined: no block
-is written twice in a call, and none is both read and written. The plain kernel, which has to wait
-for the ids anyway, refuses such lists and ids beyond the pool. Triton's cannot report them, and
-moves nothing for ids beyond the pool.
+so that a list of fixed length can be partly used. The moves have no order, so a call must not write
+a block twice, and must not both read and write one. The plain kernel, which has to wait for the ids
+anyway, refuses such lists and ids beyond the pool. Triton's kernel cannot report errors; it skips
+ids beyond the pool.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .copy_blocks_launch import MAX_PROGRAMS
 from .copy_blocks_plain import move_blocks_plain
 
 MAX_BLOCK_BYTES = 2**31 - 1
-# The widest first. The blocks are moved in the widest word that fits their sizes and places.
+# Widest first. Blocks are moved in the widest word that divides their sizes and addresses.
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -43,7 +43,7 @@ def copy_blocks(
 ) -> None:
     """Copy block `sources[i]` of `pool` over block `targets[i]`.
 
-    `max_programs` bounds how much of the device the copy takes: 12 leaves decode undisturbed.
+    `max_programs` limits the copy's share of the device: 12 programs do not slow decode down.
     Raises KernelRefused for arguments that do not fit together.
     """
     _move(pool, pool, sources, targets, pool.device, max_programs, kernel, strict)
@@ -58,11 +58,11 @@ def gather_blocks(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> None:
-    """Copy block `block_ids[i]` of `pool` over `out[i]`, for as many blocks as there are ids.
+    """Copy block `block_ids[i]` of `pool` over `out[i]`, for each id.
 
-    `out` shares no memory with the pool. It is on the pool's device, or in page-locked CPU memory,
-    which Triton's kernel writes itself: its bytes are there when the stream has come past the copy,
-    not on return. Only the plain kernel takes memory elsewhere.
+    `out` shares no memory with the pool. It is on the pool's device or in page-locked CPU memory;
+    only the plain kernel takes other memory. Triton's kernel writes to page-locked memory itself:
+    the bytes are there once the stream has run the copy, not on return.
     """
     _move(pool, out, block_ids, None, pool.device, max_programs, kernel, strict)
 
@@ -76,7 +76,8 @@ def scatter_blocks(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> None:
-    """Copy `data[i]` over block `block_ids[i]` of `pool`. `data` lies where `out` may lie above."""
+    """Copy `data[i]` over block `block_ids[i]` of `pool`. `data` may lie where `out` above may
+    lie."""
     _move(data, pool, None, block_ids, pool.device, max_programs, kernel, strict)
 
 
@@ -92,7 +93,7 @@ def transfer_blocks(
 ) -> None:
     """Copy block `source_ids[i]` of `source` over block `target_ids[i]` of `target`.
 
-    The two share no memory. Either lies where `out` may lie above; the ids are on the device."""
+    The two share no memory. Both may lie where `out` above may lie; the ids are on the device."""
     _move(source, target, source_ids, target_ids, source_ids.device, max_programs, kernel, strict)
 
 
@@ -106,7 +107,7 @@ def _move(
     kernel: str,
     strict: bool,
 ) -> None:
-    """Move block `source_ids[i]` of `source` to `target_ids[i]` of `target`; None counts from 0."""
+    """Move block `source_ids[i]` of `source` to `target_ids[i]` of `target`; None means 0, 1, 2…"""
     entries = _check_ids(source_ids, target_ids, device)
     for tensor, ids in ((source, source_ids), (target, target_ids)):
         _check_blocks(tensor)
@@ -138,7 +139,7 @@ def _move(
 def _check_ids(
     source_ids: torch.Tensor | None, target_ids: torch.Tensor | None, device: torch.device
 ) -> int:
-    """Check the lists of ids, and return the number of their entries."""
+    """Check the lists of ids. Return the number of their entries."""
     lists = [ids for ids in (source_ids, target_ids) if ids is not None]
     for ids in lists:
         if ids.dtype is not torch.int64 or ids.ndim != 1 or not ids.is_contiguous():
@@ -159,7 +160,7 @@ def _check_ids(
 
 
 def _check_blocks(tensor: torch.Tensor) -> None:
-    # The strides of one block are looked at, and not a block, which an empty tensor has none of.
+    # Checked by strides and not on a block, because an empty tensor has no block.
     expected = 1
     is_contiguous = tensor.ndim >= 2
     for size, stride in reversed(list(zip(tensor.shape[1:], tensor.stride()[1:], strict=True))):
@@ -193,7 +194,7 @@ def _widest_word(*tensors: torch.Tensor) -> torch.dtype:
         size = tensor.element_size()
         places |= tensor.data_ptr() | int(tensor.storage_offset()) * size
         places |= tensor.stride(0) * size | _block_bytes(tensor)
-    # The lowest bit of them all is the largest power of two that divides each.
+    # The lowest set bit is the largest power of two that divides all of them.
     widest = places & -places
     return next(word for word in WORDS if word.itemsize <= widest)
 

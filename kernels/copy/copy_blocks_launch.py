@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 # 16 KB in 8-byte words. A thread then has four wide loads in flight, so that a few programs fill a
-# PCIe link. Narrower words move less at a time, because 64 single bytes take 190 registers.
+# PCIe link. A chunk of narrower words has fewer bytes: 64 single bytes a thread take 190 registers.
 CHUNK_WORDS = 2048
 NUM_WARPS = 8
-# A move that has the device to itself: several for each multiprocessor of the largest devices.
+# For a move that has the device to itself: several programs a multiprocessor on any device.
 MAX_PROGRAMS = 1024

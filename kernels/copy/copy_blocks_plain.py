@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block moves in torch: the reference for the Triton kernel, used where that cannot run.
+"""Block moves in torch: the reference for the Triton kernel, used if that cannot run.
 
 They wait for the device, because they read the ids. Blocks are moved a few at a time, so that the
-copy between the two tensors stays small.
+temporary copy stays small.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def move_blocks_plain(
     source_ids: torch.Tensor | None,
     target_ids: torch.Tensor | None,
 ) -> None:
-    """`target[target_ids[i]] = source[source_ids[i]]` for rows of words; None stands for 0, 1, 2…
+    """Set `target[target_ids[i]] = source[source_ids[i]]` for rows of words; None means 0, 1, 2…
 
     Refuses ids outside the tensors, a target given twice, and within one tensor a block that is
-    both a source and a target. Nothing has moved then.
+    both a source and a target. After a refusal no block has moved.
     """
     given = source_ids if source_ids is not None else target_ids
     count = target.shape[0] if given is None else given.numel()
@@ -47,7 +47,7 @@ def _check_range(side: str, ids: list[int], num_blocks: int) -> None:
 
 
 def _check_order(moves: list[tuple[int, int]], *, within_one: bool) -> None:
-    """Refuse moves whose result would depend on their order."""
+    """Refuse moves if their order would change the result."""
     targets: set[int] = set()
     for _, target_id in moves:
         if target_id in targets:

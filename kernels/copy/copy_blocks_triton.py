@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block moves in Triton: a fixed number of programs share the chunks of all the blocks.
 
-One kernel makes all three moves, because they differ only in the side that is looked up by id and
-the one that is counted. The number of programs, not of blocks, decides its share of the device.
+One kernel makes all moves, because they differ only in the sides that have ids. The number of
+programs, not of blocks, decides the kernel's share of the device.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def move_blocks_triton(
     device: torch.device,
     max_programs: int,
 ) -> None:
-    """Move rows as `copy_blocks_plain.move_blocks_plain` does, for rows that `device` can reach,
-    and unchecked."""
+    """Move rows as `move_blocks_plain` does, without its checks. `device` must reach both
+    tensors."""
     given = source_ids if source_ids is not None else target_ids
     entries = target.shape[0] if given is None else given.numel()
     words = source.shape[1]

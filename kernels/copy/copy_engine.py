@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy engine: many copies in one call, and the page-locked memory they come from and go to.
+"""The copy engine: many copies in one call, and page-locked memory for them.
 
-It binds a few functions of the CUDA runtime that torch has loaded, by ctypes, because neither torch
-nor CuPy offers the batched copy. The multiprocessors stay free for kernels. It handles addresses
-and bytes; blocks, pools and tiers do not appear here. Importing it needs no CUDA.
+The module binds a few functions of torch's CUDA runtime by ctypes, because torch and CuPy do not
+offer the batched copy. The multiprocessors stay free for kernels. It handles addresses and bytes;
+blocks, pools and tiers do not appear here. Importing it needs no CUDA.
 
 A caller must do this:
-- keep source and target memory alive, and registered, until the stream has come past the batch;
-- put no two copies that touch the same target, or a target that is also a source, into one batch:
-  its copies have no order among themselves.
+- keep source and target memory alive, and registered, until the stream has run the batch;
+- name no target twice in a batch, and no target that is also a source, because the copies of a
+  batch run in no fixed order.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from ..kernel_choice import KernelRefused
 
 Integers = Sequence[int] | npt.NDArray[np.int64]
 
-# `any` would be faster on some machines, but with it the engine may read a block before the kernel
-# queued in front of the copy has written it, without an error. So there is no choice.
+# CUDA's order `any` would be faster on some machines. But with it the copy engine may read a block
+# before an earlier kernel in the stream has written it, without an error. So it is not offered.
 ACCESS_ORDER_STREAM = 1
-# Copies run beside kernels here. A hint, which the driver may ignore.
+# A hint to the driver: these copies run beside kernels. The driver may ignore it.
 PREFER_OVERLAP_WITH_COMPUTE = 1
-# Handles of the legacy default stream: none, and its own name.
+# Handles of the legacy default stream: null, and cudaStreamLegacy.
 LEGACY_STREAMS = (0, 1)
 FIRST_VERSION = 12080  # with batched copies
 VERSION_WITHOUT_FAIL_INDEX = 13000
 
 
 class CudaError(RuntimeError):
-    """A failed call of the CUDA runtime; says which, and CUDA's name of the failure."""
+    """A call of the CUDA runtime failed. The message has the call and CUDA's name of the
+    failure."""
 
     def __init__(self, message: str, code: int = 0) -> None:
         super().__init__(message)
@@ -49,8 +50,8 @@ class CudaError(RuntimeError):
 
     @classmethod
     def from_code(cls, library: Any, code: int, what: str) -> CudaError:
-        """Make the error for the failure `code` of `library`, and reset it there: torch would find
-        it after its next kernel and blame that."""
+        """Make the error for the failure `code`, and reset the failure in `library`: torch would
+        find it after its next kernel and blame the kernel."""
         name = library.cudaGetErrorName(code).decode()
         text = library.cudaGetErrorString(code).decode()
         library.cudaGetLastError()
@@ -73,18 +74,18 @@ class CopyAttributes(ctypes.Structure):
 
 
 class Batch:
-    """Copies by address, ready to be given to the runtime, any number of times."""
+    """Copies by address, in the runtime's form. A batch may be used any number of times."""
 
     __slots__ = ("count", "sizes", "sizes_at", "sources", "sources_at", "targets", "targets_at")
 
     def __init__(self, sources: Integers, targets: Integers, sizes: Integers) -> None:
-        """Raise KernelRefused unless there are as many of each, and all are above 0."""
+        """Raise KernelRefused unless all three have the same length and only numbers above 0."""
         counts = (len(sources), len(targets), len(sizes))
         if len(set(counts)) != 1:
             raise KernelRefused(
                 f"expected as many sources, targets and sizes, got {', '.join(map(str, counts))}"
             )
-        # One table, whose address is looked up once and not for every call.
+        # One table, so that its address is looked up once and not in every call.
         table = np.array((sources, targets, sizes), dtype=np.int64)
         self.count = counts[0]
         if self.count and table.min() <= 0:
@@ -98,10 +99,10 @@ class Batch:
 
 
 def merge_neighbours(sources: Integers, targets: Integers, sizes: Integers) -> Batch:
-    """Join copies that follow one another in the list and on both sides.
+    """Join copies that follow each other in the list, in the source and in the target.
 
-    The driver does not do this, and small copies are much slower than large ones. Copies whose
-    neighbours stand elsewhere in the list are not found: sort by address first.
+    The driver does not join copies, and small copies are much slower than large ones. Sort by
+    address first: only neighbours in the list are joined.
     """
     apart = Batch(sources, targets, sizes)
     if apart.count < 2:
@@ -116,17 +117,17 @@ def merge_neighbours(sources: Integers, targets: Integers, sizes: Integers) -> B
 
 
 def copy_batch_plain(batch: Batch) -> None:
-    """Copy as the runtime does, for memory of the CPU; done on return."""
+    """Copy a batch within CPU memory. All bytes are copied on return."""
     table = (batch.targets.tolist(), batch.sources.tolist(), batch.sizes.tolist())
     for target, source, size in zip(*table, strict=True):
         ctypes.memmove(target, source, size)
 
 
 class CudaRuntime:
-    """The functions of one CUDA runtime library. Any thread may call them.
+    """The functions of a CUDA runtime library. Any thread may call them.
 
-    They work on the calling thread's current device, which must be that of the stream.
-    `refusal` is the reason if there are no batched copies; the rest is always there.
+    They use the calling thread's current device, which must be the stream's device. Without batched
+    copies `refusal` is the reason; all other functions exist.
     """
 
     def __init__(self, library: Any) -> None:
@@ -159,11 +160,11 @@ class CudaRuntime:
         self._first_at = ctypes.addressof(self._first)
 
     def copy_batch(self, batch: Batch, stream: int) -> None:
-        """Queue all copies of `batch` in `stream`, the handle of one (`Stream.cuda_stream`).
+        """Queue all copies of `batch` in the stream with this handle (`Stream.cuda_stream`).
 
-        Returns before anything is copied. Sources are read after everything that was queued in the
-        stream before. Raises KernelRefused for the default stream, which the runtime does not take,
-        and with a `refusal`. Raises CudaError if the call fails; some copies may be queued then.
+        Returns before the copies run. Sources are read after all earlier work of the stream. Raises
+        KernelRefused with a `refusal`, and for the default stream, which the runtime does not take.
+        Raises CudaError if the call fails; some copies may be queued then.
         """
         if self.refusal is not None:
             raise KernelRefused(self.refusal)
@@ -192,9 +193,9 @@ class CudaRuntime:
             )
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Page-lock memory that exists, so that the device can reach it.
+        """Page-lock existing memory, so that the device can reach it.
 
-        Raises KernelRefused for no memory and CudaError if CUDA cannot.
+        Raises KernelRefused for an empty range, and CudaError if CUDA fails.
         """
         if address <= 0 or num_bytes <= 0:
             raise KernelRefused(
@@ -240,7 +241,7 @@ def _shown(version: int) -> str:
 
 @functools.cache
 def cuda_runtime() -> CudaRuntime:
-    """The runtime of torch. Raises KernelRefused if there is none, or no device."""
+    """torch's CUDA runtime. Raises KernelRefused without CUDA or without a device."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         raise KernelRefused("batched copies need a CUDA device, and torch sees none")
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -248,17 +249,17 @@ def cuda_runtime() -> CudaRuntime:
 
 
 def cuda_library() -> ctypes.CDLL:
-    """The library of torch's runtime. Raises KernelRefused if it cannot be found."""
+    """The library of torch's CUDA runtime. Raises KernelRefused if it cannot be found."""
     version = (torch.version.cuda or "").split(".")[0]
     return load_library(f"libcudart.so.{version}")
 
 
 def load_library(name: str) -> ctypes.CDLL:
-    """Load the library as this process has it already, else from the system's folders."""
+    """Load the library that this process has loaded already, else one from the system's folders."""
     try:
         return ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
     except OSError:
-        pass  # a torch that has the runtime inside it; a second one shares its streams and memory
+        pass  # torch has the runtime built in; a second one shares its streams and memory
     try:
         return ctypes.CDLL(name)
     except OSError as error:
@@ -269,13 +270,13 @@ def load_library(name: str) -> ctypes.CDLL:
 
 
 class PageLockedMemory:
-    """Memory that the copy engine and kernels reach, of exactly the given size.
+    """Page-locked memory of exactly the given size, for the copy engine and kernels.
 
-    torch's own takes the next power of two. Close it after the last copy that uses it.
+    (torch would allocate the next power of two.) Close it after the last copy that uses it.
     """
 
     def __init__(self, num_bytes: int, runtime: CudaRuntime) -> None:
-        """Raise KernelRefused and CudaError as `register_host`, and OSError for want of memory."""
+        """Raise KernelRefused and CudaError as `register_host` does; OSError without memory."""
         if num_bytes <= 0:
             raise KernelRefused(f"expected a size above 0, got {num_bytes} bytes")
         self._runtime = runtime
@@ -291,14 +292,13 @@ class PageLockedMemory:
 
     def tensor(self) -> torch.Tensor:
         """All of it as uint8 `[bytes]`."""
-        # NumPy's view holds on to the mapping as `close` needs it; torch.frombuffer would let it be
-        # unmapped under the tensor.
+        # NumPy's view keeps the mapping until the tensor is freed; torch.frombuffer would not.
         return torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))
 
     def close(self) -> None:
-        """Give the memory back: at once, or with the last tensor that still shows it. Idempotent.
+        """Free the memory, at once or with the last tensor that uses it. Idempotent.
 
-        Raises CudaError, and keeps the memory then.
+        If it raises CudaError, the memory is kept.
         """
         if self._is_registered:
             self._runtime.unregister_host(self.address)
@@ -306,7 +306,7 @@ class PageLockedMemory:
         try:
             self._memory.close()
         except BufferError:
-            pass  # a tensor shows it, and frees it when it goes
+            pass  # a tensor uses the memory, and frees it at its own end
 
     def __enter__(self) -> PageLockedMemory:
         return self

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large pages for memory that is read all over."""
+"""Huge pages for memory that is read at many places."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
-# Memory smaller than half of this lies in one piece with others.
+# Memory of up to half of this shares a piece with other memory.
 _PIECE_BYTES = 16 << 20
 _LINE_BYTES = 64
 
 
 def ask_for_huge_pages(tensor: torch.Tensor) -> None:
     """Ask the system for huge pages under a tensor, before its memory is touched. With small pages
-    nearly every block of a pool costs walks of the page tables: attention in place read one 1.4
-    times as fast with huge ones. A system that has no huge pages goes on with small ones."""
+    nearly every block of a pool costs walks of the page tables; with huge pages attention read a
+    pool 1.4 times as fast. A system without huge pages uses small ones."""
     start = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     size = (tensor.data_ptr() + tensor.nbytes - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
@@ -27,8 +27,8 @@ def ask_for_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def memory_in_huge_pages(num_bytes: int) -> torch.Tensor:
-    """Return `[num_bytes]` uint8, not set, at the start of a cache line. Matrices smaller than a
-    huge page have some as well, by sharing; a shared one is freed with the last of them."""
+    """Return uninitialised uint8 `[num_bytes]`, at the start of a cache line. Small tensors share
+    huge pages; a shared piece is freed with its last tensor."""
     if num_bytes > _PIECE_BYTES // 2:
         return _aligned(num_bytes)
     return _SHARED.allocate_bytes(num_bytes)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled library: its place, whether it can be used here, and its functions.
+"""The compiled library: finds it, decides whether it can be used, and binds its functions.
 
-`setup.py` builds it beside this file. It is a plain shared library, called with addresses, and is
-bound neither to a Python nor to a torch. Its work is split over torch's own OpenMP threads, by
-torch's own function: with a second pool each would wait for the other's threads to stop spinning.
+`setup.py` builds it beside this file. It is a plain shared library, called with addresses, and does
+not depend on the versions of Python and torch. It runs on torch's OpenMP threads, by torch's own
+function: with two thread pools, each would wait for the other's threads to stop spinning.
 
-STRATAKV_CPU_KERNELS names a variant, `avx2`, `avx512` or `avx512_bf16`, or `none`; without it, the
-last of these that the processor runs is taken. `avx512_bf16` rounds factors of bfloat16 weights to
-that type; otherwise it is `avx512`.
+STRATAKV_CPU_KERNELS names a variant, `avx2`, `avx512` or `avx512_bf16`, or `none`. Without it the
+last variant that the processor supports is used. `avx512_bf16` is like `avx512`, but rounds the
+factors of bfloat16 weights to bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "libstratakv_cpu.so"
 ABI = 9  # STRATAKV_ABI of step.h
 VARIABLE = "STRATAKV_CPU_KERNELS"
-# Where the table of sections begins, which linkers write last; size and number of its entries.
+# Start of the section table, which linkers write last, and the size and number of its entries.
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
 AUTO, NONE = "auto", "none"
 VARIANTS = ("avx2", "avx512", "avx512_bf16")  # by their numbers in the library
@@ -40,7 +40,7 @@ _REBUILD = "install again where there is a C++ compiler"
 
 
 class Step(ctypes.Structure):
-    """A call's arguments, which `step.h` explains; strides are in elements."""
+    """The arguments of an attention step (`step.h`); strides are in elements."""
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in (
@@ -71,7 +71,7 @@ class Matrix(ctypes.Structure):
 
 
 class Product(ctypes.Structure):
-    """A product by itself."""
+    """The arguments of a single product."""
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("x", "out", "workspace")],
@@ -138,32 +138,32 @@ class CpuLibrary:
 
     variant: str
     lanes: int
-    check: Callable[[Any], int]  # a Step: 0, or the number of the fact out of bounds
+    check: Callable[[Any], int]  # a Step: 0, or the number of a wrong argument
     workspace_bytes: Callable[[Any, int], int]  # a Step, threads
-    attend: Callable[[Any, int], int]  # a Step, threads: 0, or 1 where the workspace is too small
-    panel: Callable[[int], int]  # an element's number: outputs that lie together in a matrix
-    together: Callable[[int], int]  # the same of inputs of an output, a multiple of which it has
+    attend: Callable[[Any, int], int]  # a Step, threads: 1 if the workspace is too small, else 0
+    panel: Callable[[int], int]  # element number: outputs that are packed together
+    together: Callable[[int], int]  # element number: inputs packed together
     pack: Callable[[int, int, Any, int, int], int]  # weight, its row, a Matrix, which, element
     product_workspace: Callable[[Any, int], int]  # a Product, threads
     multiply: Callable[[Any, int], int]  # as `attend`
     pass_workspace: Callable[[Any, int], int]  # a Pass, threads
-    run_pass: Callable[[Any, int], int]  # as `attend`; 2 a position, 3 a wanted row out of bounds
+    run_pass: Callable[[Any, int], int]  # as `attend`; 2, 3: a position or wanted row is out of bounds
     # float32 logits, their row, tokens; words, their number in a row; indices or None, rows
     ban: Callable[[int, int, int, int, int, int | None, int], int]
-    take_pages: Callable[[int, int, Any], int]  # memory, bytes, an int64 that ends it
-    wake: Callable[[None, int], int]  # None, threads: nanoseconds until the last of them came
+    take_pages: Callable[[int, int, Any], int]  # memory, bytes, an int64 that stops it
+    wake: Callable[[None, int], int]  # None, threads: nanoseconds until all run
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """The reason why there is no library to use."""
+    """The library cannot be used, for this reason."""
 
     reason: str
 
 
 @functools.cache
 def cpu_library() -> CpuLibrary | Missing:
-    """Look for the library once in a process, and log the result."""
+    """Open the library once in a process, and log the result."""
     wanted = os.environ.get(VARIABLE, AUTO)
     found = open_library(Path(__file__).with_name(FILE_NAME), wanted)
     if isinstance(found, Missing):
@@ -178,7 +178,7 @@ def cpu_library() -> CpuLibrary | Missing:
 
 def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
     """Open the library at `path` in the `wanted` variant: `auto`, one of VARIANTS or `none`. Raises
-    nothing: a fault of the file, the processor or the choice is in the answer."""
+    nothing: returns Missing for a fault of the file, the processor or the choice."""
     if wanted not in (AUTO, NONE, *VARIANTS):
         names = ", ".join((AUTO, *VARIANTS, NONE))
         return Missing(f"{VARIABLE} takes {names}, not {wanted!r}")
@@ -206,8 +206,8 @@ def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether an ELF file of 64 bits lacks its end, which the loader does not check: reading there
-    would kill the process."""
+    """Whether the end of a 64-bit ELF file is missing. The loader does not check this, and reading
+    the missing part would kill the process."""
     with path.open("rb") as file:
         head = file.read(_ELF_HEADER.size)
     if len(head) < _ELF_HEADER.size:
@@ -264,8 +264,8 @@ def _function(library: ctypes.CDLL, name: str) -> Any:
 
 
 def _torch_parallel() -> int | None:
-    """The address of OpenMP's GOMP_parallel as torch's own code finds it; None if torch was built
-    without, and everything then runs on the calling thread."""
+    """The address of the GOMP_parallel (OpenMP) that torch uses; None if torch was built without
+    it. Then all work runs on the calling thread."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(path)).GOMP_parallel

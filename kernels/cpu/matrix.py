@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices in the order in which the compiled library reads them, and products with them.
+"""Matrices packed in the compiled library's order, and products with them.
 
-A row's bits depend neither on the other rows nor on the number of threads: every number is added
-up over the inputs in their order.
+Other rows and the number of threads do not change a row's bits: each result is summed over the
+inputs in order.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .thresholds import worth_a_thread
 from .workspace import ResultMemory, Workspace
 
 SILU, GELU_TANH = 0, 1
-_MANY_BYTES = 8 << 20  # of results, as the logits of many requests are
+_MANY_BYTES = 8 << 20  # of results, such as the logits of many requests
 
 _OF_THREAD = threading.local()
 
 
 def reason_against_matrices(dtype: torch.dtype, device: torch.device) -> str | None:
-    """The reason why the library cannot multiply by matrices of this type, or None."""
+    """The reason why the library cannot multiply matrices of this type, or None."""
     library = cpu_library()
     if isinstance(library, Missing):
         return library.reason
@@ -42,7 +42,7 @@ def reason_against_matrices(dtype: torch.dtype, device: torch.device) -> str | N
 class PackedMatrix:
     """`x @ weight.T + bias`, or of a pair `activation(x @ gate.T + bias) * (x @ up.T + bias)`.
 
-    No reference to the weights is kept. Not to be used by two threads at once.
+    Keeps no reference to the weights. Only one thread at a time may use it.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class PackedMatrix:
         biases: tuple[Tensor | None, ...] = (None, None),
         activation: int = SILU,
     ) -> None:
-        """Weights are `[outs, ins]`, of one shape and type; biases `[outs]` or None. Raises
-        KernelRefused for others, and if the library cannot be used."""
+        """Weights are `[outs, ins]`, of one shape and type; biases are `[outs]` or None. Raises
+        KernelRefused for other weights, and if the library cannot be used."""
         first, dtype = weights[0], weights[0].dtype
         why = reason_against_matrices(dtype, first.device)
         library = cpu_library()
@@ -95,9 +95,9 @@ class PackedMatrix:
     def __call__(
         self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None, *, is_wide: bool = False
     ) -> Tensor:
-        """Compute `[rows, outs]` from `[rows, ins]`. `wanted`, not of a pair, has a bit for each
-        output, bit `i % 32` of word `i // 32`: outputs without one may be left out, and are 0 then.
-        With `is_wide`, not of a pair, results of 16-bit types are float32, rounded all the same."""
+        """Compute `[rows, outs]` from `[rows, ins]`. `wanted` has a bit for each output i, bit `i %
+        32` of word `i // 32`; outputs without the bit may be skipped and are then 0. With `is_wide`
+        results of 16-bit types are float32, but rounded to 16 bits. A pair takes neither."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         if x.dim() != 2 or x.shape[1] != self.ins or x.dtype != self.dtype:
             raise ValueError(f"expected {self.dtype} [rows, {self.ins}], got {x.dtype} {x.shape}")
@@ -118,7 +118,7 @@ class PackedMatrix:
                     "expected uint32 words [words] for the outputs of one matrix, got "
                     f"{wanted.dtype} {wanted.shape}{' for a pair' * self.matrix.is_pair}"
                 )
-            wanted = np.ascontiguousarray(wanted)  # kept until the product is done
+            wanted = np.ascontiguousarray(wanted)  # lives until the product has ended
             out = torch.zeros(shape, dtype=dtype)
             product.wanted, product.wanted_words = wanted.ctypes.data, len(wanted)
         product.x, product.out = x.data_ptr(), out.data_ptr()
@@ -130,14 +130,14 @@ class PackedMatrix:
         return out
 
     def gather_rows(self, ids: Tensor) -> Tensor:
-        """Return rows `ids` (int64 `[n]`) of the matrix in their original order, `[n, ins]`; not of
-        a pair. A row's numbers lie a panel apart, which costs some 6 ns each: right for a step's
-        embeddings, so that a matrix that is also the output's is there once. Raises IndexError for
-        an id that names no row."""
+        """Return rows `ids` (int64 `[n]`) of the matrix, unpacked, as `[n, ins]`; not for a pair.
+        With this a matrix can serve as embedding and output matrix without a second copy. A number
+        costs some 6 ns, because a row's numbers lie a panel apart. Raises IndexError for an id
+        without a row."""
         if self.matrix.is_pair:
             raise ValueError("expected one matrix to look rows up in, got a pair")
-        # Panels lie behind the last row too, and a negative id counts from their end. One
-        # comparison finds both: as an unsigned number a negative one is larger than any other.
+        # The panels have padding behind the last row, and a negative id would count from their end.
+        # One comparison finds both, because a negative id is large as an unsigned number.
         if len(ids) and (last := int(ids.numpy().view(np.uint64).max())) >= self.outs:
             wrong = last if last < 2**63 else last - 2**64
             raise IndexError(f"expected rows from 0 to {self.outs - 1}, got {wrong}")
@@ -147,7 +147,7 @@ class PackedMatrix:
 
 
 def _workspace() -> Workspace:
-    """The workspace of all products of this thread."""
+    """The workspace of this thread's products."""
     found: Workspace | None = getattr(_OF_THREAD, "workspace", None)
     if found is None:
         found = _OF_THREAD.workspace = Workspace()
@@ -157,7 +157,7 @@ def _workspace() -> Workspace:
 def _padded(
     weights: tuple[Any, ...], biases: tuple[Tensor | None, ...], padded: int, panel: int
 ) -> Tensor | None:
-    """Biases in the order of the panels, in the type of the sums."""
+    """Biases in the panels' order, in the type of the sums."""
     given = biases[: len(weights)]
     if all(bias is None for bias in given):
         return None

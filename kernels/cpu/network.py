@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """All layers of a decoder in one call of the compiled library, for steps of any size.
 
-Between a step's embeddings and its hidden states there is no Python and no operator of torch:
-norms, products, rotation, writing to the pool, attention and activation are phases of one piece of
-work, which one thread does alone if a second would save less than waking it costs. All values
-between two products are float32 for weights of 16 bits; K, V and queries are rounded to those.
+Between a step's embeddings and its hidden states no Python and no operator of torch runs: norms,
+products, rotation, writes to the pool, attention and activation are phases of one call. If a second
+thread would save less than waking it costs, one thread does all of it. With 16-bit weights, values
+between two products are float32; K, V and queries are rounded to the weights' type.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ _WRONG = {
 
 @dataclass(frozen=True, slots=True)
 class NetworkExperts:
-    """A mixture of experts: each row's `num_chosen` best by router score, weighed by softmax."""
+    """A mixture of experts: a row uses its `num_chosen` best by router score, weighed by
+    softmax."""
 
-    router: PackedMatrix  # [experts, hidden], and one more output where there is a shared expert
-    gate_ups: Sequence[PackedMatrix]  # of each expert, pairs
+    router: PackedMatrix  # [experts, hidden], and one more output for a shared expert
+    gate_ups: Sequence[PackedMatrix]  # a pair for each expert
     downs: Sequence[PackedMatrix]
     num_chosen: int
-    normalises: bool  # whether the weights of the chosen are divided by their sum
+    normalises: bool  # divides the weights of the chosen experts by their sum
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkLayer:
-    """A layer. Norms are `[hidden]`, those of heads `[heads + kv heads, head_dim]`; one that is
-    None is not computed."""
+    """A layer. Norms are `[hidden]`, head norms `[heads + kv heads, head_dim]`; None skips a
+    norm."""
 
     qkv: PackedMatrix  # queries, keys, values
     out: PackedMatrix
-    gate_up: PackedMatrix | None  # a pair; with experts that of the shared one, or None
+    gate_up: PackedMatrix | None  # a pair; with experts, the shared expert's or None
     down: PackedMatrix | None
     attention_norm: Tensor
     head_norms: Tensor | None
@@ -62,24 +63,24 @@ class NetworkLayer:
     after_mlp_norm: Tensor | None
     cos: Tensor  # [positions, head_dim // 2], of the weights' type
     sin: Tensor
-    keys_and_values: Tensor  # the pool's of this layer: [blocks, 2, block_size, kv heads, head_dim]
-    view: int = 0  # the number of the step's plan that it attends by
+    keys_and_values: Tensor  # this layer's pool: [blocks, 2, block_size, kv heads, head_dim]
+    view: int = 0  # index of the layer's attention step in `steps` of `run`
     experts: NetworkExperts | None = None
 
 
 class LastRows(NamedTuple):
-    """The rows of a step whose attention is read in the last layer."""
+    """The rows for which the last layer computes attention."""
 
     step: Step  # of these rows
     rows: npt.NDArray[np.int64]  # of the step's tokens
-    wanted: npt.NDArray[np.int64]  # the wanted rows, as places in `rows`
+    wanted: npt.NDArray[np.int64]  # the wanted rows, as indices into `rows`
     starts: npt.NDArray[np.int32]  # the array that `step` points to
 
 
 def last_rows(step: CpuAttentionStep, wanted: Tensor) -> LastRows | None:
-    """Select the rows of each request from its first wanted one on. None if a wanted row is no
-    request's. None also if they are most rows and the selection does not change how rows are
-    computed: then the bits are those of all rows, and do not depend on rows that others want."""
+    """Select the rows of each request from its first wanted row on. None if a wanted row belongs to
+    no request. None also if most rows are selected and the selection does not change how rows are
+    computed: computing all rows then gives the same bits."""
     starts, rows = step.query_starts, wanted.numpy()
     requests = np.searchsorted(starts, rows, side="right") - 1
     if len(rows) and not 0 <= requests.min() <= requests.max() < len(starts) - 1:
@@ -94,7 +95,7 @@ def last_rows(step: CpuAttentionStep, wanted: Tensor) -> LastRows | None:
         most = max(1, _FEW_VECTORS * laid_down.kv_heads // laid_down.heads)
         all_rows, kept_rows = np.diff(starts), np.diff(last_starts)
         becomes_few = (kept_rows > 0) & (kept_rows <= most) & (kept_rows < all_rows)
-        # If rows are few, the window of the first one decides where their keys begin.
+        # If rows are few, the first row's window decides where their keys begin.
         if not (becomes_few & ((all_rows > most) | (laid_down.window > 0))).any():
             return None
     laid_down.query_starts, laid_down.num_tokens = last_starts.ctypes.data, count
@@ -114,7 +115,7 @@ def _check_pair(gate_up: PackedMatrix, down: PackedMatrix, hidden: int, size: in
 
 
 class CpuNetwork:
-    """A decoder over one pool. Not to be used by two threads at once."""
+    """A decoder over one pool. Only one thread at a time may use it."""
 
     def __init__(
         self,
@@ -201,14 +202,13 @@ class CpuNetwork:
         states: Iterable[int] = (),
         chosen: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Write K and V of all tokens and return the hidden states `[len(wanted), hidden]` of the
-        rows `wanted`, all of them if it is None, normed. `x` is `[tokens, hidden]`, `positions` and
-        `wanted` are int64; of `steps` there is one for each view, with slots, and they were laid
-        down over this pool. The second value has the hidden states that go into the layers
-        `states`, of all tokens, and of the wanted rows for the number of layers, which stands for
-        the last norm. `chosen`, int32 `[layers with experts, tokens or more, num_chosen]`, is
-        filled with the experts of each row, the best first; all rows must be wanted then. Raises
-        ValueError for values out of bounds."""
+        """Write K and V of all tokens, and return the normed hidden states `[len(wanted), hidden]`
+        of the rows `wanted`; None means all rows. `x` is `[tokens, hidden]`; `positions` and
+        `wanted` are int64. `steps` has one step for each view, with slots, made for this pool. The
+        second value has the hidden states before each layer in `states`, of all tokens; the number
+        of layers stands for the last norm, with the wanted rows only. `chosen`, int32 `[layers with
+        experts, tokens or more, num_chosen]`, is filled with the experts of each row, the best
+        first; it requires that all rows are wanted. Raises ValueError for values out of bounds."""
         num_tokens = len(x)
         if (x.dtype, x.shape[1:]) != (self._dtype, (self._hidden,)) or len(
             steps
@@ -246,7 +246,7 @@ class CpuNetwork:
         given.steps = ctypes.addressof(laid_down)
         given.x, given.result = x.data_ptr(), result.data_ptr()
         given.positions = positions.data_ptr()
-        # Without rows data_ptr is null, which would mean all of them.
+        # The data_ptr of an empty tensor is null, and null would mean all rows.
         given.wanted = None if wanted is None else wanted.data_ptr() or positions.data_ptr()
         given.last_step = None if last is None else ctypes.addressof(last.step)
         given.last_rows = None if last is None else last.rows.ctypes.data
@@ -270,7 +270,7 @@ class CpuNetwork:
         wanted: Tensor | None,
         states: Sequence[int],
     ) -> None:
-        """Raise ValueError for arguments that the library would misread, or read past their end."""
+        """Raise ValueError for arguments that would make the library read wrong memory."""
         for name, tensor, size in (
             ("positions", positions, num_tokens),
             ("wanted", wanted, 0 if wanted is None else len(wanted)),
@@ -357,7 +357,7 @@ class CpuNetwork:
         return experts
 
     def _wide(self, weight: Tensor) -> Tensor:
-        """Convert a weight to the type of the sums, and keep it."""
+        """Convert a weight to the type of the sums, and keep it alive."""
         dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         wide = weight.to(dtype).contiguous()
         self._kept.append(wide)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention by the compiled library: a step is laid down once and run for every layer.
+"""Paged attention by the compiled library: a step is prepared once and run for every layer.
 
-A request may have any number of new tokens; the library chooses how to compute each. Every call
-checks types and shapes. Ids, slots and lengths are checked once, when a step is laid down, since
-the library reads wherever they point.
+A request may have any number of new tokens; the library chooses how to compute each request. Every
+call checks types and shapes. Ids, slots and lengths are checked once, when a step is made, because
+the library reads the memory that they point to.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .library import ELEMENTS, CpuLibrary, Missing, Step, cpu_library
 from .thresholds import worth_a_thread
 from .workspace import Workspace
 
-MAX_HEAD_DIM = 512  # with more, a thread's part of a tile no longer fits into its cache
-_EVERY_LANES = 8  # head sizes are multiples of the narrowest vectors
+MAX_HEAD_DIM = 512  # with larger heads a thread's part of a tile exceeds its cache
+_EVERY_LANES = 8  # head sizes are multiples of this, the narrowest vector
 _OUT_OF_BOUNDS = {
     1: "slots from -1 to the last one of the pool",
     2: "block ids of the pool",
@@ -34,7 +34,7 @@ def reason_against(
     dtype: torch.dtype, head_dim: int, *, pool_dtype: torch.dtype | None = None
 ) -> str | None:
     """The reason why the library cannot compute heads of this size in this type, or None.
-    `pool_dtype` is that of the pool, if it is another one."""
+    `pool_dtype` is the pool's type, if it differs."""
     library = cpu_library()
     if isinstance(library, Missing):
         return library.reason
@@ -49,8 +49,8 @@ def reason_against(
 
 
 class CpuAttentionStep:
-    """The requests of one step over a pool, for all its layers. Keeps the tensors it was made from,
-    which must not change while the step is used."""
+    """The requests of one step, for all layers of a pool. Keeps the tensors of its constructor;
+    they must not change while the step is used."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class CpuAttentionStep:
         softcap: float | None = None,
         slots: Tensor | None = None,
     ) -> None:
-        """`pool` is K and V of a layer, `[num_blocks, 2, block_size, kv heads, head_dim]`, whose
-        strides all layers have. `block_tables`, `seq_lens` and `query_starts` are as `paged_decode`
-        and `paged_prefill` take them; without starts row i is request i's. `slots` is int64
-        `[num_tokens]`, needed where K and V are written; -1 writes nothing. Without a `workspace`
-        the step is only for a `CpuNetwork`, not for `run`.
+        """`pool` is K and V of a layer, `[num_blocks, 2, block_size, kv heads, head_dim]`; all
+        layers have its strides. `block_tables`, `seq_lens` and `query_starts` are as in
+        `paged_decode` and `paged_prefill`; without `query_starts` row i belongs to request i.
+        `slots` is int64 `[num_tokens]`, needed to write K and V; -1 writes nothing. Without a
+        `workspace` the step is only for a `CpuNetwork`, not for `run`.
 
         Raises KernelRefused for values out of bounds or of another shape or type, and if the
         library cannot be used.
@@ -92,12 +92,12 @@ class CpuAttentionStep:
         self.pool = (pool.dtype, pool.shape, pool.stride())
         num_blocks, _, block_size, kv_heads, head_dim = pool.shape
         block_stride, self._plane_stride, token_stride, head_stride, _ = pool.stride()
-        step = self.laid_down = Step(  # for the library, while this object lives
+        step = self.laid_down = Step(  # the library reads it while this object lives
             tables=block_tables.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
             query_starts=None if query_starts is None else query_starts.data_ptr(),
             slots=None if slots is None else slots.data_ptr(),
-            # Until a layer's own address takes its place only its presence counts.
+            # The check only tests whether it is set; `run` sets the layer's address.
             k=None if slots is None else slots.data_ptr(),
             num_tokens=num_tokens,
             num_requests=len(seq_lens),
@@ -119,7 +119,7 @@ class CpuAttentionStep:
         wrong = library.check(ctypes.byref(step))
         if wrong:
             raise KernelRefused(f"expected {_OUT_OF_BOUNDS[wrong]}, got others")
-        # A window leaves some parts of a context out, so the need is largest without one.
+        # The step has no window yet: without one the workspace is largest.
         self._threads = torch.get_num_threads()
         if workspace is not None:
             needed = library.workspace_bytes(self._address, self._threads)
@@ -129,7 +129,7 @@ class CpuAttentionStep:
 
     @property
     def query_starts(self) -> npt.NDArray[np.int32]:
-        """The first row of each request, and the end of the last one's: `[requests + 1]`."""
+        """The first row of each request, and the end of the last request: `[requests + 1]`."""
         starts = self._kept[3]
         count = self.laid_down.num_requests
         return np.arange(count + 1, dtype=np.int32) if starts is None else starts.numpy()
@@ -142,8 +142,9 @@ class CpuAttentionStep:
         written: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Write K and V of `written`, each `[tokens, kv heads, head_dim]`, into their slots of
-        `pool`, then attend `q` `[tokens, heads, head_dim]` into `out`. `pool` is a layer's, of the
-        step's shape and strides; last axes are contiguous. Raises KernelRefused for others."""
+        `pool`. Then write the attention of `q` `[tokens, heads, head_dim]` into `out`. `pool` is a
+        layer's, with the step's shape and strides; last axes are contiguous. Raises KernelRefused
+        for other tensors."""
         step = self.laid_down
         self._check_tensor("pool", pool, self.pool[1])
         if pool.stride() != self.pool[2]:
@@ -168,7 +169,7 @@ class CpuAttentionStep:
             raise RuntimeError("the workspace of a step was measured too small")
 
     def _check_tensor(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        """Raise KernelRefused for another shape or type, or a last axis with gaps."""
+        """Raise KernelRefused for a wrong shape or type, or a strided last axis."""
         dtype = self.pool[0]
         if tensor.shape != shape or tensor.dtype != dtype or tensor.stride(-1) != 1:
             raise KernelRefused(
@@ -186,7 +187,7 @@ def _check_shapes(
     starts: Tensor | None,
     slots: Tensor | None,
 ) -> None:
-    """Raise KernelRefused for arguments that the library would misread, or read past their end."""
+    """Raise KernelRefused for arguments that would make the library read wrong memory."""
     if pool.dim() != 5 or pool.shape[1] != 2 or 0 in pool.shape or pool.stride(4) != 1:
         raise KernelRefused(
             "expected a pool of [num_blocks, 2, block_size, kv heads, head_dim], not empty, its "
@@ -224,8 +225,8 @@ def paged_attention_cpu(
     softcap: float | None,
     out: Tensor,
 ) -> Tensor:
-    """Fill `out` and return it; the arguments are those that `paged_decode`, or with
-    `query_starts` `paged_prefill`, has checked."""
+    """Fill `out` and return it. `paged_decode`, or with `query_starts` `paged_prefill`, has checked
+    the arguments."""
     step = CpuAttentionStep(
         kv,
         block_tables.contiguous(),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least work for which another thread is woken, measured once a process, before its first step.
+"""The least work for which another thread is woken, measured once in a process, at the first use.
 
-A thread must save several times the cost of waking it. Both depend on the machine: the time until
-a thread comes, and the speed at which one goes through the weights of a matrix.
+A thread must save several times the cost of waking it. Two measurements of the machine decide: the
+time until a woken thread runs, and the speed at which a thread reads the weights of a matrix.
 """
 
 from __future__ import annotations
@@ -19,37 +19,38 @@ from .library import ELEMENTS, CpuLibrary, Matrix, Product, cpu_library
 
 logger = logging.getLogger(__name__)
 
-# The work of each thread, as a multiple of its work while another one wakes. With less the embedded
-# model was slower with two threads than with one, for they wait for each other in every layer.
+# The least work of a thread, as a multiple of its work during the waking of another. With less work
+# the embedded model was slower with two threads than with one, because threads wait for each other
+# in every layer.
 _TIMES = 5
-_MOST_CHANGE = 8  # of a threshold, to either side
+_MOST_CHANGE = 8  # of a threshold from its default, as a factor
 _SAMPLES, _FEWEST = 12, 4
 _SECONDS = 0.008  # for each of the two measurements
-_PAUSE_SECONDS = 1e-4  # in which a thread that has come goes back to sleep
-# A thread that comes sooner had not gone to sleep, as with an OpenMP whose threads spin for long.
+_PAUSE_SECONDS = 1e-4  # in which woken threads go back to sleep
+# A thread that runs sooner was not asleep: some OpenMP libraries let threads spin for long.
 _AWAKE_SECONDS = 2e-6
-_OUTS, _INS = 512, 1024  # of a float32 matrix, which lies in the second cache or the third
+_OUTS, _INS = 512, 1024  # of a float32 matrix that fits into the second or third cache
 
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """Products for each thread from which on another one is woken. The defaults were found on one
-    machine, two cores of an AMD EPYC, and hold without a measurement."""
+    """The least multiplications of each thread for which another thread is woken. The defaults were
+    found on two cores of an AMD EPYC, and are used without a measurement."""
 
-    network: int = 3 << 20  # weights, for every four rows
-    product: int = 3 << 18  # the same of one matrix
+    network: int = 3 << 20  # weights, for four rows each
+    product: int = 3 << 18  # the same, for one matrix
     attention: int = 1 << 19
 
 
 def chosen(wake_seconds: float, weights_per_second: float) -> Worth:
-    """Thresholds for a thread that comes in so long and goes through so many weights a second."""
+    """The thresholds for a time to wake a thread and a thread's speed."""
     share = _TIMES * wake_seconds * weights_per_second / Worth().network
     share = min(max(share, 1 / _MOST_CHANGE), _MOST_CHANGE)
     return Worth(*(round(share * products) for products in astuple(Worth())))
 
 
 def worth_a_thread() -> Worth:
-    """Measure the thresholds at the first call with this number of threads."""
+    """The thresholds, measured at the first call with this number of torch's threads."""
     threads = torch.get_num_threads()
     return Worth() if threads == 1 else _of_threads(threads)
 
@@ -61,8 +62,9 @@ def _of_threads(threads: int) -> Worth:
 
 
 def measured(library: CpuLibrary, threads: int) -> Worth:
-    """Measure the thresholds, in some milliseconds. The least of several samples counts: other work
-    on the machine only adds to it. With too few, or if threads do not sleep, the defaults hold."""
+    """Measure the thresholds, in some milliseconds. The shortest of several samples counts, because
+    other work of the machine only adds time. With too few samples, or if threads do not sleep, the
+    defaults are used."""
     wake = _seconds_to_wake(library, threads)
     speed = _weights_per_second(library)
     if wake is None or speed is None:
@@ -78,7 +80,7 @@ def measured(library: CpuLibrary, threads: int) -> Worth:
 
 
 def _seconds_to_wake(library: CpuLibrary, threads: int) -> float | None:
-    library.wake(None, threads)  # this makes the threads
+    library.wake(None, threads)  # starts the threads
     samples: list[float] = []
     end = time.monotonic() + _SECONDS
     while len(samples) < _SAMPLES and time.monotonic() < end:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm and the gate of a layer, one launch each.
 
-`choose_elementwise` says once, at the start, whether they run; otherwise a decoder calls the
-functions of `engine/models/layers.py`, with which these agree but for the order of a sum and the
-last place of `exp`. So these have no plain twin beside them.
+`choose_elementwise` decides at the start whether they run. If not, a decoder calls the functions of
+`engine/models/layers.py`, which are therefore the plain twins. The results differ only in the order
+of a sum and the last digit of `exp`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ HALVES = (torch.float16, torch.bfloat16)
 def choose_elementwise(
     device: torch.device, dtype: torch.dtype, hidden_size: int, *, strict: bool = False
 ) -> str:
-    """TRITON if these run for rows of `hidden_size` elements on `device`, else PLAIN; always PLAIN
-    for types wider than 16 bits. Raises KernelRefused as `choose_kernel` does."""
+    """TRITON if these kernels can run for rows of `hidden_size` elements on `device`, else PLAIN;
+    always PLAIN for types wider than 16 bits. Raises KernelRefused as `choose_kernel` does."""
     if reason_against_dtype(dtype) is not None:
         return PLAIN
     reason = None
@@ -32,17 +32,17 @@ def choose_elementwise(
 
 
 def reason_against_dtype(dtype: torch.dtype) -> str | None:
-    """The reason why the kernels of a layer take no rows of this type, or None. The interpreter
-    computes in float32, too."""
+    """The reason why the kernels of a layer take no rows of this type, or None. Triton's
+    interpreter takes float32 too."""
     if dtype in HALVES or (dtype is torch.float32 and is_interpreting()):
         return None
     return f"the kernels of a layer compute in 16-bit types, and this is {dtype}"
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square over rows `[rows, size]`, times `weight` `[size]`, which is of x's type or
-    float32: a value is rounded to x's type before the product with a weight of that type, and after
-    it with a wider one. Raises KernelRefused for others."""
+    """Normalise rows `[rows, size]` by their root mean square, and multiply by `weight` `[size]`. A
+    weight of x's type multiplies values that are rounded to this type. With a float32 weight only
+    the product is rounded. Raises KernelRefused for other weights."""
     if x.dim() != 2 or weight.shape != x.shape[1:] or weight.dtype not in (x.dtype, torch.float32):
         raise KernelRefused(
             "expected x [rows, size] and weight [size] of its type or float32, "
@@ -58,8 +58,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, rounded in between; overwrites `gate`, and returns it. Both are `[rows,
-    size]` of one type and strides, like halves of a tensor. Raises KernelRefused for others."""
+    """Compute `silu(gate) * up`, rounding after each operation; overwrite `gate` and return it.
+    Both are `[rows, size]`, with the same type and strides. Raises KernelRefused otherwise."""
     return _gate(gate, up, is_gelu=False)
 
 

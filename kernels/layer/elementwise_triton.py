@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm and the gate in Triton: a program has one row, or a part of one.
+"""The norm and the gate in Triton: a program computes a row of the norm, or part of a row.
 
-Arithmetic is in float32, and rounded to the type of the rows wherever torch's operators, one behind
-the other, round: `engine/models/layers.py` is the twin. No argument is checked here.
+Arithmetic is in float32, and is rounded to the rows' type wherever the torch operators of
+`engine/models/layers.py` round. Arguments are not checked here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def gate_kernel(  # type: ignore[no-untyped-def]
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Run `elementwise.rms_norm`, whose checks have passed."""
+    """Run `elementwise.rms_norm` with checked arguments."""
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device if x.is_cuda else -1):
@@ -70,7 +70,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 
 
 def gate_triton(gate: torch.Tensor, up: torch.Tensor, is_gelu: bool) -> None:
-    """Run `elementwise.silu_gate` or `gelu_gate`, whose checks have passed."""
+    """Run `elementwise.silu_gate` or `gelu_gate` with checked arguments."""
     rows, size = gate.shape
     with torch.cuda.device(gate.device if gate.is_cuda else -1):
         gate_kernel[(rows, triton.cdiv(size, GATE_BLOCK))](

@@ -7,8 +7,8 @@ programs are small, and one row of the norm has many warps.
 
 from __future__ import annotations
 
-MAX_HIDDEN = 32768  # a row of the norm is in the registers of one program
-NORM_WARP_ELEMENTS = 512  # of a row, for each warp
+MAX_HIDDEN = 32768  # a program holds a row of the norm in registers
+NORM_WARP_ELEMENTS = 512  # elements of a row for each warp
 MIN_NORM_WARPS, MAX_NORM_WARPS = 4, 32
 
 GATE_BLOCK = 1024  # elements of a row, for each program
@@ -34,8 +34,8 @@ def norm_warps(size: int) -> int:
 def rotary_constants(
     num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
 ) -> dict[str, int]:
-    """Constexpr arguments of the rotation. A program has heads of one kind only, so more of them
-    than there are heads of keys would be idle lanes."""
+    """Constexpr arguments of the rotation. A program has heads of only one kind, so with more rows
+    than KV heads lanes would be idle."""
     width = max(16, power_of_two(head_dim // 2))
     rows = max(1, ROTARY_TILE // (2 * width))
     return {
@@ -49,6 +49,6 @@ def rotary_constants(
 
 
 def rotary_programs(constants: dict[str, int]) -> int:
-    """Programs of one token: those of its queries, of its keys and of its values."""
+    """The number of programs of one token, for its queries, keys and values."""
     rows = constants["ROWS"]
     return -(-constants["HEADS"] // rows) + 2 * -(-constants["KV_HEADS"] // rows)

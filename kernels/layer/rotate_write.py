@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions and the write of new K and V, in one launch over the tensor that has queries,
-keys and values side by side.
+"""Rotary positions and the write of new K and V, in one launch over a tensor with queries, keys and
+values side by side.
 
-`choose_rotate_write` says once, at the start, whether it runs. Otherwise the functions of
-`engine/models/` norm and rotate queries and keys, and `write_kv` writes; these compute the same.
+`choose_rotate_write` decides at the start whether it runs. If not, functions of `engine/models/`
+norm and rotate queries and keys, and `write_kv` writes, with the same results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..pool_checks import check_one_device, check_written, reason_against_fp8
 from ..write.write_kv import check_write
 from .elementwise import reason_against_dtype
 
-MAX_HEAD_DIM = 512  # half a head is in the registers of one program
+MAX_HEAD_DIM = 512  # a program holds half heads in registers
 
 
 class Rotary(NamedTuple):
@@ -27,7 +27,7 @@ class Rotary(NamedTuple):
     positions: Tensor  # int64 [tokens]
     cos: Tensor  # [positions, head_dim // 2], in the type of the queries
     sin: Tensor
-    head_norms: Tensor | None = None  # [heads + kv heads, head_dim]; float32 or as the queries
+    head_norms: Tensor | None = None  # [heads + kv heads, head_dim]; float32 or the queries' type
     eps: float = 0.0
 
 
@@ -39,8 +39,9 @@ def choose_rotate_write(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> str:
-    """TRITON if it runs for queries like `q` `[any, heads, head_dim]` over one layer's pool, else
-    PLAIN; PLAIN for types wider than 16 bits. Raises KernelRefused as `choose_kernel` does."""
+    """TRITON if the kernel can run for queries like `q` `[any, heads, head_dim]` over a layer's
+    pool, else PLAIN; always PLAIN for types wider than 16 bits. Raises KernelRefused as
+    `choose_kernel` does."""
     if reason_against_dtype(q.dtype) is not None:
         return PLAIN
     reason = _reason_against(q, kv, kv_scales)
@@ -55,13 +56,13 @@ def rotate_write(
     *,
     kv_scales: Tensor | None = None,
 ) -> None:
-    """Norm and rotate the queries of `qkv` `[tokens, heads + 2 kv heads, head_dim]` in place, and
-    write its keys, normed and rotated, and its values into the pool as `write_kv` does, which
-    describes `kv`, `slots` and scales of heads. The keys of `qkv` stay as they are; tokens may lie
-    at any distance from each other.
+    """Norm and rotate the queries of `qkv` `[tokens, heads + 2 kv heads, head_dim]` in place. Norm
+    and rotate its keys, and write them and its values into the pool; the keys in `qkv` do not
+    change. `kv`, `slots` and scales of heads are as in `write_kv`. The token stride of `qkv` is
+    free.
 
-    Positions are those of the tables, also of tokens with a slot of -1, whose K and V are not
-    written. Raises KernelRefused for arguments that do not fit together.
+    K and V of tokens with a slot of -1 are not written, but their positions must be in the tables
+    too. Raises KernelRefused for arguments that do not fit together.
     """
     _check(qkv, rotary, kv, slots, kv_scales)
     run_rotate_write(qkv, rotary, kv, slots, kv_scales)
@@ -70,7 +71,7 @@ def rotate_write(
 def run_rotate_write(
     qkv: Tensor, rotary: Rotary, kv: Tensor, slots: Tensor, kv_scales: Tensor | None
 ) -> None:
-    """Run `rotate_write` with arguments that it has checked."""
+    """Run `rotate_write` with checked arguments."""
     if not len(qkv):
         return
     from .rotate_write_triton import rotate_write_triton
@@ -125,7 +126,7 @@ def _check(
 
 
 def _reason_against(q: Tensor, kv: Tensor, kv_scales: Tensor | None) -> str | None:
-    """The reason why the kernel cannot take these, or None."""
+    """The reason why the kernel cannot take these tensors, or None."""
     if reason := reason_against_dtype(q.dtype):
         return reason
     head_dim = kv.shape[4]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rotation and the write in Triton: a program has some heads of one token, of one kind.
+"""The rotation and the write in Triton: a program computes some heads of one kind of one token.
 
     of queries    normed, rotated, written back in place
     of keys       normed, rotated, written to the pool; in `qkv` they stay unrotated
     of values     written to the pool
 
-A head is in registers as its two halves, which the rotation pairs. Every product is rounded where
-torch's operators round it, so but for the norm's sum the bits are those of `norm`, `rotate` and
-`write_kv`, one behind the other. Only the slots are checked here, which the host has not seen.
+A head is in registers as two halves, because the rotation pairs their elements. Products are
+rounded where torch's operators round, so except for the norm's sum the bits are the same as of
+`norm`, `rotate` and `write_kv` in turn. The kernel checks only the slots: they are on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .elementwise_triton import weighted
 from .layer_launch import ROTARY_WARPS, rotary_constants, rotary_programs
 
 
-# Slots and positions of a step may begin anywhere, and no address compiles the kernel again.
+# Slots and positions of a step may begin at any address without compiling the kernel again.
 @triton.jit(do_not_specialize=("num_slots",), do_not_specialize_on_alignment=("slots", "positions"))
 def rotate_write_kernel(  # type: ignore[no-untyped-def]
     qkv,
@@ -121,7 +121,7 @@ def rotate_write_triton(
     eps: float,
     kv_scales: torch.Tensor | None,
 ) -> None:
-    """Run `rotate_write.rotate_write`, whose checks have passed."""
+    """Run `rotate_write.rotate_write` with checked arguments."""
     tokens, rows, head_dim = qkv.shape
     num_blocks, _, block_size, num_kv_heads, _ = kv.shape
     known = rotary_constants(rows - 2 * num_kv_heads, num_kv_heads, head_dim, block_size)

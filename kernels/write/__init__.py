@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New K and V written into the pool, in the pool's own type."""
+"""Writes of new K and V into the pool, converted to the pool's type."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write new keys and values into their slots of the paged pool, as fp8 where the pool is.
+"""Write new keys and values into their slots of the paged pool; an fp8 pool gets fp8.
 
-The pool of one layer is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, with any strides but
-the last, which is 1: it may be a view of a pool that holds a block's layers together. A slot is
-`block_id * block_size + offset`. The caller gives no slot twice in a call, because which of two
-writes stays is not defined.
+The pool of one layer is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`. Its last stride is 1
+and the others are free, so it may be a view of a pool that keeps a block's layers together. A slot
+is `block_id * block_size + offset`. A call must not name a slot twice, because either write may
+win.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .write_kv_plain import write_kv_plain
 
 PLAIN_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TRITON_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 1024  # a whole row is in the registers of one program
+MAX_HEAD_DIM = 1024  # a program holds a whole row in registers
 
 
 def write_kv(
@@ -39,15 +39,13 @@ def write_kv(
 ) -> None:
     """Write row i of `k` and `v`, `[tokens, num_kv_heads, head_dim]`, into slot `slots[i]` of `kv`.
 
-    `k` and `v` may have any strides, such as slices of one qkv tensor have. A slot of -1 is not
-    written. The plain kernel refuses slots beyond the pool; Triton's cannot report them, and
-    writes nothing for them.
+    `k` and `v` may have any strides, for example as slices of a qkv tensor. A slot of -1 is not
+    written. The plain kernel refuses slots beyond the pool; Triton's kernel skips them.
 
-    An fp8 pool needs float32 `kv_scales`, where value = stored * scale. Per head,
-    `[2, num_kv_heads]`, they are given, positive, and only read. Per token and head,
-    `[num_blocks, 2, block_size, num_kv_heads]`, they are computed here from each row's largest
-    finite magnitude and stored beside it. A number beyond the range becomes the end of the range,
-    infinities too; NaN stays NaN.
+    An fp8 pool needs float32 `kv_scales`: value = stored * scale. Scales of heads, `[2,
+    num_kv_heads]`, are positive and only read. Scales of tokens and heads, `[num_blocks, 2,
+    block_size, num_kv_heads]`, are computed from each row's largest finite magnitude and written. A
+    number beyond the range, also an infinity, becomes the end of the range; NaN stays NaN.
 
     Raises KernelRefused for arguments that do not fit together.
     """
@@ -58,8 +56,7 @@ def write_kv(
 def choose_write_kernel(
     k: torch.Tensor, kv: torch.Tensor, *, kernel: str = AUTO, strict: bool = False
 ) -> str:
-    """Choose the kernel that writes rows like `k` into the pool. Raises KernelRefused as
-    `choose_kernel` does."""
+    """Choose the kernel that writes rows like `k`. Raises KernelRefused as `choose_kernel` does."""
     return choose_kernel(kernel, kv.device, unsupported=_reason_against(k, kv), strict=strict)
 
 
@@ -71,7 +68,7 @@ def run_write(
     slots: torch.Tensor,
     kv_scales: torch.Tensor | None,
 ) -> None:
-    """Run `write_kv` by the chosen kernel, with arguments that it has checked."""
+    """Run `write_kv` by the chosen kernel, with checked arguments."""
     if not slots.numel():
         return
     if chosen == TRITON:
@@ -124,7 +121,7 @@ def _check_tensors(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: to
 
 
 def _reason_against(k: torch.Tensor, kv: torch.Tensor) -> str | None:
-    """The reason why Triton's kernel cannot take these, or None."""
+    """The reason why Triton's kernel cannot write rows like `k`, or None."""
     if k.dtype not in TRITON_FLOATS:
         return f"it computes nothing in {k.dtype}"
     if kv.shape[4] > MAX_HEAD_DIM:

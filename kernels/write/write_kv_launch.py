@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launch of the KV write.
 
-One tile for all devices and dtypes: a program moves TILE elements, 16 a thread, which is two wide
-loads for 16-bit values, and is small enough for many programs to hide each other's latency.
+All devices and dtypes have one tile. A program moves TILE elements, 16 a thread: two wide loads of
+16-bit values. It is so small that many programs run at once and hide each other's latency.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NUM_WARPS = 4
 
 
 def width(head_dim: int) -> int:
-    """The power of two that a row takes in registers; the lanes beyond `head_dim` are masked."""
+    """The lanes of a row, a power of two; the lanes beyond `head_dim` are masked."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
@@ -23,7 +23,7 @@ def rows_per_program(head_dim: int) -> int:
 
 
 def constants(head_dim: int, block_size: int, num_heads: int, is_given: bool) -> dict[str, object]:
-    """The kernel's constexpr arguments. `is_given`: scales are read, not computed."""
+    """The kernel's constexpr arguments. With `is_given` scales are read, not computed."""
     return {
         "HEADS": num_heads,
         "HEAD_DIM": head_dim,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV writes in torch: the reference for the Triton kernel, used where that cannot run.
+"""KV writes in torch: the reference for the Triton kernel, used if that cannot run.
 
-They quantise by the same operations in the same order, so the two agree bit for bit. They wait for
-the device, because they read the slots to find those that are to be written.
+Both quantise by the same operations in the same order, so their results are equal bit for bit. This
+one waits for the device, because it reads the slots to find the rows to write.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def write_kv_plain(
     *,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """Run `write_kv.write_kv`, whose checks have passed. Refuses slots outside the pool."""
+    """Run `write_kv.write_kv` with checked arguments. Refuses slots outside the pool."""
     num_blocks, _, block_size, _, _ = kv.shape
     lowest, highest = (int(end) for end in slots.aminmax())
     if lowest < -1 or highest >= num_blocks * block_size:
@@ -50,17 +50,19 @@ def write_kv_plain(
 
 
 def computed_scales(values: torch.Tensor) -> torch.Tensor:
-    """The scale of each row: its largest finite magnitude then becomes the largest of e4m3."""
+    """The scale of each row, which maps the row's largest finite magnitude to e4m3's largest."""
     magnitudes = values.abs()
-    # One infinity must not turn the rest of its row into zeros, nor NaN all of it into NaN.
+    # An infinity must not turn the rest of its row into zeros, and NaN must not spread.
     finite = torch.where(magnitudes < float("inf"), magnitudes, 0.0)
-    # Divided by a tensor: for a number torch on CUDA takes its reciprocal, which rounds twice.
+    # Divided by a tensor, because torch on CUDA multiplies by a number's reciprocal and rounds
+    # twice.
     largest = finite.amax(-1)
     return (largest / largest.new_full((), E4M3_MAX)).clamp(min=SMALLEST_SCALE)
 
 
 def quantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Convert float32 rows to e4m3 under their scales; beyond the range to its end, NaN to NaN."""
+    """Convert float32 rows to e4m3 with their scales. Numbers beyond the range saturate; NaN
+    stays."""
     scaled = values * (1.0 / scales).unsqueeze(-1)
-    # Not every torch saturates when it converts: some make NaN of numbers beyond the range.
+    # Clamped, because some versions of torch convert numbers beyond the range to NaN.
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV writes in Triton: a program copies some rows of K or of V, a row being one head of one token.
+"""KV writes in Triton: a program copies some rows of K or of V. A row is one head of one token.
 
 Rows are numbered token by token, so the rows of a program are neighbours in the source and, within
-a token, in the pool. Each row's values are read once and written once; fp8 adds no pass. Only the
-slots are checked here, which the host has not seen.
+a token, in the pool. Each row's values are read once and written once, also for fp8. The kernel
+checks the slots, because they are on the device; `write_kv` has checked the other arguments.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def write_kv_triton(
     *,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """Run `write_kv.write_kv`, whose checks have passed."""
+    """Run `write_kv.write_kv` with checked arguments."""
     num_blocks, _, block_size, num_heads, head_dim = kv.shape
     is_given = kv_scales is not None and kv_scales.ndim == 2
     known = constants(head_dim, block_size, num_heads, is_given)

@@ -13,8 +13,8 @@ from ..mailbox import Mailbox
 
 FAILURES, LATE_ANSWERS = 5, 3
 WINDOW_SECONDS = 1.0
-# A pause and a lost probe together take less than the two seconds within which a store that works
-# again must be asked again.
+# A pause and a lost probe together take less than two seconds: a store that works again must be
+# asked again within that time.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 0.75
 PROBE_SECONDS = 1.0
 # Probes under way at most. If the store answers none of them, no further probe is made.
@@ -37,10 +37,10 @@ class Breaker:
         open   ──(after a pause with jitter)──► probing: a probe is under way, and nothing else
         probing ──(it was answered)──► closed      probing ──(it failed)──► open, a longer pause
 
-    A store that hangs costs every request its deadline; with a breaker only the first few requests
-    wait, and none waits for the probes. A probe that does not end soon is followed by another, up
-    to a bound, since an answer may be lost. The breaker has no thread: one thread reports results
-    to it and asks whether to go on. Time is monotonic."""
+    A store that hangs costs every request its deadline. With a breaker only the first few requests
+    wait, and no request waits for the probes. A probe that does not end soon is followed by another
+    one, up to a bound, because an answer may be lost. The breaker has no thread: one thread reports
+    results to it and asks whether to call the store. Time is monotonic."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Breaker:
 
     @property
     def probes_at(self) -> float | None:
-        """The time of the next probe, on the monotonic clock; None where none is to be made."""
+        """The time of the next probe, on the monotonic clock; None if no probe is to be made."""
         return self._probe_at if not self.allows and self._probes < MAX_PROBES else None
 
     @property
@@ -89,7 +89,7 @@ class Breaker:
         self._probe_at = self._clock() + PROBE_SECONDS
 
     def probe_ended(self, answered: bool) -> None:
-        """Count the end of a probe: the store has answered it, however late, or has failed it."""
+        """Count the end of a probe: the store has answered it, however late, or has failed."""
         self._probes -= 1
         if self.allows:
             return
@@ -116,7 +116,7 @@ class Breaker:
             self.hung()
 
     def hung(self) -> None:
-        """Open at once: the store missed a deadline that only a store that hangs can miss."""
+        """Open at once: the store missed a deadline that only a hanging store can miss."""
         if self.allows:
             self._open_circuit(self._clock())
 
@@ -127,7 +127,7 @@ class Breaker:
 
     def _record_fault(self, times: deque[float]) -> None:
         if not self.allows:
-            return  # it was asked before
+            return  # the call began before the breaker opened
         now = self._clock()
         times.append(now)
         if len(times) == times.maxlen and now - times[0] <= WINDOW_SECONDS:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store as the hierarchy sees it: guarded by breakers, with its faults counted.
 
-Every fault of a store becomes a miss somewhere. Here it is counted, and one of the store's two
-breakers is told: reads may go on where writes hang. While a breaker is open the store is probed
-with one block now and then. A probe reads into its own memory and not into a slot of the slab,
-since a store that hangs may keep the memory.
+Every fault of a store becomes a miss somewhere. This module counts the fault and tells one of the
+store's two breakers: reads may go on where writes hang. While a breaker is open, the store is
+probed with one block now and then. A probe reads into its own memory and not into a slot of the
+slab, because a store that hangs may keep the memory.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ REFUSED, DAMAGED, WRONG_TAG = "refused", "damaged_in_slab", "wrong_tag"
 @dataclass(slots=True)
 class Traffic:
     """The traffic of the slab with one store, in numbers since start. A *promotion* is a batch of
-    blocks read from the store, a *cascade* one written to it. Changed by the hierarchy's thread."""
+    blocks read from the store, a *cascade* is a batch written to it. Changed by the hierarchy's
+    thread."""
 
     active_promotions: int = 0  # now
     active_cascades: int = 0  # now
-    # From asking the store to its answer, of batches that were answered.
+    # Time from the call of the store to its answer, for batches that were answered.
     promotion_seconds: Histogram = field(default_factory=lambda: Histogram(IO_SECONDS))
     promotion_failures: int = 0  # batches that broke or were late
     promotion_allocation_failures: int = 0  # loads cut short because the slab had no slot
     cascade_failures: int = 0  # batches that broke or were late
     late_write_blocks: int = 0  # now: slots held by batches that are late and have not ended
-    # Blocks that the slab evicted before the store took them, and rounds of eviction with any.
+    # Blocks that the slab evicted before the store took them; evictions with any such block.
     lost_blocks: int = 0
     lost_stores: int = 0
     unadmitted_blocks: int = 0  # blocks that the admission filter found not worth writing
@@ -65,8 +66,8 @@ class Traffic:
 
 
 class GuardedStore:
-    """A store below the slab, with the deadlines of its calls, its breakers, its faults and its
-    traffic. Used by the thread that owns `mailbox`."""
+    """A store below the slab, with its deadlines, breakers, counted faults and traffic. Used by the
+    thread that owns `mailbox`."""
 
     def __init__(self, tier: StoreTier, mailbox: Mailbox, options: HierarchyOptions) -> None:
         self.tier = tier
@@ -81,8 +82,8 @@ class GuardedStore:
         self.traffic = Traffic()
         self._faults: dict[str, int] = {}
         self._last_stats = TierStats()
-        self._open_lookups = 0  # prefetched, and not answered yet
-        # Keys for probes: of the last look-up with a hit, or else of the first one that failed.
+        self._open_lookups = 0  # prefetched look-ups without an answer
+        # Keys for probes: of the last look-up with a hit, or else of the first failed look-up.
         self._known: Sequence[bytes] | None = None
 
     @property
@@ -93,8 +94,8 @@ class GuardedStore:
     def count_fault(
         self, reason: str | Exception, times: int = 1, *, writing: bool = False
     ) -> None:
-        """Note a fault; an exception counts under the name of its class. A store that is busy or
-        refuses a block is not broken."""
+        """Note a fault. An exception counts under the name of its class. A store that is busy, or
+        that refuses a block, is not broken."""
         name = name_of(reason)
         self._faults[name] = self._faults.get(name, 0) + times
         breaker = self.write_breaker if writing else self.breaker
@@ -116,7 +117,8 @@ class GuardedStore:
         self.attempt(lambda: self.tier.drop(keys), writing=True)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        """The store's answers; all misses where it fails, which is counted, or is not asked."""
+        """The store's answers; all misses behind an open breaker or after a failure, which is
+        counted."""
         if not self.breaker.allows:
             return [Answer.MISS] * len(keys)
         try:
@@ -133,7 +135,7 @@ class GuardedStore:
 
     def prefetch_lookup(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> bool:
         """Tell the store of a queued prompt with these blocks, head first, so that a remote store
-        asks for them now. True if it asks; the mailbox's version changes when it has the answer."""
+        asks its server now. True if it asks; the mailbox's version changes with the answer."""
         if not self.breaker.allows:
             return False
         try:
@@ -157,7 +159,8 @@ class GuardedStore:
         self, keys: Sequence[bytes], seconds: float, done: Callable[[list[bool]], None]
     ) -> None:
         """Lease blocks for `seconds`. The owner's thread calls `done`, perhaps at once, with a bool
-        for each block: it is there and kept. All are False where the store does not answer."""
+        for each block: True if the store has it and keeps it. All are False if the store does not
+        answer."""
         none = [False] * len(keys)
         try:
             future = self.tier.lease(keys, seconds) if self.breaker.allows else None
@@ -189,8 +192,8 @@ class GuardedStore:
         self.breaker.announce_probe(self.mailbox)
 
     def stats(self) -> TierStats:
-        """The store's counters, with the faults counted here among its errors; the last known
-        counters where the call fails."""
+        """The store's counters, with the faults counted here among the errors; if the call fails,
+        the last known counters."""
         try:
             stats = self.tier.stats()
             if not isinstance(stats, TierStats):
@@ -237,7 +240,7 @@ class GuardedStore:
         keys = self._known or ()
         answers = self.tier.lookup(keys)
         check_answers(answers, keys)
-        # The last hit: earlier keys were asked for first, and may have been lost in the fault.
+        # The last hit: requests asked for earlier keys first, and the fault may have lost those.
         found = (key for key, a in zip(keys[::-1], answers[::-1], strict=True) if a is Answer.HIT)
         return next(found, keys[-1] if keys else bytes(KEY_BYTES))
 
@@ -267,9 +270,9 @@ def name_of(reason: str | Exception) -> str:
 def find_stores(
     stores: Sequence[GuardedStore], keys: Sequence[bytes], awaited: set[bytes] | None = None
 ) -> list[GuardedStore | None]:
-    """The first store that has each key. `awaited` gains those keys that none has and for which a
-    prefetched look-up is open. Any other PENDING of a store counts as a miss: no completion would
-    wake a request that waits for it."""
+    """The first store that has each key. `awaited` gains the keys that no store has and for which a
+    prefetched look-up is open. Any other PENDING counts as a miss, because no completion would wake
+    a request that waits for it."""
     places: list[GuardedStore | None] = [None] * len(keys)
     for store in stores:
         unplaced = [i for i, place in enumerate(places) if place is None]

@@ -4,10 +4,10 @@
     begin_store ──► slab slot ──(write-back, when free slots run low)──► every store that is written
     begin_load  ◄── pinned slot ◄──(one batch for each store)────────── any store
 
-A shared store is written at once. By default a promoted block stays below (inclusive). An exclusive
-first store drops it; it is written there again before the slab evicts it. Either way a block that
-was written back stays in the slab until its slot is needed. Every fault of a store is a miss with a
-counted reason; no data-path call raises.
+A shared store is written at once. By default a promoted block also stays in its store (inclusive).
+An exclusive first store drops it, and gets it again before the slab evicts it. In both cases a
+block that was written back stays in the slab until its slot is needed. Every fault of a store is a
+miss with a counted reason; no data-path call raises.
 
 A caller may rely on this:
 - no method but `flush` and `close` waits for a disk or a socket;
@@ -36,8 +36,8 @@ from .promotions import LoadTicket, Promotions
 from .write_back import WriteBacks
 
 DEFAULTS = HierarchyOptions()
-# Each engine step polls, so `poll` returns at once while no event has come. Timed work has alarms;
-# a missed alarm costs at most this time.
+# Each engine step polls, so `poll` returns at once while no event has come. Timed work sets alarms;
+# a missed alarm delays that work by at most this time.
 POLL_SECONDS = 0.05
 
 
@@ -95,19 +95,20 @@ class Hierarchy:
 
     @property
     def hears_of_others(self) -> bool:
-        """Whether there is a store that other engines fill, for `watch_stores`."""
+        """Whether other engines fill one of the stores, which `watch_stores` then watches."""
         return any(store.is_shared or store.is_read_only for store in self._stores)
 
     @property
     def others_are_up(self) -> bool:
-        """Whether such a store can be asked at present: its breaker is closed and it is up."""
+        """Whether a store that other engines fill can be asked now: it is up, its breaker
+        closed."""
         stores = (store for store in self._stores if store.is_shared or store.is_read_only)
         return any(store.breaker.allows and store.tier.is_up for store in stores)
 
     @property
     def num_unwritten(self) -> int:
-        """Blocks of the slab still to be written, for the store with the most of them: if evicted
-        now, the store would not get them. A store behind an open breaker does not count."""
+        """Blocks of the slab that still have to be written, for the store with the most of them: it
+        would lose them in an eviction now. A store behind an open breaker does not count."""
         return self._write_backs.num_unwritten
 
     @property
@@ -130,7 +131,7 @@ class Hierarchy:
         )
 
     def announce_prompt(self, chain: Sequence[bytes]) -> None:
-        """Tell the policies of slab and stores, and the admission filter, of a prompt whose blocks
+        """Tell the policies of slab and stores, and the admission filter, of a prompt. Its blocks
         are `chain`, head first, in whatever tier they are."""
         now = time.monotonic()
         self._slab.observe(chain, now)
@@ -142,7 +143,7 @@ class Hierarchy:
 
     def prefetch_lookup(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> bool:
         """Tell the stores of a queued prompt whose blocks are `keys`, head first, so that remote
-        stores ask for them now. True if one asks; `version` changes when it has the answer."""
+        stores ask their servers now. True if one asks; `version` changes with its answer."""
         is_open = [store.prefetch_lookup(keys, context) for store in self._stores]
         return any(is_open)
 
@@ -158,8 +159,8 @@ class Hierarchy:
         return self._look_up.answers(keys)
 
     def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
-        """Pin the blocks that the slab has and promote the rest, or, without room for all, the
-        leading part that fits. Keys come head first. `context`: of the request."""
+        """Pin the blocks that the slab has and promote the rest. Without room for all blocks, take
+        the leading part that fits. Keys come head first; `context` is the request's."""
         self._mailbox.is_due = True
         return self._promotions.begin_load(keys, context)
 
@@ -169,8 +170,8 @@ class Hierarchy:
         self._promotions.end_load(ticket)
 
     def begin_store(self, keys: Sequence[bytes]) -> StoreTicket:
-        """Reserve slots for those blocks that the slab does not have. Keys come head first: where
-        slots are short, the last ones get none, since a tail is useless without its head."""
+        """Reserve slots for the blocks that the slab does not have. Keys come head first. If slots
+        are short, the last blocks get none: a tail is useless without its head."""
         answers = self._slab.lookup(keys)
         new = [k for k, a in zip(keys, answers, strict=True) if a is Answer.MISS]
         ticket = StoreTicket([], [], self._epoch)
@@ -190,9 +191,10 @@ class Hierarchy:
         proofs: Proofs | None = None,
         digests: Sequence[bytes] | None = None,
     ) -> None:
-        """End a ticket: the bytes are in the slots (`ok`, of all or of each), or never will be.
-        `proofs[i]` came with the i-th block of the ticket or was made when it was copied. With a
-        tagger, proofs are made here from `digests`, 16 bytes of each block an engine copied."""
+        """End a ticket. `ok`, for all blocks or for each: the bytes are in the slots, or never will
+        be. `proofs[i]` came with the i-th block or was made when the block was copied. With a
+        tagger, proofs are made here from `digests`, 16 bytes for each block that an engine
+        copied."""
         self._mailbox.is_due = True
         verdicts = [ok] * len(ticket.keys) if isinstance(ok, bool) else list(ok)
         if ticket.epoch != self._epoch:
@@ -205,8 +207,8 @@ class Hierarchy:
         self._mailbox.version += 1
 
     def withhold(self, ticket: StoreTicket) -> list[int]:
-        """End a ticket whose blocks will never come, while a client may still write to its slots.
-        Return the slots; they stay unused until `restore`."""
+        """End a ticket whose blocks will never come, though a client may still write to its slots.
+        Return the slots, which stay unused until `restore`."""
         self._mailbox.version += 1
         return self._slab.withhold(ticket.keys)
 
@@ -215,7 +217,7 @@ class Hierarchy:
         self._slab.restore(slots)
 
     def poll(self) -> bool:
-        """Take in completions, give up late reads and writes, write back, and probe stores that are
+        """Process completions, give up late reads and writes, write back, and make probes that are
         due. True if a ticket or the answer of `find_prefix` may have changed."""
         now = time.monotonic()
         if not self._mailbox.is_due and now < self._poll_at:
@@ -232,8 +234,8 @@ class Hierarchy:
         return self.version != before
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Write back everything the stores lack, the most recently used first; False if some blocks
-        were not written. Waits: for shutdown only; it gives up a store that takes nothing."""
+        """Write back everything the stores lack, the most recently used blocks first. False if some
+        were not written. It waits (for shutdown only), and gives up a store that takes no block."""
         return self._write_backs.write_missing(timeout_seconds, self._mailbox)
 
     def forget_blocks(self, keys: Sequence[bytes]) -> None:
@@ -249,8 +251,8 @@ class Hierarchy:
 
     def clear(self, *, sweep: bool = True) -> None:
         """Forget every block in every tier. A pinned block is forgotten at once and its slot freed
-        with its last pin; a block on its way is forgotten when it arrives. With `sweep` false the
-        slots are left for `sweep` to free, which takes far longer than forgetting."""
+        with its last pin; a block on its way is forgotten when it arrives. Without `sweep`, calls
+        of the method `sweep` must free the slots later, which takes far longer than forgetting."""
         self._epoch += 1
         self._mailbox.version += 1
         self._slab.clear()
@@ -266,9 +268,9 @@ class Hierarchy:
         return self._slab.sweep(most)
 
     def shared(self, keys: Sequence[bytes], *, write: bool = False) -> list[Answer]:
-        """Whether the shared store has each block, as far as is known (HIT), or it is on its way
-        there (PENDING). `write`: blocks of the slab that are neither are written. Without a shared
-        store the slab's answers count, if it is served."""
+        """HIT if the shared store is known to have the block, PENDING if the block is on its way
+        there, else MISS. With `write`, blocks that are neither, but in the slab, are written.
+        Without a shared store the slab's answers count, if the slab is served."""
         shared = next(((i, s) for i, s in enumerate(self._stores) if s.is_shared), None)
         if shared is None:
             served = self._slab.is_served
@@ -309,8 +311,9 @@ class Hierarchy:
     def lease(
         self, keys: Sequence[bytes], seconds: float, done: Callable[[list[bool]], None]
     ) -> None:
-        """Lease these blocks for `seconds` in the shared store, or else in the slab. `done` is
-        called, by `poll` or at once, with a bool for each block: it is there and kept."""
+        """Lease these blocks for `seconds` in the shared store, or without one in the slab. `done`
+        is called, by `poll` or at once, with a bool for each block: whether it is there and
+        kept."""
         for store in self._stores:
             if store.is_shared:
                 store.lease(keys, seconds, done)
@@ -318,13 +321,13 @@ class Hierarchy:
         done(self._slab.keep(keys, seconds))
 
     def hold(self, keys: Sequence[bytes], seconds: float) -> Hold:
-        """Keep blocks, given head first, in the slab for `seconds` for this engine, those on their
-        way in too; `release_hold` ends it sooner."""
+        """Keep blocks, given head first, in the slab for this engine for `seconds`, also blocks
+        that are still on their way in. `release_hold` ends the hold sooner."""
         return self._slab.hold(keys, seconds)
 
     def ask_stores(self, keys: Sequence[bytes], seconds: float) -> None:
-        """Lease these blocks, given head first, for `seconds` in each store that leases, as far as
-        it has them. The leases end by themselves."""
+        """Lease these blocks, given head first, for `seconds` in each store that leases. A store
+        leases those that it has; the leases end by themselves."""
         for store in self._stores:
             store.lease(keys, seconds, _ignore)
 

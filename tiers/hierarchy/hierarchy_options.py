@@ -10,8 +10,8 @@ from ..tag import Tagger
 
 WATERMARK = 0.25
 READ_SECONDS = 5.0
-# The deadline of a write. At most three batches are in flight before it, which the slowest usable
-# disk writes in that time.
+# The deadline of a write. The slowest usable disk writes three batches in that time, and at most
+# three are in flight.
 WRITE_SECONDS = 15.0
 
 
@@ -19,12 +19,12 @@ WRITE_SECONDS = 15.0
 class HierarchyOptions:
     """Options of one hierarchy: equal for every store, and constant.
 
-    With a `tagger` a block is promoted only if its tag is the tagger's for that key. Without one
-    tags are carried and not checked: a server's clients check their own.
+    With a `tagger`, a block is promoted only if it has the tag that the tagger makes for its key.
+    Without one, tags are carried and not checked: a server's clients check their own tags.
 
-    With `keeps_unwritten` no block is evicted before it is written: new blocks and promotions get
-    no slot instead. It is for callers that are told which blocks are kept; they leave room by
-    `Hierarchy.num_unwritten`."""
+    With `keeps_unwritten`, no block is evicted before it is written; new blocks and promotions get
+    no slot instead. This is for callers that are told which blocks are kept: they read
+    `Hierarchy.num_unwritten` to leave room."""
 
     watermark: float = WATERMARK  # share of free slots below which the writing starts
     read_seconds: float = READ_SECONDS

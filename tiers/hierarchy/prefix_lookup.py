@@ -19,8 +19,8 @@ FIRST_BLOCKS, FIND_BLOCKS = 4, 256
 
 
 class Prefix(NamedTuple):
-    """The tier of each leading block that some tier has; whether the next block is on its way to
-    the slab; whether a store was asked for the next block and will answer soon."""
+    """`tiers` of the leading blocks that some tier has. `pending`: the next block is on its way to
+    the slab. `asked`: a store was asked for the next block and will answer soon."""
 
     tiers: list[str]
     pending: bool
@@ -68,8 +68,8 @@ class PrefixLookup:
         return Prefix(tiers, False)
 
     def answers(self, keys: Sequence[bytes]) -> list[Answer]:
-        """HIT, MISS or PENDING for each key on its own. PENDING: on its way into the slab, and a
-        load cannot wait for it. A block being promoted is a HIT: a load joins the promotion."""
+        """HIT, MISS or PENDING for each key on its own. PENDING: a block on its way into the slab
+        that a load cannot wait for. A block being promoted is a HIT: a load joins the promotion."""
         answers = self._slab.lookup(keys)
         hit, miss, pending = Answer.HIT, Answer.MISS, Answer.PENDING
         if answers.count(hit) == len(answers):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Promotions: loads, and the batches on their way from a store into reserved slots of the slab.
 
-A load is of leading blocks: where one of them is in no tier, or the slab has no room for it, those
-behind it are useless and are not read. A block is read once however many loads wait for it. A
-promotion that misses its deadline fails for the waiting loads, but its slots stay reserved until it
-has really ended, because the store may still write to them; the blocks that it then brings are
-published for later loads.
+A load asks for leading blocks. If one of them is in no tier, or the slab has no room for it, the
+blocks behind it are useless and are not read. A block is read once, however many loads wait for it.
+A promotion that misses its deadline fails for the waiting loads. Its slots stay reserved until it
+has ended, because the store may still write to them; blocks that it then brings are published for
+later loads.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MISSED = "missed"  # the store had lost the block, or it was damaged
 @dataclass(slots=True, eq=False)
 class LoadTicket:
     """A load. When `waiting` is 0, `slots[i]` is the pinned slot of `keys[i]`, or None for a block
-    that did not come: missing, damaged, late, or no room (then all that follow are None too).
-    `begun` is the number of leading blocks that were there and had room; `fault` is the reason why
-    one of those did not come, if any did not."""
+    that did not come: missing, damaged, late, or without room (then all later ones are None too).
+    `begun` is the number of leading blocks that were there and had room. `fault` is the reason why
+    one of them did not come, None if all came."""
 
     keys: list[bytes]
     slots: list[int | None]
@@ -50,15 +50,15 @@ class Promotion:
     deadline: float
     waiting: list[tuple[LoadTicket, int]] = field(default_factory=list)
     late: bool = False
-    wanted: bool = True  # False once everything was forgotten
-    dropped: set[bytes] = field(default_factory=set)  # those of `keys` that were forgotten
+    wanted: bool = True  # False after a clear
+    dropped: set[bytes] = field(default_factory=set)  # the forgotten ones of `keys`
 
     def brings(self, key: bytes) -> bool:
-        """Whether a load that joins it may get this block."""
+        """Whether a load that joins this promotion may get the block."""
         return self.wanted and not self.late and key not in self.dropped
 
     def join(self, ticket: LoadTicket, index: int) -> None:
-        """Add the ticket's block at `index` to those that wait for this promotion."""
+        """Let the ticket's block at `index` wait for this promotion."""
         self.waiting.append((ticket, index))
         ticket.tiers[index] = self.store.name
         ticket.waiting += 1
@@ -73,8 +73,8 @@ class Promotion:
 
 
 class Promotions:
-    """The loads of a hierarchy and the promotions under way for them. With a `tagger` only blocks
-    that have its tag are published. Called by one thread."""
+    """The loads of a hierarchy and the promotions under way for them. With a `tagger`, only blocks
+    that have the tagger's tag are published. Called by one thread."""
 
     def __init__(
         self,
@@ -221,8 +221,8 @@ class Promotions:
         self._finish_promotion(promotion, proofs, fault)
 
     def _tagged(self, promotion: Promotion, proofs: list[Proof | None]) -> list[Proof | None]:
-        """`proofs`, with None for a block whose tag does not fit its name and bytes. The store
-        forgets it, so that it can be stored anew."""
+        """`proofs`, with None for a block whose tag does not fit its key and bytes. The store drops
+        such a block, so that it can be stored anew."""
         tagger = self._tagger
         if tagger is None:
             return proofs
@@ -238,7 +238,8 @@ class Promotions:
         return [None if k in wrong else p for k, p in zip(promotion.keys, proofs, strict=True)]
 
     def _finish_promotion(self, promotion: Promotion, proofs: Proofs, fault: str = MISSED) -> None:
-        """Publish the blocks that came, pinned for waiting loads. `fault`: why others did not."""
+        """Publish the blocks that came, pinned for waiting loads. `fault`: why blocks did not
+        come."""
         ok = [promotion.wanted and proof is not None for proof in proofs]
         store = promotion.store
         self._write_backs.promoted(store, self._slab.commit(promotion.keys, ok, proofs))
@@ -248,7 +249,7 @@ class Promotions:
             del self.by_key[key]
         store.mailbox.version += 1
         waiting = [(ticket, i) for ticket, i in promotion.waiting if not ticket.ended]
-        # Without touch: the commit has just made them the newest, and these are no hits.
+        # Without touch: the commit has just made them the newest, and these pins are no hits.
         slots = self._slab.pin([ticket.keys[i] for ticket, i in waiting], touch=False)
         for (ticket, i), slot in zip(waiting, slots, strict=True):
             ticket.slots[i] = slot

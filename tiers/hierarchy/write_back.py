@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write-back: writes blocks that only the slab has to the stores, before their eviction.
+"""Write-back: writes blocks to the stores that lack them, before the slab evicts the blocks.
 
-While the slab has room nothing is written. When it fills up, the blocks that came in from the pool
-are written, the longest unused first, in batches whose slots stay pinned until the store is done
-with them. A batch that is not full waits for more blocks, a moment at most and only while none of
-its own is about to be evicted: each costs a sync and a commit, however small. A store that cannot
-keep up delays no request: the slab evicts all the same, and the lost blocks are counted. An
-admission filter may refuse a block; it is asked again after the block's next use.
+While the slab has room, nothing is written. When the slab fills up, blocks that came from the pool
+are written, the longest unused first, in batches whose slots stay pinned until the write ends. A
+batch that is not full waits a moment for more blocks, unless one of its own is about to be evicted:
+each batch costs a sync and a commit, however small. A store that cannot keep up delays no request:
+the slab evicts all the same, and the lost blocks are counted. An admission filter may refuse a
+block; it is asked again after the block's next use.
 
 A shared store is written to at once and without the filter, because other engines wait for its
 blocks. There is no thread: `Hierarchy` drives all this from its own calls and from completions.
@@ -28,19 +28,19 @@ from .guarded_store import GuardedStore
 from .hierarchy_options import HierarchyOptions
 from .writes import Writes
 
-# A batch of this many bytes pays for its sync, and several keep a disk busy through it (three of
-# them wrote 5 % more than two); the blocks bound a step's work.
+# A batch of this many bytes is worth its sync. Several batches keep a disk busy during a sync
+# (three wrote 5 % more than two). The number of blocks bounds the work of a step.
 BATCH_BYTES = 64 * 1024**2
 BATCH_BLOCKS = 256
 BATCHES_IN_FLIGHT = 3
-# A batch is at most this share of the slab: an eighth below FEW_SLOTS slots, else a quarter. There
-# an eighth would be a small batch, whose sync and commit cost as much as a full one's.
+# A batch is at most this share of the slab: an eighth below FEW_SLOTS slots, else a quarter. With
+# more slots an eighth would be a small batch that costs the sync and commit of a full one.
 SHARES_OF_SLAB, FEWER_SHARES = 8, 4
 FEW_SLOTS = 1024
-# How long a batch waits to be full. No request waits for it, nor blocks about to be evicted.
+# The time that a batch waits to be full, unless a block of it is about to be evicted.
 FILL_SECONDS = 5.0
-# In a flush: how often a store with writes in flight is checked, and how soon a busy store without
-# any is asked again.
+# In a flush: the interval of checks of a store with writes in flight, and the pause before a busy
+# store without writes is asked again.
 LOOK_SECONDS, RETRY_SECONDS = 0.25, 0.01
 
 
@@ -57,13 +57,13 @@ class WriteBack:
         batch_bytes = BATCH_BYTES // slab.layout.slot_bytes
         shares = SHARES_OF_SLAB if slab.num_slots < FEW_SLOTS else FEWER_SHARES
         self._batch = max(1, min(BATCH_BLOCKS, batch_bytes, slab.num_slots // shares))
-        # The longest unused first; whether the filter has admitted it already.
+        # Blocks to write, the longest unused first; True: the filter has admitted the block.
         self._dirty: OrderedDict[bytes, bool] = OrderedDict()
-        self._full_at: float | None = None  # when a batch that is not full goes (monotonic)
-        self._alarm_at = 0.0  # the last one that was set for it
+        self._full_at: float | None = None  # when an incomplete batch is written (monotonic)
+        self._alarm_at = 0.0  # the last alarm that was set for it
         self._num_next = 0  # evictions announced and not yet compared with `_dirty`
-        self._is_urgent = False  # some of `_dirty` were among those
-        self._refused: set[bytes] = set()  # by the filter; in the slab, or evicted meanwhile
+        self._is_urgent = False  # some of `_dirty` were among these evictions
+        self._refused: set[bytes] = set()  # by the filter; some may be evicted by now
         self._writes = Writes(slab, store)
 
     @property
@@ -88,7 +88,7 @@ class WriteBack:
 
     @property
     def pending(self) -> bool:
-        """Whether anything is still to be written or being written."""
+        """Whether any block is still to be written or is being written."""
         return bool(self._dirty or self._writes)
 
     def added(self, keys: Sequence[bytes]) -> None:
@@ -114,8 +114,8 @@ class WriteBack:
                 self._dirty[key] = False
 
     def evicted(self, keys: Sequence[bytes]) -> None:
-        """Note blocks evicted from the slab, the coldest first: count those that were not written,
-        and touch the others in the store, which has their last copy."""
+        """Note blocks evicted from the slab, the coldest first. Count the blocks that were not
+        written, and touch the others in the store, which has their last copy."""
         dirty = self._dirty
         lost = [key for key in keys if key in dirty] if dirty else []
         if len(lost) < len(keys) and self._store.breaker.allows:
@@ -132,8 +132,8 @@ class WriteBack:
 
     def pump(self, *, reading: bool) -> bool:
         """Give up late batches, and start new ones if the slab is filling up: fewer while a load
-        waits for a read, and one block alone, as a probe, while the breaker is open. False where
-        the store was busy: the caller asks again, as no completion will wake it."""
+        waits for a read, and single blocks as probes while the breaker is open. False if the store
+        was busy: the caller must ask again, because no completion will wake it."""
         self._writes.give_up_late()
         is_taken = True
         allowed = 1 if reading else BATCHES_IN_FLIGHT
@@ -149,7 +149,7 @@ class WriteBack:
         return is_taken
 
     def flush_some(self) -> bool:
-        """Start batches of the most recently used blocks. True while it is worth waiting."""
+        """Start batches of the most recently used blocks. True while the flush should wait."""
         self._writes.give_up_late()
         while self._dirty and (size := self._writes.room(self._batch, BATCHES_IN_FLIGHT)):
             newest = list(islice(reversed(self._dirty), size))
@@ -160,12 +160,12 @@ class WriteBack:
 
     @property
     def is_flushed(self) -> bool:
-        """After a flush: whether the store took all of it."""
+        """After a flush: whether the store took every block."""
         return not (self.pending or self._writes.has_failed)
 
     def recheck(self) -> None:
-        """Prepare a flush: mark every block of the slab that the store lacks, but no more than the
-        store has room for, so that late batches do not displace earlier ones."""
+        """Prepare a flush: mark the blocks that the store lacks, among as many of the slab's newest
+        as the store has room for, so that late batches do not displace earlier ones."""
         self._writes.begin_flush()
         self._dirty.clear()
         self._refused.clear()
@@ -177,7 +177,7 @@ class WriteBack:
         self.added([k for k, a in zip(newest_first, answers, strict=True) if self._may_lack(a)])
 
     def discard_dirty(self, keys: Sequence[bytes]) -> None:
-        """Write none of these blocks; those being written are dropped when they arrive."""
+        """Write none of these blocks; drop those being written from the store when they arrive."""
         for key in keys:
             self._dirty.pop(key, None)
             self._refused.discard(key)
@@ -221,8 +221,8 @@ class WriteBack:
         return self._is_urgent
 
     def _write_batch(self, keys: list[bytes], *, filtered: bool = True) -> bool:
-        """Start one batch, or let it wait for more if many of its blocks need no write. False where
-        the store is busy; the blocks stay marked then."""
+        """Start one batch; if some of its blocks need no write, let the others wait for more. False
+        if the store is busy; the blocks stay marked then."""
         answers = self._store.lookup(keys)
         lacking = keys
         if answers.count(Answer.MISS) < len(keys):
@@ -245,13 +245,13 @@ class WriteBack:
             self._dirty.pop(key, None)
 
     def _may_lack(self, answer: Answer) -> bool:
-        """Whether a block with this answer is to be written to the store. PENDING is on its way
-        there, but a shared store also answers it for a block it still asks its server about."""
+        """Whether a block with this answer is to be written to the store. PENDING: the block is on
+        its way there, or a shared store is still asking its server about it."""
         return answer is Answer.MISS or (answer is Answer.PENDING and self._store.is_shared)
 
     def _admitted(self, keys: list[bytes]) -> list[bytes]:
-        """Return the blocks that the filter admits; the others wait for their next use. The filter
-        is asked once about each."""
+        """Return the blocks that the filter admits; refused blocks wait for their next use. The
+        filter is asked once about each block."""
         dirty = self._dirty
         asked = [key for key in keys if not dirty[key]]
         verdicts = self._admission.admit(asked, time.monotonic()) if asked else []
@@ -275,8 +275,8 @@ class WriteBack:
 
 
 class WriteBacks:
-    """The write-backs of all stores; events of the slab go to each. Unless the options say
-    `inclusive` the first store drops promoted blocks. Called by one thread."""
+    """The write-backs of all stores; each gets the events of the slab. Unless the options say
+    `inclusive`, the first store drops promoted blocks. Called by one thread."""
 
     def __init__(
         self, slab: SlabTier, stores: Sequence[GuardedStore], options: HierarchyOptions
@@ -314,7 +314,7 @@ class WriteBacks:
             write_back.used(keys)
 
     def promoted(self, store: GuardedStore, keys: Sequence[bytes]) -> None:
-        """Note that these blocks came from a store; an exclusive one drops them."""
+        """Note that these blocks came from a store; an exclusive store drops them."""
         if not (store.is_shared or store.is_read_only):
             self._admission.promoted(len(keys))
         if keys and store is self._exclusive_store:
@@ -322,7 +322,8 @@ class WriteBacks:
             self._all[0].added(keys)
 
     def reserve(self, keys: list[bytes], *, optional: bool = False) -> list[int | None]:
-        """Reserve slots of the slab for these blocks; count blocks evicted unwritten for them."""
+        """Reserve slots of the slab for these blocks; count evicted blocks that were not
+        written."""
         excess = len(keys) - self._slab.free_slots()
         evicted: list[bytes] = []
         slots = self._slab.reserve(keys, optional=optional, spared=self._spared, evicted=evicted)
@@ -343,7 +344,7 @@ class WriteBacks:
         return all(taken)
 
     def write_missing(self, timeout_seconds: float, mailbox: Mailbox) -> bool:
-        """Write down every block of the slab that a store lacks; see `Hierarchy.flush`."""
+        """Write to each store every block of the slab that it lacks; see `Hierarchy.flush`."""
         deadline = time.monotonic() + timeout_seconds
         for write_back in self._all:
             write_back.recheck()

@@ -12,11 +12,11 @@ from ..base import SlabTier, Stored
 from ..errors import TierBusy
 from .guarded_store import DAMAGED, LATE_WRITE, REFUSED, GuardedStore, check_answers
 
-# Writes pin at most this share of the slab, which cannot be evicted: the second share applies where
-# some batches are late or probes.
+# Writes pin at most this share of the slab; pinned blocks cannot be evicted. The second share
+# applies if some batches are late or probes.
 SHARE, LATE_SHARE = 0.375, 0.5
-# A flush gives up a store that has taken nothing for this time; the second time is for one whose
-# breaker is open, and leaves time for a probe.
+# A flush gives up a store that has taken no batch for this time. The second time is for a store
+# whose breaker is open, and leaves time for a probe.
 STALL_SECONDS, OPEN_STALL_SECONDS = 5.0, 2.0
 
 
@@ -28,8 +28,8 @@ class Batch:
     deadline: float
     is_probe: bool
     is_late: bool = False
-    is_wanted: bool = True  # False once everything was forgotten
-    dropped: set[bytes] = field(default_factory=set)  # those of `keys` that were forgotten
+    is_wanted: bool = True  # False after a clear
+    dropped: set[bytes] = field(default_factory=set)  # the forgotten ones of `keys`
 
 
 class Writes:
@@ -38,7 +38,7 @@ class Writes:
         start ──► in flight ──(the future ends)──► unpinned
                      └─(past its deadline)──► late ──(it ends after all)──► unpinned
 
-    A late batch opens the write breaker and keeps its slots pinned, since the store may still read
+    A late batch opens the write breaker. Its slots stay pinned, because the store may still read
     them. Behind an open breaker single blocks are written, as probes. Called by one thread."""
 
     def __init__(self, slab: SlabTier, store: GuardedStore) -> None:
@@ -62,7 +62,7 @@ class Writes:
         return any(key in batch.keys for batch in self._batches)
 
     def room(self, most_blocks: int, most_batches: int) -> int:
-        """Return the blocks that the next batch may have, usually `most_blocks`; 0: no batch."""
+        """The number of blocks that the next batch may have, usually `most_blocks`; 0: no batch."""
         if not self._store.breaker.allows:
             return 0
         usual = sum(not (batch.is_late or batch.is_probe) for batch in self._batches)
@@ -77,7 +77,8 @@ class Writes:
         return max(0, size)
 
     def start(self, keys: list[bytes], slots: list[int]) -> bool:
-        """Start to write pinned blocks. False where the store is busy; then they are unpinned."""
+        """Start to write pinned blocks. False if the store is busy; the blocks are then
+        unpinned."""
         deadline = time.monotonic() + self._store.write_seconds
         batch = Batch(keys, deadline, is_probe=not self._breaker.allows)
         if batch.is_probe:
@@ -116,12 +117,12 @@ class Writes:
         self._set_alarm()
 
     def drop_all(self) -> None:
-        """Drop all blocks in flight from the store when they have arrived."""
+        """When the blocks in flight have arrived, drop them all from the store."""
         for batch in self._batches:
             batch.is_wanted = False
 
     def drop_on_arrival(self, keys: Sequence[bytes]) -> None:
-        """Drop those of these blocks that are in flight from the store when they have arrived."""
+        """When these blocks have arrived, drop them from the store; ignore blocks not in flight."""
         for batch in self._batches:
             batch.dropped.update(set(keys).intersection(batch.keys))
 
@@ -136,7 +137,7 @@ class Writes:
 
     @property
     def has_stalled(self) -> bool:
-        """Whether a flush gives the store up: it has taken nothing for too long."""
+        """Whether a flush gives up the store, which has taken no batch for too long."""
         most = STALL_SECONDS if self._breaker.allows else OPEN_STALL_SECONDS
         return time.monotonic() - self._taken_at >= most
 

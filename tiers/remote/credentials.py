@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client's credentials for a cache server: token, certificate and trusted authorities, in files.
 
-The files are read for each connection, so that renewed files need no restart. A client without
-credentials shows a server on this machine the token that a server of the same user wrote there.
+The files are read for each connection, so that renewed files need no restart. A client with neither
+token nor certificate uses the token that a server of the same user left on this machine.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MOST_BYTES = 1024**2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Paths of files; None for an unused one. `ca_file` has the authorities of the server's
-    certificate, by default the system's. `server_name` is the name in it, by default the host."""
+    """Paths of files, None for unused ones. `ca_file`: the authorities of the server's certificate,
+    by default the system's. `server_name`: the name in the certificate, by default the host."""
 
     token_file: Path | None = None
     ca_file: Path | None = None
@@ -60,15 +60,15 @@ class Credentials:
         return token
 
     def _own_token(self, address: ServerAddress | None) -> str | None:
-        """The token that a server of this user wrote. None for a server on another machine, and if
-        a certificate names the client."""
+        """The token that a server of this user wrote. None if the server is on another machine, or
+        if the client has a certificate."""
         if address is None or self.cert_file is not None or not is_loopback(address.host):
             return None
         return find_token(address.port)
 
     def missing(self, address: ServerAddress) -> str:
-        """The text to add to a refusal: the paths that hold no token of a server of this user.
-        Empty if the client looks for no token, or found one."""
+        """The hint to add to a refusal: the paths that hold no token of a server of this user.
+        Empty if the client looks for no token, or found a token."""
         is_looked_for = self.token_file is None and self.cert_file is None
         if not is_looked_for or not is_loopback(address.host):
             return ""

@@ -16,7 +16,7 @@ _R = TypeVar("_R")
 
 
 def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
-    """A future of `work`'s result for the result of `future`, or of the error of either."""
+    """A future that gets `work(future.result())`, or the error of `future` or of `work`."""
     result: Future[_R] = Future()
 
     def done(ended: Future[_T]) -> None:
@@ -31,8 +31,8 @@ def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
 
 
 def all_of(futures: Sequence[Future[Any]], work: Callable[[], _R]) -> Future[_R]:
-    """A future of `work`'s result once all have ended. It fails only if all failed: one failing
-    server does not cost the blocks of the others."""
+    """A future that gets `work()` once all `futures` have ended. It fails only if all of them
+    failed, so that a failing server does not cost the blocks of the other servers."""
     result: Future[_R] = Future()
     lock = threading.Lock()
     left = len(futures)
@@ -63,13 +63,13 @@ def _set_result(future: Future[_R], work: Callable[[], _R]) -> None:
     """End `future` with the result of `work` or its error, so that no caller waits for ever."""
     try:
         future.set_result(work())
-    except Exception as error:  # noqa: BLE001 - it is the future's
+    except Exception as error:  # noqa: BLE001 - the future gets the error
         future.set_exception(error)
 
 
 def submit(transfers: Transfers[_T], transfer: Transfer) -> Future[list[_T]]:
-    """Call `Transfers.submit`, and return a TierError that it raises in the future. Another server
-    may already use the caller's buffers, which are free once all futures have ended."""
+    """Call `Transfers.submit`; a TierError goes into the future. Another server may already use the
+    caller's buffers, which are free once all futures have ended."""
     try:
         return transfers.submit(transfer)
     except TierError as error:
@@ -79,7 +79,7 @@ def submit(transfers: Transfers[_T], transfer: Transfer) -> Future[list[_T]]:
 
 
 def raise_if_none_began(begun: Sequence[Future[list[_T]]]) -> None:
-    """Raise the first refusal if every server refused at once, so that none uses the buffers."""
+    """Raise the first refusal if every server refused at once: then no server uses the buffers."""
     errors = [future.exception() for future in begun if future.done()]
     refusals = [error for error in errors if isinstance(error, (TierBusy, TierClosed))]
     if begun and len(refusals) == len(begun):

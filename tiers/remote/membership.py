@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of servers, and the server that owns each block.
-
-Rendezvous hashing: every server gets a score for a key, and the highest owns the block. When a
-server is added or lost, only its own blocks move. A membership service in place of a fixed list
-would implement `Membership`.
+"""The list of servers, and the server that owns each block. Rendezvous hashing: every server gets a
+score for a key, and the server with the highest score owns the block. When a server is added or
+removed, only its own blocks move. A membership service could implement `Membership` in place of the
+fixed list.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _ADDRESS = re.compile(
 
 
 class Membership(Protocol):
-    """The servers there are now. `version` changes whenever they do."""
+    """The current servers. `version` changes whenever the servers change."""
 
     version: int
 
@@ -50,7 +49,7 @@ class StaticMembership:
 
 
 class Rendezvous:
-    """The owner of each key among `members`; equal in all clients that name the same servers."""
+    """The owner of each key among `members`. All clients that name the same servers agree on it."""
 
     def __init__(self, members: Sequence[ServerAddress]) -> None:
         self._seeds = [
@@ -73,7 +72,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """The address of a server."""
+    """A server's address. Its text is `grpc://host:port`, or `grpcs://host:port` with TLS."""
 
     host: str  # without brackets
     port: int
@@ -95,7 +94,7 @@ def is_address(text: str) -> bool:
 
 
 def parse_address(text: str) -> ServerAddress:
-    """Raises TierConfigError for anything but an address."""
+    """Parse `grpc[s]://host[:port]`. Raises TierConfigError for any other text."""
     match = _ADDRESS.fullmatch(text.strip())
     port = int((match and match["port"]) or DEFAULT_PORT)
     if match is None or match["scheme"] not in SCHEMES or not 0 < port < 65536:

@@ -2,7 +2,8 @@
 """The tier of other engines' slabs: it loads blocks from them and stores none.
 
 When a request is queued, the tier asks all engines at the same time about the whole prompt, each in
-one call. It loads a block from an engine that has reported it. Any failure is a miss, and counted.
+one call. It loads a block from an engine that has reported the block. A failure of an engine is
+counted, and its blocks are misses.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class _Peer:
 
 
 class PeerTier(StoreTier):
-    """The engines at `addresses`, whose blocks have this layout. No call waits for an engine, not
-    even the constructor: the tier uses an engine as soon as it is up."""
+    """A tier on the engines at `addresses`, for blocks of `layout`. Only `wait_up` and `close` wait
+    for an engine: the tier uses each engine once the engine is up."""
 
     is_read_only = True
 
@@ -126,13 +127,13 @@ class PeerTier(StoreTier):
         return done
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Note the blocks as missing on every engine. The engines keep them. Returns 0."""
+        """Note the blocks as misses of every engine. The engines keep the blocks. Returns 0."""
         for peer in self._peers:
             peer.link.presence.learn(keys, [False] * len(keys))
         return 0
 
     def clear(self) -> None:
-        """Forget which blocks the engines have. The engines keep them."""
+        """Forget which blocks the engines have. The engines keep the blocks."""
         for peer in self._peers:
             peer.link.presence.clear()
 
@@ -170,7 +171,7 @@ class PeerTier(StoreTier):
 
     def _divided(self, keys: Sequence[bytes]) -> list[tuple[_Peer, list[int]]]:
         """Each engine with the positions of the keys to load from it. The engine that has the most
-        of the remaining keys gets all that it has, then the next."""
+        of the keys loads all it has, then the engine that has the most of the remaining keys."""
         believed = [
             (peer, {i for i, a in enumerate(peer.link.presence.answers(keys)) if a is Answer.HIT})
             for peer in self._peers

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks that a client believes a server to have: answers that age, and open questions.
+"""A client's record of the blocks that a server has: answers, which age, and open questions.
 
-A belief is a hint: a block that was evicted since is a miss when it is loaded. The number of
-answers is bounded, and the oldest are dropped first. Thread-safe.
+An answer is a hint: if the server evicts the block later, a load of the block is a miss. The number
+of answers is bounded; the oldest answer is dropped first. Thread-safe.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from ..base import Answer
 
 MOST = 1_000_000  # about 150 bytes each
-HIT_SECONDS = 30.0  # the time for which `answers` uses a hit; `to_ask` offers it again sooner
-FRESH_SECONDS = 1.0  # the time in which `to_ask` does not offer an answered key again
+HIT_SECONDS = 30.0  # `answers` uses a hit for this time; `to_ask` returns its key again sooner
+FRESH_SECONDS = 1.0  # `to_ask` leaves out a key for this time after its answer
 
 
 class PresenceCache:
-    """The beliefs about one server."""
+    """The answers and open questions about the blocks of one server."""
 
     def __init__(self, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
@@ -27,7 +27,7 @@ class PresenceCache:
         self._lock = threading.Lock()
         # The time of each answer, the oldest first: positive for a hit, negative for a miss.
         self._formed: dict[bytes, float] = {}
-        self.hits = 0  # blocks believed to be there, of any age
+        self.hits = 0  # answers that are hits, of any age
         self._asked: dict[bytes, int] = {}  # open questions about each key
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class PresenceCache:
                 self.hits -= formed.pop(next(iter(formed))) > 0
 
     def invalidate_keys(self, keys: Sequence[bytes]) -> int:
-        """Forget these blocks; return how many were believed to be there."""
+        """Forget the answers about these blocks; return how many of them were hits."""
         with self._lock:
             known = sum(self._formed.pop(key, 0.0) > 0 for key in keys)
             self.hits -= known

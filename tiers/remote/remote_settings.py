@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .credentials import Credentials
 
-# A request waits for its look-up. One of a whole prompt takes 1 to 5 ms on a quiet network.
+# A request waits for its look-up. For a whole prompt it takes 1 to 5 ms on a quiet network.
 LOOKUP_SECONDS = 0.1
 
 
@@ -21,10 +21,10 @@ class RemoteSettings:
     # The tiers above give up a read after 5 s; a block that comes later is not used.
     load_seconds: float = 3.0
     store_seconds: float = 5.0
-    queue_bytes: int = 256 * 1024**2  # of blocks that wait to be loaded, and as much to be stored
-    stores: bool = True  # False: only load blocks of others
+    queue_bytes: int = 256 * 1024**2  # the limit of queued loads, and another one of queued stores
+    stores: bool = True  # False: only load other engines' blocks
     shares_memory: bool = True  # with a server on this host
-    # The same for all engines that share blocks; a block without a tag made with it is a miss.
+    # All engines that share blocks use one key. A block whose tag was made without it is a miss.
     tag_key: bytes | None = field(default=None, repr=False)
-    # For keys that do not name the model: blocks stored with another namespace are misses.
+    # For keys that do not name the model: a block of another namespace is a miss.
     namespace: bytes = b""

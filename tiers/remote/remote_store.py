@@ -2,8 +2,8 @@
 """The tier that engines share: blocks on one cache server or several.
 
 `prefetch_lookup` asks the servers about a whole prompt when its request is queued; `lookup` answers
-from what they last reported. Rendezvous hashing divides blocks among the servers. Any failure of a
-server is a miss, and counted.
+from the servers' last reports. Rendezvous hashing divides blocks among the servers. If a server
+fails, its blocks are misses, and the failure is counted.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Server:
             seconds=settings.store_seconds,
             most_bytes=settings.queue_bytes,
         )
-        # Open deletions at the server: per block, and the number of those of all blocks.
+        # Deletions that the server has not finished: their number by block, and of all blocks.
         self.going: dict[bytes, int] = {}
         self.clearing = 0
 
@@ -79,8 +79,8 @@ class _Server:
 
 
 class RemoteStore(StoreTier):
-    """The servers of `membership`, for blocks of one layout. No call waits for a server, not even
-    the constructor: the tier uses a server as soon as it is up."""
+    """A store on the servers of `membership`, for blocks of one layout. Only `wait_up` and `close`
+    wait for a server: the tier uses each server once the server is up."""
 
     is_shared = True
 
@@ -184,7 +184,7 @@ class RemoteStore(StoreTier):
         self._check_buffers(keys, buffers)
         given = [None] * len(keys) if proofs is None else proofs
         if not any(server.link.was_up for server in self._servers):
-            # TierBusy has the caller offer these blocks again: the servers may still come up.
+            # TierBusy makes the caller offer these blocks again: a server may come up by then.
             raise TierBusy(f"no server of the {self.name} tier has been attached yet")
         outcomes = [Stored.REFUSED] * len(keys)
         begun: list[Future[list[State | None]]] = []
@@ -195,14 +195,14 @@ class RemoteStore(StoreTier):
             memory = [as_bytes(buffers[i]) for i in places]
             moved = submit(server.stores, Transfer(wanted, memory, [given[i] for i in places]))
             begun.append(moved)
-            server.link.presence.asked(wanted)  # PENDING while they are on their way
+            server.link.presence.asked(wanted)  # `lookup` answers PENDING until the store ends
             moved.add_done_callback(partial(_sent, server.link.presence, wanted))
             futures.append(then(moved, partial(self._stored, places, wanted, known, outcomes)))
         raise_if_none_began(begun)
         return all_of(futures, lambda: outcomes)
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Delete blocks on the servers, for every engine. Returns how many were believed there."""
+        """Delete blocks on the servers, for every engine. Return how many were believed stored."""
         self._check_open()
         known = 0
         for server, places in self._divided(keys):
@@ -304,7 +304,7 @@ class RemoteStore(StoreTier):
         return known
 
     def _drop_corrupt(self, server: _Server, keys: Sequence[bytes]) -> None:
-        """Delete blocks whose tag does not match, so that they can be stored again."""
+        """Delete blocks whose tag does not match, so that the server takes these blocks again."""
         try:
             self._drop_at(server, keys)
         except TierError as error:  # the queue was closed
@@ -313,7 +313,7 @@ class RemoteStore(StoreTier):
     def _delete_on_server(
         self, server: _Server, call: Callable[[], None], keys: Sequence[bytes] | None
     ) -> None:
-        """Queue a deletion behind the stores already submitted to the server."""
+        """Queue a deletion behind the submitted stores. `keys` is None if it deletes all blocks."""
 
         def ended(_future: Future[None]) -> None:
             with self._lock:
@@ -326,7 +326,7 @@ class RemoteStore(StoreTier):
         server.stores.submit_call(call).add_done_callback(ended)
 
     def _divided(self, keys: Sequence[bytes]) -> list[tuple[_Server, Sequence[int]]]:
-        """Each server with the positions of its keys, if it has any."""
+        """Each server that owns some of `keys`, with the positions of these keys."""
         if len(self._servers) == 1:
             return [(self._servers[0], range(len(keys)))] if keys else []
         places: list[list[int]] = [[] for _ in self._servers]
@@ -370,6 +370,6 @@ def _mark(
 def _sent(
     presence: PresenceCache, keys: Sequence[bytes], moved: Future[list[State | None]]
 ) -> None:
-    """Close the questions about blocks that were sent, or failed to be."""
+    """Close the open questions about blocks, whether their transfer succeeded or failed."""
     is_known = moved.exception() is None
     presence.answered(keys, [s is State.KEPT for s in moved.result()] if is_known else None)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The link to one cache server: its state, attached or not, and the blocks it is believed to have.
+"""The link to one cache server: whether it is attached, and the blocks that it is believed to have.
 
     down ──attach──► up ──a call fails──► down          again and again, with growing pauses
       └──refused (credentials, layout, version)──► told once, tried rarely
 
-A restarted server has another boot id, which voids all beliefs. Blocking calls run on lanes,
-look-ups on grpc's own threads.
+A restarted server has another boot id, and the link then forgets the server's blocks. Transfers run
+on threads of their own (`transfers.py`), look-ups on grpc's threads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OPENING_SHARE = 0.4  # of the remaining time, for each transport
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 2.0
 _REFUSED_PAUSE = 30.0
-_MOST_TOLD = 32  # refusals that are remembered
+_MOST_TOLD = 32  # different refusals that `_told` holds
 _READ_ONLY = (
     "it is an engine, which stores no blocks of others; name it in --kv-peers, not in --kv-offload"
 )
@@ -62,7 +62,7 @@ _CHANNEL_OPTIONS = (
 
 
 def open_channel(address: ServerAddress, credentials: Credentials) -> Any:
-    """A channel to the server, which connects on its first call. Raises TierConfigError for
+    """A channel to the server that connects on its first call. Raises TierConfigError for
     credentials that cannot be read."""
     options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
     if not address.tls:
@@ -79,7 +79,7 @@ def all_up(links: Sequence[ServerLink], timeout_seconds: float) -> bool:
 
 
 def errors_of(links: Sequence[ServerLink]) -> dict[str, int]:
-    """The numbers of errors of all links, by reason."""
+    """The error counts of all links together, by reason."""
     errors: Counter[str] = Counter()
     for link in links:
         errors.update(dict(link.errors))
@@ -87,7 +87,7 @@ def errors_of(links: Sequence[ServerLink]) -> dict[str, int]:
 
 
 class ServerLink:
-    """The link to one server, which attaches on a thread of its own. Thread-safe."""
+    """The link to one server. A thread of its own attaches to the server. Thread-safe."""
 
     def __init__(
         self, address: ServerAddress, layout: BlockLayout, settings: RemoteSettings
@@ -116,7 +116,7 @@ class ServerLink:
 
     @property
     def is_up(self) -> bool:
-        """Whether the server is attached: no call has failed since."""
+        """Whether the server is attached and no call has failed since."""
         return self._is_up
 
     def wait_up(self, timeout_seconds: float) -> bool:
@@ -129,15 +129,15 @@ class ServerLink:
             self.errors[reason] = self.errors.get(reason, 0) + 1
 
     def mark_lost(self, boot_id: bytes | None = None) -> None:
-        """Attach again, after a failed call (`boot_id` None) or an answer with another boot id."""
+        """Attach again, after a failed call (`boot_id` None) or an answer with a new boot id."""
         with self._changed:
             if boot_id is None or boot_id != self._boot_id:
                 self._is_up = False
                 self._changed.notify_all()
 
     def prefetch_lookup(self, keys: Sequence[bytes]) -> list[Future[None]]:
-        """Ask which of these blocks the server has, in as few calls as possible. A future ends once
-        `presence` has the answers, with a RemoteError if the server gave none."""
+        """Ask which of these blocks the server has, in as few calls as possible. Each future ends
+        once `presence` has the answers, or with a RemoteError if the server did not answer."""
         asked = self.presence.to_ask(keys) if self._is_up else []
         futures = []
         for start in range(0, len(asked), MAX_KEYS):
@@ -150,8 +150,8 @@ class ServerLink:
 
     def pin_blocks(self, keys: Sequence[bytes], seconds: float) -> Future[int]:
         """Pin up to MAX_BLOCKS blocks for `seconds`, at most MAX_LEASE_SECONDS. The result is the
-        number of blocks, from the first on, that the server has and keeps. Fails with RemoteError
-        if the server does not answer."""
+        length of the leading run of blocks that the server has and pins. The future fails with
+        RemoteError if the server does not answer."""
         result: Future[int] = Future()
         lease_ms = max(1, int(1000 * min(seconds, MAX_LEASE_SECONDS)))
         request = messages.PinRequest(keys=pack_keys(keys), lease_ms=lease_ms)
@@ -161,7 +161,7 @@ class ServerLink:
                 prefix = int(call.result().prefix)
             except grpc.RpcError as error:
                 if verdict_of(error).reason == "busy":
-                    # The server grants no more leases; it keeps these as long as other new blocks.
+                    # No more leases; the server keeps these blocks as long as other new ones.
                     self.count_error("busy")
                     result.set_result(len(keys))
                 else:
@@ -179,7 +179,7 @@ class ServerLink:
             call.add_done_callback(done)
         except RemoteError as error:
             result.set_exception(error)
-        except Exception as error:  # noqa: BLE001 - a channel that was closed under us
+        except Exception as error:  # noqa: BLE001 - another thread closed the channel
             result.set_exception(RemoteError(f"{self.address}: {error}"))
         return result
 
@@ -196,8 +196,8 @@ class ServerLink:
         return events
 
     def connect(self, deadline: float) -> BlockConnection:
-        """Open a connection for blocks: through memory on the same host, else a socket, else gRPC,
-        which is a fallback if the server offers a better one. Raises RemoteError."""
+        """Open a connection for blocks: through memory on the same host, else a socket, else gRPC.
+        gRPC is a fallback if a better one could not be opened. Raises RemoteError."""
         if not self._is_up:
             raise RemoteError(f"{self.address} cannot be reached")
         why = ""
@@ -247,7 +247,7 @@ class ServerLink:
 
     def call_server(self, name: str, request: Any, seconds: float) -> Any:
         """Make one call and return its response. Raises RemoteError, and marks the link as down
-        for errors that mean it."""
+        unless the server is busy or the request invalid."""
         stub = self._stub
         if stub is None or not self._is_up:
             raise RemoteError(f"{self.address} cannot be reached")
@@ -259,8 +259,8 @@ class ServerLink:
             raise RemoteError(f"{self.address}: {error}") from error
 
     def _failed(self, error: Any) -> RemoteError:
-        """The RemoteError of a failed call. Also counts it, and marks the link as down unless the
-        server is busy or the request invalid."""
+        """The RemoteError of a failed call. Also counts the error, and marks the link as down
+        unless the server is busy or the request invalid."""
         verdict = verdict_of(error)
         self.count_error(verdict.reason)
         if verdict.reason not in ("busy", "invalid"):
@@ -360,7 +360,7 @@ class ServerLink:
             if retry is None:
                 pause = _FIRST_PAUSE
                 continue
-            # Refusals start with a short pause too: they end soon while servers are replaced.
+            # A refusal starts with a short pause too: while servers are replaced, it may end soon.
             before, longest = longest, _REFUSED_PAUSE if retry in _REFUSALS else _LONGEST_PAUSE
             pause = _FIRST_PAUSE if longest != before else min(2 * pause, longest)
             with self._changed:
@@ -371,7 +371,7 @@ class ServerLink:
                 )
 
     def _attach(self) -> Retry | None:
-        """Try once; return None if the server is attached now, else the step after it."""
+        """Try to attach once. Returns None if the server is attached now, else the next step."""
         try:
             if self._channel is None:
                 self._metadata = self._settings.credentials.metadata(self.address)
@@ -384,15 +384,15 @@ class ServerLink:
         except grpc.RpcError as error:
             verdict = verdict_of(error)
             self.count_error(verdict.reason)
-            if verdict.reason != "not_ready":  # that ends once the server has its memory
+            if verdict.reason != "not_ready":  # `not_ready` ends once the server has its memory
                 said = str(error.details())
                 if verdict.reason == "unauthenticated":
                     said += self._settings.credentials.missing(self.address)
                 self._warn_not_used(verdict.retry, said)
             if verdict.reason != "not_ready":
-                # The next try makes a channel and reads the files again: a channel keeps its files,
-                # and a handshake that fails by them looks like a server that is away. A connection
-                # whose peer vanished would stay silent until its keepalive fails.
+                # Close the channel, so that the next try reads the files again: a handshake that
+                # fails because of old files looks like an absent server. A connection whose peer
+                # vanished would stay silent until its keepalive fails.
                 self._close_channel()
             return verdict.retry
         except TierConfigError as error:
@@ -434,7 +434,7 @@ class ServerLink:
             channel.close()
 
     def _is_news(self, what: str) -> bool:
-        """Whether this text was not logged since the last attachment; causes may alternate."""
+        """Note `what`; return whether it is new since the last attachment. Causes may alternate."""
         if what in self._told:
             return False
         if len(self._told) >= _MOST_TOLD:  # a text that differs each time

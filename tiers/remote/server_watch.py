@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A watch on one server, which reports stored and removed blocks without repeated look-ups.
-
-Its events go to the link's `presence`. Without the watch, look-ups alone keep `presence` current.
+"""A watch on one server: the server reports stored and removed blocks to the link's `presence`.
+Without a watch only look-ups update `presence`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ _PAUSE_SECONDS = 1.0  # between the end of a watch and the next one
 
 
 class ServerWatch:
-    """A watch from its construction to `close`. After each event its own thread calls `news` with
-    the blocks that were stored."""
+    """A watch that runs from construction to `close`. After each report its thread calls `news`
+    with the stored blocks."""
 
     def __init__(self, link: ServerLink, news: Callable[[Sequence[bytes]], None]) -> None:
         self._link = link

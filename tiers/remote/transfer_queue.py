@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A queue whose one thread does a server's transfers in order, each within its deadline.
-
-A transfer that has not begun by its deadline fails without being tried.
+"""A queue whose one thread does a server's transfers in order, each within its deadline. A transfer
+that has not begun by its deadline fails without being tried.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class _Job(NamedTuple):
 
 
 class TransferQueue:
-    """A queue of at most `most_bytes`, waiting and running. Its thread calls `ended` last."""
+    """A queue of up to `most_bytes` of waiting and running work. Its thread calls `ended` last."""
 
     def __init__(
         self, name: str, most_bytes: int, ended: Callable[[], None] = lambda: None
@@ -49,8 +48,8 @@ class TransferQueue:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[float], _T], deadline: float, size: int) -> Future[_T]:
-        """Queue `work(deadline)`; the future has its result or TierError. Raises TierBusy if too
-        many bytes wait (never for `size` 0), TierClosed after `close`."""
+        """Queue `work(deadline)`; the future gets its result or its TierError. Raises TierBusy if
+        too many bytes wait (never for `size` 0), TierClosed after `close`."""
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()
         with self._changed:
@@ -67,7 +66,7 @@ class TransferQueue:
         return future
 
     def close(self, deadline: float) -> bool:
-        """Take no more work and wait for the queue to empty. False if that took too long."""
+        """Take no more work and wait for the queue to empty. False if the deadline passes first."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -77,14 +76,14 @@ class TransferQueue:
         return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
-        # A job holds the caller's buffers, so no variable keeps it after its end.
+        # A job holds the caller's buffers, so no variable keeps the job after its end.
         while (job := self._next_job()) is not None:
             self._do_job(job)
             del job
         self._ended()
 
     def _next_job(self) -> _Job | None:
-        """Wait for a job; None after `close`, when all are done."""
+        """Wait for the next job and return it. None once the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
             return self._jobs.popleft() if self._jobs else None
@@ -96,9 +95,9 @@ class TransferQueue:
             result = job.work(job.deadline)
         except TierError as error:
             self._end_job(job)
-            # Without its frames, which would keep views of the caller's buffers.
+            # Set the error without its frames, which would keep views of the caller's buffers.
             job.future.set_exception(error.with_traceback(None))
-        except Exception as error:  # noqa: BLE001 - the caller is owed an answer
+        except Exception as error:  # noqa: BLE001 - the caller gets every error
             self._end_job(job)
             job.future.set_exception(RemoteError(f"{type(error).__name__}: {error}"))
         else:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads and stores of one server, each on a lane with a connection of its own.
+"""Loads and stores of one server, each with a queue, a thread and a connection of its own.
 
-The first transfer opens a connection, which is kept. One that fails is closed; if it had served
-before, the transfer is tried once more, since the server may have restarted or the connection been
-idle too long. A fallback connection is closed at intervals to try for a better one.
+The first transfer opens a connection, and later ones use it. A connection that fails is closed. If
+it was open before the transfer, the transfer is tried again on a new one: the server may have
+restarted, or the connection been idle too long. A fallback connection is closed at intervals, so
+that the next transfer tries to open a better one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .transports.block_connection import BlockConnection
 _T = TypeVar("_T")
 
 
-# The life of the first fallback connection, doubled for each one after it, and the longest.
+# The life of the first fallback connection, doubled for each later one, and the longest life.
 _FALLBACK_SECONDS, _LONGEST_FALLBACK_SECONDS = 5.0, 600.0
 
 
@@ -50,7 +51,7 @@ Move = Callable[[BlockConnection, Transfer, float], "list[_T]"]
 
 
 class Transfers(Generic[_T]):
-    """The transfers in one direction. `size`: bytes of a block; `seconds`: time of a transfer."""
+    """The transfers of one direction. A block has `size` bytes; a transfer may take `seconds`."""
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class Transfers(Generic[_T]):
         self._move = move
         self._size = size
         self._seconds = seconds
-        # Only the queue's thread closes the connection: after a close its descriptor could belong
-        # to another file when a call under way uses it.
+        # Only the queue's thread closes the connection. If another thread closed it during a call,
+        # its descriptor could then belong to another file.
         self._queue = TransferQueue(f"stratakv-remote-{name}", most_bytes, self._drop_connection)
         self._is_ending = False  # no connection is opened and no transfer tried any more
         self._connection: BlockConnection | None = None
@@ -86,7 +87,7 @@ class Transfers(Generic[_T]):
         )
 
     def submit_call(self, call: Callable[[], None]) -> Future[None]:
-        """Queue another call behind the work submitted before it."""
+        """Queue `call` behind the work that was submitted before."""
         return self._queue.submit(lambda _: call(), time.monotonic() + self._seconds, 0)
 
     @property
@@ -127,7 +128,7 @@ class Transfers(Generic[_T]):
             may_try_again = False
         self._link.count_error("deadline" if late else "unavailable")
         self._link.mark_lost()
-        # The cause is left out: its frames would keep views of the caller's buffers.
+        # Raise without the cause, whose frames would keep views of the caller's buffers.
         raise (RemoteLate if late else RemoteError)(f"{self._link.address}: {why}")
 
     def _try_once(self, batch: Transfer, deadline: float) -> list[_T]:

@@ -8,7 +8,7 @@ from `fd`. The caller fills and reads the slots (`reserve`/`commit`, `pin`/`unpi
        ↑                   └─ not kept ─┐       │
        └────────────────────────────────┴───────┘ evicted or dropped, never while pinned
 
-With an index (`slab_index.py`) another process serves other engines; slots that it reads stay.
+With an index (`slab_index.py`) another process serves other engines, and its reads hold slots.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ class _Slot:
         self.committed = False
         self.is_unwanted = False  # forgotten before it was committed
         self.proof: Proof | None = None
-        self.epoch = 0  # when it was committed
+        self.epoch = 0  # the slab's epoch at the commit
 
 
 class CpuSlab(SlabTier):
-    """Slots of `layout.slot_bytes` in shared memory; every call is thread-safe and O(1) a key.
+    """Slots of `layout.slot_bytes` in shared memory. Calls are thread-safe and take O(1) for each
+    key.
 
-    Raises TierConfigError where the capacity holds no block or the host has less memory.
+    Raises TierConfigError where the capacity holds no block or the host lacks the memory.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class CpuSlab(SlabTier):
         self._stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=self.num_slots)
         self._epoch = 0  # blocks of earlier epochs are forgotten
         self._holds = Holds(int(HELD_SHARE * self.num_slots))
-        self._num_forgotten = 0  # forgotten blocks whose slots are not free yet, at most
+        self._num_forgotten = 0  # upper bound of forgotten blocks whose slots are not free
         self._closed = False
         self.is_served = is_served
         self.index = SlabIndex(self.num_slots) if is_served else None
@@ -124,7 +125,7 @@ class CpuSlab(SlabTier):
         spared: Callable[[bytes], bool] | None = None,
         evicted: list[bytes] | None = None,
     ) -> list[int | None]:
-        """See SlabTier. Keys of the call itself are not evicted for one another."""
+        """See SlabTier. The call evicts none of its own keys."""
         with self._lock:
             if self._num_forgotten:
                 known = [key for key in dict.fromkeys(keys) if key in self._slots]
@@ -190,8 +191,8 @@ class CpuSlab(SlabTier):
             return [None if slot is None else slot.proof for slot in slots]
 
     def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:
-        """See SlabTier. Keys come head first and are touched tail first, so that the tail of a
-        chain is evicted first: it is useless without its head."""
+        """See SlabTier. Keys come head first and are touched tail first: the tail of a chain is
+        evicted first, because it is useless without its head."""
         with self._lock:
             indices: list[int | None] = []
             hits = []
@@ -225,7 +226,8 @@ class CpuSlab(SlabTier):
                     self._free_forgotten([key])
 
     def keep(self, keys: Sequence[bytes], seconds: float) -> list[bool]:
-        """See SlabTier. At most KEPT_SHARE of the slots are kept; others are only reported."""
+        """See SlabTier. At most KEPT_SHARE of the slots are kept; further blocks are only
+        reported."""
         with self._lock:
             index = self.index
             if index is None or not index.is_read:
@@ -310,8 +312,8 @@ class CpuSlab(SlabTier):
                 self.index.clear()
 
     def sweep(self, most: int) -> int:
-        """See SlabTier. A pinned block is freed with its last pin, one that is kept for other
-        engines when its slot is needed."""
+        """See SlabTier. A pinned block is freed with its last pin. A block that is kept for other
+        engines is freed when its slot is needed."""
         with self._lock:
             if not self._num_forgotten:
                 return 0
@@ -342,7 +344,7 @@ class CpuSlab(SlabTier):
             self._memory.release()
             self._map.close()
         except BufferError:
-            # Unmapping under a reader would crash; the memory goes with the last view.
+            # Unmapping under a reader would crash; the memory is freed with the last view.
             log.warning("the CPU tier was closed while views of its slots were still in use")
 
     def _lookup_slot(self, key: bytes) -> Answer:
@@ -383,7 +385,7 @@ class CpuSlab(SlabTier):
         optional: bool,
         spared: Callable[[bytes], bool] | None,
     ) -> list[bytes]:
-        """Evict until `coming` have slots. Return the evicted blocks but those forgotten before."""
+        """Evict until `coming` have slots. Return the evicted blocks, except forgotten ones."""
         count = len(coming) - len(self._free)
         if count <= 0:
             return []

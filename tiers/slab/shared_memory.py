@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory: a memfd, mapped, with every page faulted in at the start.
 
-The first touch of a page costs many times a warm copy, so it happens here, in parallel, and not in
-the first requests. Huge pages, if asked for, come from the pool that the host's operator set apart
-(`vm.nr_hugepages`). Otherwise, or where that is too small, plain pages are faulted in and the
-kernel is asked to gather them into huge ones, which needs no setting of the host and may be
-refused: the disk of a virtual machine took three times as long for blocks on scattered pages.
+The first touch of a page costs many times a warm copy, so every page is touched here, in parallel,
+and not in the first requests. Huge pages, if requested, come from the pool that the host's operator
+set apart (`vm.nr_hugepages`). Otherwise, or if the pool is too small, plain pages are faulted in,
+and the kernel is asked to gather them into huge ones. This needs no setting of the host and may be
+refused. A virtual machine's disk took three times as long for blocks on scattered pages.
 
 The size is sealed before another process gets `fd`: a process that maps a memfd dies of SIGBUS if
 another one shrinks it.
@@ -40,9 +40,9 @@ _MFD_HUGE_2MB = 21 << os.MFD_HUGE_SHIFT
 
 
 class SharedMemory:
-    """`size` bytes in `map`, whose memfd is `fd`; `is_huge`: they lie on huge pages.
+    """`size` bytes in `map`, backed by the memfd `fd`. `is_huge`: the bytes lie on huge pages.
 
-    Raises TierConfigError where the host has less.
+    Raises TierConfigError where the host has less memory.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ def _make(
 
 
 def _map_aligned(fd: int, size: int) -> mmap.mmap:
-    """Map the memfd at a huge page's border, if a second try succeeds; only then can the kernel
-    gather its pages. New maps lie side by side, so a map as long as the first one's offset moves
-    the next."""
+    """Map the memfd at a multiple of a huge page's size, if a second try succeeds; only there can
+    the kernel gather its pages. New maps lie side by side, so a map as long as the first one's
+    offset moves the next one."""
     memory = mmap.mmap(fd, size, mmap.MAP_SHARED)
     off = _address(memory) % HUGE_PAGE_BYTES
     if not off or size < HUGE_PAGE_BYTES:
@@ -167,6 +167,6 @@ def _populate_piece(base: int, fd: int, start: int, length: int) -> int:
             # An older kernel: allocate the pages; the first touch adds only page-table entries.
             os.posix_fallocate(fd, start, length)
             return length
-        # Refused by older kernels, on maps that begin elsewhere, and where memory is in pieces.
+        # Older kernels refuse this, and all kernels for an unaligned map or scattered memory.
         libc.madvise(address, size, _MADV_COLLAPSE)
     return length

@@ -4,10 +4,10 @@
     engine   SlabIndex    publish, retract ──► records, journal ──► SlabReader    server
              is_held      ◄── times until which slots are kept ◄── hold
 
-Neither side waits for the other: the engine writes a few bytes for a block that comes or goes, and
-evicts no block before the end of its hold. A hold ends by itself, so a server that dies leaves none
-behind. Between reading a record and holding its slot the block may have gone; the reader reads the
-record again afterwards, and the engine that loads the block compares its digest.
+Neither side waits for the other. The engine writes a few bytes for a block that comes or goes, and
+evicts no block before the end of its hold. A hold ends by itself, so a server that dies leaves no
+hold behind. A block may go after its record was read and before its slot is held. So the reader
+reads the record again afterwards, and the engine that loads the block compares its digest.
 
     header    magic, slots, journal entries; epoch; number of journal entries written
     journal   a ring: the slot whose record has changed, or _ALL
@@ -30,8 +30,8 @@ from ..errors import TierConfigError
 from ..tag import TAG_BYTES, Proof
 from .shared_memory import SharedMemory
 
-# The longest hold that the engine respects, though the other process may write a longer one: that
-# of the longest lease.
+# The longest hold that the engine respects, equal to the longest lease. The other process may write
+# a longer hold.
 MAX_HOLD_SECONDS = 3600.0
 
 _MAGIC = 0x5354524B564C4958
@@ -97,8 +97,8 @@ class SlabIndex:
         self._append_journal(_ALL)
 
     def retain_slots(self, slots: Sequence[int], until: float, most: int) -> None:
-        """Keep these slots from eviction until `until` (monotonic), for this engine itself; at most
-        `most` slots at the same time, the first ones."""
+        """Keep these slots from eviction until `until` (monotonic), for this engine itself. At most
+        `most` slots are kept at the same time, the first ones."""
         now = time.monotonic()
         held = {slot: end for slot, end in self._own_holds.items() if end > now}
         for slot in slots:
@@ -217,7 +217,7 @@ class SlabReader:
 
     def acquire_blocks(self, keys: Sequence[bytes], until: float) -> list[Found | None]:
         """Hold these blocks until `until` (monotonic), or until `release_slots`. None for a block
-        that is not there, or where no more slots may be held."""
+        that is not there, or if no more slots may be held."""
         found: list[Found | None] = []
         with self._lock:
             for key in keys:
@@ -240,7 +240,7 @@ class SlabReader:
         return self._read_record(slot)[1] == key
 
     def release_slots(self, slots: Sequence[int]) -> None:
-        """Undo one `acquire_blocks` of each."""
+        """Undo one `acquire_blocks` of each slot."""
         with self._lock:
             for slot in slots:
                 self._held[slot] -= 1

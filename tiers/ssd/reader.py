@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads records into the callers' buffers, many at a time, and verifies each one.
 
-A record that is not exactly the expected one is a miss: it is counted by its defect and its entry
-forgotten. One that cannot be read is a miss and forgotten too, unless memory or the like was short.
+A record that differs from the expected one is a miss: its defect is counted and its entry
+forgotten. A record that cannot be read is a miss too; its entry stays only after a shortage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .encoded_io import DecodingReader
 from .index.slot_index import Entry
 from .state import Job, StoreState
 
-# Under way at once; a thread has reads under way while it verifies others.
+# Bytes under way at once; a thread has reads under way while it verifies others.
 FLIGHT_BYTES = 32 * 1024**2
 
 # The outcome of one record.
@@ -135,9 +135,9 @@ class Reader:
 
 
 class _Reading:
-    """A batch of parts, in the order of their slots. Neighbours are read at once; parts that this
-    read did not bring are read anew one by one, so that a bad sector or the end of a truncated file
-    costs the neighbours nothing."""
+    """A batch of parts, in the order of their slots. Neighbours are read at once. Parts that this
+    read did not bring are read again one by one, so that a bad sector or the end of a truncated
+    file costs the neighbours nothing."""
 
     def __init__(self, reader: Reader, ordered: Sequence[Part]) -> None:
         self._reader = reader
@@ -173,7 +173,7 @@ class _Reading:
         return again
 
     def _outcomes(self, parts: Sequence[Part], scratch: Scratch, result: Result) -> list[Outcome]:
-        """The outcomes of the first parts, or of all; a single part always has one."""
+        """The outcomes of the leading parts that have one; a single part always has one."""
         try:
             if isinstance(result, Exception):
                 raise result
@@ -185,7 +185,7 @@ class _Reading:
             return [error] if len(parts) == 1 else []
 
     def _verified(self, parts: Sequence[Part], num_bytes: int, scratch: Scratch) -> list[Outcome]:
-        """The outcomes of the parts that came whole."""
+        """The outcomes of the parts that were read whole."""
         state = self._reader.state
         payloads = [part.payload for part in parts]
         whole = state.slot_file.take_read(num_bytes, payloads, scratch)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks on their way to the disk: the queue they wait in, and the writing of their records.
 
-The runs of a batch are written many at a time. While the disk writes some, the threads hash the
-next ones; hashing releases the interpreter. A block whose bytes do not match its proof gets no
-header and is not offered. A tag is made here only for a block that came without one.
+The runs of a batch are written many at a time. While the disk writes some runs, the threads hash
+the next ones; hashing releases the interpreter's lock. A block whose bytes do not match its proof
+gets no header and is not offered. A tag is made here only for a block without a proof.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .encoded_io import EncodingWriter
 from .index.slot_index import Entry
 from .state import Job, StoreState
 
-# Under way at once, though each thread has one run with the disk while it hashes the next. A thread
-# by itself has its part of it, which has to keep a disk busy; a sync and a commit wait behind all.
+# Bytes under way at once, or one run of each thread if that is more. The part of one thread has to
+# keep a disk busy; a sync and a commit wait behind all parts.
 FLIGHT_BYTES = 32 * 1024**2
 NO_HEADER = bytes(HEADER_BYTES)
 
@@ -38,15 +38,15 @@ class Write:
 
     key: bytes
     payload: memoryview  # `page_bytes` long
-    proof: Proof | None  # of the payload, where it came with one
+    proof: Proof | None  # of the payload, if the block came with one
     waiters: list[tuple[Job[Stored], int]]
     dropped: bool = False  # forgotten meanwhile: not kept
     is_damaged: bool = False  # the payload does not match its proof: not kept
 
 
 class WriteQueue:
-    """First in, first out; a block that is on its way already is not queued twice. Everything here
-    is called under the state's lock."""
+    """First in, first out. A block that is already on its way is not queued again. Every method is
+    called under the state's lock."""
 
     def __init__(self) -> None:
         self.waiting: deque[Write] = deque()
@@ -54,7 +54,7 @@ class WriteQueue:
         self.num_blocks = 0  # waiting or being written; the owner bounds it
 
     def __contains__(self, key: object) -> bool:
-        """Whether a block is on its way, and to be kept."""
+        """Whether a block is on its way and was not forgotten."""
         write = self._pending.get(key)  # type: ignore[call-overload]
         return write is not None and not write.dropped
 
@@ -63,8 +63,8 @@ class WriteQueue:
         blocks: Iterable[tuple[bytes, memoryview, Proof | None, int]],
         job: Job[Stored],
     ) -> None:
-        """Queue blocks (key, payload, proof, position in the job), or wait for the writes of them
-        that are on their way."""
+        """Queue blocks (key, payload, proof, position in the job). For a block that is already on
+        its way, the job waits for that write."""
         pending, waiting = self._pending, self.waiting
         for key, payload, proof, position in blocks:
             write = pending.get(key)
@@ -76,7 +76,7 @@ class WriteQueue:
             self.num_blocks += 1
 
     def cancel(self, key: bytes) -> bool:
-        """Forget a block on its way; False if it is not."""
+        """Forget a block that is on its way; False if no such block is on its way."""
         if key not in self:
             return False
         self._pending[key].dropped = True
@@ -91,11 +91,11 @@ class WriteQueue:
         return [key for key, write in self._pending.items() if write.dropped]
 
     def pop_writes(self, count: int) -> list[Write]:
-        """Up to `count` blocks, to be written now; each ends with `settle` or `abandon`."""
+        """Take up to `count` blocks to write now; each ends with `settle` or `abandon`."""
         return [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
 
     def settle(self, writes: Sequence[Write], kept: Set[int]) -> tuple[list[Job[Stored]], int]:
-        """End writes: those whose `id` is in `kept` are kept, unless they were dropped meanwhile;
+        """End writes. A block is kept if the `id` of its write is in `kept` and it was not dropped;
         the others will not be written. Return the done jobs, and the number of blocks not kept."""
         done: list[Job[Stored]] = []
         num_lost = 0
@@ -140,15 +140,15 @@ class Batch:
     writes: list[Write]
     began: float
     placed: list[Placed] = field(default_factory=list)
-    failed_syncs: int = 0  # before its writing began
+    failed_syncs: int = 0  # failed syncs before its writing began
     unsure: set[int] = field(default_factory=set)  # slots whose rows may be on the disk
-    # Changed under the lock by the threads that write it.
-    blocks_left: int = 0  # whose writes have not returned, with or without an error
+    # The threads that write the batch change these fields under the lock.
+    blocks_left: int = 0  # blocks whose writes have not returned
     written: list[int] = field(default_factory=list)  # positions in `placed`
 
 
 class RecordWriter:
-    """Writes the records of batches. `notify` is called under the lock when one is written."""
+    """Writes the records of batches. `notify` is called under the lock when a batch is written."""
 
     def __init__(
         self,
@@ -180,13 +180,13 @@ class RecordWriter:
             batch.blocks_left = len(slots)
 
     def close(self, deadline: float) -> bool:
-        """False if a thread has not ended by `deadline` (monotonic)."""
+        """Let the threads end. False if one has not ended by `deadline` (monotonic)."""
         with self.state.lock:
             self._is_over = True
         return self._pool.close(deadline)
 
     def settle_blocks(self, batch: Batch, ended: int, written: Sequence[int]) -> None:
-        """`ended` blocks of the batch have ended, of which those at `written` were written."""
+        """Count `ended` blocks of the batch as ended, and the positions `written` as written."""
         with self.state.lock:
             batch.written += written
             batch.blocks_left -= ended
@@ -232,8 +232,8 @@ class _Writing:
             header[:HEADER_BYTES] = encode(key, generation, tag, write.payload, digest)
 
     def _proven_records(self) -> ProvenRecords | None:
-        """The batch for the native library, which hashes and makes headers a run at a time; None
-        where it cannot be used."""
+        """The batch for the native library, which hashes and makes headers a run at a time. None
+        where the library cannot be used."""
         state, placed = self._writer.state, self._batch.placed
         is_plain = self._writer.encoder is None and state.seal is None
         if not (placed and is_plain and self._slot_file.can_be_laid and has_digests()):

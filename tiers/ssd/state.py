@@ -52,7 +52,7 @@ class StoreState:
         )
 
     def encoded_header_of(self, entry: Entry, codec: int, tag: bytes = NO_TAG) -> RecordHeader:
-        """The same for an entry with a codec of this number."""
+        """The header that the record of an entry with this codec must have."""
         return RecordHeader(
             entry.key,
             self.layout_id,
@@ -88,8 +88,8 @@ def _uncancelable_future() -> Future[Any]:
 
 @dataclass(slots=True, eq=False)
 class Job(Generic[_T]):
-    """A call under way: its future and the answers, which come in parts and in any order.
-    `answers` and `waiting_for` are changed under the lock, with each answer both."""
+    """A call under way: its future and its answers, which come in parts and in any order. Each
+    answer changes `answers` and `waiting_for` together, under the lock."""
 
     answers: list[_T]
     waiting_for: int = 0  # answers

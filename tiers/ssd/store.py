@@ -39,28 +39,28 @@ DURABILITIES = ("sync", "async")
 class SsdStore(DiskStore):
     """A store in the directory `path`, at most `capacity_bytes` on the disk, index included.
 
-    It survives a restart and a kill; the order of writes (`writer.py`) is made for a power cut as
-    well. A damaged part of it is a miss. It belongs to one process, one layout and one namespace
-    at a time. Thread-safe.
+    The store survives a restart and a kill; the order of writes (`writer.py`) also protects it from
+    a power cut. A damaged part is a miss. The store belongs to one process, one layout and one
+    namespace at a time. Thread-safe.
 
-    `queue_bytes` bounds the buffers waiting to be written, and those waiting to be read, each;
-    more are refused. By default it is 256 MiB, or four blocks where that is more. An empty
-    queue takes any batch, however large.
+    `queue_bytes` bounds the buffers that wait to be written, and separately those that wait to be
+    read; a call beyond the bound is refused. The default is 256 MiB, or four blocks if they are
+    larger. An empty queue takes any batch, however large.
 
-    `io_threads` read and as many hash and write, each up to 16 runs of neighbours at a time.
-    `durability` says when a block is acknowledged: "sync" once record and row are on the disk,
-    "async" once it is written, and then a power cut or a kill may lose the blocks of the last two
-    seconds. Neither ever serves a wrong byte.
+    `io_threads` threads read and as many hash and write, each up to 16 runs of neighbours at a
+    time. `durability` says when a block is acknowledged. "sync": once record and row are on the
+    disk. "async": once the record is written; a power cut or a kill may then lose the blocks of the
+    last two seconds. Neither ever serves a wrong byte.
 
     A store of another format is set aside whole (`folder/other_formats.py`), beyond the capacity
-    and as long as the disk has room for it, and taken up again by the version that made it.
+    and as long as the disk has room for it. The version that made it uses it again.
 
-    With a `codec` blocks are encoded before they are written, where that saves a page: fewer bytes
-    move, no more blocks fit. A store of a lossless codec may be opened without it and the other
-    way round; blocks of one that loses something are for stores with the same codec only.
+    With a `codec`, blocks whose encoding saves a page are written encoded: fewer bytes move, but no
+    more blocks fit. A store of a lossless codec may be opened without a codec, and the other way
+    round. Blocks of a lossy codec are only for stores with the same codec.
 
-    With a `mac_key` no record is served that was written without it: for a directory that others
-    can write. Such a store opens with the same key only.
+    With a `mac_key`, no record that was written without the key is served: for a directory that
+    other users can write to. Such a store opens with the same key only.
 
     `policy` is the name of the eviction policy (`policies/known_policies.py`). A store of more than
     `MOST_POLICY_SLOTS` slots always uses "lru", which is logged.
@@ -156,7 +156,7 @@ class SsdStore(DiskStore):
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Future[list[Proof | None]]:
-        """See StoreTier. A block on its way in is a MISS. Raises TierBusy."""
+        """See StoreTier. A block that is still being stored is a MISS. Raises TierBusy."""
         payloads = self._payloads(keys, buffers, writable=True)
         job: Job[Proof | None] = Job([None] * len(keys))
         with self._state.lock:
@@ -247,8 +247,8 @@ class SsdStore(DiskStore):
             return stats.copy()
 
     def has_lost_disk(self) -> bool:
-        """See DiskStore. Removed files give no faults, so each call checks the path; reads are
-        tried only where faults were met since the last call."""
+        """See DiskStore. Removed files cause no faults, so each call checks the path. Reads are
+        tried only if there were faults since the last call."""
         with self._state.lock:
             faults = sum(self._state.stats.errors.values())
             if self._closed:
@@ -271,14 +271,14 @@ class SsdStore(DiskStore):
         return self._has_open_files
 
     def close(self, timeout_seconds: float) -> None:
-        """See StoreTier. Queued blocks are written as far as the time allows. Where the disk holds
-        a thread for longer the files stay open, until a later call finds the thread ended."""
+        """See StoreTier. Queued blocks are written as far as the time allows. If the disk holds a
+        thread for longer, the files stay open until a later call finds the thread ended."""
         deadline = time.monotonic() + timeout_seconds
         with self._state.lock:
             if not self._has_open_files:
                 return
             is_first, self._closed = not self._closed, True
-        # The kernel takes 32 ms to give up a thread's queue: the readers' go beside the writers'.
+        # The kernel takes 32 ms to free a thread's queue: end readers and writers at the same time.
         self._reader.end_reads(deadline)
         writes_ended = self._writer.close(deadline)
         if self._reader.close(deadline) and writes_ended:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks an SSD store that is not open: its index against its records, and back.
+"""Checks an SSD store that is not open: index against records, and records against index.
 
-Every row must name its own slot, which holds the row's whole record. A whole record that no row
-names is an *orphan*: an evicted block leaves it behind until its slot is used again. With `fix`,
-rows that are wrong are removed, and an index that is lost is made again from the records, whose
-headers say key, layout and generation; of two records for one key the higher generation, the later
-write, is taken. So an evicted block may come back; the identity file proves that the records are
-this store's, and without that file no index is made. Cleared blocks do not come back: the file says
-up to which generation blocks were cleared. Blocks dropped by name do not either: their records are
-erased. No payload is ever changed. Records that are sealed are verified with their key only;
-without it only their headers are checked, and no index is made of unverified records.
+Every row must name a slot that holds the row's whole record. A whole record that no row names is an
+*orphan*: an evicted block leaves its record behind until the slot is used again. With `fix`, wrong
+rows are removed, and a lost index is made again from the headers, which have key, layout and
+generation. Of two records for one key the higher generation, the later write, is taken. So an
+evicted block may come back. No index is made without the identity file, which proves that the
+records are this store's. Cleared blocks do not come back: the file has the generation of the last
+clear. Blocks dropped by name do not either: their records are erased. No payload is ever changed.
+Sealed records are verified with their key only; without it only headers are checked, and no index
+is made.
 
 Takes memory for each row, as the store does, and none for payloads.
 """
@@ -65,8 +65,8 @@ def check_store(
 ) -> CheckResult:
     """Read everything in the store at `path`, and with `fix` repair what can be repaired.
 
-    Takes the store's lock. Raises TierConfigError where there is no store, it is in use, it has
-    another key or none, or it cannot be read or written.
+    Takes the store's lock. Raises TierConfigError where there is no store, or where the store is in
+    use, has another key or no key, or cannot be read or written.
     """
     directory = StoreDirectory(Path(path), create=False)
     with closing(directory):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trial read: how fast a store's disk is read, measured on blocks that it keeps."""
+"""Measures how fast a store's disk is read, by a trial read of blocks that the store keeps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TRIAL_BYTES = 16 * 1024**2
 def trial_read(
     slot_file: SlotFile, layout: BlockLayout, slots: Sequence[int], threads: int, seconds: float
 ) -> ReadSample | None:
-    """Read these slots to measure the disk, past index, checks and counters: in runs as loads do,
-    by `threads` threads; None where the disk is late or fails. The bytes read are ignored, so slots
+    """Read these slots to measure the disk, without index, checks and counters. `threads` threads
+    read runs, as loads do. None where the disk is late or fails. The bytes are ignored, so slots
     may be written meanwhile. Waits for `seconds` at most; a hung read keeps only its thread."""
     if not slots:
         return None

@@ -1,44 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """The threads that change the disk: they evict, start writes of records, and commit rows.
 
-The order of steps in a batch makes the store safe at any moment of a crash or power cut:
+The order of steps in a batch keeps the store safe whenever a crash or a power cut comes:
 
     1  rows of blocks that left are removed, durably; only now are their slots free
     2  records are written into free slots, several at a time, and reach the disk (fdatasync)
     3  rows of the new blocks are committed, durably; only now are they offered
 
 A slot that no row names is free, so the start needs no repair. While one batch is synced and
-committed, the records of the next are written already:
+committed, the records of the next batches are written already:
 
     batch 1   write ──── sync, commit
     batch 2         write ───       │
     batch 3             write ───── sync, commit
 
 Batches that were written while another one was synced and committed are ended together: a flush
-waits in the disk's queue behind the writes under way, and one for all costs no more than for one.
+waits in the disk's queue behind the writes under way, and one flush serves all these batches.
 
-A second thread syncs and commits, so that a batch that is handed in meanwhile is begun at once. A
-caller hands in its next batch when the last one is settled; a single thread would then be busy with
-the batches behind it, and the disk would have nothing to write until they were committed.
+A second thread syncs and commits, so that the first one can begin a new batch at once. A caller
+hands in its next batch when its last one is settled. A single thread would then be busy with other
+batches, and the disk would have nothing to write until they were committed.
 
 Why the order holds although batches overlap:
-- Only the first thread gives out slots. A slot becomes free after the commit that removed its row
-  has returned, and belongs to its batch until that batch is settled; so no row on the disk and no
-  reader refers to a slot that is being written, at any point of another batch.
-- While the second thread ends batches the first one syncs, commits and erases nothing; all it does
-  is begin batches for which there are free slots.
-- The rows of a batch are in no commit before a sync that began after the last write of the batch
-  had returned. A sync that ran while another batch was being written is not counted for that one.
-- The kernel reports a failed sync once. What was being written meanwhile may be lost as well, so
-  all batches under way are given up together with those that were synced.
+- Only the first thread gives out slots. A slot becomes free when the commit that removed its row
+  has returned, and belongs to its batch until that batch is settled. So at no point of another
+  batch does a row on the disk or a reader refer to a slot that is being written.
+- While the second thread ends batches, the first one syncs, commits and erases nothing. It only
+  begins batches for which there are free slots.
+- The rows of a batch are committed only after a sync that began when all writes of the batch had
+  returned. A sync that ran while a batch was still being written does not count for this batch.
+- The kernel reports a failed sync once. Data that was being written meanwhile may be lost as well,
+  so all batches under way are given up together with the batches that were synced.
 
 A store that is not `durable` (`--kv-offload-ssd-durability async`) differs in one point: blocks are
 offered from memory and acknowledged when step 2 has written them, and syncs and commits follow for
-many batches at once. Steps 1 to 3 keep their order, so a power cut or a kill may lose what was
-acknowledged in the last `SYNC_SECONDS` (`OfferedBlocks`), but leaves no row without its record.
+many batches at once. Steps 1 to 3 keep their order. So a power cut or a kill may lose blocks of the
+last `SYNC_SECONDS` (`OfferedBlocks`), but leaves no row without its record.
 
-A forgotten block is hidden at once; that becomes durable later. `wait_forgotten` returns when rows
-and records of dropped blocks are gone and a clear is noted.
+A forgotten block is hidden at once; this becomes durable later. `wait_forgotten` returns when rows
+and records of dropped blocks are removed and a clear is noted on the disk.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ from .state import Job, StoreState
 
 log = logging.getLogger(__name__)
 
-# Sync and commit of each batch cost nothing measurable beside its writing, unless the disk is
-# quick; then batches written meanwhile are ended together. Larger batches all end at once, and a
-# disk of 6 GB/s was idle until the next ones came.
+# Sync and commit of a batch cost nothing measurable beside its writing, except on a fast disk;
+# there batches written meanwhile are ended together. Larger batches would all end at once: a disk
+# of 6 GB/s was idle until the next ones came.
 BATCH_BYTES = 32 * 1024**2
 BATCH_BLOCKS = 512  # of small blocks, so that the lock is not held for long
 BATCHES_IN_FLIGHT = 6  # written, synced and committed, or about to be
@@ -76,7 +76,7 @@ _PAUSE_SECONDS = 1.0  # after an unexpected exception
 
 
 class Writer:
-    """Owns the queue of writes; the threads start with it. `durable`: see above."""
+    """Owns the queue of writes and starts the threads. `durable`: see the module's docstring."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Writer:
         self._rows = RowWriter(state, index_file, self._offered)
         # Generations are unique over all openings: the epoch above, a count of writes below.
         self._generation = epoch << EPOCH_SHIFT
-        self._cleared_up_to = self._noted = cleared_up_to  # by order; on the disk
+        self._cleared_up_to = self._noted = cleared_up_to  # in memory; on the disk
         self._note_cleared = note_cleared
         self._forget_other_formats = forget_other_formats
         self._promises: list[_Promise] = []
@@ -162,8 +162,8 @@ class Writer:
 
     def close(self, deadline: float) -> bool:
         """Write queued blocks until `deadline` (monotonic) and abandon the rest. False if a thread
-        is still in the kernel; then the files must stay open. A later call gives no more time: the
-        threads that write end with the first one."""
+        is still in the kernel; then the files must stay open. A later call gives no more time,
+        because the writing threads end with the first call."""
         with self._state.lock:
             self._stop_at = deadline if self._stop_at is None else min(self._stop_at, deadline)
             self.wake()
@@ -221,8 +221,8 @@ class Writer:
                 self._work.notify()
 
     def _advance_batches(self) -> bool:
-        """Begin the next batch or let the oldest ones be ended, whichever is possible first; False
-        after the last one. On return it holds only the buffers of batches under way."""
+        """Begin the next batch or let the oldest ones end, whichever is possible first. False after
+        the last one. On return only batches under way hold buffers."""
         writes, is_closing = self._next_writes()
         if self._is_late():
             self._abandon_queue()  # also while the disk holds the second thread
@@ -265,8 +265,8 @@ class Writer:
         return self._woken or self._may_begin()
 
     def _can_begin(self) -> bool:
-        """Whether a batch can begin; while the second thread ends batches, only one that needs no
-        commit for its slots."""
+        """Whether a batch can begin. While the second thread ends batches, the new batch must need
+        no commit for its slots."""
         blocks = min(len(self.queue.waiting), self._batch_blocks)
         has_slots = not self._is_ending or self._state.index.free.count >= blocks
         return has_slots and self._may_begin()
@@ -300,9 +300,9 @@ class Writer:
             self._flying.append(batch)
 
     def _assign_slots(self, writes: Sequence[Write]) -> list[Placed]:
-        """Give each block of a batch a free slot, as far as there are any; evicts for that. No
-        block gets one if the time to close is over first."""
-        with self._state.lock:  # so that a clear comes before or after all of it
+        """Give the blocks of a batch free slots, and evict for that. Blocks beyond the free slots
+        get none; if the time to close ends first, no block gets one."""
+        with self._state.lock:  # so that a clear comes before or after the batch
             wanted = [write for write in writes if not write.dropped]
             generations = range(self._generation + 1, self._generation + 1 + len(wanted))
             self._generation += len(wanted)
@@ -322,8 +322,8 @@ class Writer:
         ]
 
     def _take_slots(self, count: int) -> list[int]:
-        """Take up to `count` free slots, ascending. Rows are removed only where too few are free:
-        the next commit removes the others."""
+        """Take up to `count` free slots, ascending. Rows are removed here only if too few slots are
+        free; the next commit removes the other rows."""
         index = self._state.index
         with self._state.lock:
             self._state.stats.evicted_blocks += index.make_room(count)
@@ -347,8 +347,8 @@ class Writer:
             self._complete_batch(batch, blocks)
 
     def _keep(self, batches: Sequence[Batch]) -> list[list[Placed]]:
-        """The blocks of each batch that may be offered now: all that were written, or, where sync
-        or commit fails, none."""
+        """The blocks of each batch that may be offered now: all that were written, or none of them
+        if sync or commit fails."""
         nothing: list[list[Placed]] = [[] for _ in batches]
         written = [
             [batch.placed[position] for position in sorted(batch.written)]
@@ -370,8 +370,8 @@ class Writer:
         return written
 
     def _doubt(self, batches: Sequence[Batch], entries: Sequence[Entry]) -> None:
-        """Keep the slots of entries whose commit failed: their rows may be on the disk, so the
-        slots are free only when those are removed."""
+        """Keep the slots of entries whose commit failed. Their rows may be on the disk, so the
+        slots are free only after these rows are removed."""
         with self._state.lock:
             self._state.index.keep_leaving(entries)
             self._woken = True
@@ -390,8 +390,8 @@ class Writer:
         return True
 
     def _commit_offered(self) -> None:
-        """Sync and commit the offered blocks, or forget them where that fails. Only a store that is
-        not durable has any."""
+        """Sync and commit the offered blocks; forget them if that fails. A durable store has no
+        offered blocks."""
         entries = self._offered.drain_entries()
         if not entries or (self._sync(entries) and self._rows.commit(entries)):
             return
@@ -409,7 +409,7 @@ class Writer:
             self._commit_offered()
 
     def _keep_promises(self) -> None:
-        """Make forgetting durable, for the callers of `wait_forgotten`. A block that is being
+        """Make forgetting durable for the callers of `wait_forgotten`. A block that is being
         written now gets a row first, which is removed when its batch is settled."""
         with self._state.lock:
             cleared_up_to, promises = self._cleared_up_to, list(self._promises)
@@ -433,8 +433,8 @@ class Writer:
 
     def _forget_rows_and_records(self) -> bool:
         """Remove rows and records of blocks forgotten by name; False where the disk failed. Cleared
-        blocks need neither. Without its record a block cannot come back, even with an index made
-        anew from the records."""
+        blocks need neither removal. Without its record a block cannot come back, even if the index
+        is made anew from the records."""
         index = self._state.index
         with self._state.lock:
             has_rows = index.has_leaving_after(self._noted)
@@ -483,7 +483,8 @@ class Writer:
         index, stats = self._state.index, self._state.stats
         index.publish([entry for _, entry in kept])
         for write, entry in batch.placed:
-            # Forgotten while it was being written: a block that is not kept may have left a record.
+            # Forgotten while it was being written. If it is not kept, its record may be on the
+            # disk.
             if write.dropped and not index.remove_entry(entry, by_name=True):
                 index.note_dropped(entry)
             self._woken |= write.dropped

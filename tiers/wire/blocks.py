@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send and receive blocks, each a payload with a trailer, hashed while the bytes are in the cache.
-Where the compiled library runs, one call of it receives and hashes all blocks of a batch, and
-another one sends them.
-
-The client and the server use it.
+"""Functions with which client and server send and receive blocks, each a payload with a trailer.
+Payloads are hashed while their bytes are in the processor's cache. The compiled library, where it
+runs, receives and hashes all blocks of a batch in one call, and sends a batch in another.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from ..native.native_library import LEAST_BYTES
 from ..tag import Hashed
 from .sockets import Connection
 
-# What is received or sent between two looks at the hash; fits a core's cache beside the socket's.
+# Bytes received or copied between two updates of the hash; they fit a core's cache.
 PART_BYTES = 256 * 1024
 SEND_BYTES = 16 * 1024**2  # gathered for one call to the kernel
 
@@ -30,9 +28,9 @@ def receive_blocks(
     deadline: float,
     arrived: list[tuple[bytes, Any]],
 ) -> None:
-    """Fill `payloads`, all of one length. Append to `arrived` the trailer and the hasher of each
-    payload that came whole, also if a later one fails. The hasher is that of `keyed_hashers`, or
-    one with the plain digest if they are None. Raises ConnectionLost."""
+    """Fill `payloads`, all of one length. Append to `arrived` the trailer and hasher of each
+    payload that came whole, even if a later payload fails. The hashers come from `keyed_hashers`;
+    if it is None, each hasher has the payload's plain digest. Raises ConnectionLost."""
     if not payloads:
         return
     if keyed_hashers is None and connection.can_digest and payloads[0].nbytes >= LEAST_BYTES:
@@ -56,7 +54,7 @@ def _receive_block(
     for start in range(0, payload.nbytes, PART_BYTES):
         part = payload[start : start + PART_BYTES]
         left -= part.nbytes
-        # The trailer is read with the last part, which saves one call to the kernel.
+        # Reading the trailer with the last part saves one call to the kernel.
         connection.receive_all([part] if left else [part, memoryview(trailer)], deadline)
         hasher.update(part)
     return bytes(trailer)
@@ -69,8 +67,8 @@ def send_blocks(
     trailers: Sequence[bytes],
     deadline: float,
 ) -> None:
-    """Send `head`, then each payload with its trailer, all of one length, many of them in one call
-    to the kernel. Raises ConnectionLost."""
+    """Send `head`, then each payload with its trailer. The payloads have one length, and one call
+    to the kernel sends many of them. Raises ConnectionLost."""
     if connection.can_digest and not any(payload.readonly for payload in payloads):
         connection.send_payloads(head, payloads, b"".join(trailers), deadline)
         return

@@ -13,8 +13,8 @@ from ..tag import Proof, Tagger
 
 
 class Tags:
-    """The tags of one connection. Tags on the wire depend on the tag key and the namespace, if the
-    engine has them; tags of blocks in the engine's own tiers are plain. Thread-safe."""
+    """Makes and checks the tags of blocks on one connection. Wire tags depend on the engine's tag
+    key and namespace, if any. Plain tags, for the engine's own tiers, do not. Thread-safe."""
 
     def __init__(self, layout: BlockLayout, tag_key: bytes | None, namespace: bytes = b"") -> None:
         layout_id, size = layout.layout_id(), layout.page_bytes
@@ -28,24 +28,24 @@ class Tags:
         self.names = self._wire.join_names  # the input of tags without a key
 
     def sent(self, key: bytes, hasher: Any, proof: Proof | None) -> Proof | None:
-        """The wire proof of a block that was hashed while it was copied; None if its digest
-        differs from that of `proof`."""
+        """The wire proof of a block that `hasher` hashed during its copy. None if `proof` is given
+        and has another digest."""
         made = self._wire.finish_proof(key, hasher)
         return made if proof is None or proof.digest == made.digest else None
 
     def prove(self, key: bytes, payload: memoryview, proof: Proof | None) -> Proof | None:
-        """The wire proof of a whole block, which is hashed here; None as in `sent`."""
+        """Hash a whole block and return its wire proof. None if `proof` has another digest."""
         made = self._wire.prove(key, payload)
         return made if proof is None or proof.digest == made.digest else None
 
     def outgoing(self, key: bytes, proof: Proof) -> Proof:
-        """The wire proof of a block whose plain proof is known. Works only without a tag key: tags
-        with a key need the bytes."""
+        """The wire proof of a block, made from its plain proof. Works only without a tag key: a tag
+        with a key is made from the block's bytes."""
         return Proof(self._wire.tag(key, proof.digest), proof.digest)
 
     def received(self, key: bytes, hasher: Any, tag: bytes) -> Proof | None:
-        """The proof, for the engine's own tiers, of a block that came with `tag`; None if it is
-        not the block that was stored under the key."""
+        """The plain proof of a block that came with the wire tag `tag`. None if the tag does not
+        match: the block is not the one that was stored under the key."""
         made = self._wire.finish_proof(key, hasher)
         if not hmac.compare_digest(made.tag, tag):
             return None
@@ -56,8 +56,8 @@ class Tags:
     def received_all(
         self, keys: Sequence[bytes], digests: Sequence[bytes], tags: Sequence[bytes]
     ) -> list[Proof]:
-        """The proofs, for the engine's own tiers, of blocks that came with the wire tags `tags`,
-        made without a tag key."""
+        """The plain proofs of blocks that came with these payload digests and wire tags. The wire
+        tags were made without a tag key."""
         if self._wire is not self._plain:
             tags = [self._plain.tag(k, digest) for k, digest in zip(keys, digests, strict=True)]
         return list(map(Proof, tags, digests))

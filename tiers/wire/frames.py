@@ -15,14 +15,14 @@ or over a Unix socket, where the server shares the tenant's memory and only slot
     UNPIN    lease                            no reply
     RESERVE  n keys, milliseconds             reply: lease, states, a slot for each WANTED
     COMMIT   lease, n proofs                  reply: a state for each; ends the lease. n is the
-                                              number of WANTED; zeros give the slot back
+                                              number of WANTED; a proof of zeros frees its slot
 
-A proof is the tag that the storing engine made, then the digest of the payload (`tiers/tag.py`).
-The server compares digests and keeps tags as they are; a client compares the tag of a loaded block.
+A proof is a tag, made by the storing engine, and the payload's digest (`tiers/tag.py`). The server
+checks digests and keeps tags unchanged; a client checks the tag of each loaded block.
 
-All integers little-endian. PIN, UNPIN, RESERVE and COMMIT are for Unix sockets only. A client may
-send a request before the reply to the last; replies come in the order of requests. Any other
-message ends the connection.
+All integers are little-endian. PIN, UNPIN, RESERVE and COMMIT work on Unix sockets only. A client
+may send the next request before it has the last reply; replies come in the order of requests. Any
+other message ends the connection.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TICKET_BYTES = 32
 BOOT_ID_BYTES = 16
 SLOT_BYTES = 4
 MAX_KEYS = 4096  # of one look-up
-MAX_BLOCKS = 256  # of one request that moves or holds blocks
+MAX_BLOCKS = 256  # of one request that moves, pins or reserves blocks
 MAX_LEASE_SECONDS = 60.0
 NO_PROOF = bytes(PROOF_BYTES)
 
@@ -87,11 +87,11 @@ class Status(IntEnum):
 
     OK = 0
     BAD_TICKET = 1  # unknown, used or expired; the connection ends
-    BAD_VERSION = 2  # of this protocol; the connection ends
+    BAD_VERSION = 2  # the server speaks another version; the connection ends
     BAD_REQUEST = 3  # not a message of this protocol; the connection ends
-    BUSY = 4  # too much at once; ask again later
+    BUSY = 4  # too much work at once; ask again later
     DRAINING = 5  # the server is going down; the connection ends
-    NO_LEASE = 6  # it has ended, or never was
+    NO_LEASE = 6  # the lease has ended, or never existed
     INTERNAL = 7
 
 
@@ -106,7 +106,7 @@ class Welcome(NamedTuple):
 
 
 class RequestFrame(NamedTuple):
-    """The head of a request; `argument` is a lease or milliseconds."""
+    """The head of a request. `argument` is a lease number or milliseconds, by verb."""
 
     verb: Verb
     blocks: int
@@ -115,7 +115,7 @@ class RequestFrame(NamedTuple):
 
 
 class ReplyFrame(NamedTuple):
-    """The head of a reply; `number` is that of the request."""
+    """The head of a reply. `number` is the number of its request."""
 
     verb: Verb
     status: Status
@@ -142,7 +142,7 @@ def encode_welcome(welcome: Welcome) -> bytes:
 
 
 def decode_welcome(raw: bytes) -> Welcome:
-    """Raises WireError for a message, a version or a status that this version does not know."""
+    """Raises WireError for anything but a welcome of this version with a known status."""
     magic, version, status, _, boot_id, page_bytes, slot_bytes, num_slots = WELCOME.unpack(raw)
     if magic != MAGIC:
         raise WireError("expected the welcome of a data connection")
@@ -183,7 +183,7 @@ def pack_keys(keys: Sequence[bytes]) -> bytes:
 
 
 def unpack_keys(packed: bytes, most: int = MAX_KEYS) -> list[bytes]:
-    """The keys of a packed field. Raises WireError for a length that cannot be right."""
+    """The keys of a packed field. Raises WireError for a partial key, or more than `most` keys."""
     if len(packed) % KEY_BYTES or len(packed) > most * KEY_BYTES:
         raise WireError(
             f"expected up to {most} keys of {KEY_BYTES} bytes each, got {len(packed)} bytes"
@@ -192,9 +192,9 @@ def unpack_keys(packed: bytes, most: int = MAX_KEYS) -> list[bytes]:
 
 
 def part_blocks(page_bytes: int, num_slots: int, most_bytes: int = _PART_BYTES) -> int:
-    """The number of blocks of a batch to hold at a time: enough to hide a round trip or a seek
-    behind a transfer, and a small share of the tenant store's memory, so that slots stay free for
-    blocks from the disk."""
+    """The number of blocks to hold at a time: about `most_bytes`, which hides a round trip or a
+    seek behind a transfer, but at most an eighth of the tenant store's slots. The other slots stay
+    free for blocks from the disk."""
     return max(1, min(most_bytes // page_bytes, num_slots // _PART_SHARE))
 
 

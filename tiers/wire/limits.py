@@ -16,27 +16,27 @@ PIECE_BYTES = MIB  # the most payload of one BlockPiece
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """All of them greater than zero. Raises TierConfigError."""
+    """The limits of one cache server. Raises TierConfigError for a value that is not above zero."""
 
     # gRPC
     max_message_bytes: int = 4 * MIB
-    max_connections: int = 1024  # strangers (connections without valid credentials yet) included
+    max_connections: int = 1024  # including strangers: connections without valid credentials yet
     max_strangers: int = 256
     max_strangers_per_address: int = 64
-    stranger_seconds: float = 10.0  # to send a call with valid credentials
-    max_calls: int = 512  # at once, over all connections, watchers too
+    stranger_seconds: float = 10.0  # the time for a stranger to send a call with valid credentials
+    max_calls: int = 512  # running at once, over all connections, including watchers
     max_streams_per_connection: int = 128
-    max_bytes_in_flight: int = 256 * MIB  # blocks of gRPC streams, on their way in and out
+    max_bytes_in_flight: int = 256 * MIB  # of blocks that gRPC streams are sending or receiving
     stall_seconds: float = 5.0  # a stream ends after so long without a piece in or out
     max_watchers: int = 64
     max_queued_keys: int = 65536  # of one watcher, queued but not yet sent
     max_watched_keys: int = (
-        131072  # of a tenant store: reported as stored, looked up again at intervals
+        131072  # of a tenant store: blocks reported as stored, and looked up again at intervals
     )
     max_leases: int = 1024  # of one tenant, by gRPC
     max_tickets: int = 256  # of one tenant, not yet used
     ticket_seconds: float = 10.0
-    call_seconds: float = 30.0  # of one call, whatever deadline its client gave it
+    call_seconds: float = 30.0  # of one call, even if its client set a later deadline
     keepalive_seconds: float = 30.0  # silence after which the server pings a client
     keepalive_timeout_seconds: float = 10.0
     min_ping_seconds: float = 5.0  # clients that ping more often are cut off

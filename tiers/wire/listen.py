@@ -12,7 +12,7 @@ from ..errors import TierConfigError
 
 LARGEST_PORT = 65535
 _OWN = "localhost"
-_NO_HOST = frozenset(b"@/?#\\")  # of other parts of a URL
+_NO_HOST = frozenset(b"@/?#\\")  # they separate other parts of a URL
 
 
 def is_loopback(host: str) -> bool:
@@ -22,7 +22,7 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # another name, which may be any address
+        return False  # a name, which may resolve to any address
 
 
 def host_in(header: bytes) -> str:
@@ -36,8 +36,8 @@ def host_in(header: bytes) -> str:
 
 
 def is_no_foreign_name(host: str) -> bool:
-    """Whether the name is an address or below localhost, so that no page can have made it resolve
-    to this server (DNS rebinding)."""
+    """Whether `host` is an IP address, localhost or a name below localhost. A web page cannot make
+    such a name resolve to this server (DNS rebinding)."""
     if host == _OWN or host.endswith(f".{_OWN}"):
         return True
     try:
@@ -48,7 +48,7 @@ def is_no_foreign_name(host: str) -> bool:
 
 
 def check_exposure(host: str, *, has_tls: bool, has_credentials: bool, insecure: bool) -> None:
-    """Raises TierConfigError for an address that others can reach without TLS and credentials."""
+    """Raise TierConfigError if other machines can reach `host` without TLS and credentials."""
     if insecure or is_loopback(host) or (has_tls and has_credentials):
         return
     missing = [
@@ -66,7 +66,7 @@ def check_exposure(host: str, *, has_tls: bool, has_credentials: bool, insecure:
 
 
 def check_metrics_exposure(host: str, *, exposed: bool) -> None:
-    """Raises TierConfigError for an address of /metrics that others can reach, unless they may."""
+    """Raise TierConfigError if other machines can reach /metrics on `host`, unless `exposed`."""
     if not (exposed or is_loopback(host)):
         raise TierConfigError(
             f"other machines can reach {host}, and /metrics, which shows the tenants' names and "

@@ -5,8 +5,8 @@
     $XDG_CACHE_HOME/stratakv/cache-server-PORT.token        ~/.cache where that is not set
 
 At each start the server writes a new token, with mode 0600, to the first of these paths that it can
-write. It writes the file again if it is gone (a logout empties $XDG_RUNTIME_DIR), and removes it at
-its end. A client reads the first file that exists. The token of a killed server is not valid.
+write. It writes a missing file again (a logout empties $XDG_RUNTIME_DIR), and removes the file at
+its end. The token in a killed server's file is not valid. A client reads the first existing file.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MOST_BYTES = 4096
 
 
 def leave_token(port: int, token: str) -> Path:
-    """Write the token of the server at `port`, in place of any other, and return its path. Raises
-    TierConfigError if it cannot be written to any folder."""
+    """Write the token of the server at `port`, in place of an older token, and return the file's
+    path. Raises TierConfigError if no folder can be written."""
     why = []
     for folder in _folders():
         path = folder / _name(port)
@@ -37,7 +37,7 @@ def leave_token(port: int, token: str) -> Path:
             why.append(f"{path}: {error.strerror}")
             continue
         for other in _folders():
-            if other != folder:  # of a server that was killed
+            if other != folder:  # left by a server that was killed
                 with suppress(OSError):
                     (other / _name(port)).unlink()
         return path
@@ -56,7 +56,7 @@ def take_away_token(path: Path, token: str) -> None:
 
 
 def token_places(port: int) -> list[Path]:
-    """The paths of a token for `port`, in the order in which a client reads them."""
+    """The paths that a client reads for a token of `port`, in order."""
     return [folder / _name(port) for folder in _folders()]
 
 
@@ -84,8 +84,8 @@ def _name(port: int) -> str:
 
 
 def _make_private(folder: Path) -> None:
-    """May raise OSError."""
-    # Only the system makes the runtime directory.
+    """Make the folder. Raises OSError if that fails, or if other users can write the folder."""
+    # Only the system makes the runtime directory in /run, so its parents are not made here.
     folder.mkdir(mode=0o700, exist_ok=True, parents=not folder.is_relative_to("/run"))
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

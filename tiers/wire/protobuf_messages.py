@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of layouts and block headers between protocol messages and the types of the tiers.
-
-The client and the server use it. A message that cannot be valid raises WireError; a valid one with
-unexpected contents is returned for the caller to judge.
+"""Conversion of layouts and block headers between protocol messages and the types of the tiers. The
+client and the server use it. An invalid message raises WireError. `read_layout` returns any valid
+layout, and the caller compares it with its own.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ _LARGEST_UINT16 = 65535
 
 
 def layout_message(layout: BlockLayout) -> LayoutMessage:
-    """The message of a layout."""
     return LayoutMessage(
         layout_version=LAYOUT_VERSION,
         num_layers=layout.num_layers,
@@ -54,7 +52,6 @@ def read_layout(message: LayoutMessage) -> BlockLayout:
 def header_message(
     key: bytes, layout_id: bytes, payload_bytes: int, tag: bytes, payload_digest: bytes
 ) -> HeaderMessage:
-    """The header message of a block."""
     digest, group, shard_rank, shard_count = unpack_key(key)
     return HeaderMessage(
         key=KeyMessage(digest=digest, group=group, shard_rank=shard_rank, shard_count=shard_count),
@@ -68,7 +65,8 @@ def header_message(
 def read_header(
     message: HeaderMessage, layout_id: bytes, payload_bytes: int
 ) -> tuple[bytes, bytes, bytes]:
-    """Key, tag and digest of a block. Raises WireError unless it has the expected layout."""
+    """The key, tag and payload digest in a block's header. Raises WireError for an invalid header,
+    or if its layout or its number of bytes is not the expected one."""
     key = message.key
     if len(key.digest) != DIGEST_BYTES or not key.shard_rank < key.shard_count <= _LARGEST_UINT16:
         raise WireError("the header's key is none: see BlockKey in block.proto")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BlockPiece on the wire with one copy of its payload: an encoder that joins it to the other fields
-and a decoder that returns it as a view of the message.
+"""An encoder and a decoder of BlockPiece that save copies of the payload: the encoder copies it
+once, behind the other fields, and the decoder returns it as a view of the message.
 
     piece = fields 1 to 4, as the generated code writes them | tag of field 5 | length | payload
 
-The result is valid protobuf. The decoder reads the fields of other writers in any order; a message
-that it does not split quickly goes to the generated code, which copies.
+The result is valid protobuf, and the decoder accepts fields in any order. It leaves a malformed or
+unusual message to the generated code, which copies the payload.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .frames import State, WireError
 
 _PAYLOAD_TAG = 5 << 3 | 2
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_GLANCE_FIELDS = 16  # a piece has five; one with more goes to the generated code
+_GLANCE_FIELDS = 16  # a piece has five; the generated code decodes a message with more than 16
 _GLANCE_VARINT_BYTES = 10
 _LARGEST_STATE = max(State)
 
 
 @dataclass(slots=True)
 class Piece:
-    """A part of one block, or the notice that a block is missing; the fields of BlockPiece."""
+    """A part of one block, or the notice that a block is missing, with the fields of BlockPiece."""
 
     index: int = 0
     state: State = State.MISS
@@ -69,8 +69,8 @@ def decode_piece(raw: bytes) -> Piece:
 
 
 def _take_apart(raw: bytes) -> tuple[bytes, bytes | memoryview] | None:
-    """All other fields, joined, and the payload. None for a message that is malformed or has more
-    fields or longer numbers than a piece needs: the generated code decides."""
+    """The other fields, joined, and the payload. None for a malformed message, or one with more
+    fields or longer numbers than a piece needs; the generated code then decodes it."""
     view = memoryview(raw)
     others: list[memoryview] = []
     payload: bytes | memoryview = b""

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls of the cache service, from its descriptor, for servers and clients.
 
-A servicer has one coroutine for each call, named as in Python (`OpenData` is `open_data`). It takes
-a request (or an iterator of them) and grpc's context, and returns the response, or writes several
-with `context.write`. A stub has the same names. BlockPiece goes through
-`raw_messages.py` on both sides, everything else through the generated code.
+A servicer has one coroutine for each call, with a Python name (`OpenData` is `open_data`). The
+coroutine takes a request (or an iterator of requests) and grpc's context. It returns the response,
+or writes several responses with `context.write`. A stub has the same names. On both sides
+`raw_messages.py` converts BlockPiece, and the generated code converts every other message.
 
-The server takes every request as a stream, also one of a single message. grpc would otherwise wait
-for that message before the server can check credentials and deadlines, and a client without
+The server takes every request as a stream, even a request of a single message. Otherwise grpc would
+wait for the message before the server can check credentials and deadlines, and a client without
 credentials could hold calls for ever.
 
-This module handles one error: a request that cannot be decoded raises WireError where the servicer
-would have received it. Credentials and the work of the calls are elsewhere.
+A request that cannot be decoded raises WireError at the point where the servicer would receive it.
+Other modules check credentials and do the work of the calls.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _SERVICE = cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"]
 SERVICE_NAME: str = _SERVICE.full_name
 _PIECE: str = cache_service_pb2.BlockPiece.DESCRIPTOR.full_name
 
-# Entered around every call; takes the call's path and grpc's context.
+# A context manager around every call, made from the call's path and grpc's context.
 Around = Callable[[str, Any], AbstractAsyncContextManager[None]]
 
-# Proxies of the environment are not used: one would see the token of every call without TLS, and
-# could not reach servers of this machine. The second option turns off GRPC_ADDRESS_HTTP_PROXY,
-# which the first does not cover.
+# Channels ignore the proxies of the environment. A proxy would see the token of every call without
+# TLS, and could not reach servers on this machine. The second option turns off
+# GRPC_ADDRESS_HTTP_PROXY, which the first option does not cover.
 _NO_PROXY = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.address_http_proxy_enabled_addresses", ""),
@@ -50,7 +50,7 @@ _NO_PROXY = (
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """The description of one call."""
+    """The names, message classes and streaming kind of one call."""
 
     name: str  # in the proto file
     attribute: str  # in Python
@@ -62,7 +62,7 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """Its streaming kind in grpc's words, such as `unary_stream`."""
+        """The streaming kind in grpc's words, such as `unary_stream`."""
         names = {True: "stream", False: "unary"}
         return f"{names[self.client_streaming]}_{names[self.server_streaming]}"
 
@@ -86,8 +86,8 @@ METHODS = tuple(_method(descriptor) for descriptor in _SERVICE.methods)
 def make_channel(
     target: str, tls: Any = None, options: Sequence[tuple[str, int | str]] = ()
 ) -> Any:
-    """A channel to `host:port` that uses no proxy; all clients use this function. It connects on
-    its first call. `tls` are grpc's channel credentials, read once: new files need a new channel.
+    """A channel to `host:port` that uses no proxy and connects on its first call. All clients use
+    this function. `tls` are grpc's channel credentials, read once: new files need a new channel.
     """
     given = [*_NO_PROXY, *options]
     if tls is None:
@@ -129,7 +129,7 @@ def generic_handler(servicer: object, request_seconds: float) -> Any:
 
 
 def stream_handler(behaviour: Any, server_streaming: bool, **codec: Any) -> Any:
-    """A handler that starts with its call, before any message has arrived."""
+    """A handler whose `behaviour` starts with the call, before any message has arrived."""
     if server_streaming:
         return grpc.stream_stream_rpc_method_handler(behaviour, **codec)
     return grpc.stream_unary_rpc_method_handler(behaviour, **codec)
@@ -156,7 +156,7 @@ def wrapped(handler: Any, path: str, around: Around) -> Any:
         async with around(path, context):
             if not inspect.isasyncgenfunction(inner):
                 return await inner(request, context)
-            # A generator of another library: written here, so that our deadline covers writes.
+            # Write the responses of another library's generator here, so that `around` covers them.
             async with aclosing(inner(request, context)) as responses:
                 async for response in responses:
                     await context.write(response)
@@ -208,8 +208,8 @@ def _deserializer(message_class: type[Message]) -> Callable[[bytes], Any]:
 
 
 def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return a deserializer that returns errors as WireError: grpc would report a raised error as
-    internal, although the caller caused it."""
+    """A deserializer that returns a WireError for invalid bytes: grpc would report a raised error
+    as internal, although the caller caused it."""
 
     def read(raw: bytes) -> Any:
         try:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connected socket with deadlines: whole lengths in, whole buffers out, no copies.
-
-Plain sockets wait in the kernel for whole lengths (`MSG_WAITALL`) and send many buffers at once;
-TLS moves records of 16 KiB. A call ends at its deadline, whether the peer is silent or slow.
+"""A connected socket with deadlines. It receives exact lengths and sends whole buffers, without
+copies. Plain sockets wait in the kernel for whole lengths (`MSG_WAITALL`) and send many buffers at
+once; TLS moves records of 16 KiB. A call ends at its deadline, even if the peer is slow.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class ConnectionLost(Exception):
 
 
 class Connection:
-    """A connected socket, which it owns. Each call raises ConnectionLost if it fails or its
+    """The owner of a connected socket. A call raises ConnectionLost if it fails or if its
     `deadline` (monotonic seconds) passes. One thread uses it; any thread may call `abort`."""
 
     def __init__(self, sock: socket.socket | ssl.SSLSocket) -> None:
@@ -58,7 +57,7 @@ class Connection:
         self.receive_all([view], deadline)
 
     def receive_all(self, views: list[memoryview], deadline: float) -> None:
-        """Fill the views in order. Empties the list."""
+        """Fill the views in order, and empty the list."""
         _drop(views, 0)  # an empty view needs no wait
         while views:
             self._set_timeout(deadline, socket.SO_RCVTIMEO)
@@ -77,7 +76,7 @@ class Connection:
 
     @property
     def can_digest(self) -> bool:
-        """Whether the next four calls work here; the compiled library does them, without TLS."""
+        """Whether the next four methods work: they need the compiled library, and no TLS."""
         return not self._is_tls and has_digests()
 
     def receive_and_digest(
@@ -87,19 +86,19 @@ class Connection:
         deadline: float,
         arrived: list[tuple[bytes, bytes]],
     ) -> None:
-        """Fill payloads, all of one length of LEAST_BYTES or more, in one call. Append to `arrived`
-        the trailer and the digest of each payload that came whole, also if a later one fails."""
+        """Fill payloads of one length, LEAST_BYTES or more, in one call. Append to `arrived` the
+        trailer and digest of each payload that came whole, even if a later payload fails."""
         came = receive_and_digest(self._sock.fileno(), payloads, trailer_bytes, deadline)
         arrived += zip(came.trailers, came.digests, strict=True)
         if came.lost is not None:
-            # No variable holds the error: it would keep this frame and views of buffers alive.
+            # A variable that holds the error would keep this frame and views of buffers alive.
             raise _lost(came.lost, "sent")
 
     def receive_named(
         self, payloads: Sequence[memoryview], names: bytes, trailer_bytes: int, deadline: float
     ) -> tuple[list[bytes], list[bytes], list[bytes]]:
-        """Fill payloads as `receive_and_digest` does. Returns their digests, the tags of `names`
-        with these digests, and the trailers."""
+        """Fill payloads as `receive_and_digest` does. Returns their digests, the tags made from
+        `names` and these digests, and the trailers that the peer sent."""
         came = receive_and_digest(self._sock.fileno(), payloads, trailer_bytes, deadline, names)
         if came.lost is not None:
             raise _lost(came.lost, "sent")
@@ -109,7 +108,7 @@ class Connection:
         self, head: bytes, payloads: Sequence[memoryview], trailers: bytes, deadline: float
     ) -> None:
         """Send `head`, then payloads of one length, each with an equal part of `trailers` after it.
-        The memory must be writable."""
+        The payloads must be writable."""
         try:
             send_payloads(self._sock.fileno(), head, payloads, trailers, deadline)
         except OSError as error:
@@ -122,9 +121,9 @@ class Connection:
         digests: Sequence[bytes | None],
         deadline: float,
     ) -> list[int]:
-        """Send payloads of one length of LEAST_BYTES or more, each with tag and digest after it
-        (see `native_library.send_proven`). Returns the positions of payloads that differ from
-        `digests`. The memory must be writable."""
+        """Send payloads of one length, LEAST_BYTES or more, each followed by its tag and digest
+        (see `native_library.send_proven`). Returns the positions of payloads whose digest differs
+        from `digests`. The payloads must be writable."""
         try:
             return send_proven(self._sock.fileno(), payloads, names, digests, deadline)
         except OSError as error:
@@ -148,8 +147,8 @@ class Connection:
                 _drop(views, sent)
 
     def wait_readable(self, deadline: float, also: int | None = None) -> bool:
-        """Wait until data came, the peer left, `also` is readable or the deadline passed; whether
-        data came or the peer left."""
+        """Wait until data comes, the peer leaves, the descriptor `also` is readable or the deadline
+        passes. True if data came or the peer left."""
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return True
         poll = select.poll()
@@ -163,8 +162,8 @@ class Connection:
             raise ConnectionLost("the connection was closed") from error
 
     def receive_fd(self, size: int, deadline: float) -> tuple[bytes, int | None]:
-        """Receive exactly `size` bytes, and the file descriptor sent with them or None. Unix
-        sockets only. The caller closes the descriptor."""
+        """Receive exactly `size` bytes and the file descriptor that came with them, or None without
+        one. Unix sockets only. The caller closes the descriptor."""
         self._set_timeout(deadline, socket.SO_RCVTIMEO)
         try:
             raw, fds, _, _ = socket.recv_fds(self._sock, size, 1, socket.MSG_WAITALL)
@@ -188,7 +187,7 @@ class Connection:
             raise _lost(error, "took") from error
 
     def abort(self) -> None:
-        """End the current call, and every later one, with ConnectionLost. For any thread."""
+        """End this call and every later one with ConnectionLost. Any thread may call it."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -221,13 +220,13 @@ class Connection:
 
 
 def connect(host: str, port: int, deadline: float) -> socket.socket:
-    """Connect to the first address of `host` that accepts before the deadline. The time that is
-    left is the socket's timeout. Raises OSError."""
+    """Connect to the first address of `host` that accepts before the deadline. The returned socket
+    has the remaining time as its timeout. Raises OSError."""
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for number, (family, kind, protocol, _, address) in enumerate(infos, 1):
         sock = socket.socket(family, kind, protocol)
         try:
-            # Each address gets a share of the time: one that drops packets leaves time to the next.
+            # Each address gets a share of the time: if one drops packets, the next still has time.
             left = max(_LEAST_SECONDS, deadline - time.monotonic())
             sock.settimeout(left / (len(infos) - number + 1))
             sock.connect(address)
@@ -242,7 +241,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def _drop(views: list[memoryview], size: int) -> None:
-    """Remove the first `size` bytes, and empty views at the front."""
+    """Remove the first `size` bytes, and then empty views at the front."""
     while views and size >= views[0].nbytes:
         size -= views.pop(0).nbytes
     if size:
@@ -250,8 +249,8 @@ def _drop(views: list[memoryview], size: int) -> None:
 
 
 def _is_early(error: OSError, deadline: float) -> bool:
-    """Whether a call timed out before the deadline: the kernel counts timeouts in ticks of up to
-    10 ms, and the first tick may end at once."""
+    """Whether a call timed out before its deadline. The kernel counts timeouts in ticks of up to 10
+    ms, and the first tick may end at once."""
     return isinstance(error, BlockingIOError) and time.monotonic() < deadline
 
 

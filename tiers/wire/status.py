@@ -20,7 +20,7 @@ from .frames import WireError
 
 REASON_KEY = "stratakv-reason"  # of the trailing metadata
 WRONG_LAYOUT = "layout"
-# Reasons that do not go away by waiting: an engine that gets one before its start should not start.
+# Reasons that waiting does not cure. An engine that gets one before its start should not start.
 REFUSALS = (WRONG_LAYOUT, "unauthenticated", "version", "invalid")
 _MESSAGE_CHARACTERS = 500
 
@@ -28,11 +28,11 @@ Code = grpc.StatusCode
 
 
 class ServiceError(TierError):
-    """Base of the reasons for which the server itself refuses a call."""
+    """Base of the errors with which the server itself refuses a call."""
 
 
 class Unauthenticated(ServiceError):
-    """No credentials that the server knows."""
+    """The call has no credentials that the server knows."""
 
 
 class WrongLayout(ServiceError):
@@ -52,7 +52,7 @@ class Draining(ServiceError):
 
 
 class TooMuch(ServiceError):
-    """More at once than the server's limits allow."""
+    """The caller asks for more at once than the server's limits allow."""
 
 
 class NoMemory(ServiceError):
@@ -82,7 +82,7 @@ class Retry(Enum):
 
 
 class Ending(NamedTuple):
-    """The end of a failed call."""
+    """The status, reason and message that the server sends at the end of a failed call."""
 
     code: Any  # a grpc.StatusCode
     reason: str
@@ -90,7 +90,7 @@ class Ending(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A client's judgement of a failed call."""
+    """The client's view of a failed call: the reason, and the next step."""
 
     reason: str
     retry: Retry
@@ -105,7 +105,7 @@ class _Row:
     cure: str
 
 
-# The first row that an error is an instance of counts.
+# An error gets the first row whose class it is an instance of.
 TABLE = (
     _Row(Unauthenticated, Code.UNAUTHENTICATED, "unauthenticated", Retry.RARELY,
          "send a known token as `authorization: Bearer ...`, or a client certificate"),
@@ -141,7 +141,7 @@ TABLE = (
     _Row(Exception, Code.INTERNAL, "internal", Retry.LATER, "see the server's log"),
 )  # fmt: skip
 
-# For a status without a reason of ours: from grpc itself, or from a proxy.
+# Verdicts for a status without REASON_KEY, which comes from grpc itself or from a proxy.
 _BY_CODE = {
     Code.OK: Verdict("none", Retry.NEVER),
     Code.CANCELLED: Verdict("cancelled", Retry.LATER),
@@ -166,7 +166,7 @@ _BY_REASON = {row.reason: Verdict(row.reason, row.retry) for row in reversed(TAB
 
 
 def ending_of(error: BaseException) -> Ending:
-    """The end of a call that raised `error`. Texts of unexpected errors are not sent."""
+    """The ending of a call that raised `error`. It omits the text of an unexpected error."""
     row = next(row for row in TABLE if isinstance(error, row.error))
     says_nothing = row.error in (Exception, OSError, MemoryError)
     what = f"the server failed ({row.reason})" if says_nothing else str(error)
@@ -175,7 +175,7 @@ def ending_of(error: BaseException) -> Ending:
 
 
 def verdict_of(error: Any) -> Verdict:
-    """A client's judgement of a grpc.RpcError."""
+    """The verdict on a grpc.RpcError, by its reason or else by its status code."""
     for key, value in error.trailing_metadata() or ():
         if key == REASON_KEY and value in _BY_REASON:
             return _BY_REASON[value]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataConnector: our tiers as a KV connector of vLLM's own, between its KV cache and the slab."""
+"""StrataConnector: StrataKV's tiers as a KV connector of vLLM."""

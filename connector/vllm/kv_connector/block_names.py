@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of vLLM's blocks in the tiers: the hash at a position's end, and the block's column.
+"""The names of vLLM's blocks in the tiers: hash at a position's end, and column (`groups.py`).
 
-vLLM names a block by the hash at its own end. If every block is a position by itself and has one
-hash, that is the same name. If groups have blocks of unlike sizes, or vLLM hashes in smaller steps
-than blocks, a block gets its name here when its whole position is computed: vLLM names blocks in
-steps of positions, and blocks that it names beyond them wait for the rest.
+vLLM names a block by the hash at the block's own end. If every block is a position and has one
+hash, both names are the same. If groups have blocks of unlike sizes, or vLLM hashes in smaller
+steps than blocks, this module names a position's blocks once vLLM has named all of them.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from .groups import Columns
 
 
 class NamedBlock(NamedTuple):
-    """A block with its name: hash and column, as vLLM's key has hash and cache group."""
+    """A block with its name: the hash and the column, in the form of vLLM's key."""
 
     block_id: int
     host_key: bytes
 
 
 class _Names(NamedTuple):
-    """vLLM's name of a block when ours was made, and ours."""
+    """A block's name made here, and vLLM's name at that time."""
 
     of_host: bytes
     ours: bytes
@@ -37,12 +36,12 @@ class BlockNames:
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         self._hashes_per_position = 1
-        # Names made here, by block id; empty if vLLM's names are ours.
+        # Names made here, by block id; empty if they are the same as vLLM's.
         self._made: dict[int, _Names] = {}
         self._is_made_here = len(columns.all) > columns.num_groups
 
     def bind_hash_tokens(self, hash_tokens: int) -> None:
-        """Set the tokens of one vLLM hash. Raises ConfigError if no hash ends with a position."""
+        """Set the tokens of one vLLM hash. Raises ConfigError if positions end between hashes."""
         tokens = self._columns.position_tokens
         if tokens % hash_tokens:
             raise ConfigError(
@@ -69,8 +68,8 @@ class BlockNames:
     def name_blocks(
         self, request: Any, blocks: Sequence[Any], num_named: int, num_full: int, group: int
     ) -> tuple[int, list[NamedBlock]]:
-        """Name `blocks[num_named:num_full]` of a group; vLLM has named them. Return the first
-        position that these or earlier blocks make whole, its blocks, and all named ones behind."""
+        """Name `blocks[num_named:num_full]` of a group, which vLLM has just named. Return the first
+        position with such blocks, and all named blocks from its start on."""
         step = self._columns.blocks_per_position(group)
         start = num_named // step * step
         end = num_full // step * step

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """StrataConnector: vLLM makes one in its scheduler and one in its worker, and calls both in every
-step. Each call goes to the role that it is meant for; docs/vllm.md says how to switch it on.
+step. This class passes each call to its role. docs/vllm.md says how to switch it on.
 
     scheduler   get_num_new_matched_tokens → update_state_after_alloc → build_connector_meta
     worker      handle_preemptions → (forward pass) → get_transfer_results → report
     scheduler   update_connector_output
 
-Every load is asynchronous: its request waits in vLLM's scheduler and holds up no other. If a load
-brought only its first blocks, vLLM computes the rest; if it brought none, everything. Block ids say
-which, and vLLM can tell them apart only with one cache group; with several a load brings everything
-or has failed. Each rank has a worker, which reports the end of its own part of every load; vLLM
-goes on when all have.
+Every load is asynchronous: its request waits in vLLM's scheduler and delays no other request. If a
+load brought only its first blocks, or none, vLLM computes the rest: the connector reports the ids
+of the missing blocks. vLLM can use these ids only with one cache group; with several groups a load
+brings all its blocks or fails. The worker of each rank reports the end of its part of a load; vLLM
+goes on when all ranks have reported.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class StrataWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class StrataConnector(KVConnectorBase_V1, SupportsHMA):
-    """Our tiers beside vLLM's KV cache. Raises ConfigError or TierConfigError for settings that
-    cannot work; no later call raises."""
+    """StrataKV's tiers beside vLLM's KV cache. Raises ConfigError or TierConfigError for unusable
+    settings; later calls do not raise."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
@@ -78,8 +78,8 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats = StatsSource()
         self._process_id = os.getpid()
         if role is KVConnectorRole.SCHEDULER:
-            # vLLM reads this when the connector has been made. A request whose blocks were lost is
-            # computed: a lost cache block is no reason to fail a request.
+            # vLLM reads this after making the connector. It then computes requests whose blocks
+            # were lost, and does not fail them.
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
             self._scheduler = open_scheduler_role(vllm_config, kv_cache_config)
             atexit.register(self.shutdown)
@@ -90,8 +90,8 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     # Both
 
     def shutdown(self) -> None:
-        """Write the blocks that are to survive, and release everything. Idempotent. No effect in a
-        forked process, which has the registration but none of the threads."""
+        """Write unwritten blocks, and release everything. Idempotent. No effect in a forked
+        process, because it has none of the threads."""
         atexit.unregister(self.shutdown)
         if self._process_id != os.getpid():
             return
@@ -116,7 +116,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """False: vLLM's memory would go away below copies. vLLM asks since 0.33."""
+        """False: vLLM would free its memory during copies. Called since vLLM 0.33."""
         return False
 
     @classmethod
@@ -146,7 +146,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Take vLLM's block pool; `bind_kv_cache_manager` of the base class calls this."""
+        """Take vLLM's block pool. The base class's `bind_kv_cache_manager` calls this."""
         self._role_in_scheduler.bind_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
@@ -155,23 +155,23 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """The tokens that the tiers have behind these."""
+        """The number of tokens that the tiers have behind the computed ones."""
         return self._role_in_scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Begin the load of a request with all its blocks; it waits if tokens are to be loaded."""
+        """Begin the load of a request, if any; `blocks` are all its blocks."""
         if num_external_tokens:
             block_ids = blocks.get_block_ids()
             self._role_in_scheduler.allocated(request, block_ids, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """All groups: vLLM need not clear their new blocks before. It asks since 0.32."""
+        """All groups: vLLM need not clear their new blocks. Called since vLLM 0.32."""
         return tuple(range(self._role_in_scheduler.num_groups))
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        """The tokens by the tier that they come from, in vLLM's terms."""
+        """Counts of the external tokens by vLLM's CacheHitSource."""
         num_near, tiers = self._role_in_scheduler.hits_of(request.request_id)
         return versions.hit_sources(num_near, num_external_tokens, tiers)
 
@@ -191,15 +191,15 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Drop a request that has ended. Its blocks may be freed: they can be copied until they are
-        overwritten, and the pool watch sees that before."""
+        """Drop a request that has ended. Return False: vLLM may free its blocks. They can be copied
+        until they are overwritten, and the pool watch learns of that in time."""
         return False, self._role_in_scheduler.end_request(request)
 
     def take_events(self) -> Iterable[Any]:
         return self._role_in_scheduler.take_events()
 
     def has_pending_push_work(self) -> bool:
-        """Whether an idle vLLM has to step all the same."""
+        """Whether vLLM must step although it has no requests."""
         return self._role_in_scheduler.has_pending_work()
 
     def reset_cache(self) -> bool | None:
@@ -213,11 +213,11 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Take vLLM's tensors. Raises ConfigError if they lie in an unknown way."""
+        """Take vLLM's tensors. Raises ConfigError for an unknown layout."""
         self._role_in_worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step, before anything is overwritten."""
+        """Begin a step, before it overwrites any block."""
         if isinstance(kv_connector_metadata, StrataMetadata):
             self._role_in_worker.begin_step(kv_connector_metadata.plan)
 
@@ -225,27 +225,27 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         """Return at once: loads have begun already, and no forward pass waits for one."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return at once, as above."""
+        """Return at once: loads have begun already."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Return at once: blocks are stored when they are complete, over all layers."""
+        """Return at once: a block is stored with all its layers, after the step that fills it."""
 
     def wait_for_save(self) -> None:
-        """Return at once, as above."""
+        """Return at once: stores have begun already."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The loads that have ended. vLLM keeps no request for its blocks to be stored."""
+        """The loads that have ended. Stores are not reported, because no request waits for one."""
         results = self._role_in_worker.results()
         return KVConnectorTransferResults(
             finished_recving=results.finished, failed_recving=results.failed
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks of these loads that no bytes came for."""
+        """The blocks that these loads did not fill."""
         return self._role_in_worker.invalid_blocks()
 
     def build_connector_worker_meta(self) -> StrataWorkerMetadata:
-        """Return the worker's report of the step for our scheduler side."""
+        """Return the worker's report of the step for the scheduler role."""
         return StrataWorkerMetadata(self._role_in_worker.report())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache events of the slab, in vLLM's form: the blocks that it has got, and those it has lost.
+"""KV cache events of the slab, in vLLM's form: blocks that came into the slab or left it.
 
-vLLM publishes them beside those of its own cache. A block is announced with its tokens and its
-parent, so that a router can tell the prefix that it ends; if its request was not seen, with its
-name alone. Blocks that only a disk or a cache server has are not announced.
+vLLM publishes them beside the events of its own cache. An event has the block's tokens and parent,
+so that a router can recognise the prefix. If the block's request is not known, it has only the
+name. Blocks that only a disk or a cache server has are not announced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .groups import Columns
 
 # Seconds between two searches for blocks that the slab has lost.
 LOOK_SECONDS = 1.0
-HASH_END = -4  # behind the hash, a name has the column
+HASH_END = -4  # a name is a hash and a column
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +32,20 @@ class _Content:
 
 
 class TierEvents:
-    """Collects events. `most_blocks`: the slab's slots, and vLLM's blocks."""
+    """Collects events. `most_blocks`: the slab's slots and vLLM's blocks together."""
 
     def __init__(self, columns: Columns, most_blocks: int) -> None:
         self._columns = columns
         self._block_tokens = columns.position_tokens
         self._most = 2 * most_blocks
         self._contents: OrderedDict[bytes, _Content] = OrderedDict()  # by vLLM's hash
-        self._announced: dict[bytes, bytes] = {}  # vLLM's key of each of ours
+        self._announced: dict[bytes, bytes] = {}  # our key → vLLM's
         self._events: list[Any] = []
         self._look_at = 0.0
 
     def named(self, request: Any, hashes: Sequence[bytes], first: int, end: int) -> None:
-        """Note the content of a request's blocks from one position to another, which have got
-        names. The request has a hash for each position."""
+        """Note the content of a request's blocks at positions `first` to `end`, which vLLM has just
+        named. `hashes` has a hash for each position."""
         size, lora = self._block_tokens, request.lora_request
         for index in range(first, min(end, len(hashes))):
             self._contents[hashes[index]] = _Content(
@@ -59,7 +59,7 @@ class TierEvents:
             self._contents.popitem(last=False)
 
     def add_stored(self, host_keys: Sequence[bytes], keys: Sequence[bytes]) -> None:
-        """Announce blocks that the slab has got, by vLLM's keys and ours."""
+        """Announce new blocks of the slab, given by vLLM's keys and ours."""
         from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -83,7 +83,7 @@ class TierEvents:
             )
 
     def drain_events(self, slab_keys: Callable[[], Sequence[bytes]]) -> list[Any]:
-        """The events since the last call. `slab_keys`: what the slab has now, by our keys."""
+        """The events since the last call. `slab_keys` returns our keys of the slab's blocks."""
         now = time.monotonic()
         if now >= self._look_at and self._announced:
             self._look_at = now + LOOK_SECONDS

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's cache groups as a connector sees them: how their blocks make up the positions of a
-request, and which blocks the next token still needs.
+"""vLLM's cache groups: how their blocks make up positions, and which blocks the next token needs.
 
-A position has as many tokens as whole blocks of every group have. A group with smaller blocks has
-several in a position, and their places in it are columns, as cache groups are to the tiers:
+A position has as many tokens as the least common multiple of the groups' block sizes. A group with
+smaller blocks has several blocks in a position. Each of their places is a column, and the tiers
+treat a column like a cache group:
 
     position              0       1       2       3
     full attention        x       x       x       x
     windows, half as many     x x     x x     x x     x x     two columns
     states                0       0       0       x
 
-vLLM drops blocks of a windowed group that no later token attends to: their places in a request's
-table hold its null block, 0. A block of a state group holds the state behind its last token, so a
-hit needs the last one and no other. A load brings exactly the blocks that a hit needs, so a kind of
-group whose rule is not known is refused.
+In a windowed group vLLM drops blocks that no later token attends to, and puts its null block, 0, in
+their places in a request's table. A block of a state group holds the state behind the block's last
+token, so a hit needs only the last block. A load brings exactly the blocks that a hit needs, so
+kinds of groups without a rule here are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...parts import FirstSeen, Parts
 
 NULL_BLOCK = 0
 
-# Blocks with the keys of attention sinks are vLLM's own and in no request's table.
+# vLLM keeps blocks of attention sinks to itself: no request's table has them.
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
 _WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 _CHUNK = ("ChunkedLocalAttentionSpec",)
@@ -45,13 +45,13 @@ class Column(NamedTuple):
     first_seen: FirstSeen | None
 
     def blocks_of(self, table: Sequence[int], first: int, num_positions: int) -> list[int]:
-        """The group's blocks at these positions, from its table of a request."""
+        """The column's blocks at these positions, from a request's table of the group."""
         start, step = first * self.blocks_per_position + self.place, self.blocks_per_position
         return list(table[start : start + num_positions * step : step])
 
 
 class Columns:
-    """The columns of vLLM's KV cache. Raises ConfigError for a kind of group that is not known."""
+    """The columns of vLLM's KV cache. Raises ConfigError for an unknown kind of group."""
 
     def __init__(self, kv_cache_config: Any) -> None:
         groups = kv_cache_config.kv_cache_groups
@@ -73,7 +73,7 @@ class Columns:
         return self.position_tokens // self.block_tokens[group]
 
     def number_of(self, group: int, index: int) -> int:
-        """The column of the block at `index` of a group's table."""
+        """The index of the column of the block at `index` in a group's table."""
         return self._first_of[group] + index % self.blocks_per_position(group)
 
     def parts(self, num_ranks: int) -> Parts:
@@ -83,14 +83,14 @@ class Columns:
             [_seen_in_column(column) for column in self.all],
             ranks=range(num_ranks),
             num_ranks=num_ranks,
-            # vLLM can tell which blocks of a load did not come only if there is one group.
+            # vLLM can use the ids of blocks that did not come only if there is one group.
             whole_only=self.num_groups > 1,
         )
 
 
 def state_names(kv_cache_config: Any) -> tuple[tuple[Any, ...], ...]:
-    """The facts that decide the bytes of a state, beside the group's layers and the tokens of a
-    block: the kind, the shapes and the dtypes of its tensors, of each layer of each state group."""
+    """The facts that decide the bytes of states, beside layers and block sizes: for each layer of
+    each state group its kind, and the shapes and dtypes of its tensors."""
     return tuple(
         (
             number,
@@ -107,7 +107,7 @@ def state_names(kv_cache_config: Any) -> tuple[tuple[Any, ...], ...]:
 
 
 def spec_of_layer(spec: Any, layer: str) -> Any:
-    """The spec of one layer: if layers of a group differ in size, vLLM has one for each."""
+    """The spec of one layer. If layers of a group differ in size, vLLM has a spec for each."""
     inner: Mapping[str, Any] = getattr(spec, "kv_cache_specs", {})
     return inner.get(layer, spec)
 
@@ -135,7 +135,7 @@ def _first_seen(group: Any, number: int) -> FirstSeen | None:
 
 
 def _seen_in_column(column: Column) -> FirstSeen | None:
-    """The first token of the first position whose block in the column is needed."""
+    """The column's FirstSeen: it returns the first token of the first position that is needed."""
     seen, step = column.first_seen, column.blocks_per_position
     if seen is None or step == 1:
         return seen

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of vLLM's pool to store in a step: those that it evicts, and others before they are.
+"""Chooses the blocks of vLLM's pool to store in a step: evicted blocks, and others in advance.
 
-The others are near their eviction in vLLM's free queue, or, if everything is wanted early, all that
-are computed, in the step after the one that computed them.
+With `stores_all` the others are all new blocks, one step after they were computed. Otherwise they
+are the blocks near their eviction in vLLM's free queue.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Any
 from .block_names import NamedBlock
 from .pool_watch import PoolWatch
 
-# The part of vLLM's free queue whose blocks are copied ahead, from the next eviction on.
+# Blocks of vLLM's free queue that may be copied in advance, counted from the next eviction.
 NEAR_BLOCKS = 256
 
 
 class OutgoingBlocks:
-    """`stores_all`: blocks go out as soon as they are computed. Not thread-safe."""
+    """The choices for one pool. Not thread-safe."""
 
     def __init__(self, *, stores_all: bool) -> None:
         self._stores_all = stores_all
-        self._coming: deque[NamedBlock] = deque()  # computed, and to be stored
-        self._void: set[NamedBlock] = set()  # with a name, and never computed
-        self._near: dict[int, bytes] = {}  # near their eviction, and chosen before
+        self._coming: deque[NamedBlock] = deque()  # computed, to be stored
+        self._void: set[NamedBlock] = set()  # named but never computed
+        self._near: dict[int, bytes] = {}  # chosen already: id → name
 
     @property
     def num_coming(self) -> int:
-        """Blocks for later steps to choose, though none is evicted."""
+        """Blocks that later steps will store even if they are not evicted."""
         return len(self._coming)
 
     def choose(
         self, watch: PoolWatch, output: Any, most_ahead: int
     ) -> tuple[list[NamedBlock], list[NamedBlock]]:
-        """The blocks that the step of vLLM's scheduler `output` overwrites, and at most
-        `most_ahead` others that are to be stored beside it."""
+        """The blocks that the step of `output` (vLLM's SchedulerOutput) overwrites, and at most
+        `most_ahead` others to store beside the step."""
         namings, evicted = watch.take_named(), watch.take_evicted()
-        # vLLM names blocks when it schedules a step that is to compute them. A request that the
-        # same step preempts computes none.
+        # vLLM names blocks when it schedules the step that computes them. If the same step preempts
+        # the request, its blocks are not computed.
         preempted = (output.preempted_req_ids or set()) - output.num_scheduled_tokens.keys()
         if preempted:
             for each in namings:
@@ -56,9 +56,9 @@ class OutgoingBlocks:
         if self._stores_all:
             while self._coming and len(cold) < most_ahead:
                 block = self._coming.popleft()
-                if watch.has(block):  # and was not evicted meanwhile
+                if watch.has(block):  # not evicted meanwhile
                     cold.append(block)
-            # The tail of a sequence before its head, as they would be evicted.
+            # The tail of a sequence before its head, in the order of eviction.
             cold.reverse()
             self._coming.extend(block for each in namings for block in each.blocks)
         elif most_ahead:
@@ -69,7 +69,7 @@ class OutgoingBlocks:
         return evicted, cold
 
     def remove_unnamed(self, blocks: Sequence[NamedBlock]) -> None:
-        """Forget blocks that have lost their names without being evicted."""
+        """Forget blocks that lost their names without being evicted."""
         gone = set(blocks)
         self._coming = deque(block for block in self._coming if block not in gone)
         self._void -= gone
@@ -77,7 +77,7 @@ class OutgoingBlocks:
             self._near.pop(block.block_id, None)
 
     def clear(self) -> None:
-        """Forget the choices, after all that was stored has been dropped."""
+        """Forget all choices, after the tiers have dropped all blocks."""
         self._coming.clear()
         self._near.clear()
 

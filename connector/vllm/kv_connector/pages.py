@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The places of a block's bytes in vLLM's KV cache, from what vLLM says and never from a shape.
+"""The places of a block's bytes in vLLM's KV cache, from vLLM's description of its layout.
 
-vLLM allocates one buffer and says of each set of equal layers where the page of layer `l` of block
-`b` begins: `offset + l * layer_stride + b * block_stride`. A block here is the pages of all layers,
-in vLLM's order, one after the other:
+vLLM allocates one buffer. For each set of equal layers it gives three numbers: the page of layer
+`l` of block `b` begins at `offset + l * layer_stride + b * block_stride`. A block in the tiers is
+the pages of all layers, in vLLM's order, one after the other:
 
     layers outermost     a part [blocks, layers, page bytes], with vLLM's strides
     blocks outermost     a part [blocks, layers * page bytes]; where it is all there is, vLLM's KV
                          cache is a pool as our own, and a GPU copies a block at once
 
-Cache groups overlay each other: a block belongs to one group at a time, and the layers of another
-use the same bytes of it. So the block's bytes are those of the largest group, whichever it belongs
-to; the bytes that a smaller one leaves unused are copied too, and mean nothing.
+Cache groups overlay each other: a block belongs to one group at a time, and every group's layers
+use the same bytes. So a block has the size of the largest group's pages. If a smaller group has it,
+the unused bytes are copied too.
 
-The tensors that vLLM registers have to begin where it says; else the engine does not start.
+If a registered tensor does not begin at its described place, the engine does not start.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class PagePart:
 
     @property
     def end(self) -> int:
-        """The first byte behind block 0."""
+        """The offset of the first byte behind block 0."""
         return self.offset + (len(self.layers) - 1) * self.layer_stride + self.page_bytes
 
     def places(self) -> list[tuple[int, int, int]]:
-        """Each layer's place: start of block 0, bytes of a page, step to the next block."""
+        """Each layer's page: its start in block 0, its bytes, and the step to the next block."""
         starts = [self.offset + i * self.layer_stride for i in range(len(self.layers))]
         return [(start, self.page_bytes, self.block_stride) for start in starts]
 
 
 @dataclass(frozen=True, slots=True)
 class PagePlan:
-    """The layout of blocks in a buffer: the parts by cache group (`groups`) and of a block."""
+    """The layout of blocks in a buffer: the parts of each cache group, and the parts to copy."""
 
     num_blocks: int
     parts: tuple[PagePart, ...]
@@ -82,7 +82,7 @@ class PagePlan:
 
 
 def plan_pages(kv_cache_config: Any) -> PagePlan:
-    """The plan for vLLM's KV cache. Raises ConfigError if pages lie in a way that is not known."""
+    """The plan for vLLM's KV cache. Raises ConfigError for an unsupported layout."""
     group_of = {
         layer: number
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -118,13 +118,13 @@ def plan_pages(kv_cache_config: Any) -> PagePlan:
 
 
 def _overlaid(groups: Sequence[tuple[PagePart, ...]]) -> tuple[PagePart, ...]:
-    """The parts of a block, whichever group it belongs to."""
+    """The parts that cover the pages of every group. Raises ConfigError if there are none."""
     if len(groups) == 1:
         return groups[0]
     everything = [part for parts in groups for part in parts]
     [stride, *others] = {part.block_stride for part in everything}
     if not others and max(part.end for part in everything) <= stride:
-        # Blocks outermost: from the first byte of a block to its last one.
+        # Blocks outermost: a single part covers the whole block.
         return (PagePart(("whole blocks",), stride, 0, stride, stride),)
     largest = max(groups, key=lambda parts: sum(part.block_bytes for part in parts))
     known = {place for part in largest for place in part.places()}
@@ -141,8 +141,8 @@ def _overlaid(groups: Sequence[tuple[PagePart, ...]]) -> tuple[PagePart, ...]:
 
 
 def buffer_of(plan: PagePlan, kv_caches: Mapping[str, Any]) -> torch.Tensor:
-    """The bytes `[size]` of the buffer that vLLM's tensors are views of. Raises ConfigError if they
-    do not lie as vLLM has said."""
+    """The bytes `[size]` of the buffer under vLLM's tensors. Raises ConfigError if a tensor does
+    not lie at its described place."""
     import torch
 
     first = _tensors_of(kv_caches[plan.groups[0][0].layers[0]])[0]
@@ -165,13 +165,13 @@ def buffer_of(plan: PagePlan, kv_caches: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _tensors_of(registered: Any) -> Sequence[torch.Tensor]:
-    """A layer's tensors: one of attention, and of a state one or several, in one page."""
+    """A layer's tensors: one for attention; one or several for a state, in one page."""
     return registered if isinstance(registered, list | tuple) else [registered]
 
 
 def parts_of(plan: PagePlan, buffer: torch.Tensor) -> Sequence[np.ndarray[Any, Any]]:
-    """The parts of all blocks as bytes in memory: `[blocks, layers, bytes]`, or `[blocks, bytes]`
-    if a block's are neighbours. They share vLLM's memory."""
+    """Views of the parts of all blocks as bytes: `[blocks, layers, bytes]`, or `[blocks, bytes]` if
+    the layers' pages of a block are contiguous."""
     import numpy as np
 
     memory = buffer.numpy()
@@ -188,7 +188,7 @@ def parts_of(plan: PagePlan, buffer: torch.Tensor) -> Sequence[np.ndarray[Any, A
 
 
 def pool_of(plan: PagePlan, buffer: torch.Tensor) -> torch.Tensor:
-    """The buffer as a contiguous pool `[blocks, bytes]`. Raises ConfigError if it is none."""
+    """The buffer as a contiguous pool `[blocks, bytes]`. Raises ConfigError if it has gaps."""
     if not plan.is_dense:
         raise ConfigError(
             "on a GPU StrataConnector copies whole blocks, and in vLLM's KV cache layout the "

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of vLLM's block pool: the blocks that get a name, lose it, or are soon to lose it.
+"""Watches vLLM's block pool for blocks that get a name or lose it.
 
-vLLM tells a connector of none of this. It does hand over the pool (`bind_kv_cache_manager`), so
-that four of its public methods can be wrapped, on that one object:
+vLLM does not report these events to a connector. But it hands over the pool
+(`bind_kv_cache_manager`), and the watch wraps four public methods of this pool object:
 
-    cache_full_blocks    blocks have got names: what this step computes, or what was just loaded
+    cache_full_blocks    blocks get names: the step computes them, or a load has brought them
     get_new_blocks       blocks are taken from the free queue; those with names are evicted
     evict_blocks         blocks lose their names because they may be wrong
     reset_prefix_cache   all blocks lose their names
 
-An evicted block keeps its bytes until the step that was being scheduled runs, so it can still be
-copied. The original method always runs, with the same result as without the watch.
+An evicted block keeps its bytes until the scheduled step runs, so it can still be copied. The
+original method always runs, with the same result as without the watch.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ log = logging.getLogger(__name__)
 
 
 class Naming(NamedTuple):
-    """Blocks of a request that got names, in their order."""
+    """A request's blocks that got names together, in order."""
 
     request_id: str
     blocks: list[NamedBlock]
 
 
 class PoolWatch:
-    """Watches one pool, whose blocks have these `names`. `named` is called with the request, the
-    first position whose blocks got names, and the tokens up to the last; `dropped` with blocks that
-    lost them without being evicted. Neither may raise. vLLM's scheduler thread makes all calls."""
+    """Watches one pool, with `names` for its blocks. `named` is called with the request, the first
+    position whose blocks got names, and the number of tokens up to the end of the last one.
+    `dropped` is called with blocks that lost their names without being evicted, and whether they
+    may be wrong. They must not raise. vLLM's scheduler thread makes all calls."""
 
     def __init__(
         self,
@@ -44,7 +45,6 @@ class PoolWatch:
         named: Callable[[Any, int, int], None],
         dropped: Callable[[Sequence[NamedBlock], bool], None],
     ) -> None:
-        """`dropped` is also told whether the blocks may be wrong."""
         self._pool = pool
         self._names = names
         self._named = named
@@ -72,12 +72,12 @@ class PoolWatch:
         self._originals = {}
 
     def take_evicted(self) -> list[NamedBlock]:
-        """The blocks evicted since the last call, in that order."""
+        """The blocks evicted since the last call, in the order of eviction."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
     def take_named(self) -> list[Naming]:
-        """The blocks that have got names since the last call."""
+        """The blocks that got names since the last call, by request."""
         namings, self._namings = self._namings, []
         return namings
 
@@ -85,7 +85,7 @@ class PoolWatch:
         return self._names.name_of(self._pool.blocks[block.block_id]) == block.host_key
 
     def coldest(self, most: int) -> list[NamedBlock]:
-        """The blocks with names among the next `most` to be evicted, in that order."""
+        """The named blocks among the next `most` to be evicted, the next one first."""
         return self._with_names(itertools.islice(self._free(), most))
 
     def num_blocks(self) -> int:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's view of vLLM's requests and steps: the names of blocks, a router's parameters,
-and the time of computing."""
+"""Views of vLLM's requests and steps: names of blocks, a router's parameters, computing times."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from ...costs.rates import PrefillRate
 from ..identity import ChunkKeys
 from .block_names import BlockNames
 
-# vLLM's key of a block of its first cache group, behind the hash. It gives all groups' digests.
+# The group part of vLLM's key for the first cache group. Digests are the same for all groups.
 _FIRST_GROUP = bytes(4)
-MAX_STEPS = 16  # in flight, whose times are measured
+MAX_STEPS = 16  # most steps in flight that are measured
 
 
 class HostRequest:
-    """A RequestView of one of vLLM's requests: it names blocks as the tiers do."""
+    """A RequestView of a vLLM request, with the tiers' names of its blocks."""
 
     tail_hash = None
 
@@ -53,14 +52,14 @@ class HostRequest:
 
 
 def asks_for(request: Any, name: str) -> bool:
-    """Whether the router set a switch in the parameters of a request."""
+    """Whether the router set `name` to true in the parameters of a request."""
     given = getattr(request, "kv_transfer_params", None)
     return isinstance(given, dict) and given.get(name) is True
 
 
 def params_for_decode(request: Any) -> dict[str, Any]:
-    """The parameters that a request's answer carries, through a router, to the engine that goes on
-    with it. They name no address: that engine finds the blocks by their names."""
+    """The parameters in a prefill's answer, which a router passes to the decode engine. They have
+    no address, because the decode engine finds the blocks by their names."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -83,8 +82,8 @@ class _Step:
 
 
 class StepTimes:
-    """Records steps that compute prompts in `rate`. Steps may overlap: one counts as beginning
-    where the one before it has ended."""
+    """Records steps that compute prompts in `rate`. If steps overlap, the time of a step counts
+    from the end of the previous one."""
 
     def __init__(self, rate: PrefillRate) -> None:
         self._rate = rate
@@ -92,7 +91,7 @@ class StepTimes:
         self._last_end = 0.0
 
     def scheduled(self, output: Any, number: int) -> None:
-        """Note a step that vLLM has scheduled, if most of its tokens are of prompts."""
+        """Note a step that vLLM has scheduled, if it has over two tokens a request on average."""
         counts = output.num_scheduled_tokens
         total = output.total_num_scheduled_tokens
         if 2 * len(counts) >= total:

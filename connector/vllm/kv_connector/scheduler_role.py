@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataConnector in vLLM's scheduler: our scheduler side, called with its requests and blocks.
+"""StrataConnector in vLLM's scheduler: passes requests and blocks to StrataKV's scheduler side.
 
-    on_new_request     the prompt is looked up, and blocks that only a disk has are read
-    matched            what can be loaded; vLLM asks again until that is known
+    on_new_request     the prompt is looked up; blocks that only a store has are read
+    matched            tokens that can be loaded; vLLM asks again until they are known
     allocated          the request waits for its load from here on
     build_step_plan    evicted and newly computed blocks go out; loads go in once they are read
     apply_step_report  results of the worker
 
-A block goes out when vLLM evicts it, before the step that overwrites it; with tiers that take all
-blocks early (cache servers, or a disk with write_through), in the step after the one that computed
-it. Generated tokens are treated as a prompt's.
+A block is stored when vLLM evicts it, before the step that overwrites it. If tiers take all blocks
+early (cache servers, or a disk with write_through), it is stored in the step after the one that
+computed it. Blocks of generated tokens are stored like a prompt's.
 
-vLLM ends if a connector raises, so no call raises: after an error of ours all requests that wait
-are given up, which vLLM computes, and from then on everything is a miss. vLLM has one thread here;
-a second one of ours moves the tiers on while vLLM is idle, and a lock keeps the two apart.
+vLLM ends if a connector raises, so no call raises. After an error the role gives up all waiting
+requests, vLLM computes them, and every later look-up is a miss. vLLM calls from one thread. A
+second thread polls the tiers while vLLM is idle; both take the same lock.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Work that is due by the clock has its alarm in the tiers; a missed alarm costs this.
+# The tiers set an alarm for work that is due at a time; a missed alarm costs this delay.
 LOOK_SECONDS = 0.25
 CLOSE_SECONDS = 2.0
 STOPPED = "StrataKV's tiers for vLLM stop; everything is computed from now on"
@@ -62,9 +62,9 @@ NOTHING: tuple[int | None, bool] = (0, False)
 class _Load:
     """A request's load, until vLLM has been told of its end."""
 
-    block_ids: list[list[int]]  # of each column, those behind the blocks that vLLM has itself
+    block_ids: list[list[int]]  # for each column, those behind vLLM's own hits
     num_near_blocks: int = 0  # positions that were in the slab when it began
-    # The key of each block that is to come, by its id and the rank.
+    # (block id, rank) → key, of each block that the load brings.
     keys: dict[tuple[int, int], bytes] = field(default_factory=dict)
     job_ids: set[int] = field(default_factory=set)  # under way
     is_told: bool = False  # the worker knows of it
@@ -78,8 +78,8 @@ class _LoadJob(NamedTuple):
 
 
 class SchedulerRole:
-    """Takes `built` over. `stores_all`: blocks go out as soon as they are computed; without `loads`
-    no block comes in."""
+    """Takes `built` over. With `stores_all` blocks are stored as soon as they are computed; without
+    `loads` this engine loads no blocks."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class SchedulerRole:
     # Calls of vLLM's scheduler
 
     def bind_pool(self, pool: Any) -> None:
-        """Take vLLM's block pool. Raises ConfigError if it names blocks in a way that is not known;
-        no step has run yet."""
+        """Take vLLM's block pool, before the first step. Raises ConfigError if vLLM's hashes do not
+        end with positions."""
         self._names.bind_hash_tokens(pool.hash_block_size)
         if self._watch is None:
             self._watch = PoolWatch(pool, self._names, self._note_named, self._drop_names)
@@ -145,13 +145,12 @@ class SchedulerRole:
         self._safely(self._on_new_request, None, request)
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The number of tokens that can be loaded behind those, and True if vLLM goes on meanwhile;
-        None if the number is not known yet."""
+        """The number of tokens behind `num_computed_tokens` that can be loaded, None if not known
+        yet; and True if the load runs while vLLM computes other requests."""
         return self._safely(self._matched, NOTHING, request, num_computed_tokens)
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """Begin a load of `num_tokens` to the blocks of a request, given for each group; the
-        request waits for it, unless there are no tokens."""
+        """Begin a load of `num_tokens` to a waiting request's blocks, given for each group."""
         if not num_tokens:
             return
         first = self._offers.pop(request.request_id, 0)
@@ -162,12 +161,12 @@ class SchedulerRole:
                 for column in self._columns.all
             ]
         )
-        self._loads[request.request_id] = load  # vLLM is told of its end in any case
+        self._loads[request.request_id] = load  # vLLM gets its end in any case
         self._safely(self._begin_load, None, request, load, first, num_tokens)
 
     def hits_of(self, request_id: str) -> tuple[int, list[str]]:
-        """The number of tokens of a load that has just begun that come from the slab, and the tiers
-        that the others may come from."""
+        """The number of tokens that a load brings from the slab, and the tiers that the other
+        tokens may come from."""
         load = self._loads.get(request_id)
         num_near = 0 if load is None else load.num_near_blocks * self._block_tokens
         return num_near, self._side.tiers[1:]
@@ -182,7 +181,7 @@ class SchedulerRole:
             for told in plan.loads:
                 self._loads[told.request_id].is_told = False
             plan.moves, plan.loads = NOTHING_TO_MOVE, []
-            # The worker reports the end of the others.
+            # The worker reports the end of the loads that it knows.
             self._given_up = [name for name, load in self._loads.items() if not load.is_told]
         for request_id in self._given_up:
             self._loads.pop(request_id, None)
@@ -203,12 +202,12 @@ class SchedulerRole:
         self._safely(self._apply_step_report, None, report)
 
     def end_request(self, request: Any) -> dict[str, Any] | None:
-        """End a request, in any way, and return the parameters that its answer carries to another
-        engine. Its blocks need not be kept: they can be copied until they are overwritten."""
+        """Drop a request that has ended in any way. Return the parameters for its answer, if
+        another engine goes on with it. vLLM may free its blocks."""
         return self._safely(self._finished, None, request)
 
     def has_pending_work(self) -> bool:
-        """Whether vLLM must step without any requests."""
+        """Whether vLLM must step although it has no requests."""
         if self.is_broken:
             return bool(self._loads)
         return bool(self._stores or self._outgoing.num_coming or self._given_up or self._hand_overs)
@@ -223,11 +222,11 @@ class SchedulerRole:
         return self._safely(self._reset, False)
 
     def stats(self) -> dict[str, Any]:
-        """Counters, as of the scheduler side of our own engine."""
+        """`OffloadScheduler.stats`, and in addition the tiers that are down and damaged blocks."""
         return self._safely(self._read_stats, {})
 
     def shutdown(self) -> None:
-        """Write down the blocks that are to survive, and release everything. Idempotent."""
+        """Write unwritten blocks, and release everything. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -236,7 +235,7 @@ class SchedulerRole:
         self._stop_watching()
         with self._lock:
             try:
-                # After an error no report says how the copies ended.
+                # After an error there are no reports of ended copies to wait for.
                 seconds = CLOSE_SECONDS if self.is_broken else self._shutdown_seconds
                 self._side.shutdown(seconds)
             except Exception:
@@ -247,7 +246,7 @@ class SchedulerRole:
         if watch is not None:
             watch.close()
 
-    # The bodies of these calls, which may raise
+    # The bodies of these calls may raise
 
     def _on_new_request(self, request: Any) -> None:
         view = self._view(request)
@@ -266,7 +265,7 @@ class SchedulerRole:
         match = self._side.get_matched_tokens(self._view(request), num_computed_tokens)
         if match.kind is MatchKind.RETRY:
             return None, False
-        # Only whole blocks are offered: vLLM names loaded blocks, not parts of them.
+        # Only whole blocks are offered, because vLLM cannot name a part of a block.
         num_tokens = match.tokens - match.tokens % self._block_tokens
         if not num_tokens:
             return NOTHING
@@ -287,8 +286,7 @@ class SchedulerRole:
             load.keys[load.block_ids[part.group][position], part.rank] = keys[place]
             is_far[position] |= answer is not Answer.HIT
         load.num_near_blocks = is_far.count(False)
-        # vLLM's tables must name exactly the blocks to load: of every group those that the next
-        # token attends to, and of no group any other.
+        # vLLM's tables must have exactly the blocks to load: those that the next token attends to.
         real = [block_id for ids in load.block_ids for block_id in ids if block_id != NULL_BLOCK]
         num_ranks = len(self._parts.shards)
         is_known = all(block_id != NULL_BLOCK for block_id, _rank in load.keys)
@@ -312,7 +310,7 @@ class SchedulerRole:
         moves = self._side.build_meta(
             [self._as_evicted(block) for block in evicted], [self._as_evicted(b) for b in cold]
         )
-        # Loads that have ended without a copy: nothing came, or too late.
+        # Loads that have ended without a copy: their blocks were missing or late.
         for report in self._side.update_from_worker(NOTHING_FINISHED):
             self._given_up.append(report.request_id)
         for job in (*moves.stores, *moves.ahead):
@@ -326,7 +324,7 @@ class SchedulerRole:
             self._hand_overs = []
 
     def _as_told(self, moves: ConnectorMetadata) -> list[RequestLoad]:
-        """The requests whose blocks are copied now; the worker reports their loads to vLLM."""
+        """The loads whose copies begin now. The worker reports the end of these loads to vLLM."""
         owners = {
             block_id: request_id
             for request_id, load in self._loads.items()
@@ -368,7 +366,7 @@ class SchedulerRole:
         for job_id in (*output.finished_loads, *output.failed_loads):
             self._load_jobs.pop(job_id, None)
         for ended in self._side.update_from_worker(output):
-            # The worker has told vLLM so.
+            # The worker has reported the ends of loads that it knows.
             load = self._loads.pop(ended.request_id, None)
             if load is not None and not load.is_told:
                 self._loads[ended.request_id] = load
@@ -409,7 +407,7 @@ class SchedulerRole:
         down = self._side.estimates.tiers_down() if self._side.estimates is not None else []
         return {**stats, "down": down, "damaged_blocks": self.damaged_blocks}
 
-    # Calls of the pool watch, on vLLM's thread and outside the lock
+    # Calls of the pool watch, on vLLM's thread, without the lock
 
     def _note_named(self, request: Any, first: int, num_tokens: int) -> None:
         if self._events is not None:
@@ -440,7 +438,7 @@ class SchedulerRole:
         return view
 
     def _safely(self, call: Callable[..., T], otherwise: T, *args: Any) -> T:
-        """Call under the lock. Return `otherwise` if the call raises, or an earlier one did."""
+        """Call under the lock. Return `otherwise` if this call or an earlier one raised."""
         if self.is_broken or self._closed:
             return otherwise
         with self._lock:
@@ -452,7 +450,7 @@ class SchedulerRole:
                 return otherwise
 
     def _run(self) -> None:
-        """Move the tiers on while vLLM is idle."""
+        """Poll the tiers, also while vLLM is idle."""
         while not self._closed:
             self._woken.wait(LOOK_SECONDS)
             self._woken.clear()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of the tiers for vLLM: in its log, and on its /metrics.
+"""Statistics of the tiers for vLLM's log and its /metrics.
 
-Counters travel as their growth since the last report, which vLLM may sum; gauges as they are. The
-names are those of the other form (`../tier_metrics.py`), and three more.
+A report has the growth of each counter since the last report, because vLLM sums reports, and the
+value of each gauge. The names are StrataTier's (`../tier_metrics.py`) and three more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Values = dict[str, dict[str, float]]  # name -> label -> value
 
 
 class StrataStats(KVConnectorStats):
-    """`data` has two parts, counters and gauges."""
+    """A report: `data` has counters and gauges."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {COUNTED: {}, GAUGED: {}}
@@ -41,7 +41,7 @@ class StrataStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return one line of vLLM's log: the growth of counters, and how full the tiers are."""
+        """Return the values for a line of vLLM's log: growth of counters, and fill of tiers."""
         line: dict[str, int | float] = {}
         for part in (COUNTED, GAUGED):
             for name, values in self.data.get(part, {}).items():
@@ -65,7 +65,7 @@ class StatsSource:
         return time.monotonic() >= self._next
 
     def make(self, stats: Mapping[str, Any]) -> StrataStats | None:
-        """Make StrataStats; None if there are no counters."""
+        """Make StrataStats; None if `stats` is empty."""
         self._next = time.monotonic() + TELL_SECONDS
         if not stats:
             return None
@@ -128,7 +128,7 @@ class StrataPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record the data that one engine reported."""
+        """Record one engine's report."""
         engine = self._engines[engine_idx]
         for name, values in transfer_stats_data.get(GAUGED, {}).items():
             for label, value in values.items():

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between the two sides in a step of vLLM's, sent through vLLM: plain values, so that the
-worker may be another process.
+"""Messages between the two roles in a step: plain values, because vLLM sends them to its workers.
 
-The slab is shared: the scheduler side says where to find its file descriptor, and the worker side
-maps it when the first step comes.
+Both roles map the slab. The scheduler role names its process and file descriptor; the worker role
+maps the slab in the first step.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class SlabPlace:
     descriptor: int
 
     def map_slab(self) -> MappedSlab:
-        """Map the slab in this process. Raises OSError if its own process, or the right to look
-        into that, is gone."""
+        """Map the slab in this process. Raises OSError if the slab's process has ended, or if this
+        one has no right to open its files."""
         if self.process_id == os.getpid():
             return MappedSlab(self.layout, self.num_slots, self.descriptor)
         path = f"/proc/{self.process_id}/fd/{self.descriptor}"
@@ -39,7 +38,7 @@ class SlabPlace:
 
 
 class MappedSlab:
-    """The memory of a slab, mapped a second time."""
+    """The memory of another process's slab."""
 
     def __init__(self, layout: BlockLayout, num_slots: int, descriptor: int) -> None:
         self.layout = layout
@@ -57,17 +56,17 @@ class PartLoad:
 
     job_id: int
     rank: int
-    slots: list[int]  # of the job
-    digests: list[bytes | None]  # of the bytes in them; None: not known, and so not trusted
+    slots: list[int]  # of the job's blocks
+    digests: list[bytes | None]  # of the slots' bytes; None counts as damaged
 
 
 @dataclass(slots=True)
 class RequestLoad:
-    """The load of a request, which waits for it."""
+    """The load of a waiting request."""
 
     request_id: str
     parts: list[PartLoad] = field(default_factory=list)
-    # Blocks behind those that come, to which nothing will be copied. Only with one group.
+    # Last blocks of the request that the load does not fill. Only with one group.
     missing: list[int] = field(default_factory=list)
 
 
@@ -79,7 +78,7 @@ class StepPlan:
     place: SlabPlace
     moves: ConnectorMetadata
     loads: list[RequestLoad] = field(default_factory=list)
-    # Requests that wait, have no job, and get no blocks.
+    # Waiting requests without a copy job: their loads have failed.
     given_up: list[str] = field(default_factory=list)
 
 
@@ -89,12 +88,12 @@ class StepReport:
 
     number: int  # of the step that has just run
     output: ConnectorWorkerOutput
-    # Blocks of loads whose bytes in the slab were wrong: positions in the job, by its id.
+    # Blocks with wrong bytes in the slab: job id → their positions in the job.
     damaged: dict[int, list[int]] = field(default_factory=dict)
-    error: str | None = None  # why this worker moves nothing at all
+    error: str | None = None  # why this worker makes no more copies
 
     def merge(self, other: StepReport) -> None:
-        """Merge the report of another rank for this step. A job is one rank's."""
+        """Merge another rank's report of this step. No job is in both reports."""
         ours, theirs = self.output, other.output
         ours.finished_stores += theirs.finished_stores
         ours.failed_stores += theirs.failed_stores
@@ -102,7 +101,7 @@ class StepReport:
         ours.failed_loads += theirs.failed_loads
         ours.store_digests |= theirs.store_digests
         ours.num_ended += theirs.num_ended
-        # Ranks copy beside each other.
+        # Ranks copy in parallel.
         ours.store_copy_seconds = max(ours.store_copy_seconds, theirs.store_copy_seconds)
         ours.load_copy_seconds = max(ours.load_copy_seconds, theirs.load_copy_seconds)
         ours.store_wait_seconds = max(ours.store_wait_seconds, theirs.store_wait_seconds)

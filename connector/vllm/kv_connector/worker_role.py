@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side of StrataConnector in vLLM's worker: our own worker side over vLLM's KV cache.
+"""StrataConnector's role in vLLM's worker: StrataKV's worker side on vLLM's KV cache.
 
     register       vLLM's tensors exist
     begin_step     before the step runs: blocks that it overwrites are copied out, loads and other
                    stores begin and go on beside it
     results        the requests whose loads have ended, each once, and well or not
 
-vLLM writes to blocks on one stream, so copies queued here wait for the work queued there before.
-While a load is copied, a thread of ours hashes its bytes in the slab and compares them with the
-stored digests; a load that brings other bytes has failed.
+vLLM writes to blocks on one stream, so a copy waits for the work queued there before it. During the
+copy of a load, a thread hashes the load's bytes in the slab and compares them with the stored
+digests; if they differ, the load has failed.
 
-vLLM's worker ends if a connector raises, so no call raises: copies that could not begin have
-failed, and so have all if the slab cannot be reached.
+vLLM's worker ends if a connector raises, so no call raises. A copy that cannot begin counts as
+failed; if the slab cannot be mapped, all copies do.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STOPPED = "vLLM's worker moves nothing any more; everything is computed from now
 class Results:
     """The results for vLLM after a step."""
 
-    finished: set[str] = field(default_factory=set)  # requests; the failed ones among them
+    finished: set[str] = field(default_factory=set)  # requests, also the failed ones
     failed: set[str] = field(default_factory=set)
     invalid_blocks: set[int] = field(default_factory=set)
 
@@ -57,7 +57,7 @@ class _Waiting:
     """A request whose load is under way."""
 
     missing: list[int]
-    jobs: set[int]  # that have not ended
+    jobs: set[int]  # jobs that have not ended
     has_failed: bool = False
 
 
@@ -70,7 +70,7 @@ class _Checked(NamedTuple):
 
 
 class WorkerRole:
-    """Copies between vLLM's KV cache on this rank, laid out as `plan` says, and the slab."""
+    """Copies between the slab and vLLM's KV cache on this rank, which has the layout `plan`."""
 
     def __init__(self, plan: PagePlan, rank: int = 0) -> None:
         self._plan = plan
@@ -80,10 +80,10 @@ class WorkerRole:
         self._slots: Any = None
         self._checker: ThreadPoolExecutor | None = None
         self._waiting: dict[str, _Waiting] = {}  # by request
-        self._loads: dict[int, _Checked] = {}  # by job, until they are reported
+        self._loads: dict[int, _Checked] = {}  # by job, until reported
         self._num_ended = 0
         self._given_up: set[str] = set()
-        # Loads that were copied and are still being compared.
+        # Jobs that were copied and are still being hashed.
         self._copied: list[int] = []
         self._output = ConnectorWorkerOutput()
         self._damaged: dict[int, list[int]] = {}
@@ -92,7 +92,7 @@ class WorkerRole:
         self._error: str | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Take vLLM's tensors by layer. Raises ConfigError if they do not lie as the plan says."""
+        """Take vLLM's tensors by layer. Raises ConfigError if they do not fit the plan."""
         self._buffer = buffer_of(self._plan, kv_caches)
         if self._buffer.device.type != "cpu":
             pool_of(self._plan, self._buffer)
@@ -141,7 +141,7 @@ class WorkerRole:
             each = self._loads.pop(job_id, None)
             if each is not None:
                 self._end_job(each, has_failed=True)
-        # A load is reported when no copy writes to its request's blocks any more.
+        # A load is reported once no copy writes to its request's blocks.
         for request_id, waiting in [*self._waiting.items()]:
             if waiting.jobs:
                 continue
@@ -156,12 +156,12 @@ class WorkerRole:
         return results
 
     def invalid_blocks(self) -> set[int]:
-        """Blocks of the loads of the last `results` that no bytes came for."""
+        """Blocks that the loads of the last `results` did not fill."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 
     def report(self) -> StepReport:
-        """Return the step's report for our scheduler side; call it after `results`."""
+        """Return the step's report for the scheduler role; call it after `results`."""
         self._output.num_ended = self._num_ended
         report = StepReport(self._number, self._output, self._damaged, self._error)
         self._output, self._damaged = ConnectorWorkerOutput(), {}
@@ -197,7 +197,7 @@ class WorkerRole:
                 device.register_pool(pool_of(self._plan, self._buffer))
             self._slots = slab_pages(slab)
             self._checker = ThreadPoolExecutor(1, thread_name_prefix="stratakv-vllm-check")
-            # vLLM steps while anything is under way, so no wake-up is needed.
+            # vLLM steps while copies are under way, so no wake-up is needed.
             self._worker = OffloadWorker(device, lambda _num_ended: None)
         except Exception as error:
             log.exception("vLLM's worker cannot reach StrataKV's slab; everything is computed")
@@ -206,7 +206,7 @@ class WorkerRole:
                 device.close(0.0)
 
     def _abandon(self, error: Exception) -> None:
-        """Handle an error of ours: wait for the copies, and fail every load."""
+        """Handle an error of the connector: wait for the copies, and fail every load."""
         self._error = f"a worker has failed: {error}"
         worker, self._worker = self._worker, None
         if worker is not None:
@@ -225,8 +225,8 @@ class WorkerRole:
         )
 
     def _verify_loaded_part(self, part: PartLoad) -> Future[list[int]]:
-        """Find the positions in the job whose bytes are not the stored ones. Its slots are pinned
-        until it has been reported."""
+        """Find the positions in the job whose bytes do not match their digests. The job's slots
+        stay pinned until it has been reported."""
         if self._checker is None or self._slots is None:
             done: Future[list[int]] = Future()
             done.set_result([])
@@ -250,7 +250,7 @@ class WorkerRole:
         waiting.has_failed |= has_failed
 
     def _merge(self, output: ConnectorWorkerOutput) -> None:
-        """Take in the worker side's output; loads that were copied are reported when compared."""
+        """Take in the worker side's output. Copied loads are reported once they are hashed."""
         ours = self._output
         ours.finished_stores += output.finished_stores
         ours.failed_stores += output.failed_stores

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what changes logits before a token is drawn; never imports the scheduler or the API."""
+"""Logits processors: they change logits before the draw, and import no scheduler and no API."""

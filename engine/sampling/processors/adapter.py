@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits processors that are one callable for each request, inside the batch interface.
+"""Logits processors of one callable for each request, inside the batch interface.
 
     class Mine(AdapterLogitsProcessor):
         def new_req_logits_processor(self, params):
             return my_callable if "mine" in (params.extra_args or {}) else None
 
 A callable takes (output token ids, logits) or (prompt token ids, output token ids, logits) and
-returns the logits, `[vocab]`. It is called for one row at a time, so it costs a Python call for
-each of its requests in each step; a `StatefulProcessor` treats all of them at once.
+returns the logits, `[vocab]`. The adapter calls it row by row, so each request costs a Python call
+in each step. A `StatefulProcessor` treats all requests at once.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class BoundCallable:
 
 
 class AdapterLogitsProcessor(StatefulProcessor[BoundCallable]):
-    """A processor with one callable for each request. Subclass it, say which requests have a
-    callable, and load the subclass like any processor.
+    """A processor with one callable for each request. Subclass it, define
+    `new_req_logits_processor`, and load the subclass like any processor.
 
     A callable that raises fails only its own request. It may be called more than once for one
     position, and with draft tokens that are rejected later, so state that it keeps between calls
-    may be wrong. It must not change its lists.
+    may be wrong. It must not change the lists that it gets.
     """
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """Return the callable of one request, None for a request that needs none. Called once, when
+        """Return the callable of one request, or None if the request needs none. Called once, when
         the request takes a row of the batch. An exception fails that request."""
 
     def apply(
@@ -117,7 +117,7 @@ def _raising(error: Exception) -> Callable[..., Any]:
 
 
 def _takes_prompt(call: object) -> bool:
-    """Whether it takes three arguments rather than two. Raises TypeError for any other number."""
+    """Whether a callable takes three arguments, not two. Raises TypeError for any other number."""
     if not callable(call):
         raise TypeError(
             f"new_req_logits_processor returned {type(call).__name__}; return a callable or None"

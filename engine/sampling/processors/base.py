@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a logits processor, which changes the logits of a whole batch at once.
+"""The contract of a logits processor. It changes the logits of a whole batch at once.
 
     made once for a sampler ──► update_state with every BatchUpdate ──► apply in every step
 
-State is kept by row of the persistent batch and follows requests through BatchUpdates alone
-(`RowStates` and `RowValues` in row_states.py do that).
+A processor keeps state by row of the persistent batch. Only BatchUpdates tell it which request is
+in which row (`RowStates` and `RowValues` in row_states.py follow them).
 
 A row of logits is not a request. With speculation a request has several: one after its newest
-token, one after each of its draft tokens. `offsets` and `drafts` of `apply` say which is which:
+token, one after each of its draft tokens. `offsets` and `drafts` of `apply` tell them apart:
 
     output so far    a b c
     draft tokens           x y
@@ -15,7 +15,7 @@ token, one after each of its draft tokens. `offsets` and `drafts` of `apply` say
 
 `LogitsProcessor`, `StatefulProcessor`, `ProcessorContext` and the BatchUpdate are the public
 interface (`docs/logits-processors.md`), frozen since 0.1.0: names, arguments and their meaning
-stay, and what is added later has a default.
+stay; every later addition has a default.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ...request.sampling_params import SamplingParams
 from ..copies import to_device
 from ..row_states import RowStates
 
-# For each row of logits the draft tokens of its request; rows of one request may share a list.
+# For each row of logits, the draft tokens of its request. Rows of one request may share a list.
 Drafts = Sequence[Sequence[int]]
 
 
@@ -55,10 +55,10 @@ class ProcessorContext:
 
 
 class RowsFailed(Exception):
-    """Some rows could not be treated, and `apply` has treated all others. `errors` are by row of
-    the batch; `logits` are the result that `apply` would have returned. Only the requests in these
-    rows fail. After any other exception `apply` is tried request by request, and those for which it
-    raises fail."""
+    """`apply` has failed for some rows and has treated all other rows. `errors` are by row of the
+    batch; `logits` are the result that `apply` would have returned. Only the requests in these rows
+    fail. After any other exception `apply` is tried request by request; each request for which it
+    raises fails."""
 
     def __init__(self, errors: Mapping[int, Exception], logits: Tensor) -> None:
         super().__init__("; ".join(f"row {row}: {error}" for row, error in errors.items()))
@@ -66,7 +66,7 @@ class RowsFailed(Exception):
 
 
 class LogitsProcessor(ABC):
-    """A kind of change to logits.
+    """A logits processor.
 
     A caller may rely on: rows of the batch outside `rows` stay as they are; a row whose request
     does not use the processor comes back unchanged, bit for bit; a row's result depends on its own
@@ -81,7 +81,7 @@ class LogitsProcessor(ABC):
     """
 
     # Whether `apply` takes draft tokens into account. If not, requests to which the processor
-    # applies get no draft tokens; other requests of the batch do.
+    # applies get no draft tokens.
     follows_drafts: ClassVar[bool] = True
 
     def __init__(self, context: ProcessorContext) -> None:
@@ -90,23 +90,23 @@ class LogitsProcessor(ABC):
     @classmethod  # noqa: B027 - most have nothing to refuse
     def validate_params(cls, params: SamplingParams) -> None:
         """Raise ValueError, in a sentence for the client, for parameters that this processor cannot
-        follow. The process in which a request arrives calls it once, which may be another process
-        than the sampler's."""
+        follow. Called once, in the process in which the request arrives, maybe not the
+        sampler's."""
 
     @classmethod
     def applies_to(cls, params: SamplingParams) -> bool:
-        """Whether it may ever change the logits of a request with these parameters. `apply` gets no
-        other rows, and a fault in it never fails other requests."""
+        """Whether the processor may ever change the logits of a request with these parameters.
+        `apply` gets only rows of such requests, and a fault in `apply` fails only such requests."""
         return True
 
     def concerns(self, rows: IntArray) -> IntArray:
-        """Return the indices of those of `rows` that `apply` may change now, ascending."""
+        """Return the indices, ascending, of the rows among `rows` that `apply` may change now."""
         return np.arange(len(rows))
 
     @property
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether the likeliest token always stays the likeliest; constant. Such a processor is
+        """Whether the likeliest token always stays the likeliest; constant. If so, the processor is
         applied after the temperature, and only to rows that draw at random."""
 
     @property
@@ -127,12 +127,12 @@ class LogitsProcessor(ABC):
         drafts: Drafts | None = None,
     ) -> Tensor:
         """Change `logits` `[len(rows), vocab]`, float32 or float64, in place or not, and return
-        them with the same shape and type. `rows` are their rows of the batch, in any order and not
-        always all of them. A logit of -inf is a banned token and must stay so.
+        them with the same shape and type. `rows` are the batch rows of these logits, in any order;
+        some rows of the batch may be missing. A logit of -inf is a banned token and must stay so.
 
-        `offsets` `[len(rows)]` counts the draft tokens of the request before each row of logits:
-        they are `drafts[i][: offsets[i]]`, and `drafts[i]` may have more behind them. A row of the
-        batch may then occur in `rows` several times. Both are None if there are no drafts."""
+        With drafts, row i of the logits follows the draft tokens `drafts[i][: offsets[i]]` of its
+        request; `drafts[i]` may have more tokens behind these. A row of the batch may then occur in
+        `rows` several times. Without drafts `offsets` `[len(rows)]` and `drafts` are None."""
 
 
 State = TypeVar("State")
@@ -141,9 +141,9 @@ State = TypeVar("State")
 class StatefulProcessor(LogitsProcessor, Generic[State]):
     """A logits processor that keeps a state for each request that uses it.
 
-    It may change the likeliest token, and leaves rows without a state alone. A subclass defines the
-    state of a request, and its effect on the logits: `self._states.of(rows)` are the states among
-    the rows of an `apply`.
+    It may change the likeliest token. It does not change rows without a state. A subclass defines
+    the state of a request and the effect of the state on the logits. In `apply`,
+    `self._states.of(rows)` returns the states of the rows.
     """
 
     def __init__(self, context: ProcessorContext) -> None:

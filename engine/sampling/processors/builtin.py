@@ -3,8 +3,8 @@
 
 The repetition penalty concerns tokens of the prompt and the output: it divides a positive logit and
 multiplies any other. The frequency penalty (for each occurrence) and the presence penalty (once)
-concern the output alone and are subtracted afterwards. The cost of a step grows with the new tokens
-and the distinct ones, not with the length of the text.
+concern only the output and are subtracted afterwards. The cost of a step grows with the number of
+new tokens and of distinct tokens, not with the length of the text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .base import (
 
 
 class Minimum(NamedTuple):
-    """The state of `min_tokens`: ids that end the request are banned until the output has `length`
+    """The state of `min_tokens`: ids that end the request are banned up to `length` output
     tokens."""
 
     length: int
@@ -71,10 +71,10 @@ class MinTokens(StatefulProcessor[Minimum]):
 
 
 class MinP(LogitsProcessor):
-    """Bans tokens whose probability is below the share `min_p` of the likeliest one's, after the
-    temperature.
+    """Bans tokens whose probability, after the temperature, is below `min_p` times the likeliest
+    token's probability.
 
-    The share is the difference `-log(min_p)` between logits, so no softmax is needed.
+    That ratio is a difference of `-log(min_p)` between logits, so no softmax is needed.
     """
 
     def __init__(self, context: ProcessorContext) -> None:
@@ -122,7 +122,7 @@ def _log_share(added: AddedRow) -> float:
 
 
 class Biases(NamedTuple):
-    """Numbers that a request adds to the logits of the tokens it names."""
+    """A request's biases: token ids, and the numbers to add to their logits."""
 
     token_ids: IntArray
     values: npt.NDArray[np.float64]
@@ -160,8 +160,8 @@ class LogitBias(StatefulProcessor[Biases]):
 class BadSequences:
     """Bad words: token sequences that one request's output must not complete.
 
-    The last token of a sequence is banned wherever the tokens before it are the newest ones of the
-    prompt and the output. A sequence of one token is always banned.
+    The last token of a sequence is banned when the sequence's other tokens are the newest tokens of
+    prompt and output. A sequence of one token is always banned.
     """
 
     def __init__(self, sequences: list[tuple[int, ...]], added: AddedRow) -> None:
@@ -216,7 +216,7 @@ class BadWords(StatefulProcessor[BadSequences]):
 
     def _state_of(self, added: AddedRow) -> BadSequences | None:
         vocab_size = self.context.vocab_size
-        # One with an unknown id can never come up.
+        # A sequence with an unknown id can never occur.
         known = [
             ids
             for ids in added.params.bad_words_token_ids
@@ -269,12 +269,12 @@ class SeenTokens:
             if 0 <= token < self._vocab_size:
                 counted = self._find_or_add_token(
                     token
-                )  # before the next line, since it may move the counts to a larger array
+                )  # first: the next line may move the counts to a larger array
                 self._counts[counted] += 1
         self._num_counted = len(output)
 
     def after(self, drafts: Sequence[int]) -> tuple[IntArray, IntArray]:
-        """Return ids and counts as if these draft tokens followed the output. Keeps none."""
+        """Return ids and counts as if these draft tokens followed the output. Keeps no drafts."""
         if not drafts:
             return self.token_ids, self.counts
         counts = self.counts.copy()
@@ -293,7 +293,7 @@ class SeenTokens:
         if place is None:
             place = self._place_of[token] = self._size
             if place == len(self._token_ids):
-                room = np.zeros(place + 64, np.int64)  # so that it doubles
+                room = np.zeros(place + 64, np.int64)  # doubles the array
                 self._token_ids = np.concatenate([self._token_ids, room])
                 self._counts = np.concatenate([self._counts, room])
             self._token_ids[place] = token
@@ -330,8 +330,8 @@ class Penalties(StatefulProcessor[SeenTokens]):
         divisor = to_device(repetition, device).to(values.dtype)
         values = torch.where(values > 0, values / divisor, values * divisor)
         values -= to_device(subtracted, device).to(values.dtype)
-        # A tiny divisor overflows (0 is never divided, so there is no 0 / 0), and an infinite logit
-        # would leave no distribution to draw from.
+        # Division by a tiny penalty overflows (0 is never divided, so there is no 0 / 0). An
+        # infinite logit would leave no distribution to draw from.
         values.clamp_(max=torch.finfo(values.dtype).max)
         return logits.index_put_(tuple(entries), values)
 
@@ -343,7 +343,7 @@ class Penalties(StatefulProcessor[SeenTokens]):
         if strengths == (1.0, 0.0, 0.0):
             return None
         prompt: IntArray = np.empty(0, np.int64)
-        if strengths.repetition != 1.0:  # the only one that asks for the prompt
+        if strengths.repetition != 1.0:  # the only penalty that needs the prompt
             distinct = np.unique(added.prompt_token_ids).astype(np.int64)
             prompt = distinct[(distinct >= 0) & (distinct < vocab_size)]
         return SeenTokens(strengths, prompt, added.output_token_ids, vocab_size)

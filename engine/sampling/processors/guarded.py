@@ -3,9 +3,9 @@
 
 The processor gets copies of the logits of the requests to which it applies, and no others. When it
 raises, the guard makes it anew and passes it its requests one by one, then their logits one by one.
-This works since its state and a row's result depend on one request alone. Requests for which it
-raises again fail with its name; all others get their normal result. Faults of a device that appear
-after the call cannot be attributed, and fail the whole step.
+This works because its state and the result of a row depend on one request only. Requests for which
+it raises again fail with its name; all others get their normal result. Faults of a device that
+appear after the call cannot be attributed, and fail the whole step.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GuardedProcessor(LogitsProcessor):
         self._note_failure = note_failure
         self._processor: LogitsProcessor | None = kind(context)
         self._is_argmax_invariant = bool(self._processor.is_argmax_invariant)
-        # The requests to which it applies, and that it has not failed.
+        # The requests to which the processor applies and for which it has not failed.
         self._added = RowStates(context.max_rows, self._added_if_applied)
 
     @property
@@ -80,19 +80,19 @@ class GuardedProcessor(LogitsProcessor):
             return False
 
     def concerns(self, rows: IntArray) -> IntArray:
-        """Return the processor's answer, or all rows to which it applies if it raises."""
+        """Return the processor's answer, or, if it raises, all rows to which it applies."""
         indices = np.array([index for index, _ in self._added.of(rows)], np.int64)
         if self._processor is None or len(indices) == 0:
             return indices
         try:
             chosen: IntArray = indices[self._processor.concerns(rows[indices])]
-        except Exception:  # `apply` is tried with all of them, and finds out
+        except Exception:  # then `apply` gets all rows, and shows the fault
             logger.debug("%s.concerns raised", self.name, exc_info=True)
             return indices
         return chosen
 
     def refuses_drafts(self, rows: IntArray) -> IntArray:
-        """Return the indices of those of `rows` whose requests must get no draft tokens."""
+        """Return the indices of the rows among `rows` whose requests must get no draft tokens."""
         return np.empty(0, np.int64) if self._kind.follows_drafts else self.concerns(rows)
 
     def update_state(self, update: BatchUpdate) -> None:
@@ -124,8 +124,8 @@ class GuardedProcessor(LogitsProcessor):
             return self._apply_one_by_one(logits, belongs, concerned)
 
     def _apply(self, logits: Tensor, belongs: _LogitsRows, indices: IntArray) -> Tensor:
-        """Change these rows of the logits. Raises what the processor raises, with the logits
-        unchanged."""
+        """Change these rows of the logits, or raise what the processor raises and change
+        nothing."""
         assert self._processor is not None
         is_all = len(indices) == len(logits)
         places = None if is_all else to_device(indices, logits.device)
@@ -134,7 +134,7 @@ class GuardedProcessor(LogitsProcessor):
         try:
             result = self._processor.apply(part, *belongs.at(indices))
         except RowsFailed as failed:
-            mine = set(belongs.rows[indices].tolist())  # errors for other rows do not count
+            mine = set(belongs.rows[indices].tolist())  # errors of other rows are ignored
             errors = {row: error for row, error in failed.errors.items() if row in mine}
             result = failed.logits
         _check_result(result, part)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A budget for the tokens of a thought: once it is used up, the end mark is forced, token by token.
+"""A budget for the tokens of a thought. Once it is used up, the end mark is forced, token by token.
 
 A request sets it with `thinking_token_budget`; it has no effect without the token ids of both
-marks. The forced token of a row follows from the tokens before it alone, draft tokens included:
+marks. Only the tokens before a row, draft tokens included, determine its forced token:
 
     outside a thought                           none
     fewer tokens in the thought than the budget none
@@ -27,8 +27,8 @@ from ...request.request import TokenArray
 from ..copies import to_device
 from .base import Drafts, StatefulProcessor, drafted
 
-# Finite, since an infinite logit leaves no distribution to draw from. Even divided by the highest
-# temperature it gives every logit of at most 0 a probability that rounds to 0, also in float64.
+# Finite: an infinite logit leaves no distribution to draw from. Even after division by the highest
+# temperature, the probability of every logit of at most 0 rounds to 0, in float64 too.
 FORCED_LOGIT = 1e9
 
 
@@ -72,8 +72,8 @@ class Forced(NamedTuple):
 
 
 class ThinkingBudget(StatefulProcessor[Thinking]):
-    """Forces end marks. It comes last of the processors before the choice, so none of them weakens
-    a forced token. A banned token stays banned, and then no token is forced in its row."""
+    """Forces end marks. It is the last processor before the choice, so no other processor weakens a
+    forced token. A banned token stays banned: no token is forced in its row then."""
 
     def apply(
         self,
@@ -107,8 +107,8 @@ class ThinkingBudget(StatefulProcessor[Thinking]):
 
 def _force(logits: Tensor, forced: Sequence[Forced]) -> Tensor:
     """Force the token of each of these rows, in place, unless it is banned. The other tokens keep a
-    finite logit of at most 0. Works row by row, since copies of many rows at once would take far
-    longer than the greedy choice."""
+    finite logit of at most 0. Works row by row: copies of many rows at once would take far longer
+    than the greedy choice."""
     rows, token_ids = to_device(np.array(forced, np.int64).T.copy(), logits.device)
     is_banned = logits[rows, token_ids] == -torch.inf
     highest = torch.where(is_banned, torch.inf, 0.0).to(logits.dtype)

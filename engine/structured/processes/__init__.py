@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars in processes and threads that have limits: what hangs is killed and replaced."""
+"""Grammars in processes and threads with limits: a hanging one is killed or left, and replaced."""

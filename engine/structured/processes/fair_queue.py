@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of several tenants for the same threads. The tenant that has used least time is next,
-however many jobs the others have queued.
+however many jobs other tenants have queued.
 
-The queue has no limit of its own. Callers limit it with `Shares`, which finds the tenant with most.
+The queue has no limit of its own. Callers limit it with `Shares`, which finds the largest tenant.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class FairQueue(Generic[Job]):
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()  # in the order of turns
         self._condition = threading.Condition()
-        self._used: dict[str, float] = {}  # seconds by tenant, only compared with each other
+        self._used: dict[str, float] = {}  # seconds by tenant, only compared, never shown
         self._size = 0
         self._num_ends = 0
 
@@ -33,7 +33,7 @@ class FairQueue(Generic[Job]):
         """Add a job behind the tenant's others, or before them with `is_first`."""
         with self._condition:
             if self._jobs and tenant not in self._jobs:
-                # A tenant with few jobs is before the others; absence saves up one second at most.
+                # A tenant with few jobs comes first; an absent tenant saves up one second at most.
                 least = min(self._used.get(other, 0.0) for other in self._jobs)
                 self._used[tenant] = max(self._used.get(tenant, 0.0), least - _MOST_SAVED_SECONDS)
             jobs = self._jobs.setdefault(tenant, deque())
@@ -49,7 +49,7 @@ class FairQueue(Generic[Job]):
             if self._num_ends:
                 self._num_ends -= 1
                 return None
-            tenant = min(self._jobs, key=lambda name: self._used.get(name, 0.0))  # first of equals
+            tenant = min(self._jobs, key=lambda name: self._used.get(name, 0.0))  # or the first
             jobs = self._jobs[tenant]
             job = jobs.popleft()
             self._size -= 1
@@ -84,9 +84,9 @@ class FairQueue(Generic[Job]):
 
 
 class Shares:
-    """Counts by tenant, with a limit of `most` for all together. One tenant may have all of them
-    while no other wants any; a tenant that comes then takes a place from the one with most. One
-    thread calls this."""
+    """Counts by tenant, with a limit of `most` for all together. One tenant may have all places
+    while no other tenant wants any. A tenant that comes later takes a place from the tenant with
+    most. One thread calls this."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -104,11 +104,11 @@ class Shares:
             del self._counts[tenant]
 
     def is_over(self, tenant: str) -> bool:
-        """Whether this tenant may have no more: all places are taken, and no tenant has more."""
+        """Whether this tenant gets no place: all are taken, and no tenant has more than it."""
         return self._are_full and self._counts[tenant] >= max(self._counts.values(), default=0)
 
     def who_gives_way(self) -> str | None:
-        """The tenant that must give up its last one for another tenant's; None: there is room."""
+        """The tenant that must give up its last place to another tenant; None: there is room."""
         if not self._are_full or not self._counts:
             return None
         return max(self._counts, key=lambda tenant: self._counts[tenant])

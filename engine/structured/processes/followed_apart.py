@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars that the engine does not take over. The process that compiled one makes its rows.
+"""Grammars that the engine does not take over. The process that compiled a grammar makes its rows.
 
-A row costs a message there and back, so accepted tokens go along with the next request for a row.
-The caller waits. Beyond a limit on processor time the process is killed, and only the answers of
-its grammar end with an error.
+A row costs a message to the process and back, so accepted tokens go along with the next request for
+a row. The caller waits. Beyond a limit on processor time the process is killed, and only the
+answers of its grammar end with an error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .limited_thread import Limit
 
 
 class GrammarApart(Grammar):
-    """A grammar that a process follows. Any thread may call it. It must be freed on a thread for
-    which no step waits, since that ends the process."""
+    """A grammar that a process follows. Any thread may call it. To free it ends the process, so it
+    must be freed on a thread that no step waits for."""
 
     num_bytes = LARGE_BYTES
     is_apart = True
@@ -67,9 +67,9 @@ class _MatcherApart(Matcher):
     def __init__(self, grammar: GrammarApart, number: int) -> None:
         self._grammar = grammar
         self._number = number
-        self._pending: list[int] = []  # accepted tokens that the process does not have yet
-        self._rollback = 0  # tokens that the process takes back before these
-        self._row: np.ndarray | None = None  # of the present position
+        self._pending: list[int] = []  # accepted tokens, still unknown to the process
+        self._rollback = 0  # tokens to take back before `_pending`
+        self._row: np.ndarray | None = None  # the row of the present position
         self._may_end: bool | None = None
 
     def __del__(self) -> None:
@@ -110,9 +110,9 @@ class _MatcherApart(Matcher):
         words[:] = self._row
 
     def _query_process(self, *, is_wanted: bool) -> RowAnswer:
-        """Ask the process about the present position; `is_wanted`: with its row. Raises
+        """Ask the process about the present position. `is_wanted`: the row is needed too. Raises
         GrammarError."""
-        if not is_wanted and len(self._pending) > 1:  # only the last token may be refused
+        if not is_wanted and len(self._pending) > 1:  # only the last may be refused
             last = self._pending.pop()
             self._ask_with(self._pending, is_wanted=False)
             self._pending = [last]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages to the processes of grammars, and their answers: MessagePack over socket pairs. The
-first process gets packets, with descriptors. The others have a stream, in which each message
+first process gets packets, with descriptors. The other processes have a stream: each message
 follows its length (u32, little-endian).
 
     engine ── Start, Fork, Reap ──► the first process, which forks the others and never compiles
@@ -21,11 +21,11 @@ from ...request.structured_params import Kind
 from ..base import Form
 
 _LENGTH = struct.Struct("<I")
-MOST_BYTES = 64 * 1024**2  # a compiled grammar, many times a client's text
+MOST_BYTES = 64 * 1024**2  # a compiled grammar is many times a client's text
 _MOST_PACKET_BYTES = 131072
-_MOST_TOGETHER = 65536  # bytes of a message that is sent together with its length
+_MOST_TOGETHER = 65536  # up to so many bytes go together with the length
 LOOK_SECONDS = 0.05  # each look takes the interpreter's lock from the threads that compute
-SEND_SECONDS = 30.0  # ample: the other end reads at once, as soon as it gets a processor
+SEND_SECONDS = 30.0  # ample: the other end reads once it gets a processor
 
 Message = TypeVar("Message")
 
@@ -37,7 +37,7 @@ class Start(msgspec.Struct):
     model_path: str
     vocab_size: int
     end_ids: list[int]
-    memory_bytes: int  # that a process may take to compile, beside what the first one has
+    memory_bytes: int  # to compile, beyond the first process's memory
 
 
 class Started(msgspec.Struct):
@@ -47,14 +47,14 @@ class Started(msgspec.Struct):
 
 
 class Fork(msgspec.Struct, tag=True):
-    """Fork a process; its end of a socket pair comes along. With `is_last` it runs only while no
-    other thread wants the processor."""
+    """Fork a process; its end of a socket pair comes along. With `is_last` the new process runs
+    only while no other thread wants the processor."""
 
     is_last: bool
 
 
 class Forked(msgspec.Struct):
-    """The answer to Fork: the process's id; its pidfd comes along."""
+    """The answer to Fork: the process's id. Its pidfd comes along."""
 
     pid: int
 
@@ -104,8 +104,8 @@ class Row(msgspec.Struct, tag=True):
 
 
 class RowAnswer(msgspec.Struct):
-    """The answer to Row. `num_accepted` counts the tokens before the first refused one; that one
-    and later ones change nothing, and then no row is made."""
+    """The answer to Row. `num_accepted` counts the tokens before the first refused token. The
+    refused token and later tokens change nothing, and no row is made then."""
 
     num_accepted: int = 0
     may_end: bool = False
@@ -164,8 +164,8 @@ def receive(
     kind: type[Message] | Any,
     look: Callable[[], None] | None = None,
 ) -> Message:
-    """Return the next message. While it waits it calls `look` every LOOK_SECONDS, which may raise;
-    without `look` it waits for ever. Raises EOFError where the other end is gone."""
+    """Return the next message. During the wait it calls `look` every LOOK_SECONDS; `look` may
+    raise. Without `look` it waits for ever. Raises EOFError if the other end is gone."""
     connection.settimeout(None if look is None else LOOK_SECONDS)
     size = _LENGTH.unpack(_read(connection, _LENGTH.size, look))[0]
     if size > MOST_BYTES:

@@ -5,8 +5,8 @@
                                                      └─► and follows the last, where the engine does
                                                          not take that over
 The first process reads no data of clients, so no grammar blocks it, and it replaces a killed
-process within milliseconds. The engine measures and kills. The forked processes also set limits on
-their own memory and processor time, which hold without the engine.
+process within milliseconds. The engine measures and kills processes. The forked processes also
+limit their own memory and processor time; these limits hold without the engine.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ Told = TypeVar("Told", Answer, RowAnswer)
 # A tenth of a busy processor, where it is not the last.
 _NICENESS = 10
 _ASIDE_SECONDS = 0.001
-_MORE_SECONDS = 5  # beyond the limit, after which the process ends by itself
+_MORE_SECONDS = 5  # so long beyond the limit the process ends by itself
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-# Packages that xgrammar imports and does not need here.
+# Packages that xgrammar imports but does not need here.
 _STOOD_IN = ("torch", "transformers")
 
 
 def main() -> int:
     """Run the first process, and in its children `_serve`, until the other end is closed. Return
     the exit status."""
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal stops background writers with it
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal stops background writers by it
     os.nice(_NICENESS)
     control = socket.socket(fileno=int(sys.argv[1]))
     try:
@@ -78,7 +78,7 @@ def main() -> int:
             send_packet(control, Started(str(error)))
             return 1
         gc.collect()
-        gc.freeze()  # children collect only their own objects, and copy no pages of the others
+        gc.freeze()  # children collect only their own objects and copy no other pages
         send_packet(control, Started())
         connection, is_last = _fork_children(control)
     except (EOFError, OSError):
@@ -86,15 +86,15 @@ def main() -> int:
     try:
         _serve(connection, backend, start, is_last=is_last)
     except (EOFError, OSError):
-        os._exit(0)  # skip the clean-up, which is the parent's
+        os._exit(0)  # without the clean-up: only the parent does that
     except BaseException:  # noqa: BLE001 - the last word of this process
         traceback.print_exc()
     os._exit(1)
 
 
 def _fork_children(control: socket.socket) -> tuple[socket.socket, bool]:
-    """Fork and reap children in the first process until the other end is gone, which raises
-    EOFError. Return only in a child: its socket, and whether it `is_last`."""
+    """Fork and reap children in the first process. Raises EOFError when the other end is gone.
+    Returns only in a child: its socket, and whether it `is_last`."""
     parent = os.getpid()
     while True:
         message: Fork | Reap
@@ -116,7 +116,7 @@ def _fork_children(control: socket.socket) -> tuple[socket.socket, bool]:
 
 
 def _serve(connection: socket.socket, backend: Backend, start: Start, *, is_last: bool) -> None:
-    """Answer messages in a child until the other end is closed, which raises EOFError."""
+    """Answer messages in a child. Raises EOFError when the other end is closed."""
     aside: Callable[[], AbstractContextManager[None]] = nullcontext
     if is_last:
         aside = _standing_aside
@@ -173,7 +173,7 @@ class _Follower:
 
 
 def _try_out(backend: Backend, ask: Ask, vocab_size: int) -> tuple[Answer, Grammar | None]:
-    """Compile a grammar. Return the answer, and the grammar unless that failed."""
+    """Compile a grammar. Return the answer, and the grammar, None if compiling failed."""
     made: list[Grammar] = []
 
     def run() -> Answer:
@@ -202,26 +202,26 @@ def _told(run: Callable[[], Told], kind: Callable[..., Told]) -> Told:
 
 @contextmanager
 def _standing_aside() -> Iterator[None]:
-    """Sleep for 0.06 ms after each millisecond, so that the kernel then wakes this process on a
-    free processor. SCHED_IDLE alone is not enough: a process that has waited behind another one on
-    its processor is owed time, gets it from one tick of the clock to the next, and makes the other
-    wait for 4 ms, even if another processor is idle. This process sleeps at once instead, at a
-    signal that came meanwhile.
+    """Sleep for 0.06 ms after each millisecond; the kernel then wakes this process on a free
+    processor. SCHED_IDLE alone is not enough. A process that has waited for its processor is owed
+    time: it runs from one tick of the clock to the next, and the other process there waits for 4
+    ms, even if another processor is idle. This process instead sleeps at once, at a signal that
+    came while it waited.
 
-    The handler is the C library's `usleep`, since Python calls no handler before a backend returns.
-    Its argument, microseconds, is the number of the signal.
+    The handler is the C library's `usleep`: Python would call no handler before a backend returns.
+    Its argument (microseconds) is the number of the signal.
     """
     library = ctypes.CDLL(None)
     library.signal(int(signal.SIGALRM), library.usleep)
     signal.setitimer(signal.ITIMER_REAL, _ASIDE_SECONDS, _ASIDE_SECONDS)
     try:
         yield
-    finally:  # no signals during the wait for the next grammar
+    finally:  # no signals while it waits for the next grammar
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def _open(start: Start) -> Backend:
-    """Open the backend with all its imports, and without threads, which a fork does not copy."""
+    """Open the backend with all its imports, and without threads: a fork does not copy threads."""
     _stand_in()
     return open_backend(
         start.backend,
@@ -231,9 +231,9 @@ def _open(start: Start) -> Backend:
 
 
 def _stand_in() -> None:
-    """Import xgrammar with stand-ins for torch and transformers. It imports both, which costs 8 of
-    9 processor seconds and 200 MiB, and needs neither here. The real ones are imported where torch
-    is loaded already, or where xgrammar fails with the stand-ins."""
+    """Import xgrammar with stand-ins for torch and transformers. xgrammar imports both, at a cost
+    of 8 of 9 processor seconds and 200 MiB, and needs neither here. The real packages are used if
+    torch is loaded already, or if xgrammar fails with the stand-ins."""
     if importlib.util.find_spec("xgrammar") is None or "torch" in sys.modules:
         return
     # tvm_ffi, through which xgrammar calls C, would use torch if it could import it.
@@ -255,7 +255,7 @@ class _StandIn(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__path__ = []  # as a package has
+        self.__path__ = []  # like a package
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -266,7 +266,7 @@ class _StandIn(ModuleType):
 def _limit_memory(more_bytes: int) -> None:
     """Limit the address space to `more_bytes` beyond its present size, and dump no core."""
     _lower(resource.RLIMIT_CORE, 0)
-    with suppress(OSError):  # only Linux says
+    with suppress(OSError):  # only Linux tells the size
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         most = pages * resource.getpagesize() + more_bytes
         _lower(resource.RLIMIT_AS, most)
@@ -278,7 +278,7 @@ def _limit_time(cpu_seconds: float) -> None:
 
 
 def _lower(limit: int, most: int) -> None:
-    """Lower a limit of this process to `most`, or to the hard limit where that is less."""
+    """Lower a limit of this process to `most`, or to the hard limit if that is less."""
     hard = resource.getrlimit(limit)[1]
     soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(limit, (soft, hard))

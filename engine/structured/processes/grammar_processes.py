@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes compile the grammars, since a process can be killed: no client's grammar ever blocks a
+"""Processes compile the grammars. A process can be killed, so no client's grammar ever blocks a
 thread of the engine.
 
     spec ──► try_out ──► a process compiles it ──► Tried: a form that is built here, within bounds,
@@ -8,9 +8,9 @@ thread of the engine.
                                   forked; the grammar is refused, or may have longer elsewhere
 
 The first process opens the backend and forks the others (`grammar_process.py`), so a killed process
-is replaced within milliseconds. It starts with the first grammar. The others run only on processors
-that are otherwise idle (SCHED_IDLE), so steps and their masks find one at once. If they get almost
-no time, processes with a niceness take their place for a while.
+is replaced within milliseconds. It starts with the first grammar. The forked processes run only on
+processors that are otherwise idle (SCHED_IDLE), so steps and their masks find a processor at once.
+If they get almost no time, processes with a niceness replace them for a while.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ logger = logging.getLogger(__name__)
 
 MEMORY_BYTES = 1024**3
 START_SECONDS = 300.0  # with a large vocabulary, at low priority beside other work
-# A process that gets less than this share of a processor for so long is replaced by one with a
-# niceness, and so are the processes of the next _BUSY_SECONDS.
+# A process that gets less than this share of a processor for so long is replaced by a process with
+# a niceness. New processes of the next _BUSY_SECONDS have a niceness too.
 STARVED_SECONDS = 0.5
 _STARVED_SHARE = 0.05
 _BUSY_SECONDS = 30.0
@@ -64,14 +64,14 @@ _CONTROL_SECONDS = 60.0  # to fork, or to reap
 _END_SECONDS = 5.0
 _MOST_IDLE = 2
 _COMMAND = python_command("-m", "stratakv.engine.structured.processes.grammar_process")
-_CPU_CLOCK = 2  # low three bits of a process's clock id on Linux; above them is its inverted id
-# No threads of libraries, since they do not exist after a fork.
+_CPU_CLOCK = 2  # low three bits of a clock id on Linux; the inverted process id is above
+# No threads of libraries: a fork does not copy them.
 _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
-# The engine takes a grammar over if the work that `build` repeats took no longer than this, and its
-# form is no longer. For others the process that compiled them makes the masks.
+# Limits of grammars that the engine takes over: the seconds of the work that `build` repeats, and
+# the size of the form. For any other grammar the process that compiled it makes the masks.
 BUILD_SECONDS = 0.5
 MOST_FORM_BYTES = 8 * 1024**2
 
@@ -81,22 +81,21 @@ GONE = "the process that followed this grammar has ended; ask again"
 
 
 class TooSlow(GrammarError):
-    """The grammar took more processor time than it may, or more time by the clock (TooLate)."""
+    """The grammar took too much processor time or, as TooLate, too much time by the clock."""
 
 
 class Tried(NamedTuple):
-    """A grammar that compiles, the row at the beginning of an answer, and that row's processor
-    time."""
+    """A compiled grammar, the row at the beginning of an answer, and that row's processor time."""
 
     form: Form
     first_words: bytes
     first_seconds: float
-    process: FollowingProcess | None  # it follows the grammar; None: `Backend.build` takes it over
+    process: FollowingProcess | None  # follows the grammar; None: `Backend.build` takes it over
 
 
 class GrammarProcesses:
-    """The processes for one model and one backend, by name. There is one for each thread that calls
-    `try_out` at once, and one for each grammar that a process follows."""
+    """The processes for one model and one backend, by name: one for each thread in `try_out`, and
+    one for each grammar that a process follows."""
 
     def __init__(
         self,
@@ -115,12 +114,12 @@ class GrammarProcesses:
         self._busy: list[_Process] = []
         self._is_closed = False
         self._busy_until = 0.0 if hasattr(os, "SCHED_IDLE") else float("inf")
-        self.trusts_threads = True  # False: no grammar is taken over any more
+        self.trusts_threads = True  # False: the engine takes over no more grammars
 
     def try_out(self, spec: GrammarSpec, limit: Limit, *, is_second: bool = False) -> Tried:
         """Compile a grammar in a process. Any thread may call this, and waits. Raises GrammarError
-        for a grammar that cannot be compiled, TooSlow where it takes longer than the limit, and
-        NotNow where the cause may lie outside the grammar."""
+        for a grammar that cannot be compiled, TooSlow if it takes longer than the limit, and NotNow
+        if the cause may lie outside the grammar."""
         # A process that may have to follow the grammar is never SCHED_IDLE.
         may_follow = self._start.backend == "xgrammar" and bool(why_untamed(spec))
         process = self._acquire_process(is_last=self._are_last and not may_follow)
@@ -182,7 +181,7 @@ class GrammarProcesses:
 
     @property
     def _are_last(self) -> bool:
-        """Whether processes forked now are SCHED_IDLE; not for a while after one has starved."""
+        """Whether processes forked now are SCHED_IDLE; False for a while after a starved one."""
         return time.monotonic() >= self._busy_until
 
     def _is_taken_over(self, form: Form) -> bool:
@@ -195,9 +194,9 @@ class GrammarProcesses:
 
     def _acquire_process(self, *, is_last: bool) -> _Process:
         """Take an idle process or fork one, and count it as busy. Raises NotNow, and GrammarError
-        where the backend cannot be opened."""
+        if the backend cannot be opened."""
         while (process := self._take_idle()) is not None:
-            # Replace a process that was killed from outside, or a SCHED_IDLE one that would starve.
+            # Replace a process killed from outside, or a SCHED_IDLE process that would starve.
             if not (process.has_ended or (process.is_last and not is_last)):
                 return process
             self._end_process(process)
@@ -216,8 +215,8 @@ class GrammarProcesses:
         raise NotNow(_ENDS)
 
     def _fork(self, *, is_last: bool) -> _Process:
-        """Fork a new process. Raises EOFError or OSError where the first process has ended, which
-        the next call replaces, and what `_open_first` raises."""
+        """Fork a new process. Raises EOFError or OSError if the first process has ended (the next
+        call replaces it), and the errors of `_open_first`."""
         first = self._open_first()
         try:
             return first.fork(is_last=is_last)
@@ -310,7 +309,7 @@ class FollowingProcess:
 
     def fetch_row(self, asked: Row, limit: Limit) -> RowAnswer:
         """Return the process's answer. Raises GrammarError. A process that takes too long is
-        killed, which ends its grammar."""
+        killed, and its grammar ends with it."""
         with self._turn:
             if self.is_gone:
                 raise GrammarError(GONE)
@@ -325,8 +324,8 @@ class FollowingProcess:
 
     def release_matcher(self, matcher: int) -> None:
         """Drop a matcher, without waiting."""
-        # While another thread has its turn nothing is sent: the matcher then keeps its memory until
-        # the process ends.
+        # While another thread has its turn no message is sent. The matcher then keeps its memory
+        # until the process ends.
         if self._turn.acquire(blocking=False):
             try:
                 if not self.is_gone:
@@ -360,7 +359,7 @@ class _FirstProcess:
                 stdout=2,  # its output is diagnostics
                 env={**os.environ, **_ENVIRONMENT},
                 # A group of its own: Ctrl-C reaches only this process, which then ends the other.
-                # The session is shared: SCHED_IDLE ranks last only within the session's group.
+                # The session is shared: SCHED_IDLE ranks last only within one session.
                 process_group=0,
             )
         except BaseException:
@@ -372,8 +371,8 @@ class _FirstProcess:
         self.pid = self._process.pid
 
     def wait_until_ready(self, start: Start) -> None:
-        """Wait until it can fork. Raises GrammarError where it cannot open the backend, EOFError or
-        OSError where it has ended or does not answer."""
+        """Wait until the process can fork. Raises GrammarError if it cannot open the backend,
+        EOFError or OSError if it has ended or does not answer."""
         send_packet(self._control, start)
         deadline = time.monotonic() + START_SECONDS
         answer: Started = receive_packet(self._control, Started, _until(deadline))[0]
@@ -434,8 +433,8 @@ class _Process:
         self._has_ended = False
 
     def compile(self, spec: GrammarSpec, limit: Limit, *, is_second: bool) -> Answer:
-        """Compile a grammar, and wait. Raises GrammarError for a refused one, TooSlow, _Starved,
-        and EOFError or OSError where the process is gone."""
+        """Compile a grammar, and wait. Raises GrammarError for a refused grammar, TooSlow,
+        _Starved, and EOFError or OSError if the process is gone."""
         send(self._connection, Ask(*spec, is_second, limit.cpu_seconds))
         answer: Answer = receive(self._connection, Answer, self._make_watchdog(limit, "compile"))
         if answer.form is None:
@@ -443,7 +442,7 @@ class _Process:
         return answer
 
     def request_row(self, asked: Row, limit: Limit) -> RowAnswer:
-        """Fetch a row, and wait. Raises as `compile`, but never _Starved."""
+        """Fetch a row, and wait. Raises like `compile`, but never _Starved."""
         send(self._connection, asked)
         answer: RowAnswer = receive(
             self._connection, RowAnswer, self._make_watchdog(limit, "follow")

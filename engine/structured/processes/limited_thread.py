@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread for work that should be bounded, but that could not be stopped if it were not. The
-thread that waits for it can read how long the present piece takes, and leave the thread behind.
+"""A thread for work that should be bounded but could not be stopped. The thread that waits for the
+work can read how long the present piece has taken, and can leave the working thread behind.
 
 The limit counts processor time, so a busy machine fails no piece; a second limit, far larger,
 counts time by the clock. A thread that was left behind ends after its present piece, and has the
@@ -10,8 +10,8 @@ A thread that gives way runs only while other threads leave a processor free (SC
 that wakes up takes its place at once; with a niceness alone it would wait for the end of a slice.
 Giving way lasts for one job, so threads started in the next job do not inherit it. A thread that
 gets almost no processor time stops giving way for good, since it may hold the interpreter's lock.
-Linux lets a thread come back from SCHED_IDLE only with CAP_SYS_NICE or a large RLIMIT_NICE; without
-them no thread gives way.
+Linux lets a thread come back from SCHED_IDLE only with CAP_SYS_NICE or a large RLIMIT_NICE. Without
+either no thread gives way.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 LAST_OF_ALL = 19  # niceness
 Job = Callable[["LimitedThread"], None]
-# A thread that gives way, and gets less than this share of a processor for so long, in one job or
-# in several, stops giving way.
+# A thread stops giving way if it gets less than this share of a processor for so long, in one job
+# or in several.
 STARVED_SECONDS = 2.0
 _STARVED_SHARE = 0.05
 _TRY_SECONDS = 30.0
@@ -43,7 +43,7 @@ class Limit:
     """Limits of one piece of work."""
 
     cpu_seconds: float
-    seconds: float = 120.0  # by the clock, for a piece that waits, which none should do
+    seconds: float = 120.0  # by the clock, for a piece that waits (none should)
 
 
 class Jobs(Protocol):
@@ -53,16 +53,16 @@ class Jobs(Protocol):
 
 
 class LimitedThread:
-    """A thread that does jobs from a queue, which threads may share. A job calls `next_piece`
-    between its pieces, each of which has the whole limit."""
+    """A thread that does the jobs of a queue; threads may share the queue. A job calls `next_piece`
+    between its pieces. Each piece has the whole limit."""
 
     def __init__(self, name: str, jobs: Jobs) -> None:
         self._jobs = jobs
-        # While it gives way: its processor time and the clock at the beginning, each less the
-        # amount `_had` that the jobs before took.
+        # While the thread gives way: its processor time and the clock at the start of giving way,
+        # each minus the amount `_had` of earlier jobs.
         self._gave_way: tuple[float, float] | None = None
         self._had = 0.0, 0.0
-        self._starved = threading.Event()  # for good
+        self._starved = threading.Event()  # set: it gives way no more
         self._lock = threading.Lock()
         self._is_left = False
         self._began: tuple[float, float] | None = None  # of the piece: processor time, clock
@@ -77,7 +77,7 @@ class LimitedThread:
 
     def give_way(self) -> None:
         """Run only while no other thread wants the processor, until the job ends. The job calls
-        this, and must wait only for a processor from then on."""
+        this. From then on the job must wait for nothing but a processor."""
         if self._gave_way is None and not self._starved.is_set() and _may_come_back():
             self._gave_way = time.thread_time() - self._had[0], time.monotonic() - self._had[1]
             _schedule(threading.get_native_id(), "SCHED_IDLE")
@@ -85,8 +85,8 @@ class LimitedThread:
                 _schedule(threading.get_native_id(), "SCHED_OTHER")
 
     def next_piece(self, note: Callable[[], None] = lambda: None) -> bool:
-        """Begin another piece of the job, which calls this. `note` records the piece. Return False,
-        without a call of `note`, if the thread was left behind: the job must end."""
+        """Begin another piece of the job. The job calls this; `note` records the piece. If the
+        thread was left behind, return False without a call of `note`: the job must end."""
         with self._lock:
             if self._is_left:
                 return False
@@ -95,14 +95,14 @@ class LimitedThread:
             return True
 
     def is_over(self, limit: Limit) -> bool:
-        """Whether the present piece has taken longer than it may. Takes no lock: a thread that gets
-        no processor may hold it, and each step calls this."""
+        """Whether the present piece has taken longer than it may. Takes no lock: each step calls
+        this, and a thread without a processor may hold the lock."""
         began = self._began
         if began is None or self._clock is None or not self._thread.is_alive():
             return False
         try:
             cpu = time.clock_gettime(self._clock) - began[0]
-        except OSError:  # it has ended since
+        except OSError:  # the thread has ended since
             return False
         now = time.monotonic()
         seconds, gave_way = now - began[1], self._gave_way
@@ -126,7 +126,7 @@ class LimitedThread:
         return True
 
     def join(self, seconds: float) -> None:
-        """Wait up to `seconds` for the thread's end, for which a None must be in the queue."""
+        """Wait up to `seconds` for the thread's end. The queue must hold a None for the thread."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -136,14 +136,14 @@ class LimitedThread:
             if self.next_piece():
                 try:
                     job(self)
-                except Exception:  # a job answers for its own faults
+                except Exception:  # each job handles its own faults
                     logger.exception("a grammar's thread met a fault")
                 self._come_back()
             with self._lock:
                 self._began = None
 
     def _come_back(self) -> None:
-        """Stop giving way at the end of a job, and add up the time it had."""
+        """Stop giving way at the end of a job, and add up the processor time of the job."""
         if self._gave_way is None:
             return
         _schedule(threading.get_native_id(), "SCHED_OTHER")
@@ -155,11 +155,11 @@ class LimitedThread:
 
 
 def _put_last(thread_id: int | None) -> None:
-    """Give a thread the lowest priority. Linux has a niceness for each thread, which can always be
-    raised. Only for threads that were left behind: others could hold the interpreter's lock without
-    getting a processor."""
+    """Give a thread the lowest priority. On Linux each thread has a niceness, and it can always be
+    raised. Only for threads that were left behind: any other could hold the interpreter's lock
+    without getting a processor."""
     if thread_id is not None and sys.platform.startswith("linux"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the thread has ended
             os.setpriority(os.PRIO_PROCESS, thread_id, LAST_OF_ALL)
 
 
@@ -170,7 +170,7 @@ def _is_next_to_nothing(cpu: float, seconds: float) -> bool:
 def _schedule(thread_id: int | None, policy: str) -> bool:
     """Schedule a thread by this policy of Linux, and return whether the system allows that."""
     if thread_id is not None and hasattr(os, policy):
-        with suppress(OSError):  # it has ended meanwhile, or may not
+        with suppress(OSError):  # the thread has ended, or this is not allowed
             os.sched_setscheduler(thread_id, getattr(os, policy), os.sched_param(0))
             return True
     return False
@@ -178,7 +178,7 @@ def _schedule(thread_id: int | None, policy: str) -> bool:
 
 @cache
 def _may_come_back() -> bool:
-    """Whether a SCHED_IDLE thread may be SCHED_OTHER again. A thread of its own tries it, since the
+    """Whether a SCHED_IDLE thread may become SCHED_OTHER again. A separate thread tries it: the
     capabilities alone do not tell."""
     tried: list[bool] = []
 

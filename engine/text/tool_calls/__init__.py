@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of tools in what a model writes."""
+"""Parsers of tool calls in a model's text."""

@@ -6,8 +6,8 @@
     parser.finish()   ──► Found   the rest, once
 
 The joined results are the same for any division of the text into pieces. Calls are numbered from 0
-and come one after the other; only the first piece of each has its name. Marks are neither content
-nor arguments.
+and come one after the other. Only the first piece of a call has the call's name. Marks are neither
+content nor arguments.
 
 An implementation must accept any text without raising. Text that is not a call is content, and
 arguments come out as the model wrote them, JSON or not. One thread uses a parser.
@@ -32,15 +32,15 @@ class CallPiece(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The additions of a piece of text: at most one piece for each call."""
+    """The findings in a piece of text: content, and at most one piece for each call."""
 
     content: str
     calls: list[CallPiece]
 
 
 class ToolCallParser(ABC):
-    """A parser of one answer. `MARKS` are the texts of its form that a tokenizer may have as
-    special tokens; answers without a parser leave special tokens out."""
+    """A parser of one answer. `MARKS` are the texts of its form that may be special tokens of a
+    tokenizer. Answers without a parser leave special tokens out."""
 
     MARKS: ClassVar[tuple[str, ...]] = ()
 
@@ -62,8 +62,8 @@ class ToolCallParser(ABC):
 
 
 class Output:
-    """The findings of a parser since the last `pop_found`. White space is content only between two
-    words, not beside a call."""
+    """The findings of a parser since the last `pop_found`. White space counts as content only
+    between two words, not beside a call."""
 
     __slots__ = ("_calls", "_content", "_count", "_follows_call", "_has_content", "_space")
 
@@ -71,13 +71,13 @@ class Output:
         self._content: list[str] = []
         self._calls: dict[int, CallPiece] = {}
         self._count = 0
-        self._space = ""  # held back: a call may follow
+        self._space = ""  # white space, held back: a call may follow
         self._follows_call = self._has_content = False
 
     def add_content(self, text: str) -> None:
         """Add text that is no part of a call."""
         kept = text.rstrip(WHITESPACE)
-        if not kept:  # a model may write white space only, for ever
+        if not kept:  # a model may write white space without end
             self._space += text
             return
         begun = self._space + kept
@@ -100,7 +100,7 @@ class Output:
             self._calls[number] = piece._replace(arguments=piece.arguments + text)
 
     def pop_found(self, *, is_last: bool = False) -> Found:
-        """Take out all findings, with held white space if it `is_last`."""
+        """Take out all findings. With `is_last` held white space is included."""
         if is_last:
             self._content.append("" if self._follows_call else self._space)
             self._space = ""

@@ -5,7 +5,7 @@
     Llama 3, 4     <|python_tag|>{"name": "f", "parameters": {…}}; {…}     or without the mark
     Mistral        [TOOL_CALLS][{"name": "f", "arguments": {…}}, {…}]      or [TOOL_CALLS]f{…}
 
-Text between marks that is not a call becomes content, without the marks.
+Text between marks that is no call becomes content; the marks are dropped.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .base import WHITESPACE, Found, Output, ToolCallParser, num_begun
 from .json_scan import CallObject, ValueEnd
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
-# Between a mark and the arguments: a name and, in some versions, an id and a further mark.
+# The head between a mark and the arguments: a name and, in some versions, an id and a further mark.
 _MISTRAL_HEAD = re.compile(
     r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(?:\[ARGS\]\s*)?\{"
 )
-_MOST_HEAD_CHARACTERS = 256  # of such a head, and of white space before a call without a mark
+_MOST_HEAD_CHARACTERS = 256  # of a head, or of white space before a call without a mark
 
 
 class _StepParser(ToolCallParser):
@@ -85,13 +85,13 @@ class _StepParser(ToolCallParser):
             return False
         if self._object.has_begun:
             self._state = self._after_object
-        else:  # no call after all
+        else:  # it was no call
             self._rest = self._object.text + self._rest
             self._state = self._in_text
         return True
 
     def _between(self, separators: str, then: Callable[[], bool]) -> bool:
-        """Work behind an object: another one follows after a separator or at `{`, else text."""
+        """Work behind an object: after a separator or at `{` another object follows, else text."""
         rest = self._rest.lstrip(WHITESPACE)
         has_separator = rest[:1] in tuple(separators)
         bare = rest[1:].lstrip(WHITESPACE) if has_separator else rest
@@ -213,8 +213,8 @@ class MistralParser(_StepParser):
 
 
 class ListParser(MistralParser):
-    """The parser of an answer that is a JSON list of calls, as the grammar of required calls makes
-    it. A call that is cut off before its arguments is left out."""
+    """The parser of an answer that is a JSON list of calls; the grammar of required calls makes
+    this form. A call that is cut off before its arguments is left out."""
 
     MARKS: ClassVar[tuple[str, ...]] = ()
 
@@ -230,7 +230,7 @@ class ListParser(MistralParser):
 
 
 class ArgumentsParser(ToolCallParser):
-    """The parser of an answer that is the arguments of the only tool it may call."""
+    """The parser of an answer that consists of the arguments of the only allowed tool."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)

@@ -5,7 +5,7 @@
                                ^ the call begins: name and arguments are certain
                                ^^^^^^^^ comes out piece by piece, unchanged
 
-The JSON is checked only as far as that finds the end of each part.
+The JSON is checked only as far as needed to find the end of each part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KNOWN_KEYS = ("name", "type", "id", *_ARGUMENTS)
 
 
 class ValueEnd:
-    """The search for the end of a JSON value, which begins with the first character scanned."""
+    """The search for the end of a JSON value. The value begins with the first character scanned."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "is_done")
 
@@ -32,8 +32,8 @@ class ValueEnd:
         self.is_done = False
 
     def scan_value(self, text: str, start: int) -> int:
-        """Return the end of the value in `text`, which continues it from `start` on; the length of
-        `text` if it does not end there."""
+        """Return the end of the value in `text`; the value goes on at `start`. Return the length of
+        `text` if the value does not end in it."""
         for at in range(start, len(text)):
             char = text[at]
             if self._in_string:
@@ -92,14 +92,14 @@ class CallObject:
         self._written = ""  # the text of that part
         self._key = ""
         self._name = ""
-        self._arguments: str | None = None  # complete, where they are not streamed
+        self._arguments: str | None = None  # complete arguments, if they are not streamed
         self._streams = False
         self.has_begun = False
-        self.is_over = False  # it has ended, or is no call
+        self.is_over = False  # the object has ended, or is no call
         self.text = ""  # its whole text, until the call has begun
 
     def scan_text(self, text: str) -> int:
-        """Add text until the object is over, and return the number of characters used."""
+        """Add text up to the object's end, and return the number of characters used."""
         at = 0
         while at < len(text) and not self.is_over:
             before = at
@@ -122,7 +122,7 @@ class CallObject:
         self.is_over = True
 
     def _scan_char(self, char: str) -> int:
-        """Go on by a character between the parts, and return 1; 0 if it begins a part or ends the
+        """Go on by a character between parts. Return 1, or 0 if it begins a part or ends the
         search."""
         step = _STEPS.get((self._next, char))
         if step is not None:
@@ -160,7 +160,7 @@ class CallObject:
             self._key = _text_of(self._written) or ""
             self._next = _Next.COLON
             if self._only_known and self._key not in _KNOWN_KEYS:
-                self.is_over = True  # now, since the object may be a long answer
+                self.is_over = True  # now: the object may be a long answer
             return
         self._next = _Next.COMMA
         if self._streams:
@@ -196,7 +196,7 @@ def _text_of(written: str) -> str | None:
 
 
 def _as_arguments(written: str) -> str:
-    """Return complete arguments. Some models write an object in a string, or null for none."""
+    """Return complete arguments. Some models write them in a string, or null for none."""
     text = _text_of(written)
     if text is not None:
         return text

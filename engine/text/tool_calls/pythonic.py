@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of calls as a Python list of them: `[f(city="Bonn", days=3), g()]`.
+"""The parser of calls as a Python list: `[f(city="Bonn", days=3), g()]`.
 
-Llama 3.2, Llama 4 and ToolACE write this form. Values are read as literals and never run; text that
-is not a literal becomes a string. Arguments come out one after the other, as JSON.
+Llama 3.2, Llama 4 and ToolACE write this form. Values are read as literals and never run. Text that
+is no literal becomes a string. Arguments come out one after the other, as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PythonicParser(ToolCallParser):
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
         self._output = Output()
-        self._held = ""  # text that may be a mark, or in a list: text since the last certain call
+        self._held = ""  # text that may be a mark; in a list: text since the last certain call
         self._word = ""  # an unfinished name, keyword or value
         self._word_ended = False
         self._keyword = ""
@@ -137,7 +137,7 @@ class PythonicParser(ToolCallParser):
         return True
 
     def _in_word(self, char: str, allowed: re.Pattern[str]) -> bool:
-        """Add a character of a name, which may have white space around it."""
+        """Add a character of a name; a name may have white space around it."""
         if char in WHITESPACE:
             self._word_ended = bool(self._word)
             return True
@@ -149,7 +149,7 @@ class PythonicParser(ToolCallParser):
         self._state = state
 
     def _begin_call(self) -> None:
-        """Begin the call, once it is certain."""
+        """Begin the call: it is certain now."""
         if not self._begun:
             self._begun = True
             self._num_calls += 1
@@ -195,7 +195,7 @@ class _ValueScan:
 def _as_json(written: str) -> str:
     """Return a literal as JSON, and any other text as a JSON string."""
     written = written.strip()
-    # Models break lines within quotes, where Python wants `\n`.
+    # Models break lines inside quotes; Python wants `\n` there.
     for source in (written, written.replace("\n", "\\n")):
         try:
             value = _plain(ast.parse(source, mode="eval").body)

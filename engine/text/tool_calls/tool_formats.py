@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the parser of a model's tool calls: a built-in one by name, one of another package
-by entry point, or the one whose form the model's chat template shows.
+"""The choice of the parser of a model's tool calls: a built-in parser by name, a parser of another
+package by entry point, or the parser whose form the model's chat template shows.
 
     [project.entry-points."stratakv.tool_parsers"]
     myform = "mypackage.parser:MyParser"      # a subclass of base.ToolCallParser
@@ -24,7 +24,7 @@ from .pythonic import PythonicParser
 
 ENTRY_POINTS = "stratakv.tool_parsers"
 FLAG = "--tool-call-parser"
-NONE = "none"  # in place of a name: calls are not looked for
+NONE = "none"  # given in place of a name: calls are not searched
 
 # The built-in parsers, by vLLM's names.
 PARSERS: Mapping[str, type[ToolCallParser]] = {
@@ -36,8 +36,8 @@ PARSERS: Mapping[str, type[ToolCallParser]] = {
     "pythonic": PythonicParser,
 }
 
-# A parser, texts of which its models' templates have at least one, and texts that only occur in
-# templates of models with another form. The first parser that fits is used.
+# A parser, texts (its models' templates have at least one of them), and texts that occur only in
+# templates of another form. The first parser that fits is used.
 _SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("hermes", ("<tool_call>",), ("<function=", "<arg_key>", "<|tool_call>")),
     ("mistral", ("[TOOL_CALLS]",), ()),
@@ -48,7 +48,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 
 class ToolFormat(NamedTuple):
     """The form of a model's tool calls. `hidden_token_ids` are the special tokens to leave out of a
-    text in which calls and thoughts are found; None: all, as usual."""
+    text in which calls and thoughts are searched; None: all special tokens, as usual."""
 
     parser: type[ToolCallParser]
     hidden_token_ids: frozenset[int] | None = None
@@ -70,9 +70,9 @@ def make_tool_format(
 
 
 def find_tool_parser(name: str, template: str | None) -> type[ToolCallParser] | None:
-    """Return the parser of this name or, if it is empty, the one that fits the source of the chat
-    template; None if none fits, and for `none`. Raises ConfigError for an unknown name, and for a
-    parser that cannot be loaded."""
+    """Return the parser of this name or, if the name is empty, the parser that fits the source of
+    the chat template. None if no parser fits, and for the name `none`. Raises ConfigError for an
+    unknown name, and for a parser that cannot be loaded."""
     if name == NONE:
         return None
     if not name:

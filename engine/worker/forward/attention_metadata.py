@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans the attention of one step, once for all layers, from the scheduled rows.
 
-The work is a few numpy calls for the whole batch, and Python for each chunk and bucket, but never
-for each token.
+The planning takes a few numpy calls for the whole batch, and Python code for each chunk and bucket,
+but not for each token.
 
     count > 1, nothing computed     fresh chunk
     count > 1, something computed   context chunk
@@ -10,8 +10,8 @@ for each token.
                                     at least half the blocks of the longest, so that padding never
                                     doubles the work
 
-With a window, a request's context is only the part that its next token sees. It begins in the first
-block that the window reaches, and lengths are counted from there.
+With a window, only the part of the context that the next token sees is read. It begins in the first
+block that the window reaches, and lengths are counted from the beginning of this block.
 
     blocks of the table   | before, not read | b | b | b | b |
     tokens                                   |   | window  |n|    n: computed in this step
@@ -39,16 +39,16 @@ from ...models.attention import (
 )
 from ..block_table import BlockTable
 
-SMALL_BUCKET_BLOCKS = 8  # for fewer blocks a bucket of its own costs more than the padding
+SMALL_BUCKET_BLOCKS = 8  # below this, a separate bucket costs more than padding
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """A context chunk that has no place in a group yet."""
+    """A context chunk that is in no group yet."""
 
     blocks: npt.NDArray[np.int32]
     start: int  # row of the step
-    computed: int  # tokens before, in these blocks
+    computed: int  # earlier tokens in these blocks
     count: int
 
 
@@ -58,7 +58,7 @@ class _Bucket:
 
     blocks: npt.NDArray[np.int32]  # [batch, width]
     starts: IntArray  # [batch] rows of the step
-    lengths: IntArray  # [batch] tokens in these blocks, the new one included
+    lengths: IntArray  # [batch] tokens in these blocks, including the new one
 
 
 class AttentionPlanner:
@@ -71,11 +71,11 @@ class AttentionPlanner:
         max_model_len: int,
         window: int | None = None,
     ) -> None:
-        """`window` is the number of positions that a token sees, its own included; None: all."""
+        """`window`: the number of positions that a token sees, including its own; None: all."""
         self._block_size = layout.block_size
         self._rows_per_block = 2 * layout.num_layers
         self._dtype = dtype
-        # A window that no context fills has no effect.
+        # A window as long as the context has no effect.
         self._window = window if window is not None and window < max_model_len else None
         self._masks = _CausalMasks(dtype, max_model_len, self._window)
         fits = GATHER_BYTES * layout.num_layers // layout.page_bytes
@@ -90,8 +90,8 @@ class AttentionPlanner:
         counts: IntArray,
         slots: IntArray,
     ) -> AttentionPlan:
-        """Plan a step. `rows` of the batch compute `counts` tokens each after `computed` ones, and
-        the step's tokens are in that order. `slots` are the slots of their K and V, one a token."""
+        """Plan a step: `rows` of the batch compute `counts` tokens each after `computed` ones. The
+        tokens of the step, and the `slots` of their K and V, are in this order."""
         ends = np.cumsum(counts)
         starts = ends - counts
         single = counts == 1
@@ -121,7 +121,7 @@ class AttentionPlanner:
         return _Chunk(blocks, start, computed - first * size, count)
 
     def _places(self, slots: IntArray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the block and offset of each slot, without slots of -1."""
+        """Return the block and the offset of each slot; slots of -1 are left out."""
         written = None
         if len(slots) and slots.min() < 0:
             kept = np.flatnonzero(slots >= 0)
@@ -149,7 +149,7 @@ class AttentionPlanner:
             end = min(end, first + max(1, self.max_group_blocks // width))
             members = order[first:end]
             first = end
-            if len(members) == 1:  # a single request needs no padding and no mask
+            if len(members) == 1:  # a single request needs neither padding nor a mask
                 i = members[0]
                 at = 0 if firsts is None else int(firsts[i])
                 blocks = table.array[rows[i], at : at + width]
@@ -167,7 +167,7 @@ class AttentionPlanner:
         return work
 
     def _groups(self, work: list[_Chunk | _Bucket]) -> list[GatherGroup]:
-        """Pack the work into as few gathers as the size of their buffer allows."""
+        """Pack the work into as few gathers as the buffer size allows."""
         groups: list[GatherGroup] = []
         pending: list[_Chunk | _Bucket] = []
         size = 0
@@ -202,7 +202,7 @@ class AttentionPlanner:
         return group
 
     def _tiles(self, start: int, computed: int, count: int) -> list[Tile]:
-        """Return the tiles of the rows from `start` on, `count` tokens behind `computed` ones."""
+        """Return the tiles of the rows from `start` on: `count` tokens after `computed` ones."""
         tiles = []
         for done in range(0, count, TILE_ROWS):
             rows = min(TILE_ROWS, count - done)
@@ -223,8 +223,8 @@ class AttentionPlanner:
         return DecodeBatch(offset, keys, torch.from_numpy(bucket.starts), mask[:, None, None])
 
     def _stale(self, bucket: _Bucket, offset: int, keys: int) -> list[IntArray]:
-        """Return the gathered tokens that are not a request's: those between its length and the end
-        of its last block, and those before its window. Null blocks behind are not among them."""
+        """Return the gathered tokens to ignore: between a request's length and the end of its last
+        block, and before its window. Null blocks after them are not included."""
         rows = offset + np.arange(len(bucket.lengths)) * keys
         stale = [ranges(rows + bucket.lengths, -bucket.lengths % self._block_size)]
         if self._window is not None:
@@ -233,12 +233,12 @@ class AttentionPlanner:
 
 
 class _CausalMasks:
-    """Masks for the rows of a tile after any context, all views of one tensor.
+    """Masks for the rows of a tile after any context. All are views of one tensor.
 
-    The tensor has `_width` columns for contexts and those of a tile. Row i is 0 up to column
-    `_width + i`, inclusive, and -inf after it. The mask after `context` tokens begins at column
-    `_width - context`. With a window of w tokens the w last columns up to there are 0, and those
-    before are -inf too; contexts are shorter than the window.
+    The tensor has `_width` columns for contexts, then the columns of a tile. Row i is 0 up to and
+    including column `_width + i`, and -inf after it. The mask for `context` tokens begins at column
+    `_width - context`. With a window of w tokens only the last w of the 0 columns stay 0, and the
+    columns before are -inf; contexts are then shorter than the window.
     """
 
     def __init__(self, dtype: torch.dtype, max_context: int, window: int | None) -> None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface between a step and the attention that computes it.
 
-    in place   the compiled kernels of the CPU over the pool where it lies: `in_place_forward.py`
-    gather     torch's attention over gathered blocks, on a CPU without them (`GatherForward`, here)
-    kernels    the kernels of `kernels/` over buffers that stay: `kernel_forward.py`
-
-All take the same steps and return the same hidden states.
+    in place   the CPU library's kernels read the pool where it lies: `in_place_forward.py`
+    gather     torch's attention over gathered blocks, on a CPU without the library (here)
+    kernels    the kernels of `kernels/` over permanent buffers: `kernel_forward.py`
+All three take the same steps and return the same hidden states.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .grouped_attention import LayerViews
 
 
 class HostEmbeds(NamedTuple):
-    """Rows of a step and their embeddings, in host memory."""
+    """Rows of a step whose input is embeddings, in host memory."""
 
     rows: IntArray
     values: EmbedArray  # [rows, hidden]
@@ -45,39 +44,39 @@ class HostEmbeds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LateTokens:
-    """Tokens of a step whose ids only the device knows, chosen by the step before."""
+    """Tokens of a step whose ids only the device knows: the previous step has chosen them."""
 
-    places: IntArray  # [n] among the tokens of the step
+    places: IntArray  # [n] their places in the step
     chosen: Tensor  # int64, on the device
-    index: IntArray  # [n] of each in `chosen`
+    index: IntArray  # [n] their indices in `chosen`
 
     def put(self, token_ids: Tensor) -> None:
-        """Write them to the step's `token_ids`, queued behind the work that chooses them."""
+        """Write the ids to the step's `token_ids`, queued after the work that chooses them."""
         index, places = (to_device(array, token_ids.device) for array in (self.index, self.places))
         token_ids.index_copy_(0, places, self.chosen.index_select(0, index))
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The input of one forward pass, in host memory: `[requests]` arrays in the order of the step,
-    `[tokens]` arrays request by request.
+    """The input of one forward pass, in host memory. `[requests]` arrays are in the order of the
+    step, `[tokens]` arrays request by request.
 
-    Requests that compute one token come first, then those that compute several, and long chunks
-    last, so that decodes, short chunks and long ones are each contiguous.
+    Requests with one token come first, then short chunks, then long chunks, so that each kind is
+    contiguous.
     """
 
     tables: Sequence[BlockTable]  # one for each cache group
     rows: IntArray  # [requests] of the batch and its block tables
-    computed: IntArray  # [requests] tokens whose K and V exist already
+    computed: IntArray  # [requests] tokens that have K and V already
     counts: IntArray  # [requests] tokens to compute after them
     token_ids: IntArray  # [tokens]
     positions: IntArray  # [tokens]
-    slots: Sequence[IntArray]  # for each group, [tokens] slots of their K and V; -1: not written
+    slots: Sequence[IntArray]  # for each group, [tokens] slots of K and V; -1: not written
     wanted: IntArray | None  # rows of the step whose hidden states are returned; None: all
-    embeds: HostEmbeds | Embeds | None = None  # rows that come as embeddings, not as token ids
-    aux: AuxStates | None = None  # hidden states of inner layers, of the same rows
-    late: LateTokens | None = None  # tokens whose ids in `token_ids` are invalid
-    states: StateStep | None = None  # of layers that carry states
+    embeds: HostEmbeds | Embeds | None = None  # rows whose input is embeddings, not token ids
+    aux: AuxStates | None = None  # to store hidden states of inner layers
+    late: LateTokens | None = None  # tokens whose ids in `token_ids` are not valid yet
+    states: StateStep | None = None  # for layers that carry states
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +88,7 @@ class StepInputs:
 
 
 def step_order(rows: IntArray, counts: IntArray) -> IntArray:
-    """Return the order of a step: one token before several, long chunks last, then by row."""
+    """Return the order of a step: single tokens, then short chunks, then long ones; else by row."""
     return np.lexsort((rows, counts >= MIN_ROWS, counts > 1))
 
 
@@ -100,12 +99,12 @@ class StepForward(Protocol):
     """A model over one pool."""
 
     def prepare_step(self, step: StepInputs) -> Launch:
-        """Plan a step, and return its launch, to be called once and before the next `prepare_step`.
-        It returns hidden states `[len(step.wanted), hidden]`, of all tokens if that is None."""
+        """Plan a step. Return its launch, to be called once, before the next `prepare_step`. It
+        returns hidden states `[len(step.wanted), hidden]`, of all tokens if `wanted` is None."""
 
 
 class GatherForward:
-    """Attention of torch over gathered blocks; tensors share the memory of the step's arrays."""
+    """Torch's attention over gathered blocks. Its tensors share the memory of the step's arrays."""
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ class GatherForward:
         self._model = model
         spec, layout = model.spec, pages.layout
         views = LayerViews(pages.places, spec.layer_attention)
-        # Each with the group whose table it reads.
+        # One planner for each view, with the group whose table it reads.
         self._planners = [
             (view.group, AttentionPlanner(layout, dtype, max_model_len, view.window))
             for view in views.views
@@ -149,7 +148,7 @@ class GatherForward:
 def launch_of(
     model: Decoder, attention: Attention[Plan] | CpuNetwork, plan: Plan, step: StepInputs
 ) -> Launch:
-    """Return the launch of a step on the CPU; its tensors share the memory of the step's arrays."""
+    """Return the launch of a step on the CPU. Its tensors share the memory of the step's arrays."""
     token_ids = torch.from_numpy(step.token_ids)
     if step.late is not None:
         step.late.put(token_ids)

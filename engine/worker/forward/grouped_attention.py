@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a model whose layers differ in cache group or window. Each layer reads the plan of
-its own view of the step, at its place within a page.
+"""Attention for models whose layers differ in cache group or window: each layer reads the plan of
+its view, at its place within a page.
 
-    view = (cache group, window)     a plan for each; most models have one view
+    view = (cache group, window)     one plan for each view; most models have one view
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ...models.layer_attention import LayerAttention
 
 
 class View(NamedTuple):
-    """The cache group and window that layers with the same plan have in common."""
+    """The cache group and the window that the layers with one plan have in common."""
 
     group: int
-    window: int | None  # positions that a token sees, its own included; None: all
+    window: int | None  # positions that a token sees, including its own; None: all
 
 
 class LayerViews:
-    """The views of a model, and the view and the place in a page of each layer."""
+    """The views of a model, and each layer's view and place in a page."""
 
     def __init__(self, places: Sequence[LayerPlace], attention: Sequence[LayerAttention]) -> None:
-        """`places` and `attention` are those of each layer; layers of one group may differ in
-        attention. Layers without K and V have no place and no view. Raises ValueError for a kind of
-        attention that is not computed."""
+        """`places` and `attention` have an entry for each layer; layers of one group may differ in
+        attention. Layers without K and V have no view. Raises ValueError for a kind of attention
+        that the worker does not compute."""
         of_layers = []
         for place, kind in zip(places, attention, strict=True):
             if kind.has_kv and not kind.is_full and kind.window is None:
@@ -43,20 +43,20 @@ class LayerViews:
             (-1 if view is None else index[view], place.in_page)
             for view, place in zip(of_layers, places, strict=True)
         ]
-        # All layers have the same plan, and the place of each is its number.
+        # One plan serves all layers, and each layer's place is its number.
         self._is_plain = self.places == [(0, layer) for layer in range(len(self.places))]
 
     def attention_over(self, attention: Attention[Plan]) -> Attention[Any]:
-        """Return the attention that computes steps with plans of `plan_of`."""
+        """Return the attention that computes steps with the plans of `plan_of`."""
         return attention if self._is_plain else GroupedAttention(attention, self)
 
     def plan_of(self, plans: Sequence[Plan]) -> Plan | Sequence[Plan]:
-        """Return the plan of a step, made of those of its views."""
+        """Combine the plans of the views, in order, to the plan of a step."""
         return plans[0] if self._is_plain else plans
 
 
 class GroupedAttention(Generic[Plan]):
-    """Attention that picks each layer's plan. `attention` is over the pages of all groups."""
+    """Attention that picks each layer's plan. `attention` covers the pages of all groups."""
 
     def __init__(self, attention: Attention[Plan], views: LayerViews) -> None:
         self._attention = attention
@@ -71,7 +71,7 @@ class GroupedAttention(Generic[Plan]):
 
     @property
     def of_qkv(self) -> QkvAttention[Sequence[Plan]] | None:
-        """Attention that rotates by itself; None if `attention` does not."""
+        """Attention that includes the rotation; None if `attention` does not."""
         return None if self._of_qkv is None else self._attend_qkv
 
     def _attend_qkv(

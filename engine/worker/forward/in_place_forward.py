@@ -2,8 +2,8 @@
 """Steps on the CPU whose attention reads the pool in place, by the library of `kernels/cpu/`.
 
 It gathers no blocks and needs no padding: a request has its row of the block table, its length and
-its rows of the step. One call computes all layers; if the library lacks a part of the model, a call
-for each layer writes new K and V and attends.
+its rows of the step. One call computes all layers. If the library lacks a part of the model, one
+call for each layer writes new K and V and computes attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .grouped_attention import LayerViews
 
 
 def reason_against_in_place(layout: BlockLayout, compute: torch.dtype) -> str | None:
-    """Return why attention over a pool of this layout cannot run here, or None."""
+    """Explain why attention over a pool of this layout cannot run here; None if it can."""
     return reason_against(compute, layout.head_dim, pool_dtype=pool_dtype(layout.kv_dtype))
 
 
@@ -51,9 +51,9 @@ class InPlacePlanner:
         softcap: float | None = None,
         workspace: Workspace | None = None,
     ) -> None:
-        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`; `window` is
-        the number of tokens that a position sees, itself included; `softcap` bounds scores. Several
-        planners may share a workspace, since layers are computed one after the other."""
+        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`. `window`:
+        the number of positions that a token sees, including its own. `softcap` bounds scores.
+        Planners may share a workspace, since layers are computed one after the other."""
         self._layer = pool[:, 0]
         self._num_heads, self._scale = num_heads, scale
         self._window, self._softcap = window, softcap
@@ -67,8 +67,8 @@ class InPlacePlanner:
         counts: IntArray,
         slots: IntArray,
     ) -> InPlacePlan:
-        """Plan a step. `rows` of the batch compute `counts` tokens each after `computed` ones, and
-        the step's tokens are in that order. `slots` are the slots of their K and V, one a token."""
+        """Plan a step: `rows` of the batch compute `counts` tokens each after `computed` ones. The
+        tokens of the step, and the `slots` of their K and V, are in this order."""
         lengths = computed + counts
         width = -(-int(lengths.max()) // table.block_size)
         starts = np.zeros(len(rows) + 1, np.int32)
@@ -76,7 +76,7 @@ class InPlacePlanner:
         return InPlacePlan(
             CpuAttentionStep(
                 self._layer,
-                # A copy, since the batch may change while the step is computed.
+                # A copy, because the batch may change while the step is computed.
                 torch.from_numpy(table.array[rows, :width]),
                 torch.from_numpy(lengths.astype(np.int32)),
                 torch.from_numpy(starts),
@@ -99,15 +99,15 @@ class InPlaceAttention:
         self._layers = [pool[:, layer] for layer in range(pool.shape[1])]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: InPlacePlan) -> Tensor:
-        """Write `k` and `v` `[tokens, kv heads, head_dim]` to the pool, then attend `q` `[tokens,
-        heads, head_dim]`. Return `[tokens, heads * head_dim]`."""
+        """Write `k` and `v` `[tokens, kv heads, head_dim]` to the pool, then compute attention for
+        `q` `[tokens, heads, head_dim]`. Return `[tokens, heads * head_dim]`."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         plan.step.run(q, self._layers[layer], out, (k, v))
         return out.view(len(q), -1)
 
 
 class InPlaceForward:
-    """A model over one pool, in place; tensors share the memory of the step's arrays."""
+    """A model over one pool, in place. Its tensors share the memory of the step's arrays."""
 
     def __init__(self, model: Decoder, pages: ModelPages) -> None:
         self._model = model
@@ -118,7 +118,7 @@ class InPlaceForward:
         self._network = None
         if len(views.views) <= MAX_VIEWS:
             self._network = model.in_library(pools, [view for view, _ in views.places])
-        # Each with the group whose table it reads.
+        # One planner for each view, with the group whose table it reads.
         self._planners = [
             (
                 view.group,

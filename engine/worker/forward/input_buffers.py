@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buffers of a step's input on the device: allocated once, filled anew for every step.
+"""The buffers of a step's input on the device: allocated once, filled for every step.
 
     step's arrays ──► staging memory of the host ──► buffers of the device ──► model and kernels
     changes of block tables ──► tables of the device, rows of the step ──►
 
-A graph keeps the addresses of the buffers it was recorded over, so these never move. There are two
-sets of staging memory, so that the host fills one while the other waits to be copied; it writes to
-a set only after the device has copied its old content. Rows that pad a batch belong to no request:
-length 0, slot -1 (not written), the null block.
+A recorded graph keeps the addresses of its buffers, so these never move. There are two sets of
+staging memory: the host fills one while the other waits to be copied. The host writes to a set only
+after the device has copied its old content. Rows of padding belong to no request: they have length
+0, slot -1 (not written) and the null block.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .forward import StepInputs
 from .grouped_attention import View
 from .kernel_attention import Chunks, ChunkSize, Decodes, KernelPlan
 
-# The slot of a row that pads the batch: its K and V are not written.
+# The slot of padding rows: their K and V are not written.
 _NO_SLOT = -1
 
 _BLOCKS_ALIGNED = 4  # blocks of a table's row, 4 bytes each
 
-# Sets of staging memory: for the present step and the one before it.
+# Sets of staging memory: for the present step and the step before it.
 _TURNS = 2
 
 
@@ -50,12 +50,12 @@ class InputBuffers:
         views: Sequence[View] = (View(0, None),),
         split_planner: SplitPlanner | None = None,
     ) -> None:
-        """`max_blocks` is the least width of a block table; each cache group has one. `views` are
-        those of the model, `split_planner` is that of its decodes; None: they need no split plan.
+        """`max_blocks` is the least width of the block tables, one for each cache group. `views`
+        are the model's views. `split_planner` plans its decodes; None: they need no split plan.
         """
         self._runtime = runtime
         self._views = tuple(views)
-        # Rows are aligned to 16 bytes: Triton compiles anew for other addresses, and a step's
+        # Rows are aligned to 16 bytes. Triton would compile anew for other addresses, and a step's
         # chunks may begin in any row.
         max_blocks = -(-max_blocks // _BLOCKS_ALIGNED) * _BLOCKS_ALIGNED
 
@@ -66,7 +66,7 @@ class InputBuffers:
 
         self._token_ids = make(max_tokens)
         self._positions = make(max_tokens)
-        # All tokens of a prompt that needs log-probabilities, and the last one of each request.
+        # For all tokens of prompts with log-probabilities, and the last token of each request.
         self._wanted = make(max_tokens + max_requests)
         self._seq_lens = make(max_requests, dtype=torch.int32)
         self._query_starts = make(max_requests + 1, dtype=torch.int32)
@@ -82,14 +82,14 @@ class InputBuffers:
             else _Splits(split_planner, max_requests, view.window, make)
             for view in views
         ]
-        # Each with the value in rows of padding.
+        # Buffers by token, with the value for rows of padding.
         self._by_token = (
             (self._token_ids, 0),
             (self._positions, 0),
             *[(slots, _NO_SLOT) for slots, _ in self._groups],
         )
         self._turn = 0
-        self._copied: list[Mark | None] = [None] * _TURNS  # behind the copies of each set
+        self._copied: list[Mark | None] = [None] * _TURNS  # one mark after the copies of each set
 
     @property
     def token_ids(self) -> Tensor:
@@ -103,14 +103,14 @@ class InputBuffers:
 
     @property
     def wanted(self) -> Tensor:
-        """Rows whose hidden states are returned, int64 `[max_tokens + max_requests]`, on the
+        """Rows whose hidden states are returned: int64 `[max_tokens + max_requests]`, on the
         device."""
         return self._wanted.there
 
     def fill(self, step: StepInputs | None, num_rows: int, num_requests: int | None = None) -> None:
         """Send a step to the device, padded to `num_rows` tokens. The padding is requests of one
-        token each; with `num_requests`, as for a step of chunks, it lies in the last of so many
-        requests. A step of None is all padding."""
+        token each. With `num_requests` (for chunks) it lies in the last of so many requests
+        instead. A step of None is all padding."""
         self._turn = (self._turn + 1) % _TURNS
         if (copied := self._copied[self._turn]) is not None:
             copied.wait()
@@ -134,7 +134,7 @@ class InputBuffers:
         self._copied[self._turn] = self._runtime.mark()
 
     def decode_plans(self, num_requests: int) -> list[KernelPlan]:
-        """Return the plan of each view for a step of one token for the first `num_requests`."""
+        """Return each view's plan of a step with one token for each of the first `num_requests`."""
         plans = []
         for view, (group, window) in enumerate(self._views):
             slots, table = self._groups[group]
@@ -143,7 +143,7 @@ class InputBuffers:
         return plans
 
     def chunk_plans(self, num_tokens: int) -> list[KernelPlan]:
-        """Return the plan of each view for a step of one chunk of up to `num_tokens`."""
+        """Return each view's plan of a step with one chunk of up to `num_tokens`."""
         lengths, starts = self._seq_lens.there[:1], self._query_starts.there[:2]
         plans = []
         for group, window in self._views:
@@ -153,7 +153,7 @@ class InputBuffers:
         return plans
 
     def plans(self, step: StepInputs) -> list[KernelPlan]:
-        """Return the plan of each view for the step that was filled in last."""
+        """Return each view's plan for the step that `fill` has sent last."""
         decodes, requests = step.num_decodes, len(step.rows)
         if decodes == requests:
             return self.decode_plans(requests)
@@ -220,7 +220,7 @@ class InputBuffers:
 
 
 class _Buffer(NamedTuple):
-    """An array in staging memory, once for each turn, and its buffer on the device."""
+    """An array in staging memory, one for each turn, and its buffer on the device."""
 
     arrays: tuple[npt.NDArray[np.integer], ...]
     staged: tuple[Tensor, ...]
@@ -243,16 +243,16 @@ class _DeviceTable:
             self._batch.index_put_((there[0], there[1]), there[2])
 
     def lay_down(self, rows: Tensor, width: int, padded: int) -> None:
-        """Copy the first `width` blocks of these rows of the batch to the rows of the step, and
-        zero the rows up to `padded`."""
-        # Kernels read no block behind a request's own.
+        """Copy the first `width` blocks of these rows of the batch to the rows of the step. Zero
+        the rows from there up to `padded`."""
+        # Kernels read no block after a request's own blocks.
         self.rows[: len(rows), :width].copy_(self._batch[:, :width].index_select(0, rows))
         self.rows[len(rows) : padded].zero_()
 
 
 class _Splits:
-    """The split plan of one view. It changes, and is sent, only when a request of the batch needs
-    another tile."""
+    """The split plan of one view. It is sent again only when a request of the batch needs another
+    tile."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class _Splits:
         self._tiles = b""  # of the plan on the device
 
     def lay_down(self, lengths: npt.NDArray[np.integer], turn: int) -> bool:
-        """Stage the plan for requests of these lengths; False if the device has it already."""
+        """Stage the plan for these request lengths. Return False if the device has it already."""
         tiles = self._planner.tiles(lengths, self._window)
         if tiles.tobytes() == self._tiles:
             return False

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a model by the kernels of `kernels/`: write new K and V, then attend to the pool.
-If the kernel can, the launch that writes also rotates queries and keys.
+"""Attention of a model by the kernels of `kernels/`: write new K and V, then attend to the pool. If
+the kernel can, the launch that writes also rotates queries and keys.
 
     rows of q, k, v   0 … num_decodes    one row for each request: paged decode
                       short chunks       several rows for each request: paged prefill
                       long chunks        the same, or a library over gathered K and V
 
-Kernels are chosen once for a model. The first layer of a plan checks its arguments, since all
-layers have tensors of the same shapes. This code reads no value of a tensor, so it never waits for
-a device, and a plan over permanent buffers can be recorded in a graph.
+Kernels are chosen once for a model. A plan's arguments are checked in the first layer only, since
+the tensors of all layers have the same shapes. This code reads no value of a tensor. So it never
+waits for a device, and a plan over permanent buffers can be recorded in a graph.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Decodes:
     """Requests with one new token each."""
 
     block_tables: Tensor  # int32 [requests, max_blocks]
-    seq_lens: Tensor  # int32 [requests], the new token included; 0: padding, the result is zeros
-    splits: SplitPlan | None = None  # None: by the width of the table
+    seq_lens: Tensor  # int32 [requests], including the new token; 0: padding, the result is zeros
+    splits: SplitPlan | None = None  # None: split by the width of the table
 
 
 class ChunkSize(NamedTuple):
     """The size of a chunk, on the host."""
 
     rows: int  # new tokens
-    length: int  # all tokens, the new ones included
+    length: int  # all tokens, including the new ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,42 +62,42 @@ class Chunks:
     """Requests with several new tokens."""
 
     block_tables: Tensor  # int32 [requests, max_blocks]
-    seq_lens: Tensor  # int32 [requests], the new tokens included
-    query_starts: Tensor  # int32 [requests + 1], from 0: rows behind those of the decodes
+    seq_lens: Tensor  # int32 [requests], including the new tokens
+    query_starts: Tensor  # int32 [requests + 1], from 0: rows after those of the decodes
     max_query_len: int
-    sizes: Sequence[ChunkSize] = ()  # of each request; empty in a step that is recorded
+    sizes: Sequence[ChunkSize] = ()  # one for each request; empty in a recorded step
 
 
 class LongChunk(NamedTuple):
     """A chunk that a library computes."""
 
-    rows: slice  # of those of the chunks
+    rows: slice  # among the rows of the chunks
     table: Tensor  # int32 [max_blocks]
     length: int
 
 
 class SplitChunks(NamedTuple):
-    """The chunks of a plan for the kernel, which come first, and those for a library."""
+    """The chunks of a plan: the first ones for the kernel, the last ones for a library."""
 
     by_kernel: Chunks | None
-    num_rows: int  # of these
+    num_rows: int  # rows of `by_kernel`
     by_library: Sequence[LongChunk]
 
 
 @dataclass(slots=True)
 class KernelPlan:
-    """The plan of a step, the same for every layer of a cache group with the same window."""
+    """The plan of a step for all layers of a cache group with the same window."""
 
     slots: Tensor  # int64 [tokens]; -1: not written
     decodes: Decodes | None
     chunks: Chunks | None
-    window: int | None = None  # positions that a token sees, its own included; None: all
+    window: int | None = None  # positions that a token sees, including its own; None: all
     is_checked: bool = False  # whether the kernels have accepted these arguments
-    split: SplitChunks | None = None  # of `chunks`, from the first layer on
+    split: SplitChunks | None = None  # made from `chunks` in the first layer
 
 
 class Kernels(NamedTuple):
-    """The kernels of a model's attention, in the words of `kernels/kernel_choice.py`."""
+    """The names of the kernels of a model's attention; see `kernels/kernel_choice.py`."""
 
     write: str
     decode: str
@@ -106,8 +106,8 @@ class Kernels(NamedTuple):
 
     @property
     def can_record_decodes(self) -> bool:
-        """Whether a step of decodes never waits. Plain kernels read lengths and slots back, which a
-        device refuses while it records."""
+        """Whether a step of decodes never waits. Plain kernels copy lengths and slots to the host,
+        which a device refuses while it records."""
         return self.write == self.decode == TRITON
 
     @property
@@ -126,7 +126,7 @@ def choose_kernels(
     strict: bool = False,
 ) -> Kernels:
     """Choose the kernels for queries like `q` `[any, heads, head_dim]` over the pool of one layer.
-    Raises KernelRefused, like `choose_kernel`."""
+    Raises KernelRefused like `choose_kernel`."""
     return Kernels(
         choose_write_kernel(q, kv, kernel=kernel, strict=strict),
         choose_decode_kernel(q, kv, scale, kernel=kernel, strict=strict),
@@ -136,8 +136,8 @@ def choose_kernels(
 
 
 def split_chunks(chunks: Chunks, gathered: GatheredPrefill | None, num_rows: int) -> SplitChunks:
-    """Split off the longest run of chunks at the end that `gathered` can compute. The chunks before
-    it have the first rows of `num_rows`, where the kernel's `query_starts` begin at 0."""
+    """Split off the longest run of last chunks that `gathered` can compute. The chunks before it
+    have the first rows of `num_rows`; the kernel's `query_starts` begin at 0 there."""
     long: list[LongChunk] = []
     end, index = num_rows, len(chunks.sizes)
     while gathered is not None and index and gathered.takes(*chunks.sizes[index - 1]):
@@ -162,7 +162,7 @@ def split_chunks(chunks: Chunks, gathered: GatheredPrefill | None, num_rows: int
 
 class KernelAttention:
     """Attention of one model over one pool. `gathered` computes long chunks of layers without a
-    window, in place of the prefill kernel; None: the kernel computes all."""
+    window, instead of the prefill kernel; None: the kernel computes all chunks."""
 
     def __init__(
         self,
@@ -178,15 +178,15 @@ class KernelAttention:
         kernel: str = AUTO,
     ) -> None:
         """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`. Queries have
-        `num_heads` heads of `dtype`; their scores are multiplied by `scale` and then bounded by
-        `softcap`, if there is one. `kv_scales` are those of a float8 pool. Raises KernelRefused
-        under `strict` if a kernel cannot run, in place of using its plain twin."""
+        `num_heads` heads of `dtype`; their scores are multiplied by `scale`, then bounded by
+        `softcap` if given. `kv_scales` are the scales of a float8 pool. Under `strict` raises
+        KernelRefused if a kernel cannot run; otherwise its plain twin is used."""
         self.layers = [pool[:, layer] for layer in range(layout.num_layers)]
         self.scale, self.softcap = scale, softcap
         self.gathered: GatheredPrefill | None = None
         self._kv_scales = kv_scales
         kv = self.layers[0]
-        # An example of all queries, without rows.
+        # An example of the queries, with 0 rows.
         self.q = torch.empty((0, num_heads, layout.head_dim), dtype=dtype, device=pool.device)
         self.kernels = choose_kernels(
             self.q, kv, scale, kv_scales=kv_scales, kernel=kernel, strict=strict
@@ -195,12 +195,12 @@ class KernelAttention:
 
     @property
     def of_qkv(self) -> QkvAttention[KernelPlan] | None:
-        """Attention that rotates by itself; None if its kernel does not run."""
+        """Attention that includes the rotation; None if its kernel does not run."""
         return self._attend_qkv if self.kernels.rotate_write == TRITON else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: KernelPlan) -> Tensor:
-        """Write `k` and `v` `[tokens, kv heads, head_dim]` to the pool, then attend `q` `[tokens,
-        heads, head_dim]`. Return `[tokens, heads * head_dim]`."""
+        """Write `k` and `v` `[tokens, kv heads, head_dim]` to the pool, then compute attention for
+        `q` `[tokens, heads, head_dim]`. Return `[tokens, heads * head_dim]`."""
         kv = self.layers[layer]
         if plan.is_checked:
             run_write(self.kernels.write, k, v, kv, plan.slots, self._kv_scales)
@@ -217,7 +217,7 @@ class KernelAttention:
         return self._attend(qkv[:, : -2 * kv.shape[3]], kv, plan)
 
     def _attend(self, q: Tensor, kv: Tensor, plan: KernelPlan) -> Tensor:
-        """Attend. `q` must be rotated, and new K and V must be in the pool."""
+        """Compute attention. `q` must be rotated, and new K and V must be in the pool."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         first_chunk = 0 if plan.decodes is None else len(plan.decodes.seq_lens)
         if plan.decodes is not None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps computed by the kernels of `kernels/` over permanent buffers on the device.
 
-    decodes only    from the record of the next larger batch size, where there is one
-    a small chunk   of one request, with nothing beside it: from the record of the next larger one
-    anything else   launched one by one
+    only decodes       replay the record of the next larger batch size, if there is one
+    one small chunk    as the only request: replay the record of the next larger chunk size
+    other steps        launch kernel by kernel
 
 This code reads no results back.
 """
@@ -27,17 +27,17 @@ from .grouped_attention import LayerViews
 from .input_buffers import InputBuffers
 from .kernel_attention import KernelAttention, KernelPlan
 
-# Padding costs a share of the step: at most half in small batches, where reading the weights
-# dominates, and a sixteenth in large ones.
+# Padding costs part of a step: at most half in small batches, where reading the weights dominates,
+# and a sixteenth in large ones.
 _FIRST_SIZES = (1, 2, 4)
 _FINE, _FINE_UP_TO = 8, 128
 _COARSE, _COARSE_UP_TO = 16, 512
-# Each record takes memory and start time; larger batches are bound by arithmetic.
+# Each record takes memory and start time; arithmetic dominates in larger batches.
 MAX_RECORDED = _COARSE_UP_TO
-# Sizes of recorded chunks. The rest of a prompt behind a cached prefix takes longer to launch than
-# to compute.
+# Sizes of recorded chunks. For a short rest of a prompt after a cached prefix, launching takes
+# longer than computing.
 CHUNK_SIZES = (16, 32, 64, 128, 256)
-# Tokens of the chunks that run at the start: the shortest, and one that does not count as short.
+# Tokens of the chunks that run at the start: the shortest, and one beyond the short ones.
 WARM_CHUNKS = (2, 128)
 
 
@@ -59,18 +59,18 @@ def bucket_for(num_requests: int, buckets: Sequence[int]) -> int | None:
 
 
 class StepGraphs:
-    """Steps of one kind of one model over one set of buffers, recorded once for each size.
+    """Recorded steps of one kind, of one model over one set of buffers: one record for each size.
 
-    A small step is hundreds of small launches, whose Python takes longer than the device's work.
-    Recorded over permanent buffers they are one launch. A step runs in the smallest recorded size
-    that holds it, padded with unused rows.
+    A small step is hundreds of small launches, whose Python code takes longer than the device's
+    work. A record over permanent buffers is one launch. A step uses the smallest recorded size that
+    holds it, padded with unused rows.
     """
 
     def __init__(
         self, runtime: DeviceRuntime, work_of: Callable[[int], Work], buckets: Sequence[int]
     ) -> None:
-        """`work_of(bucket)` is a step of that many rows over the buffers. It must read no other
-        changing data, since a record would keep the old values."""
+        """`work_of(bucket)` is a step of so many rows over the buffers. It must read no other data
+        that changes, because a record keeps the old values."""
         self._runtime = runtime
         self._work_of = work_of
         self._buckets = tuple(buckets)
@@ -78,7 +78,7 @@ class StepGraphs:
 
     def record_all(self, prepare: Callable[[int], None]) -> int:
         """Record all sizes, and return their number. `prepare(bucket)` makes the buffers safe to
-        run on. The largest comes first, so that the smaller ones fit into the memory that it took.
+        run on. The largest size comes first; the smaller ones then fit into its memory.
         """
         for bucket in reversed(self._buckets):
             prepare(bucket)
@@ -86,8 +86,8 @@ class StepGraphs:
         return len(self._buckets)
 
     def find_recorded(self, num_rows: int) -> tuple[int, Work] | None:
-        """Return the size to which the buffers are padded, and the recorded step; None: there is
-        none."""
+        """Return the size to which the buffers must be padded, and the recorded step; None without
+        one."""
         bucket = bucket_for(num_rows, self._buckets)
         if bucket is None or bucket not in self._recorded:
             return None
@@ -126,7 +126,7 @@ class KernelForward:
 
     def warm_up(self) -> None:
         """Compile the kernels of decodes and chunks, so that no request waits for a compiler. Short
-        chunks and long ones have different launches."""
+        and long chunks have different launches."""
         buffers = self._buffers
         buffers.fill(None, 1)
         plans = self._plan_of(buffers.decode_plans(1))
@@ -144,8 +144,8 @@ class KernelForward:
         return lone_step(model.spec.state, model.dtype, device, num_tokens)
 
     def record_steps(self, progress: Callable[[str], None]) -> None:
-        """Record decode steps, and small chunks if their kernels can be recorded. Without this
-        call the kernels of every step are launched one by one."""
+        """Record decode steps, and small chunks if their kernels can be recorded. Without this call
+        every step is launched kernel by kernel."""
         fill = self._buffers.fill
         sizes = self._graphs.record_all(partial(fill, None))
         progress(f"recorded decode steps of {sizes} batch sizes")
@@ -154,7 +154,7 @@ class KernelForward:
             progress(f"recorded chunks of {sizes} sizes")
 
     def prepare_step(self, step: StepInputs) -> Launch:
-        # A record reads token ids, and no other input than the buffers.
+        # A record reads token ids, and no input outside the buffers.
         is_plain = step.embeds is None and step.aux is None and step.states is None
         if is_plain and (step.num_decodes == len(step.rows) or len(step.rows) == 1):
             graphs = self._graphs if step.num_decodes else self._chunk_graphs

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice between the prefill kernel and a library over gathered K and V, for long chunks.
+"""The choice for long chunks: the prefill kernel, or a library over gathered K and V.
 
     auto        the kernel, unless a library was MIN_GAIN times as fast on this device at the start
-    sdpa, fa3   that library; refused where it can compute no chunk of the engine
+    sdpa, fa3   this library; refused if it can compute no chunk of the engine
     the others  the kernel
 
-The kernel still computes the chunks that a library does not take: short ones, those whose context
-does not fit into the buffers, and those of layers with a window.
+The kernel still computes the chunks that a library does not take: short chunks, chunks whose
+context does not fit into the buffers, and chunks of layers with a window.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from .kernel_attention import KernelAttention
 
 logger = logging.getLogger(__name__)
 
-MIN_GAIN = 1.25  # of a library over the kernel
-# The chunk that is measured: rows, and tokens before them.
+MIN_GAIN = 1.25  # least speed of a library, relative to the kernel
+# The chunk for the measurement: its rows, and the tokens before them.
 SAMPLE_ROWS, SAMPLE_CONTEXT = 8192, 8192
-SAMPLE_LAYERS = 4  # in turn, so that K and V are no longer in the cache
+SAMPLE_LAYERS = 4  # used in turn, so that K and V are no longer in the cache
 RUNS = 3
-# Most difference between the results of a library and the kernel: both round to 16 bits.
+# Largest difference between the results of library and kernel: both round to 16 bits.
 MOST_DIFFERENCE = 0.02
 
 
 class SampleChunk:
     """A long chunk with random K and V in blocks of the pool, for the kernel or a library. `close`
-    zeroes the blocks again."""
+    zeroes the blocks."""
 
     def __init__(self, attention: KernelAttention, rows: int, length: int) -> None:
         """The chunk is the last `rows` of `length` tokens."""
@@ -61,7 +61,7 @@ class SampleChunk:
         draw = torch.Generator(q.device).manual_seed(0)
         self._q = q.new_empty(rows, *q.shape[1:]).normal_(generator=draw)
         self._out = torch.empty_like(self._q)
-        # The null block is not written.
+        # The null block stays unwritten.
         order = torch.randperm(len(kv) - 1, generator=torch.Generator().manual_seed(0)) + 1
         self._blocks = order[: -(-length // kv.shape[2])].to(q.device)
         self._table = self._blocks.to(torch.int32)
@@ -77,7 +77,7 @@ class SampleChunk:
             layer.index_fill_(0, self._blocks, 0)
 
     def by_kernel(self, run: int) -> Tensor:
-        """Compute the attention over the layer of this run by the kernel."""
+        """Compute attention by the kernel, over the layer of this run."""
         return run_prefill(
             self._attention.kernels.prefill, self._q, self._layer(run), self._table[None],
             self._lengths, self._starts, max_query_len=self.rows, scale=self._attention.scale,
@@ -85,7 +85,7 @@ class SampleChunk:
         )  # fmt: skip
 
     def by_library(self, gathered: GatheredPrefill, run: int) -> Tensor:
-        """Compute the attention over the same layer by a library, in place of the kernel."""
+        """Compute attention by a library, over the same layer as the kernel."""
         layer, scale = self._layer(run), self._attention.scale
         return gathered.run(self._q, layer, self._table, self.length, scale, self._out)
 
@@ -94,7 +94,7 @@ class SampleChunk:
 
 
 class Measured(NamedTuple):
-    """A library that can compute long chunks, and the time that it took for one."""
+    """A library that can compute long chunks, and its time for one chunk."""
 
     gathered: GatheredPrefill
     rows: int
@@ -110,7 +110,7 @@ class Measured(NamedTuple):
 
 
 class PrefillChoice:
-    """The choice for one engine."""
+    """Chooses the backend of long chunks for one engine."""
 
     def __init__(
         self,
@@ -121,18 +121,18 @@ class PrefillChoice:
         max_model_len: int,
         max_tokens: int,
     ) -> None:
-        """`kinds` are those of the layers, and a step has up to `max_tokens` tokens."""
+        """`kinds` is the attention of each layer; a step has up to `max_tokens` tokens."""
         self.attention, self._runtime, self._kinds = attention, runtime, kinds
         pool = attention.layers[0]
         self._longest = min(max_model_len, (len(pool) - 1) * pool.shape[2])
         self._most_rows = min(max_tokens, self._longest)
 
     def choose(self, backend: str) -> GatheredPrefill | None:
-        """Return the library that computes long chunks, or None. Raises ConfigError if `backend`
-        names one that can compute no chunk."""
+        """Return the library for long chunks, or None. Raise ConfigError if `backend` names a
+        library that can compute no chunk."""
         if backend in LIBRARIES:
             return self._named(backend)
-        # Only a device that records has a clock of its own.
+        # Only a device that records measures its own time.
         return self._faster() if backend == AUTO and self._runtime.can_record else None
 
     def _named(self, name: str) -> GatheredPrefill:
@@ -162,7 +162,7 @@ class PrefillChoice:
         return chosen
 
     def _try(self, name: str, *, is_measured: bool) -> Measured:
-        """Return a library after it has computed a chunk. Raises KernelRefused if it cannot."""
+        """Return a library after it has computed a chunk. Raise KernelRefused if it cannot."""
         if reason := self._reason_against(name):
             raise KernelRefused(reason)
         chunk = None
@@ -195,8 +195,8 @@ class PrefillChoice:
         return reason_against_library(name, self.attention.q, self.attention.layers[0])
 
     def _measure(self, chunk: SampleChunk, gathered: GatheredPrefill) -> tuple[float, float]:
-        """Return the seconds of the kernel and of the library, the least of RUNS each. Raises
-        KernelRefused if their results differ."""
+        """Return the seconds of kernel and library, each the least of RUNS. Raise KernelRefused if
+        their results differ."""
         right = chunk.by_kernel(0).float()
         off = (chunk.by_library(gathered, 0).float() - right).norm() / right.norm()
         if not off <= MOST_DIFFERENCE:
@@ -212,7 +212,7 @@ class PrefillChoice:
         return kernel, library
 
     def _rest(self, gathered: GatheredPrefill) -> str:
-        """Return, in words, which chunks the kernel still computes."""
+        """Return text about the chunks that the kernel still computes."""
         kept = [f"shorter than {gathered.min_rows} tokens"]
         if gathered.max_tokens < self._longest:
             kept.append(f"of contexts beyond {gathered.max_tokens} tokens")
@@ -224,7 +224,7 @@ class PrefillChoice:
 def library_bytes(
     placement: Placement, spec: ModelSpec, layout: BlockLayout, max_tokens: int
 ) -> int:
-    """Return the bytes of a device that a library may take beside a step: its buffers and its
+    """Return the bytes that a library may take on a device beside a step: for buffers and
     result."""
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(layout.kv_dtype)
     is_full = any(kind.is_full for kind in spec.layer_attention)
@@ -232,6 +232,6 @@ def library_bytes(
         return 0
     tokens = -(-spec.max_context // layout.block_size) * layout.block_size
     buffers = buffer_bytes(tokens, layout.num_kv_heads, layout.head_dim, dtype)
-    # The result, and a float32 sum for each of its rows.
+    # The result, and one float32 sum for each of its rows.
     row_bytes = layout.head_dim * dtype.itemsize + torch.float32.itemsize
     return min(buffers, MAX_BYTES) + max_tokens * spec.num_heads * row_bytes

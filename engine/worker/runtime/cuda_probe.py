@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check whether this machine's GPUs can compute, with the reason if they cannot.
+"""Checks whether this machine's GPUs can compute, and gives the reason if they cannot.
 
-The probe (`probe_cuda`) and the decision (`choose_gpu`) are separate, so that all decisions can be
+The probe (`probe_cuda`) and the decision (`choose_gpu`) are separate, so that decisions can be
 tested without a GPU.
 """
 
@@ -32,19 +32,19 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaState:
-    """The result of the probe. `driver_version` is None without a driver, `runtime_version` without
-    a CUDA build of torch; both are (major, minor) of CUDA."""
+    """The result of the probe. `driver_version` is None without a driver, `runtime_version` is None
+    without a CUDA build of torch. Both are (major, minor) of CUDA."""
 
     driver_version: tuple[int, int] | None
     runtime_version: tuple[int, int] | None
     gpus: tuple[Gpu, ...]
     has_triton: bool
     visible: str | None  # CUDA_VISIBLE_DEVICES
-    error: str = ""  # why torch could not start CUDA, if the versions do not explain it
+    error: str = ""  # why torch could not start CUDA, unless the versions explain it
 
 
 def probe_cuda() -> CudaState:
-    """Probe CUDA. Starts it only if there are a driver and a CUDA build of torch."""
+    """Probe CUDA. It is started only if there are a driver and a CUDA build of torch."""
     from ....kernels.kernel_choice import probe_hardware
 
     driver, runtime = _driver_version(), _runtime_version()
@@ -111,8 +111,8 @@ def choose_gpu(placement: Placement, state: CudaState) -> Gpu:
 
 
 def _check_strict(placement: Placement, state: CudaState, gpu: Gpu) -> None:
-    """Raise ConfigError, before the weights are read, for kernels that the first step would
-    refuse."""
+    """Raise ConfigError for kernels that the first step would refuse. Runs before the weights are
+    read."""
     if not state.has_triton:
         raise ConfigError(
             "--strict-kernels needs triton, which is not installed; run `pip install '.[cuda]'` "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA behind `device_runtime.py`: a stream, staging memory, events, graphs, and the free memory.
+"""The CUDA version of `device_runtime.py`: a stream, staging memory, events, graphs, free memory.
 
-All work runs in one stream, with a higher priority than the streams that copy blocks. CUDA sets
-device and stream by thread, and an engine in the caller's process is built in one thread and
-stepped in another, so a thread must enter before it steps. Imported only for a GPU.
+All work runs in one stream, with a higher priority than the streams that copy blocks. In CUDA,
+device and stream belong to a thread. An engine may be built in one thread and run steps in another,
+so a thread must call `enter_thread` first. Imported only for a GPU.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from .device_runtime import Mark, Work
 from .placement import with_index
 
-# Runs before a record: in the first runs kernels are compiled and libraries choose algorithms,
-# which a graph must not hold.
+# Runs before a record: the first runs compile kernels and choose algorithms, which must not become
+# part of a graph.
 WARM_UPS = 2
-# A lower number means a higher priority; copies and all other work of the process run at 0.
+# A lower number is a higher priority; copies and all other work of the process have 0.
 PRIORITY = -1
 
 
@@ -33,11 +33,11 @@ class CudaRuntime:
         self.device = with_index(device)
         self.can_record = True
         self._stream = torch.cuda.Stream(self.device, PRIORITY)  # type: ignore[no-untyped-call]
-        self._memory: Any = None  # shared by all graphs: one runs at a time
-        self._here = threading.local()  # `is_in`, in threads that have entered
+        self._memory: Any = None  # shared by all graphs, of which one runs at a time
+        self._here = threading.local()  # `is_in` is set in threads that have entered
 
     def enter_thread(self) -> None:
-        torch.cuda.set_device(self.device)  # Triton launches on the current one
+        torch.cuda.set_device(self.device)  # Triton launches on the current device
         torch.cuda.set_stream(self._stream)
         self._here.is_in = True
 

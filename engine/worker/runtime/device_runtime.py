@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The services of a device beside arithmetic: its queue, staging memory, marks, graphs.
+"""A device's services beside arithmetic: its queue, staging memory, marks, graphs.
 
 `HostRuntime` is the CPU, which has no queue and records no work; `cuda_runtime.py` is CUDA.
 """
@@ -19,9 +19,9 @@ from ....kernels.copy.copy_engine import CudaError
 Work = Callable[[], Tensor]
 
 # CUDA's codes after which every later call in this process fails too: uncorrectable memory (214,
-# 220), a kernel with an illegal access or instruction (700, 714 to 719), a timeout (702) or an
-# assertion (710), and a lost context (709). Below are their messages, since torch does not always
-# give the code.
+# 220), an illegal access or instruction of a kernel (700, 714 to 719), a timeout (702), an
+# assertion (710), a lost context (709). Their messages follow, since torch does not always give the
+# code.
 _LOST = frozenset({214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
 _LOST_WORDS = (
     "uncorrectable", "illegal memory access", "launch timed out", "context is destroyed",
@@ -31,8 +31,8 @@ _LOST_WORDS = (
 
 
 def is_device_lost(error: BaseException | None) -> bool:
-    """Whether an error, or a cause of it, means that all later calls on the device fail until this
-    process ends. Exhausted memory does not mean that."""
+    """Whether an error, or one of its causes, makes all later calls on the device fail until this
+    process ends. Exhausted memory does not."""
     seen: set[BaseException] = set()
     while error is not None and error not in seen:
         seen.add(error)
@@ -51,7 +51,7 @@ class Mark(Protocol):
     """A point in the device's queue."""
 
     def wait(self) -> None:
-        """Return when all work that was queued before it is done."""
+        """Wait until all work that was queued before the mark is done."""
 
 
 class DeviceRuntime(Protocol):
@@ -61,24 +61,24 @@ class DeviceRuntime(Protocol):
     can_record: bool
 
     def enter_thread(self) -> None:
-        """Put the later work of the calling thread into the device's queue."""
+        """Put the calling thread's later work into the device's queue."""
 
     def entered(self) -> AbstractContextManager[None]:
-        """Return a context in which the calling thread has entered; its end restores the state
-        before."""
+        """Return a context whose body runs as in an entered thread; its end restores the previous
+        state."""
 
     def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return zeroed host memory, from which the device copies while the host goes on."""
+        """Return zeroed host memory, which the device can copy while the host goes on."""
 
     def mark(self) -> Mark:
-        """Return a point in the queue behind all work that was queued before."""
+        """Return a mark after all work that was queued before."""
 
     def record_work(self, work: Work) -> Work:
-        """Run `work` and record its device operations. The result repeats these without its Python,
-        on the present content of its buffers, and returns the same tensor each time."""
+        """Run `work` and record its device operations. The result repeats these without Python
+        code, on the present content of the buffers, and returns the same tensor each time."""
 
     def seconds_of(self, work: Callable[[], object]) -> float:
-        """Return the seconds that the device takes for `work`; waits for it."""
+        """Return the seconds that the device takes for `work`; waits for the end."""
 
 
 class _Passed:
@@ -89,7 +89,7 @@ class _Passed:
 
 
 class HostRuntime:
-    """The CPU: work is done when the call returns."""
+    """The CPU: work is done when its call returns."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device and the kernels of a model: the worker's own part of the settings.
+"""The device and the kernels of a model: the settings of the worker itself.
 
-`engine/core/` fills it in.
+`engine/core/` fills them in.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ...config.engine_config import DEFAULT_GPU_SHARE
 from ...models.checkpoint.checkpoint import CPU
 from ...models.dtypes import FP8_KV
 
-# Other values: `triton`, and each of LIBRARIES: the kernels, with that library for long chunks.
+# Other values: `triton`, and the names in LIBRARIES (kernels, with this library for long chunks).
 AUTO, GATHER, KERNELS = "auto", "gather", "kernels"
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return the device with its number: `cuda` is `cuda:0`, since parts of torch need that."""
+    """Return the device with its number, which parts of torch need: `cuda` becomes `cuda:0`."""
     return device if device.type == "cpu" else torch.device(device.type, device.index or 0)
 
 
@@ -29,9 +29,9 @@ class Placement:
     """The device and the kernels of a model. The defaults are the CPU's."""
 
     device: torch.device = CPU
-    kv_cache_dtype: str = AUTO  # that of the computation
+    kv_cache_dtype: str = AUTO  # auto: the type of the computation
     attention_backend: str = AUTO
-    strict_kernels: bool = False  # refuse a kernel's plain twin on a GPU
+    strict_kernels: bool = False  # on a GPU, refuse to replace a kernel by its plain twin
     record_decodes: bool = True  # if the device can record
     compile_elementwise: bool = False
     random_weights: bool = False
@@ -41,8 +41,8 @@ class Placement:
 
     @property
     def uses_kernels(self) -> bool:
-        """Whether the kernels or their twins compute attention: on a GPU, for a float8 pool, which
-        only they can read, and if the setting says so."""
+        """Whether kernels or their plain twins compute attention: on a GPU, if the setting says so,
+        and for a float8 pool, which other attention cannot read."""
         if self.attention_backend != AUTO:
             return self.attention_backend != GATHER
         return self.device.type != "cpu" or self.kv_cache_dtype == FP8_KV

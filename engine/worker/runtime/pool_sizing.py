@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of blocks that a machine's memory holds beside the model. Arithmetic only.
+"""Computes how many blocks a machine's memory holds beside the model. Arithmetic only.
 
 On a GPU:
 
@@ -9,10 +9,10 @@ total * share                                       the engine's budget
     - the reserve                                   records of decode steps, kernels' scratch
 = the KV pool
 
-On the CPU other processes use the same memory, and a pool is zeroed at the start. So it takes half
-of the memory that weights, steps and the cpu tier leave, and not more than is useful:
-`DEFAULT_POOL_BYTES` for small models, `WEIGHTS_IN_POOL` times the weights for large ones if so many
-requests may run, and always one request of the whole context.
+On the CPU other processes use the same memory, and a pool is zeroed at the start. So the pool takes
+at most half of the memory that weights, steps and the cpu tier leave, and no more than is useful:
+`DEFAULT_POOL_BYTES` for small models; `WEIGHTS_IN_POOL` times the weights for large models, if
+enough requests may run; and always one request of the whole context.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ...config.engine_config import DEFAULT_POOL_BYTES
 from ..pool_demand import SHARE_FLAG, PoolDemand
 
 # For partial sums of kernels that split a context, code that libraries load at their first call,
-# and the outputs of recorded batch sizes: some hundreds of MiB in all for models of 8 billion.
+# and outputs of recorded batch sizes: together some hundreds of MiB for a model of 8 billion.
 RESERVE_BYTES = 768 * MIB
-HOST_SHARE = 0.5  # of the memory that is left, since other processes use it too
-# Share of the memory that is left, for one request of a length that the user sets.
+HOST_SHARE = 0.5  # share of the remaining memory; other processes use it too
+# Share of the remaining memory, for one request of a length that the user has set.
 HOST_SHARE_AT_MOST = 0.9
 WEIGHTS_IN_POOL = 4
 MIN_CONTEXT = 2  # one token of a prompt and one of an answer
@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """The free memory of a host, and the engine's demand beside the pool, in bytes."""
+    """The free memory of a host, and the engine's needs beside the pool, in bytes."""
 
     available_bytes: int
     weight_bytes: int
     step_bytes: int
     tier_bytes: int  # of the cpu tier
-    state_bytes: int = 0  # of all requests that may run, if layers carry states
+    state_bytes: int = 0  # of all requests that may run, for layers that carry states
 
     @property
     def left_bytes(self) -> int:
@@ -56,9 +56,9 @@ class HostMemory:
 def host_pool_blocks(
     memory: HostMemory, demand: PoolDemand, context: int, max_requests: int, *, is_asked: bool
 ) -> int:
-    """Return the blocks of a pool on the host, the null block included. `context` is the longest
-    request in tokens; if it `is_asked` by the user, the pool takes memory for one such request, up
-    to HOST_SHARE_AT_MOST. Raises ConfigError if the memory holds no pool at all."""
+    """Return the blocks of a pool on the host, including the null block. `context` is the longest
+    request in tokens. If the user has set it (`is_asked`), the pool takes memory for one such
+    request, up to HOST_SHARE_AT_MOST. Raises ConfigError if no pool fits."""
     request = demand.blocks(context) * demand.block_bytes
     useful = min(WEIGHTS_IN_POOL * memory.weight_bytes, max_requests * request)
     size = min(max(DEFAULT_POOL_BYTES, request, useful), int(HOST_SHARE * memory.left_bytes))
@@ -82,15 +82,15 @@ def host_pool_blocks(
 
 
 def longest_context(demand: PoolDemand, num_blocks: int, context: int) -> int:
-    """Return `context`, or the longest request, in tokens, that a pool holds. `check_pool_size`
-    refuses a pool that holds none."""
+    """Return the longest request, in tokens, that a pool holds, up to `context`; `context` itself
+    if the pool holds no request, which `check_pool_size` refuses."""
     fits = demand.longest(num_blocks, context)
     return context if fits < MIN_CONTEXT else fits
 
 
 def context_that_fits(demand: PoolDemand, num_blocks: int, context: int) -> int:
-    """Return the longest request, in tokens, of a pool without a set length: `context`, or the most
-    that the pool holds, which is then logged."""
+    """Return the longest request, in tokens, for a pool without a set length: `context`, or less if
+    the pool holds less. The second case is logged."""
     fits = longest_context(demand, num_blocks, context)
     if fits == context:
         return context
@@ -107,11 +107,11 @@ def context_that_fits(demand: PoolDemand, num_blocks: int, context: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes of one device, as measured around a run of the largest step."""
+    """Bytes of one device, measured before and after a run of the largest step."""
 
     total_bytes: int
-    free_before_bytes: int  # before this process took any
-    free_after_bytes: int  # after the run, while torch still held `held_after_bytes`
+    free_before_bytes: int  # before this process took any memory
+    free_after_bytes: int  # after the run; torch then held `held_after_bytes`
     held_after_bytes: int  # by torch's allocator, after the run
     weight_bytes: int
     peak_bytes: int  # the most that torch's allocator held during the run
@@ -124,7 +124,7 @@ class MemoryUse:
 
 def check_free(total_bytes: int, free_bytes: int, share: float) -> None:
     """Raise ConfigError if other processes hold so much of the device that the share is not free.
-    To be called before the weights are read."""
+    Call it before the weights are read."""
     budget = int(total_bytes * share)
     if budget > free_bytes:
         fits = int(100 * free_bytes / total_bytes) / 100
@@ -146,8 +146,8 @@ def check_weights(weight_bytes: int, free_bytes: int) -> None:
 
 
 def pool_blocks(use: MemoryUse, demand: PoolDemand, max_model_len: int, share: float) -> int:
-    """Return the blocks of the pool, the null block included. Raises ConfigError, with the needed
-    memory and the flags that help, if one request of `max_model_len` tokens does not fit."""
+    """Return the blocks of the pool, including the null block. Raise ConfigError, with the needed
+    memory and helpful flags, if one request of `max_model_len` tokens does not fit."""
     budget = int(use.total_bytes * share)
     taken = use.outside_bytes + use.peak_bytes + RESERVE_BYTES
     blocks = min(max(0, budget - taken) // demand.block_bytes, MAX_BLOCKS)

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryMeter(Protocol):
-    """A device's report on its memory."""
+    """Reports a device's memory."""
 
     def total_bytes(self) -> int: ...
 
@@ -54,24 +54,24 @@ class MemoryMeter(Protocol):
         """Bytes held by torch's allocator in this process."""
 
     def peak_bytes(self) -> int:
-        """The most that it held since `reset_peak`."""
+        """The most that torch's allocator held since `reset_peak`."""
 
     def reset_peak(self) -> None: ...
 
 
 class _NoAttention:
-    """An attention that allocates a result and computes none."""
+    """An attention that allocates its result but computes nothing."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: None) -> Tensor:
         return torch.zeros((len(q), q[0].numel()), dtype=q.dtype, device=q.device)
 
 
 class PoolSizer:
-    """Measures how much of a device's memory a model leaves to its pool. It must be made before the
-    weights are loaded, and used after that.
+    """Measures how much of a device's memory a model leaves for its pool. It must be made before
+    the weights are loaded, and used afterwards.
 
-    It runs the largest step of the model without a pool and without attention, whose kernels take
-    no memory except for their result, which is counted.
+    It runs the largest step of the model without a pool and without attention. Attention kernels
+    take no memory except for their result, which is counted.
     """
 
     def __init__(self, placement: Placement, meter: MemoryMeter) -> None:
@@ -90,7 +90,7 @@ class PoolSizer:
         max_requests: int,
         most_drafts: int = 0,
     ) -> int:
-        """Return the blocks of the pool. Raises ConfigError if one request does not fit, or the
+        """Return the blocks of the pool. Raise ConfigError if one request does not fit, or if the
         kernels of a step cannot be compiled."""
         with naming_triton():
             use = self.measure(model, max_tokens, max_requests)
@@ -111,8 +111,8 @@ class PoolSizer:
 
     @torch.inference_mode()
     def measure(self, model: Decoder, max_tokens: int, max_requests: int) -> MemoryUse:
-        """Run a prompt step of `max_tokens`, and `max_requests` logits with log-probabilities; then
-        a second one, while the first one's results wait to be collected."""
+        """Run a prompt step of `max_tokens` with `max_requests` logits and log-probabilities,
+        twice: the second run happens while the first run's results are still held."""
         meter, device = self._meter, self._placement.device
         meter.reset_peak()
         weight_bytes = meter.held_bytes()
@@ -163,8 +163,8 @@ def open_runtime(placement: Placement) -> DeviceRuntime:
 
 
 def check_room(specs: Iterable[ModelSpec], placement: Placement, compute: torch.dtype) -> None:
-    """Raise ConfigError if the weights do not fit into a GPU's memory. On the CPU they share memory
-    with the file that they are mapped from, so that is not checked."""
+    """Raise ConfigError if the weights do not fit into a GPU's memory. This is not checked on the
+    CPU, where they share memory with the mapped file."""
     if placement.device.type == "cpu":
         return
     from .cuda_runtime import CudaMeter
@@ -175,8 +175,8 @@ def check_room(specs: Iterable[ModelSpec], placement: Placement, compute: torch.
 
 
 def check_kernels(spec: ModelSpec, placement: Placement, compute: torch.dtype) -> None:
-    """Raise ConfigError, before the weights are read, if no kernel takes the model's heads and no
-    plain twin may replace it: under `strict_kernels`, and if the setting names Triton."""
+    """Raise ConfigError, before the weights are read, if no kernel takes the model's heads and the
+    plain twin is not allowed: under `strict_kernels`, or if the setting names Triton."""
     wanted = _wanted_kernel(placement)
     flag = "--strict-kernels" if wanted == AUTO_KERNEL else "--attention-backend triton"
     if not placement.uses_kernels or (wanted == AUTO_KERNEL and not placement.strict_kernels):
@@ -201,12 +201,12 @@ def check_kernels(spec: ModelSpec, placement: Placement, compute: torch.dtype) -
 
 
 def _wanted_kernel(placement: Placement) -> str:
-    """Return the attention kernel of a placement, in the words of `kernels/kernel_choice.py`."""
+    """Return the name of a placement's attention kernel; see `kernels/kernel_choice.py`."""
     return TRITON if placement.attention_backend == TRITON else AUTO_KERNEL
 
 
 def open_sizer(placement: Placement) -> PoolSizer:
-    """Make the object that sizes a GPU's pool, which must happen before the weights are loaded."""
+    """Make the object that sizes a GPU's pool. Call it before the weights are loaded."""
     from .cuda_runtime import CudaMeter
 
     return PoolSizer(placement, CudaMeter(placement.device))
@@ -214,7 +214,7 @@ def open_sizer(placement: Placement) -> PoolSizer:
 
 def choose_layer_parts(spec: ModelSpec, placement: Placement, compute: torch.dtype) -> Elementwise:
     """Choose the elementwise parts of a layer: kernels if they run, unless torch.compile makes
-    them. Raises KernelRefused under `strict_kernels`, if they should run and cannot."""
+    them. Under `strict_kernels` raise KernelRefused if kernels should run and cannot."""
     if placement.compile_elementwise:
         return Elementwise.compiled()
     chosen = choose_elementwise(
@@ -235,7 +235,7 @@ def make_forward(
     max_requests: int,
     progress: Callable[[str], None],
 ) -> StepForward:
-    """Make the forward pass of a model over its pages, and record its decode steps if possible."""
+    """Make the forward pass of a model over its pages. Record its decode steps if possible."""
     layout = pages.layout
     if not placement.uses_kernels:
         if placement.attention_backend == AUTO and not reason_against_in_place(layout, compute):
@@ -243,8 +243,8 @@ def make_forward(
         return GatherForward(model, pages, compute, max_model_len)
     scales = None
     if layout.kv_dtype == FP8_KV:
-        # Scales by head, all 1: K and V are only rounded to e4m3. Scales by token would have to be
-        # stored with every block.
+        # One scale of 1 for each head: K and V are only rounded to e4m3. Scales for each token
+        # would have to be stored with every block.
         scales = torch.ones((2, layout.num_kv_heads), device=runtime.device)
     attention = KernelAttention(
         pages.tensor,
@@ -283,7 +283,7 @@ def make_forward(
             forward.warm_up()
         progress(f"kernels are compiled, which took {time.monotonic() - began:.1f} s")
         if model.spec.is_eagle:
-            # A record reads token ids, and the inputs of the head are embeddings.
+            # A record reads token ids, but the head's inputs are embeddings.
             progress("the EAGLE head's steps are launched kernel by kernel")
         elif model.chosen_experts is not None:
             progress("steps are launched kernel by kernel, since all rows of the last layer count")

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DraftModel: a small model with the same vocabulary proposes its own next tokens.
+"""DraftModel: a small model with the same vocabulary proposes the next tokens.
 
 Its K and V lie in the blocks of the main model (`cache/group_spec.py`), so a block that is found,
-copied or loaded has both. The draft model computes
+copied or loaded has the K and V of both. The draft model computes
 
-    prompts     the tokens that the model computes, in the same step
-    answers     a block at once, when it is full; and the missing tokens, to make drafts
+    prompts     the tokens that the main model computes, in the same step
+    answers     each block when it is full; and the missing tokens, to make drafts
 
-It skips an answer for whose last block no drafts were requested: the draft model's K and V in its
-full blocks become zeros, so a request that finds them never reads those of another text. The slots
-of tokens beyond the draft model's own context, which it never computes, become zeros too.
+It skips an answer if no drafts were requested for its last block. The draft model's K and V in
+the full blocks then become zeros, so a request that finds them never reads data of another text.
+Slots after the draft model's own context are never computed, and become zeros too.
 
     tokens      a b c d e f g h i        `i` was chosen last
     K and V     of the model up to h, of the draft model up to f
     propose     g h i ──► j    j ──► k    k ──► l       drafts: j k l
 
-Behind the newest token the draft model writes to blocks that the scheduler has reserved
-(`Speculation.looks_ahead`); with fewer such blocks there are fewer drafts.
+For drafts the draft model writes after the newest token, to blocks that the scheduler has reserved
+(`Speculation.looks_ahead`). With fewer such blocks there are fewer drafts.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from ..kv_pool import ModelPages
 from .hidden_pages import slot_index
 from .proposer import ComputedStep, DraftQuery, Proposer
 
-_FOLLOWED_BLOCKS = 1  # blocks of an answer that it follows after the last request for drafts
+_FOLLOWED_BLOCKS = 1  # blocks of an answer that it still computes after the last request for drafts
 _NONE: IntArray = np.zeros(0, np.int64)
 BoolArray = npt.NDArray[np.bool_]
-StatesBefore = tuple[Tensor, IntArray]  # hidden states, and the used rows of them
+StatesBefore = tuple[Tensor, IntArray]  # hidden states, and the indices of the used rows
 
 
 class DraftRows(NamedTuple):
     """Rows of the batch whose tokens the draft model computes at once, in the order of a step.
-    `before` are the hidden states of the drafts before these tokens; None: the tokens before them
-    were computed by the model."""
+    `before` has the hidden states of the previous drafts; None: the main model computed the
+    previous tokens."""
 
     rows: IntArray  # [requests]
-    starts: IntArray  # [requests] tokens before those that are computed
+    starts: IntArray  # [requests] number of tokens before the computed ones
     counts: IntArray  # [requests]
-    wanted: IntArray  # the tokens of the step whose hidden states are returned
+    wanted: IntArray  # tokens of the step whose hidden states are returned
     late: LateTokens | None = None
     before: StatesBefore | None = None
 
 
 class DraftModel(Proposer):
-    """A model over the pages of another one's pool."""
+    """A draft model over the pages of the main model's pool."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class DraftModel(Proposer):
         vocab_size: int,
         max_tokens: int,
     ) -> None:
-        """`forward` computes this model over these pages, up to `max_tokens` at once. Tokens are
-        below `vocab_size`."""
+        """`forward` computes this model over these pages, up to `max_tokens` at once. All token ids
+        are below `vocab_size`."""
         self._model, self._forward, self._batch = model, forward, batch
         self._table = batch.tables[pages.places[0].group]
-        # The pages of its layers in each cache group, with the block table of the group.
+        # For each cache group: its block table, and the pages of the draft's layers.
         self._pages: list[tuple[BlockTable, Tensor]] = []
         for group, places in groupby(pages.places, key=attrgetter("group")):
             own = [place.in_page for place in places]
@@ -89,11 +89,11 @@ class DraftModel(Proposer):
         self._vocab_size = min(vocab_size, model.spec.vocab_size)
 
     def follow_step(self, step: ComputedStep) -> None:
-        """Compute prompts with the model, and blocks that become full."""
+        """Compute the prompts of the step, and the blocks that become full."""
         self._clear_bare_slots(step)
         batch, rows, size = self._batch, step.rows, self._table.given_size
         known, ends = batch.num_draft_computed, step.computed + step.counts
-        # The K and V behind that are of drafts that the step does not check.
+        # K and V after this belong to drafts that the step does not check.
         known[rows] = np.minimum(known[rows], ends)
         is_prompt = step.computed < batch.num_prompt[rows]
         is_full = ends // size > step.computed // size
@@ -142,17 +142,17 @@ class DraftModel(Proposer):
         return drafts
 
     def _leaves(self, rows: IntArray, ends: IntArray) -> BoolArray:
-        """Return `[rows]` whether the answer of a row, whose last block is full, is skipped."""
+        """Return `[rows]`: whether an answer, whose last block is full, is skipped."""
         behind = ends - self._batch.drafts_asked_at[rows]
         return behind > _FOLLOWED_BLOCKS * self._table.given_size
 
     def _known_behind(self, lengths: IntArray, most: IntArray) -> IntArray:
-        """Return the number of tokens that need not be computed again if they are confirmed, for
-        rows of these lengths that got `most` drafts each."""
+        """Return, for rows of these lengths that got `most` drafts each, how many tokens need not
+        be computed again if the drafts are confirmed."""
         return lengths + most - 1
 
     def _catch_up(self, rows: IntArray, ends: IntArray, chosen: Tensor | None) -> None:
-        """Compute the missing ones of the first `ends` tokens of these rows. The last token may be
+        """Compute the missing tokens among the first `ends` of these rows. The last token may be
         one that the device has `chosen`."""
         known = self._batch.num_draft_computed
         if chosen is not None:
@@ -180,12 +180,12 @@ class DraftModel(Proposer):
             pages.index_fill_(0, blocks, 0)
 
     def _is_bare(self, positions: IntArray) -> BoolArray:
-        """Return `[tokens]` whether the slot of a token at this position is never computed."""
+        """Return `[tokens]`: whether the slot at this position is never computed."""
         return positions >= self._max_model_len
 
     def _clear_bare_slots(self, step: ComputedStep) -> None:
-        """Zero K and V of the step's tokens whose slots are never computed, so that they keep no
-        data of the text that had the block before."""
+        """Zero K and V of the step's slots that are never computed, so that they keep no data of
+        the block's previous text."""
         rows, positions = np.repeat(step.rows, step.counts), ranges(step.computed, step.counts)
         is_bare = self._is_bare(positions)
         if not is_bare.any():
@@ -193,19 +193,19 @@ class DraftModel(Proposer):
         rows, positions = rows[is_bare], positions[is_bare]
         for table, pages in self._pages:
             blocks, offsets = slot_index(table, rows, positions, pages.device)
-            # As bytes, since torch cannot assign all types of K and V by index.
+            # As bytes, because torch cannot assign all types of K and V by index.
             nothing = torch.zeros((), dtype=torch.uint8, device=pages.device)
             pages.view(torch.uint8)[blocks, :, :, offsets] = nothing
 
     def _room(self, rows: IntArray) -> IntArray:
-        """Return the number of drafts for which the blocks of each row, and the draft model's
-        context, have room."""
+        """Return the number of drafts for which each row's blocks and the draft model's context
+        have room."""
         slots = self._table.num_entries[rows].astype(np.int64) * self._table.block_size
         return np.minimum(slots, self._max_model_len) - self._batch.num_tokens[rows] + 1
 
     def _read_newest(self, rows: IntArray, lengths: IntArray) -> Tensor:
-        """Compute the missing tokens of each row, and return the hidden states `[rows, hidden]` of
-        its newest one."""
+        """Compute the missing tokens of each row. Return the hidden state `[rows, hidden]` of its
+        newest token."""
         starts = self._batch.num_draft_computed[rows]
         counts = lengths - starts
         hidden = []
@@ -223,7 +223,7 @@ class DraftModel(Proposer):
         rows, starts, counts, wanted, late, _ = step
         positions, token_rows = ranges(starts, counts), np.repeat(rows, counts)
         token_ids = batch.token_ids[token_rows, positions].astype(np.int64)
-        # Ids that only the model has are no tokens of the tokenizer.
+        # Ids that only the main model has cannot be embedded here.
         token_ids[token_ids >= self._vocab_size] = 0
         tables = batch.tables
         slots = tables.slot_mapping(token_rows, positions)

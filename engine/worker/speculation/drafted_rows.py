@@ -5,9 +5,9 @@
     draft tokens           x y z
     rows of logits        0 1 2 3       chosen there: x y v _
 
-Each row gets the token that its request would get there without drafts. While that equals the
-draft, the next row is valid; the first different token replaces the draft, and the rows behind it
-are dropped. So the answer is the one without drafts: the same tokens if it is greedy or has a seed,
+Each row gets the token that its request would choose there without drafts. If this token equals the
+draft, the next row is valid. The first different token replaces the draft, and later rows are
+dropped. So the answer is the same as without drafts: the same tokens if it is greedy or has a seed,
 otherwise tokens with the same probabilities.
 """
 
@@ -28,19 +28,19 @@ _NO_DRAFTS: Sequence[int] = ()
 
 @dataclass(frozen=True, slots=True)
 class DraftedRows:
-    """The rows request by request: one after the newest token, and one after each draft."""
+    """Rows of logits, request by request: one after the newest token and one after each draft."""
 
-    rows: IntArray  # [rows of logits] of the batch
-    offsets: IntArray  # [rows of logits] drafts before each
-    draft_token_ids: Sequence[Sequence[int]]  # of the request of each row of logits
-    firsts: IntArray  # [requests] index of the first of their rows of logits
+    rows: IntArray  # [rows of logits] their rows of the batch
+    offsets: IntArray  # [rows of logits] number of drafts before each
+    draft_token_ids: Sequence[Sequence[int]]  # for each row of logits, its request's drafts
+    firsts: IntArray  # [requests] index of their first row of logits
     counts: IntArray  # [requests] number of their rows of logits
 
     @classmethod
     def of(
         cls, batch: InputBatch, rows: IntArray, drafts: Mapping[str, Sequence[int]]
     ) -> DraftedRows:
-        """Make them for requests in these rows of the batch, which choose tokens in this order."""
+        """Make the rows for requests in these rows of the batch, which choose in this order."""
         own = []
         for row in rows.tolist():
             request = batch.requests[row]
@@ -52,17 +52,17 @@ class DraftedRows:
         return cls(np.repeat(rows, counts), offsets, of_rows, firsts, counts)
 
     def places_of(self, last: IntArray) -> IntArray:
-        """Return the index of each row of logits among the tokens of a step; `last` is that of the
-        last token of each request."""
+        """Return the index of each row of logits among the tokens of a step. `last` has the index
+        of each request's last token."""
         return np.repeat(last - self.counts + 1, self.counts) + self.offsets
 
     def known_index(self) -> IntArray:
-        """Index of each request's token among the chosen ones, `[requests]`; -1: it depends on the
-        request's drafts."""
+        """Index of each request's token among the chosen ones, `[requests]`; -1 if it depends on
+        the request's drafts."""
         return np.where(self.counts == 1, self.firsts, _UNKNOWN)
 
     def accept(self, sampled: Sampled) -> list[list[int]]:
-        """Return for each request its confirmed drafts and the token behind them. The list ends
+        """Return, for each request, its confirmed drafts and the token after them. The list ends
         before the first row without a token, so it may be empty."""
         tokens, is_finite, has_choice = sampled.token_ids, sampled.is_finite, sampled.has_choice
         accepted = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """EagleDrafts: an EAGLE head proposes the model's next tokens from the model's hidden states.
 
-Its K and V lie in the blocks of the model, like a draft model's (`draft_model.py`), and the model's
-hidden states lie beside them. Slot i belongs to token i and the hidden state before it:
+Its K and V lie in the blocks of the model, like a draft model's (`draft_model.py`), and so do the
+model's hidden states. Slot i belongs to token i and the hidden state before it:
 
     slot           0         1          2          3
     token          t0        t1         t2         t3
@@ -10,15 +10,15 @@ hidden states lie beside them. Slot i belongs to token i and the hidden state be
     K and V of     nothing   t1, h0     t2, h1     t3, h2     slot 0 holds zeros
     proposes                 t2         t3         t4
 
-The content of a slot depends only on the tokens up to its own, so the content of a block depends
-only on the tokens that name the block. A found block needs no token computed again: the hidden
-state before the next slot is in its last slot. With the pair of token i + 1 and hidden state i in
-slot i, as in other engines, the last slot of a block would depend on a token behind the block.
-Rotary positions matter only by their distances, so the drafts are the same.
+The content of a slot depends only on the tokens up to this slot. So the content of a block depends
+only on the tokens that name the block, and a found block needs no recomputed token: the hidden
+state for the next slot is in the block's last slot. Other engines pair token i + 1 with hidden
+state i in slot i; the last slot of a block then depends on a token after the block. The drafts are
+the same, since rotary positions matter only by their distances.
 
-Drafts behind the first come from hidden states that the head itself has made. Once the model has
-confirmed them, their K and V are computed again from the model's states. The head computes every
-block of an answer, and skips none as a draft model does, since it is small against the model.
+The first draft comes from a hidden state of the model, later drafts from hidden states of the head.
+When the model has confirmed drafts, their K and V are computed again from the model's states. The
+head computes every block of an answer, unlike a draft model, because it is small.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .draft_model import BoolArray, DraftModel, DraftRows
 from .hidden_pages import HiddenPages
 from .proposer import ComputedStep
 
-_FIRST_SLOTS = 1  # slots that have no hidden state before them
+_FIRST_SLOTS = 1  # slots without a hidden state before them
 
 
 class EagleDrafts(DraftModel):
@@ -59,12 +59,12 @@ class EagleDrafts(DraftModel):
         vocab_size: int,
         max_tokens: int,
     ) -> None:
-        """`pages` are those of the head's layers; `states` hold the hidden states of the model."""
+        """`pages` are for the head's layers; `states` has the hidden states of the model."""
         super().__init__(head, forward, batch, pages, vocab_size=vocab_size, max_tokens=max_tokens)
         self._head, self._states = head, states
 
     def follow_step(self, step: ComputedStep) -> None:
-        """Store the step's hidden states, and compute missing tokens of prompts and full blocks."""
+        """Store the step's hidden states. Compute missing tokens of prompts and full blocks."""
         if step.hidden is None:
             raise ValueError("an EAGLE head follows steps by their hidden states; none were given")
         rows, positions = np.repeat(step.rows, step.counts), ranges(step.computed, step.counts)

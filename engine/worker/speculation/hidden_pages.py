@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HiddenPages: the hidden states of a model, kept in the blocks of the pool beside its K and V.
 
-The pages keep them in the type of the computation, for all types of K and V. A state lies in the
-slot of its token, divided into as many parts as it has places:
+The states have the type of the computation, whatever the type of K and V. A state lies in the slot
+of its token, divided over as many places as it needs:
 
     place    | block_size slots of part 0 |    place    | block_size slots of part 1, zeros |
 """
@@ -24,8 +24,8 @@ from ..kv_pool import ModelPages
 
 
 class HiddenPages:
-    """Hidden states of `hidden_size` numbers of `dtype`, stored part by part in the places of
-    `pages`. The tensor of the pages has all places of a page."""
+    """Hidden states of `hidden_size` numbers of `dtype`, stored in parts in the places of `pages`.
+    The tensor of `pages` has all places of a page."""
 
     def __init__(
         self, pages: ModelPages, tables: MultiGroupBlockTable, hidden_size: int, dtype: torch.dtype
@@ -35,7 +35,7 @@ class HiddenPages:
         slots = raw.view(num_blocks, num_places, self._block_size, -1).view(dtype)
         width = slots.shape[-1]
         self._hidden_size, self._dtype, self.device = hidden_size, dtype, raw.device
-        # For each block table the parts in its pages, with their beginnings in a state.
+        # For each block table: the parts in its pages, and where each part begins in a state.
         self._parts: list[tuple[BlockTable, list[tuple[Tensor, int]]]] = []
         start = 0
         for group, places in groupby(pages.places, key=attrgetter("group")):
@@ -44,11 +44,11 @@ class HiddenPages:
                 parts.append((slots[:, place.in_page], start))
                 start += width
             self._parts.append((tables[group], parts))
-        self._rest = start - hidden_size  # padding of the last part, in numbers
+        self._rest = start - hidden_size  # numbers of padding in the last part
 
     def write_states(self, rows: IntArray, positions: IntArray, hidden: Tensor) -> None:
-        """Store `hidden` `[tokens, hidden]` of tokens of these rows of the batch."""
-        # The padding is written too, since pages of another cache group may have left data.
+        """Store `hidden` `[tokens, hidden]` for tokens at these rows and positions of the batch."""
+        # Padding is written too, because pages of another cache group may have left data.
         hidden = F.pad(hidden, (0, self._rest))
         for table, parts in self._parts:
             index = slot_index(table, rows, positions, self.device)
@@ -56,7 +56,7 @@ class HiddenPages:
                 part[index] = hidden[:, start : start + part.shape[-1]]
 
     def read_states(self, rows: IntArray, positions: IntArray) -> Tensor:
-        """Return `[tokens, hidden]` of tokens of these rows, which must have been written."""
+        """Return `[tokens, hidden]` for tokens at these stored rows and positions."""
         shape = len(rows), self._hidden_size + self._rest
         found = torch.empty(shape, dtype=self._dtype, device=self.device)
         for table, parts in self._parts:
@@ -69,6 +69,6 @@ class HiddenPages:
 def slot_index(
     table: BlockTable, rows: IntArray, positions: IntArray, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the block and the slot in it of tokens of these rows, as indices on `device`."""
+    """Return the blocks of these tokens and the slots within them, as indices on `device`."""
     blocks, offsets = np.divmod(table.slot_mapping(rows, positions), table.block_size)
     return to_device(blocks, device), to_device(offsets, device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NgramProposer: the tokens that followed an earlier occurrence of a request's last tokens.
+"""NgramProposer: proposes the tokens that followed an earlier copy of a request's last tokens.
 
-It helps answers that quote their prompt, or themselves: edits of code, quotations, tables.
+It helps answers that quote their prompt or themselves: edits of code, quotations, tables.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from ...request.request import TokenArray
 from .proposer import DraftQuery, Proposer
 from .token_runs import RequestRuns, common_length
 
-_MOST_PLACES = 16  # occurrences that are compared, the newest first
+_MOST_PLACES = 16  # most earlier copies that are compared, the newest first
 
 
 class NgramProposer(Proposer):
-    """A proposer that finds the longest run of tokens at the end of a request that occurred in it
-    before: at least `least` tokens, compared up to `most`."""
+    """Finds the longest run of tokens at the end of a request that has occurred in it before: at
+    least `least` tokens; at most `most` are compared."""
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
@@ -49,7 +49,7 @@ class NgramProposer(Proposer):
 
 
 def following(token_ids: TokenArray, place: int, count: int) -> list[int]:
-    """Return `count` tokens behind a place. At the end of the sequence they repeat from there."""
+    """Return `count` tokens after a place; at the end of the sequence they repeat from there."""
     found: list[int] = token_ids[place + 1 : place + 1 + count].tolist()
     period = len(found)
     while len(found) < count:

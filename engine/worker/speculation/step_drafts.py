@@ -16,25 +16,25 @@ from .proposer import ComputedStep, DraftQuery, Proposer
 
 
 class StepDrafts:
-    """The draft tokens of steps. The worker's thread calls it. Without a `proposer` it makes no
-    drafts, but still checks those in the scheduler's steps."""
+    """The draft tokens of steps. The worker's thread calls it. Without a `proposer` it proposes no
+    drafts, but still checks the drafts of the scheduler's steps."""
 
     def __init__(self, batch: InputBatch, sampler: Sampler, proposer: Proposer | None) -> None:
         self._batch, self._sampler, self._proposer = batch, sampler, proposer
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether `follow_step` takes hidden states of all tokens of a step."""
+        """Whether `follow_step` needs the hidden states of all tokens of a step."""
         return self._proposer is not None and self._proposer.reads_hidden
 
     def remove_request(self, request_id: str) -> None:
-        """Make the proposer forget a request that has ended. An unknown id is ignored."""
+        """Let the proposer forget an ended request. An unknown id is ignored."""
         if self._proposer is not None:
             self._proposer.remove_request(request_id)
 
     def put_drafts(self, drafts: Mapping[str, Sequence[int]], rows: IntArray) -> IntArray:
-        """Write the draft tokens of a step behind the tokens of their rows. Return the number of
-        drafts of each row, `[rows]`."""
+        """Write the draft tokens of a step after the tokens of their rows. Return each row's number
+        of drafts, `[rows]`."""
         num_drafts = np.zeros(len(rows), np.int64)
         if drafts:
             index_of = {row: index for index, row in enumerate(rows.tolist())}
@@ -51,9 +51,9 @@ class StepDrafts:
         sampled: Sampled,
         result: ModelRunnerOutput,
     ) -> list[tuple[WorkerRequest, int]]:
-        """Write the tokens of a step to the batch and to its result. Return the requests that got
-        no token, with their rows of logits, except for those with drafts: these compute the token
-        again without drafts, since a draft may be the cause."""
+        """Write the tokens of a step to the batch and to its result. Return the requests without
+        drafts that got no token, with their rows of logits. Requests with drafts and no token are
+        left out: a draft may be the cause, so they compute the token again without drafts."""
         accepted, firsts = drafted.accept(sampled), drafted.firsts.tolist()
         checked = list(zip(expected.requests, accepted, firsts, strict=True))
         for request, tokens, place in checked:
@@ -71,7 +71,7 @@ class StepDrafts:
         return [(checked[index][0], firsts[index]) for index in lost if counts[index] == 1]
 
     def follow_step(self, step: ComputedStep) -> None:
-        """Make the proposer follow a step whose forward pass has been launched."""
+        """Tell the proposer of a step whose forward pass has been launched."""
         if self._proposer is not None:
             self._proposer.follow_step(step)
 
@@ -81,9 +81,9 @@ class StepDrafts:
         requests: Sequence[WorkerRequest],
         result: ModelRunnerOutput,
     ) -> None:
-        """Make drafts behind the new tokens of a step's requests. A request that has left the batch
-        gets none, even if another one has its id. Blocks that old drafts used behind the tokens of
-        a request are dropped."""
+        """Propose drafts after the new tokens of a step's requests. A request that has left the
+        batch gets none, even if a new request has its id. Blocks after a request's tokens, which
+        old drafts used, are dropped."""
         if self._proposer is not None and output.wanted_drafts:
             self._propose(self._proposer, output.wanted_drafts, requests, result)
         given = output.wanted_drafts.keys() | output.draft_token_ids.keys()

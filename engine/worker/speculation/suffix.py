@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SuffixProposer: the tokens that most often followed a request's last tokens, in it and in its
-tenant's earlier answers.
+"""SuffixProposer: proposes the tokens that most often followed a request's last tokens, in the
+request itself and in earlier answers of its tenant.
 
 It helps answers that resemble each other: agents that call tools, forms that are filled in. It
-makes more drafts if more tokens are found again, and if more places agree on the next ones.
+proposes more drafts if the found run is longer and if more places agree on the next tokens.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ...request.request import TokenArray
 from .proposer import DraftQuery, Proposer
 from .token_runs import RequestRuns, TokenRuns, common_length
 
-_BORDER = -1  # between answers; no token
+_BORDER = -1  # between two answers; not a token
 _MEMORY_TOKENS = 1 << 15  # of a tenant's newest answers, in each of two halves
-_ALL_TOKENS = 1 << 19  # of all tenants together, which take some 70 MB
-_MOST_PLACES = 6  # occurrences in each text that are used, the newest first
-_DRAFTS_PER_TOKEN = 2  # drafts for each token that was found again
-_LEAST_SHARE = 0.3  # of the occurrences, which must agree on all drafts
+_ALL_TOKENS = 1 << 19  # of all tenants together; they take some 70 MB
+_MOST_PLACES = 6  # most occurrences used in each text, the newest first
+_DRAFTS_PER_TOKEN = 2  # drafts for each token of the found run
+_LEAST_SHARE = 0.3  # least share of the occurrences that must agree on all drafts
 
 
 class _Place(NamedTuple):
@@ -31,7 +31,7 @@ class _Place(NamedTuple):
 
     token_ids: TokenArray
     last: int
-    length: int  # equal tokens, up to the number that is compared
+    length: int  # equal tokens; at most `most` are compared
 
 
 class _Text:
@@ -54,8 +54,8 @@ class _Text:
 
 
 class _Memory:
-    """The newest answers of a tenant, in two halves: the older one is dropped when the newer one is
-    full."""
+    """The newest answers of a tenant, in two halves. When the newer half is full, the older half is
+    dropped."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -63,7 +63,7 @@ class _Memory:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all its texts, borders included."""
+        """Tokens of all its texts, including the borders."""
         return sum(text.num_tokens for text in self.texts)
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -74,13 +74,13 @@ class _Memory:
 
 
 class SuffixProposer(Proposer):
-    """A proposer that finds the last tokens of a request again: at least `least` tokens, compared
-    up to `most`."""
+    """Finds the last tokens of a request again: at least `least` tokens; at most `most` are
+    compared."""
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
         self._runs = RequestRuns(least)
-        self._outputs: dict[str, tuple[bytes, Sequence[int]]] = {}  # with the tenant of each
+        self._outputs: dict[str, tuple[bytes, Sequence[int]]] = {}  # by id: tenant and output
         self._memories: OrderedDict[bytes, _Memory] = OrderedDict()
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
@@ -92,7 +92,7 @@ class SuffixProposer(Proposer):
         if len(output) >= self._least:
             self._memory_of(tenant).append(output)
             left = sum(memory.num_tokens for memory in self._memories.values())
-            while left > _ALL_TOKENS:  # the tenant that was used last is dropped last
+            while left > _ALL_TOKENS:  # the tenant used last is dropped last
                 left -= self._memories.popitem(last=False)[1].num_tokens
 
     def _propose(self, query: DraftQuery) -> list[int]:
@@ -127,8 +127,8 @@ class SuffixProposer(Proposer):
 
 
 def agreed(places: Sequence[_Place], most: int) -> list[int]:
-    """Return the tokens behind the places on which they agree: each is the one of most places that
-    agreed so far; the first place decides between equals. The list ends when too few agree."""
+    """Return the tokens after the places on which these agree. Each token is the choice of most
+    places that agreed so far; the first place decides ties. The list ends when too few agree."""
     left = [place.token_ids[place.last + 1 : place.last + 1 + most].tolist() for place in places]
     least = _LEAST_SHARE * len(left)
     drafts: list[int] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TokenRuns: the places of runs of tokens in a sequence. RequestRuns: those of all requests."""
+"""TokenRuns: the places of runs of tokens in a sequence. RequestRuns: TokenRuns of all requests."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from .proposer import DraftQuery
 _MASK_64 = 2**64 - 1
 _FACTOR = 0x9E3779B97F4A7C15  # odd
 _NOWHERE = -1
-MOST_TOKENS = 1 << 20  # of all requests together, which take some 150 MB
+MOST_TOKENS = 1 << 20  # of all requests together; they take some 150 MB
 
 
 class TokenRuns:
     """The places of each run of `size` tokens in a growing sequence. Runs are identified by 64 bits
-    of a hash, so the caller must compare the tokens."""
+    of a hash, so the caller must compare the tokens as well."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._newest: dict[int, int] = {}  # hash of a run → the place of its last token
-        self._before: list[int] = []  # place → the last place before it where the same run ended
+        self._newest: dict[int, int] = {}  # hash of a run → place of its last token
+        self._before: list[int] = []  # place → previous place where the same run ended
 
     def __len__(self) -> int:
         return len(self._before)
 
     def extend(self, token_ids: TokenArray) -> None:
-        """Add the new tokens of the whole sequence `token_ids`, behind the first `len(self)`."""
+        """Add the tokens of the whole sequence `token_ids` after the first `len(self)`."""
         start, size = len(self._before), self._size
         newest, before = self._newest, self._before
         first = max(start, size - 1)
@@ -37,7 +37,7 @@ class TokenRuns:
             newest[run] = place
 
     def places(self, most: int) -> list[int]:
-        """Return up to `most` earlier places of the run at the end, the newest first."""
+        """Return up to `most` earlier places of the sequence's last run, the newest first."""
         return self._chain(self._before[-1] if self._before else _NOWHERE, most)
 
     def places_of(self, token_ids: TokenArray, most: int) -> list[int]:
@@ -54,7 +54,7 @@ class TokenRuns:
         return found
 
     def _hashes(self, token_ids: TokenArray, first: int) -> list[int]:
-        """Return the hashes of the runs that end at `first` and behind it."""
+        """Return the hashes of the runs that end at `first` or later."""
         if first >= len(token_ids):
             return []
         if len(token_ids) - first == 1:
@@ -72,8 +72,8 @@ class TokenRuns:
 
 
 class RequestRuns:
-    """The runs of all requests that get drafts. When they have MOST_TOKENS together, a new request
-    has no runs until others have ended."""
+    """The runs of all requests that get drafts. At MOST_TOKENS together, a new request gets no runs
+    until other requests have ended."""
 
     def __init__(self, size: int, most_tokens: int = MOST_TOKENS) -> None:
         self._size, self._most_tokens = size, most_tokens
@@ -81,7 +81,7 @@ class RequestRuns:
         self._num_tokens = 0
 
     def update(self, query: DraftQuery) -> TokenRuns | None:
-        """Return the runs of a request, updated to its present tokens; None: there is no room."""
+        """Return the runs of a request, updated to its present tokens; None if there is no room."""
         runs, token_ids = self._runs.get(query.request_id), query.token_ids
         if runs is not None and len(runs) > len(token_ids):
             self.remove_request(query.request_id)

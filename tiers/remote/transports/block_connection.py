@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a client's connection to a tenant store: blocks in and out of its buffers.
+"""The contract of connections that move blocks between a tenant store and a client's buffers.
 
-`DataConnection` moves them through a socket, `MemoryConnection` through memory that both ends map,
-`StreamConnection` through gRPC. A caller may rely on this:
+`DataConnection` moves blocks through a socket, `MemoryConnection` through memory that both ends
+map, `StreamConnection` through gRPC. A caller may rely on this:
 - a proof means that the buffer holds exactly the block that was stored under the key; a block that
   differs is a miss, counted in `corrupt_blocks` and named in `corrupt_keys`;
 - a call uses the buffers until it ends, and not after it;
@@ -43,7 +43,7 @@ class BlockConnection(ABC):
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
     ) -> list[Proof | None]:
-        """Fill `buffers[i]` with the block of `keys[i]`; return each proof, None for a miss."""
+        """Fill `buffers[i]` with the block of `keys[i]`; return the proofs, None for a miss."""
 
     @abstractmethod
     def store(
@@ -53,8 +53,8 @@ class BlockConnection(ABC):
         proofs: Proofs,
         deadline: float,
     ) -> list[State | None]:
-        """Send the blocks that the server lacks. Returns for each KEPT or the reason against it;
-        None for a buffer that does not match its proof, which is not stored."""
+        """Send the blocks that the server lacks. Returns the state of each block: KEPT, or why it
+        was not kept; None for a buffer that does not match its proof and was not stored."""
 
     @abstractmethod
     def abort_call(self) -> None:

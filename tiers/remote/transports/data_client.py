@@ -35,8 +35,8 @@ class DataConnection(SocketConnection):
         tag_key: bytes | None = None,
         namespace: bytes = b"",
     ) -> DataConnection:
-        """Connect and show the ticket. The server's certificate must be for `server_name`, by
-        default `host`. Raises ConnectionLost."""
+        """Connect and show the ticket. The server's certificate must name `server_name`, by default
+        `host`. Raises ConnectionLost."""
         try:
             sock = connect(host, port, deadline)
             if tls is not None:
@@ -101,8 +101,8 @@ class DataConnection(SocketConnection):
         proofs: Proofs,
         deadline: float,
     ) -> list[int]:
-        """Send each wanted payload with its proof, and a damaged one with NO_PROOF. Returns the
-        indices of the damaged ones."""
+        """Send each wanted payload with its proof, or with NO_PROOF if it differs from its given
+        proof. Returns the indices of these damaged payloads."""
         payloads = [buffers[index][: self._page_bytes] for index in wanted]
         if self._is_plain and not any(payload.readonly for payload in payloads):
             names = self._tags.names([keys[index] for index in wanted])
@@ -111,7 +111,7 @@ class DataConnection(SocketConnection):
             found = self._connection.send_proven(payloads, names, digests, deadline)
             return [wanted[place] for place in found]
         damaged = []
-        # Each payload is hashed just before it is sent, which keeps it in the processor's cache.
+        # Hash each payload just before it is sent: it is in the processor's cache then.
         for index, payload in zip(wanted, payloads, strict=True):
             proof = self._tags.prove(keys[index], payload, proofs[index])
             if proof is None:

@@ -3,10 +3,10 @@
 
     load    PIN, copy and hash, UNPIN           store    RESERVE, hash and copy, COMMIT
 
-One call, without the interpreter lock, copies and hashes a block; with a tag key this is done part
-by part. A block copied after the end of its lease is a miss: its slot may hold another block by
-then. The clock is read before each copy into a slot; if the process is stopped within one, it
-writes to a slot that the server then keeps out of use.
+One call, without the interpreter lock, copies and hashes a block; with a tag key, the client copies
+and hashes it in parts. A block that is copied out after the end of its lease is a miss, because the
+slot may hold another block by then. The client reads the clock before each copy into a slot. If the
+process is stopped during such a copy, the server keeps the slot out of use after the lease.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .socket_connection import SocketConnection, welcomed
 
 LOAD_BYTES = 32 * 1024**2  # of one part of a load: large, for few messages
 STORE_BYTES = 8 * 1024**2  # of one part of a store: small, for a short check at the end
-FIRST_SHARE, GROWTH = 32, 4  # the first part is a 32nd of that, each next one four times as large
+FIRST_SHARE, GROWTH = 32, 4  # the first part is a 32nd of it, each next one four times as large
 PINNED_SHARE = 4  # one load pins at most a quarter of the tenant store's slots
 MOST_ASKED = 16  # parts of a load that the server pins at a time
 PARTS_AHEAD = 2  # parts of a store that the server reserves at a time
@@ -113,7 +113,7 @@ class MemoryConnection(SocketConnection):
             size = welcome.num_slots * welcome.slot_bytes
             if fd is None or not size or welcome.slot_bytes < layout.page_bytes:
                 raise ConnectionLost(f"the server at {path} handed out no memory")
-            # A map beyond the end of its file would end this process at the first touch.
+            # Touching a map beyond the end of its file would end this process.
             if os.fstat(fd).st_size < size:
                 raise ConnectionLost(f"the server at {path} handed out too little memory")
             if not has_fixed_size(fd):
@@ -133,7 +133,7 @@ class MemoryConnection(SocketConnection):
 
     def close(self) -> None:
         super().close()
-        # A copy under way keeps the map open; it is released with the last view.
+        # A copy under way keeps the map open; the last view releases the map.
         with contextlib.suppress(BufferError):
             self._view.release()
             self._memory.close()
@@ -141,8 +141,8 @@ class MemoryConnection(SocketConnection):
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
     ) -> list[Proof | None]:
-        # The server pins later parts while one is copied, up to a share of its slots. Messages are
-        # few, since waking a sleeping server is slow.
+        # While one part is copied, the server pins later parts, up to a share of its slots.
+        # Requests share messages, because waking a sleeping server is slow.
         parts = self._parts(len(keys), LOAD_BYTES)
         most = max(1, self._num_slots // PINNED_SHARE)
         asked: deque[_Asked] = deque()
@@ -203,7 +203,7 @@ class MemoryConnection(SocketConnection):
         return states
 
     def _parts(self, count: int, most_bytes: int) -> list[slice]:
-        """The parts of a batch, small ones first: copying starts with the reply to the first."""
+        """The parts of a batch, small ones first, so that copying starts early."""
         most = part_blocks(self._page_bytes, self._num_slots, most_bytes)
         size = max(1, most // FIRST_SHARE)
         parts, start = [], 0
@@ -264,7 +264,7 @@ class MemoryConnection(SocketConnection):
         damaged: list[int],
     ) -> list[bytes]:
         """Fill the slots of the part that begins at `first`. Returns the packed proof of each
-        block, NO_PROOF for one that was not copied or is damaged."""
+        block, NO_PROOF for a block that was not copied or is damaged."""
         packed = []
         for place, slot in zip(reserved.wanted, reserved.slots, strict=True):
             index = first + place
@@ -288,8 +288,8 @@ class MemoryConnection(SocketConnection):
         return reply.argument
 
     def _lease(self, deadline: float) -> tuple[float, int]:
-        """The end of a lease by this process's clock, and its length in milliseconds. The time
-        counts from before the server gets the request, so it ends here first."""
+        """The end of a lease by this process's clock, and its length in milliseconds. The lease
+        ends earlier here than at the server, which gets the request later."""
         now = time.monotonic()
         seconds = min(max(0.001, deadline - now), MAX_LEASE_SECONDS)
         return now + seconds, max(1, int(seconds * 1000))
@@ -307,7 +307,7 @@ class MemoryConnection(SocketConnection):
     def _copy_out(
         self, key: bytes, source: memoryview, buffer: memoryview, tag: bytes
     ) -> Proof | None:
-        """Copy a block to `buffer`; return its proof, None if it does not match `tag`."""
+        """Copy a block to `buffer`; return its proof, None if the block does not match `tag`."""
         if not self._tags.are_keyed:
             digest = copy_and_digest(buffer[: self._page_bytes], source)
             return self._tags.received(key, Hashed(digest), tag)
@@ -321,8 +321,8 @@ class MemoryConnection(SocketConnection):
     def _copy_in(
         self, key: bytes, buffer: memoryview, target: memoryview, lease_ends: float
     ) -> Any | None:
-        """Hash and copy a block; return its hasher, None if the lease ended first. The server
-        hashes the copy."""
+        """Copy a block to `target` and hash it. Returns the hasher, None if the lease ended first.
+        The server hashes the copy again."""
         if time.monotonic() >= lease_ends:
             return None
         if not self._tags.are_keyed:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The common base of the client's two socket connections: greeting, requests, replies, states. A
-message of the server that the protocol does not allow raises ConnectionLost.
+message from the server that the protocol does not allow raises ConnectionLost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STATES = {int(state): state for state in State}
 
 
 class SocketConnection(BlockConnection):
-    """A connection after the server's welcome, which it owns."""
+    """A client's connection that has received the server's welcome. Owns `connection`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class SocketConnection(BlockConnection):
         return RequestFrame(verb, blocks, self._number, argument)
 
     def _take_reply(self, request: RequestFrame, deadline: float) -> ReplyFrame:
-        """Receive the reply's head. Raises Refused; ConnectionLost for another request's reply."""
+        """Receive a reply's head. Raises Refused, or ConnectionLost for another request's reply."""
         reply = decode(decode_reply, self._connection.receive(REPLY.size, deadline))
         if reply.verb is not request.verb or reply.number != request.number:
             raise ConnectionLost("the server answered something that was not asked")
@@ -91,7 +91,7 @@ def welcomed(raw: bytes, layout: BlockLayout) -> Welcome:
 
 
 def to_states(raw: bytes) -> list[State]:
-    """Raises WireError for a byte that is no state."""
+    """Decode one state per byte. Raises WireError for a byte that is no state."""
     try:
         return [_STATES[byte] for byte in raw]
     except KeyError as error:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of the gRPC streams, for servers whose data connection cannot be reached.
-
-It is slower than the other transports, and passes through any proxy.
+"""The client's end of the gRPC streams, for servers whose data connection cannot be reached. The
+streams are slower than the other transports, and pass through any proxy.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ class _Arriving:
         self._hasher: Any = None
 
     def take_piece(self, piece: Piece, page_bytes: int) -> None:
-        """Copy the next piece. Raises WireError if it does not continue the one before."""
+        """Copy the next piece. Raises WireError if it does not follow the piece before."""
         if piece.state is State.MISS:
             return
         if piece.header is not None:

@@ -119,8 +119,7 @@ class AioContext:
         self._prepared.append(self._first + place)
 
     def submit(self) -> None:
-        """Begin the prepared requests. A request that the kernel refuses ends with the kernel's
-        error."""
+        """Begin the prepared requests. A request that the kernel refuses ends with its error."""
         prepared, done = self._prepared, 0
         while done < len(prepared):
             first = prepared.buffer_info()[0] + done * prepared.itemsize

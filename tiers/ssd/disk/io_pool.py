@@ -43,8 +43,7 @@ NO_PAGES = Scratch(1, 0)
 
 class Work(Protocol):
     """The work on the runs of one batch; a run is a range of positions in the batch. Several
-    threads call it at once. An exception of `prepare_run` or `start` becomes the result of the
-    run."""
+    threads call it at once. An exception of `prepare_run` or `start` is the run's result."""
 
     def prepare_run(self, run: range, scratch: Scratch) -> None:
         """Prepare the run, such as hash and encode, before its request."""
@@ -101,8 +100,7 @@ class IoLane:
         self._prepare()
 
     def turn(self) -> None:
-        """Wait until a run has ended, and move each run to its next station. The lane must be
-        busy."""
+        """Wait until a run ends, and move each run to its next station. The lane must be busy."""
         ended: list[tuple[int, Result]] = []
         if self._flying and not self._failed:
             ended = self._disk.wait_completions()
@@ -128,8 +126,7 @@ class IoLane:
         self._disk.close()
 
     def _prepare(self) -> None:
-        """Prepare waiting runs while there is room. Each goes to the disk at once if the disk has
-        room."""
+        """Prepare waiting runs while there is room, and hand them to the disk if it has room."""
         while self._waiting and self._has_room():
             work, run = self._waiting.popleft()
             number, scratch = self._free.pop(), NO_PAGES
@@ -222,8 +219,7 @@ class IoPool:
         self, slots: Sequence[int], work: Work, *, singly: bool = False, spread: bool = False
     ) -> None:
         """Start `work` on the runs of the ascending `slots`, or on each slot by itself (`singly`).
-        Wake one thread, or one for each share (`spread`); threads that are awake help. Never
-        waits."""
+        Wake one thread, or one for each share (`spread`). Never waits."""
         longest = self._slot_file.run_slots
         found = runs(slots, 1 if singly else longest)
         parts = shares(found, longest)
@@ -237,8 +233,7 @@ class IoPool:
             self._tokens.put(False)
 
     def close(self, deadline: float) -> bool:
-        """Let the threads end, and wait for them. False if one is alive at `deadline`
-        (monotonic)."""
+        """Let the threads end, and wait for them. False if one lives at `deadline` (monotonic)."""
         self.stop_workers()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -288,8 +283,7 @@ class IoPool:
             return None
 
     def _try(self, call: Callable[[], _T]) -> _T | None:
-        """Return the result of `call`. Log an exception and return None, so that the thread goes
-        on."""
+        """Return `call`'s result. An exception is logged and gives None: the thread goes on."""
         try:
             return call()
         except Exception as error:
@@ -320,8 +314,7 @@ def shares(found: Sequence[range], longest: int) -> list[list[range]]:
 
 
 def runs(slots: Sequence[int], longest: int) -> list[range]:
-    """Runs of neighbours in the ascending `slots`, at most `longest` each, as ranges of
-    positions."""
+    """Positions of each run of neighbours in the ascending `slots`, at most `longest` in a run."""
     found: list[range] = []
     start = 0
     for position in range(1, len(slots) + 1):

@@ -5,12 +5,11 @@ The namespace in an identity is the caller's namespace, then the lossy codec and
 seal, if any. A version that knows neither takes the store for another one and does not use it; a
 store with neither keeps the caller's namespace.
 
-The identity is in the index, and a second time in the file `identity`. The file serves four ends: a
-damaged identity in the index is told from another model's store; a lost index can be made again
-from the records, whose headers do not carry the namespace; no opening repeats the epoch of an
-earlier one; cleared blocks stay forgotten though their rows and records remain. The file is one
-line of JSON and one line with its checksum. It is replaced as a whole, or written over on a full
-disk, which has no room for a second file.
+The identity is in the index and, a second time, in the file `identity`. The file has four uses. It
+tells a damaged identity in the index from another model's store. A lost index can be made again
+from the records, whose headers lack the namespace. No opening repeats the epoch of an earlier one.
+Cleared blocks stay forgotten though their rows and records remain. The file is one line of JSON and
+one line with its checksum. It is replaced as a whole, or written over on a full disk.
 """
 
 from __future__ import annotations

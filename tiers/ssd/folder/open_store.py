@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens a store: checks the directory, fits its files to the capacity, reads the index.
 
-Reads no payload, so opening takes as long for large blocks as for small ones. The `index` of the
-returned state is used under that state's lock.
+Reads no payload, so opening takes as long for large blocks as for small ones. The caller uses the
+`index` of the returned state under that state's lock.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from .shrinking import num_slots_there, shrink
 log = logging.getLogger(__name__)
 
 # A store of more slots evicts by least recent use, which needs only the arrays of the index. A
-# policy has an object for each block, and `adaptive` remembers as many evicted ones: at this size
-# up to 160 MiB in all, and 0.2 s of the first prompt to take over the order.
+# policy has an object for each block, `adaptive` also for as many evicted ones: at this size up to
+# 160 MiB, and 0.2 s of the first prompt to take over the order.
 MOST_POLICY_SLOTS = 131_072
 
 # Keys in `TierStats.errors`.
@@ -98,8 +98,8 @@ def open_store(
     *,
     create: bool = True,
 ) -> OpenedStore:
-    """Open the store in `path`; with `create` false a directory without a store is refused. Raises
-    TierConfigError with cause and cure, TierDown if the disk causes it; no file is open then."""
+    """Open the store in `path`. Without `create`, a directory without a store is refused. Raises
+    TierConfigError with cause and cure, TierDown if the disk causes it. No file is open then."""
     make_policy = policy_factory(policy)  # first: an unknown policy must change nothing
     plan = plan_space(layout, capacity_bytes)
     stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=plan.num_slots)
@@ -115,7 +115,8 @@ def open_store(
             if note is not None and note.identity.is_same(wanted):
                 cleared_up_to = note.cleared_up_to
             elif index is None:
-                # No file shows whose records these are, and a later repair would use all.
+                # No file says to which store these records belong; a later repair would use them
+                # all.
                 directory.slot_file.unlink(missing_ok=True)
             if index is None:
                 index = SlotIndex(plan.num_slots)
@@ -203,8 +204,8 @@ def _read_store(
 
 
 def _choose_victims(index: SlotIndex, name: str, make: PolicyFactory) -> None:
-    """Make the policy choose the victims, where the store is small enough. Raises TierConfigError
-    for a policy that cannot be made."""
+    """Let the policy choose the victims, if the store is small enough. Raises TierConfigError for a
+    policy that cannot be made."""
     if index.num_slots > MOST_POLICY_SLOTS:
         log.warning(
             "the SSD tier has %d slots and evicts by least recent use: with more than %d the "
@@ -218,8 +219,8 @@ def _choose_victims(index: SlotIndex, name: str, make: PolicyFactory) -> None:
 
 
 def _check_free_space(directory: StoreDirectory, plan: SpacePlan) -> None:
-    """Raise TierDown or TierConfigError where there is too little room. A damaged index and stores
-    of other formats that were set aside are removed if this store needs their room."""
+    """Raise TierDown or TierConfigError where there is too little room. Before that, remove what
+    was set aside (a damaged index, stores of other formats) if this store needs the room."""
     try:
         directory.check_free_space(plan)
     except TierDown:
@@ -283,8 +284,8 @@ class _OtherFormat(Exception):
 
 
 def _check_format(path: Path, found: Identity, wanted: Identity) -> None:
-    """Raise _OtherFormat for a store of another format, TierConfigError where it is another model's
-    as well. An index of another format is not read."""
+    """Raise _OtherFormat if only the format differs, TierConfigError if the model differs as well.
+    An index of another format is not read."""
     if found.format_version == wanted.format_version:
         return
     if not found._replace(format_version=wanted.format_version).is_same(wanted):

@@ -2,12 +2,12 @@
 """Stores of other formats, kept whole beside the one in use for the version that made them.
 
     PATH/format-N/        the store of format N: identity, blocks, index, as they lay in PATH
-    PATH/format-N.new/    one that is being moved there
+    PATH/format-N.new/    a store that is being moved there
 
-So an upgrade that is rolled back finds its blocks again, and so does the upgrade that follows.
-These stores are not counted in the tier's size: they stay as long as the disk has room for both.
-Their blocks cannot be forgotten one by one, so the first clear, and the first block that is to stay
-forgotten, remove them all.
+So a rolled back upgrade finds its old blocks again, and a repeated upgrade finds the new ones.
+These stores are not counted in the tier's size. They stay while the disk has room for them and for
+the store in use. Their blocks cannot be forgotten one by one, so the first clear removes all these
+stores, and so does the first block that must stay forgotten.
 
 The caller holds the store's lock. Every call may raise OSError, and a move that a crash interrupted
 goes on at the next opening. No symbolic link is followed.
@@ -30,7 +30,7 @@ _NAME = re.compile(r"format-\d{1,20}(\.new)?")
 
 
 def kept(path: Path) -> list[Path]:
-    """The folders of stores of other formats in `path`, also those that are half moved."""
+    """The folders of stores of other formats in `path`, also of stores that are half moved."""
     try:
         names = sorted(os.listdir(path))
     except OSError:
@@ -39,8 +39,8 @@ def kept(path: Path) -> list[Path]:
 
 
 def keep(path: Path, format_version: int) -> Path:
-    """Move the store in `path` into the folder of its format; an earlier store there is removed.
-    Where a crash interrupted the store's way back from that folder, its files return there."""
+    """Move the store in `path` into the folder of its format; an earlier store there is removed. If
+    a crash interrupted the move of this store out of that folder, its files go back into it."""
     folder, moving = _folder(path, format_version), _moving(path, format_version)
     if _has_index(folder) and not os.path.lexists(folder / IDENTITY) and not _has_index(path):
         for name in (_BLOCKS, IDENTITY):  # in the reverse order of `_end_bringing`
@@ -51,15 +51,15 @@ def keep(path: Path, format_version: int) -> Path:
     if _is_folder(folder):
         shutil.rmtree(folder)
     if not _is_folder(moving):
-        moving.mkdir(mode=0o700)  # not where a link or a file stands
-    # The identity is last: until then it says that this store is to be moved.
+        moving.mkdir(mode=0o700)  # fails where a link or a file stands
+    # The identity goes last: while it is in `path`, the store there is still to be moved.
     for name in (_BLOCKS, fresh_folder(path / _INDEX).name, _INDEX, IDENTITY):
         _move(path / name, moving / name)
     return _end_keeping(path, moving)
 
 
 def bring_back(path: Path, wanted: Identity) -> bool:
-    """Move the kept store of this identity into `path`, which has none. False: none was kept."""
+    """Move the kept store of this identity into the empty `path`. False if none is kept."""
     folder = _folder(path, wanted.format_version)
     note = read_note(folder) if _is_folder(folder) else None
     if note is None or not note.identity.is_same(wanted) or not _has_index(folder):
@@ -108,8 +108,8 @@ def _end_keeping(path: Path, moving: Path) -> Path:
 
 
 def _take_back(path: Path, moving: Path, format_version: int) -> None:
-    """Move a store's files back into `path` after a crash, where another version had begun to move
-    the store that is being opened away."""
+    """Move the files of the store that is being opened back into `path`: another version began to
+    move that store away, and crashed."""
     note = read_note(path)
     if not _is_folder(moving) or note is None or note.format_version != format_version:
         return
@@ -122,7 +122,7 @@ def _take_back(path: Path, moving: Path, format_version: int) -> None:
 
 
 def _end_bringing(path: Path, folder: Path) -> None:
-    # The index is last: a folder with one, and without an identity, is being moved.
+    # The index goes last: a folder with an index but without an identity is being moved.
     for name in (IDENTITY, _BLOCKS, _INDEX):
         _move(folder / name, path / name)
     shutil.rmtree(folder)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the records of a slot file with the rows of its index, for `ssd/store_check.py`.
 
-`RecordFile` reads a slot file from end to end and verifies every record against its own header;
-`Reconciler` compares the rows of an index with them, both in the order of the slots. Faults go into
-a `CheckResult`; neither changes the store.
+`RecordFile` reads a slot file from end to end and verifies every record against its own header.
+`Reconciler` compares the rows of an index with these records, in the order of the slots. Faults go
+into a `CheckResult`; the store is not changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...record import Defect, RecordHeader, Seal, check_fields, check_record, de
 from ..disk.space import HEADER_PAGE_BYTES
 from ..index.index_file import Row
 
-# Kinds of problems. A row whose record is not the right one has the kind of its `record.Defect`.
+# Kinds of problems. A row with a wrong record has the kind of its `record.Defect`.
 INDEX = "index"  # lost or damaged
 IDENTITY = "identity"  # the index and the identity file do not agree
 RANGE = "range"  # a row names a slot that does not exist
@@ -60,13 +60,13 @@ class CheckResult:
     """The findings of one check of one store, and its repairs."""
 
     path: Path
-    max_problems: int  # how many of them are kept
+    max_problems: int  # the most that `problems` keeps
     slots: int = 0
     rows: int = 0
     whole: int = 0  # rows whose records are whole, as far as they were checked
     orphans: int = 0  # whole records without a row
     bytes_read: int = 0
-    payloads_verified: bool = True  # false: they are sealed and the key was not given
+    payloads_verified: bool = True  # false: sealed, and the key was not given
     counts: dict[str, int] = field(default_factory=dict)  # problems by kind
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # harmless, such as remains of a crash
@@ -75,7 +75,7 @@ class CheckResult:
 
     @property
     def is_clean(self) -> bool:
-        """True if no fault was found; False also where all were repaired."""
+        """True if no fault was found; False also if every fault was repaired."""
         return not self.counts
 
     def add(self, kind: str, text: str, slot: int | None = None) -> None:
@@ -90,14 +90,14 @@ class Found(NamedTuple):
 
     slot: int
     header: RecordHeader | None  # None: no record
-    defect: Defect | None  # of a record by itself
+    defect: Defect | None  # of the record, judged without a row
     error: OSError | None  # of a read that failed
 
 
 class RecordFile:
-    """A slot file opened for reading only, past the page cache where that can be.
+    """A slot file opened for reading only, past the page cache where possible.
 
-    `seal` is its records' seal. With `verifies` false, for an unknown seal, it checks headers only.
+    `seal` is its records' seal. Without `verifies`, for an unknown seal, it checks headers only.
     """
 
     def __init__(self, path: Path, seal: Seal | None = None, *, verifies: bool = True) -> None:
@@ -110,8 +110,8 @@ class RecordFile:
         os.close(self._descriptor)
 
     def block_bytes(self) -> int | None:
-        """The block size in the header of the first whole record; None where there is none. Used
-        for a store without an identity file."""
+        """The block size in the header of the first whole record; None where no record is whole.
+        Needed for a store without an identity file."""
         page = memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES))
         for offset in range(0, self.size - HEADER_PAGE_BYTES, HEADER_PAGE_BYTES):
             os.preadv(self._descriptor, [page], offset)
@@ -125,7 +125,7 @@ class RecordFile:
         return None
 
     def records(self, block_bytes: int) -> Iterator[Found]:
-        """Every slot, in order."""
+        """The content of every slot, in order."""
         size = record_bytes_of(block_bytes)
         total, step = self.size // size, max(1, _CHUNK_BYTES // size)
         local = threading.local()
@@ -145,8 +145,8 @@ class RecordFile:
                 yield from waiting.popleft().result()
 
     def _look(self, start: int, count: int, block_bytes: int, buffer: memoryview) -> list[Found]:
-        """Read neighbouring slots at once; one by one where that fails, so that a bad sector costs
-        only its own record."""
+        """Read neighbouring slots at once. If that fails, read them one by one, so that a bad
+        sector costs only its own record."""
         size = record_bytes_of(block_bytes)
         try:
             done = os.preadv(self._descriptor, [buffer[: count * size]], start * size)
@@ -191,8 +191,8 @@ def _open(path: Path) -> int:
 
 
 class Reconciler:
-    """Fills a result. Without an index every whole record counts as an orphan and is remembered,
-    so that an index can be made of them."""
+    """Fills a result. Without an index every whole record counts as an orphan and is remembered, so
+    that an index can be made of these records."""
 
     def __init__(
         self,
@@ -207,8 +207,8 @@ class Reconciler:
         self._num_cleared = 0
         self._layout_id = layout_id  # None: unknown, so any layout is right
         self._has_index = has_index
-        self.bad_slots: list[int] = []  # whose rows should go
-        # Key → generation and slot of the record that counts, in one number each.
+        self.bad_slots: list[int] = []  # slots whose rows should be removed
+        # Key → generation and slot of the key's latest record, packed into one number.
         self._latest: dict[bytes, int] = {}
         self._encoded_bytes: dict[int, int] = {}  # by slot, of orphans that a codec made
 
@@ -237,7 +237,7 @@ class Reconciler:
             self._result.notes.append(f"{unreadable} slots without a row cannot be read")
 
     def rows_of_records(self) -> Iterator[Row]:
-        """Yield a row for each key's latest record; the order of writes stands for that of uses."""
+        """Yield a row for each key's latest record. The uses follow the order of the writes."""
         for use, key in enumerate(sorted(self._latest, key=self._latest.__getitem__), 1):
             generation, slot = divmod(self._latest[key], 1 << _SLOT_BITS)
             yield Row(slot, key, generation, use, self._encoded_bytes.get(slot, 0))
@@ -288,7 +288,7 @@ class Reconciler:
             self._remember(header.key, header.generation, found.slot)
 
     def _remember(self, key: bytes, generation: int, slot: int) -> int | None:
-        """Keep the later of two records for a key. Return the other's slot, None for a new key."""
+        """Keep the later of two records of a key. Return the other's slot, None for a new key."""
         mine, known = generation << _SLOT_BITS | slot, self._latest.get(key)
         if known is None:
             self._latest[key] = mine

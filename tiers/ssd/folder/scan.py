@@ -2,18 +2,18 @@
 """Checks an LMDB file for damage and reads it, in its own process: `main([FOLDER, *PATHS])`.
 
 LMDB trusts its file. A page that is missing, zeroed or out of bounds ends the process that reads or
-writes it. So this process checks the structure of every page in use and of the list of free pages
-first, then reads the file with LMDB, to find what the check overlooked. Rows are checked for length
-and order only; records are verified when they are read.
+writes it. So this process first checks the structure of every page in use and of the list of free
+pages. Then it reads the file with LMDB, to find damage that the check missed. Rows are checked for
+length and order only; records are verified when they are read.
 
-Rows go to standard output while the pages are checked; the reader can take them at once, but only
+Rows go to standard output while the pages are checked. The reader can take them at once, but only
 the exit status says that they are good:
     batch = number of rows u32 little-endian | the slots, 4 bytes each | the values, 64 bytes each
-The last batch is empty, and comes before LMDB reads everything, so that the reader can work on all
+The last batch is empty. It comes before LMDB reads everything, so that the reader can work on all
 rows meanwhile. Exit status 0: sound, and every row was written. 1: damaged, the reason on standard
 error. 2: short of memory or descriptors; the file may be sound. Killed by a signal that reading can
-cause: damaged. Imports no module of this project and few others, neither typing nor pathlib, since
-every opening of a store waits for it to start; PATHS are the places of LMDB.
+cause: damaged. PATHS are the places of LMDB. Every opening of a store waits for this process to
+start, so it imports no module of this project and few others.
 
 Page: pgno u64, pad u16, flags u16, lower u16, upper u16, offsets of nodes u16 each, ... nodes.
 Node: low u16, high u16, flags u16, key size u16, key, data. In a leaf low|high is the data size;
@@ -46,7 +46,7 @@ _BRANCH, _LEAF, _OVERFLOW, _META_FLAG = 1, 2, 4, 8
 _BIG, _SUBTREE = 1, 2
 _EMPTY = 2**64 - 1
 _MAX_DEPTH = 32  # LMDB's own limit
-_INTEGER_KEYS = 8  # of a tree; the list of free pages is the only one that has it
+_INTEGER_KEYS = 8  # flag of a tree; only the list of free pages has it
 _ROWS = b"slots"  # the tree of rows
 _SLOT_BYTES, _VALUE_BYTES = 4, 64
 _ROW = struct.Struct(f"{_NODE.size + _SLOT_BYTES}x{_VALUE_BYTES}s")  # of a leaf's node, the value
@@ -68,22 +68,22 @@ class Tree(
         "page_size flags depth branch_pages leaf_pages overflow_pages entries root",
     )
 ):
-    """The root record of one B-tree; all are numbers, `page_size` only in a meta page's first."""
+    """Root record of a B-tree, all numbers; `page_size` is set only in a meta page's first tree."""
 
     __slots__ = ()
 
 
 class Meta(namedtuple("Meta", "free main last_page transaction")):
-    """A meta page, the first or second of a file: the roots of two trees, two numbers."""
+    """Page 0 or 1 of a file: the roots of two trees, the last page in use, the transaction."""
 
     __slots__ = ()
 
 
 class RowStream:
-    """Writes rows in batches. They must come in the order of their slots."""
+    """Writes rows in batches. The rows must come in the order of their slots."""
 
     def __init__(self, out: BinaryIO) -> None:
-        self.count = 0  # of rows that have left
+        self.count = 0  # rows written so far
         self._out = out
         self._slots = array("I")
         self._values: list[bytes] = []
@@ -123,7 +123,7 @@ class RowStream:
 
     @classmethod
     def slots_of(cls, raw: bytes | bytearray) -> array[int]:
-        """Slots as they lie in the file, one after the other, as numbers."""
+        """Convert the bytes of slots, as they lie in the file, to numbers."""
         slots = array("I", raw)
         cls._swap(slots)
         return slots
@@ -222,9 +222,9 @@ class PageScan:
         return len(offsets), values
 
     def _take_rows(self, page: int) -> int:
-        """Check a leaf that holds only rows, as equal nodes side by side, and hand them on. Return
-        their number. Each byte position is compared for all rows of a page at once: a loop over a
-        million nodes takes too long."""
+        """Check a leaf that holds only rows, as nodes of equal size side by side. Add the rows to
+        the stream and return their number. Each byte position is compared for all rows of a page at
+        once, because a loop over a million nodes takes too long."""
         base, offsets = self._check_page(page, _LEAF)
         count, first, size = len(offsets), min(offsets), _ROW.size
         if first + count * size != self._size:
@@ -303,7 +303,7 @@ def _page_size(data: mmap.mmap | bytes) -> int:
 
 
 def newest_meta(data: mmap.mmap | bytes, page_size: int) -> Meta:
-    """The meta page of the last commit; LMDB wants both of them valid."""
+    """The meta page of the last commit. Both meta pages must be valid, as LMDB demands."""
     metas = []
     for page in (0, 1):
         base = page * page_size
@@ -319,8 +319,8 @@ def newest_meta(data: mmap.mmap | bytes, page_size: int) -> Meta:
 
 
 def count_rows(read: Callable[[int, int], bytes]) -> int:
-    """The number of rows in the newest snapshot, by `read(size, offset)` of a few pages. A check
-    reads more, so damage may give a wrong number. Raises Damage, ValueError, struct.error."""
+    """The number of rows in the newest snapshot. Reads a few pages by `read(size, offset)` and
+    checks little, so damage may give a wrong number. Raises Damage, ValueError, struct.error."""
     head = read(2 * _LARGEST_PAGE, 0)
     size = _page_size(head)
     root = newest_meta(head, size).main.root

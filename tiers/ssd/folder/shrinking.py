@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a store smaller without losing its hottest blocks: those used last keep their place, or
-move down into slots of colder ones.
+"""Makes a store smaller without losing its hottest blocks: these keep their slots, or move down
+into slots of colder blocks.
 
     slots   0 ............ new end ............ old end
                   cold  ◄──────────  hot
 
 No other opening moves payloads. The move takes `MOST_SECONDS` at most; blocks not moved by then are
-lost, the coldest first. At every moment of a crash each row names a slot that holds its record: the
-row of a colder block goes first, then the record is copied and synced, then one commit gives the
-block its new slot and takes the old one away. At last the rows beyond the new end go, and then the
-file's bytes there, so that a full disk has room for the smaller index that comes next.
+lost, the coldest first. Whenever a crash comes, each row names a slot that holds its record. First
+the row of a colder block is removed, then the record is copied and synced, then one commit gives
+the block its new slot and removes the old row. At the end the rows beyond the new end are removed,
+then the file's bytes there, so that a full disk has room for the smaller index.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .directory import StoreDirectory
 log = logging.getLogger(__name__)
 
 MOST_SECONDS = 20.0
-_COMMIT_BYTES = 64 * 1024**2  # copied before they are synced and committed
+_COMMIT_BYTES = 64 * 1024**2  # bytes copied before each sync and commit
 _COMMIT_ROWS = 1024
 
 
@@ -44,9 +44,9 @@ def num_slots_there(slot_file: Path, plan: SpacePlan) -> int:
 
 
 def shrink(directory: StoreDirectory, plan: SpacePlan, index: SlotIndex) -> SlotIndex:
-    """Move the hottest blocks into the first `plan.num_slots` slots, in the files and in the
-    returned index. `index` has more slots. A block that cannot be read is lost. May raise OSError
-    and lmdb.Error; only cold blocks are lost then."""
+    """Move the hottest blocks of the larger `index` into the first `plan.num_slots` slots, in the
+    files and in the returned index. A block that cannot be read is lost. May raise OSError and
+    lmdb.Error; only cold blocks are lost then."""
     began = time.monotonic()
     to_be_removed = [entry.slot for entry in index.take_leaving()]
     by_heat = list(index.iter_by_use())[::-1]
@@ -111,8 +111,8 @@ class _Mover:
             self._index.delete(slots[start : start + _COMMIT_ROWS])
 
     def move(self, rows: Sequence[Row], slots: Sequence[int]) -> Iterable[Row]:
-        """Copy records to new slots. Return the rows of those that could be read. Raises OSError
-        where none could: that is no bad sector but a lost disk, which may come back."""
+        """Copy records to new slots. Return the rows of the records that could be read. Raises
+        OSError if none could be read: then the disk is lost, not a sector, and it may come back."""
         self._index.delete(slots)
         new: list[Row] = []
         fault: OSError | None = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index on disk: an LMDB environment that says which slot holds which block.
 
-It is the durable copy of the index in memory, read once at the start and written in batches. A
-row's key is the slot, not the block: the number of rows is then bounded by the number of slots,
+The file is the durable copy of the index in memory. It is read once, at the start, and written in
+batches. A row's key is the slot, not the block. So the number of slots bounds the number of rows,
 two rows cannot claim one slot, and a batch of neighbouring slots changes one page of the tree
 instead of one page for each block.
 
@@ -10,8 +10,8 @@ instead of one page for each block.
     slots    slot u32 big-endian → block key (40) | generation u64 | last use u64
                                    | encoded bytes u64, 0 for a block without a codec
 
-Used by one thread at a time. `folder/guard.py` must have looked at the files before, because LMDB
-on a damaged file can end the process.
+Used by one thread at a time. `folder/guard.py` must have checked the files before, because LMDB can
+end the process on a damaged file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KEY_OF_VALUE = struct.Struct(f"{KEY_BYTES}s{VALUE_BYTES - KEY_BYTES}x")
 _ZEROS = bytes(1024**2)
 _NUMBER = struct.Struct("<Q")
 EPOCH_SHIFT = 32  # a generation: the epoch above, a count of writes below
-_LARGEST_EPOCH = 2**32 - 2  # the upper half of a generation has to hold the next one
+_LARGEST_EPOCH = 2**32 - 2  # the upper half of a generation must hold the next epoch
 _ROWS_PER_COMMIT = 65536  # of a rebuilt index
 
 
@@ -53,7 +53,7 @@ class IndexDamaged(Exception):
 
 class Row(NamedTuple):
     """A block on the disk. `last_use` is no time; it only orders rows. `encoded_bytes` is the
-    length of the encoded block, 0 where no codec was used."""
+    length of the encoded block, 0 without a codec."""
 
     slot: int
     key: bytes
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Many rows, one sequence for each of their fields."""
+    """Many rows: one sequence for each field."""
 
     slots: array[int]
     keys: list[bytes]
@@ -105,7 +105,7 @@ class RowBatch(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """The layout, namespace and format of a store. Another one of them needs another store."""
+    """Format, layout and namespace of a store. A change of any of them needs another store."""
 
     format_version: int
     layout_id: bytes
@@ -131,8 +131,8 @@ class IndexFile:
         self._open_env()
 
     def reserve(self, map_bytes: int) -> None:
-        """Write zeros up to the file's full size, so that a full disk cannot break a later commit,
-        and so that a commit does not wait for the file system's journal. May raise OSError."""
+        """Write zeros up to the file's full size. Later commits then neither fail on a full disk
+        nor wait for the file system's journal. May raise OSError."""
         descriptor = os.open(self._data, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             start = os.fstat(descriptor).st_size
@@ -167,8 +167,8 @@ class IndexFile:
 
     def next_epoch(self, last: int | None) -> int:
         """Return a number below 2**32 that no earlier opening of the store had, and store it.
-        `last` is the previous one, from the identity file; None: the index says it. A new index
-        begins with a random number, so that it does not repeat the numbers of a lost one."""
+        `last` is the previous number, from the identity file; None: the index has it. A new index
+        begins with a random number, so that it repeats no number of a lost one."""
         with self._env.begin(write=True, db=self._store) as txn:
             stored = txn.get(b"epoch", b"")
             if last is None and len(stored) == _NUMBER.size:
@@ -186,7 +186,7 @@ class IndexFile:
                     yield Row(_SLOT.unpack(slot)[0], *_VALUE.unpack(value))
 
     def put(self, rows: Iterable[Row], deleted: Sequence[int] = ()) -> None:
-        """Write rows over the old ones of their slots, and remove the rows of `deleted` slots."""
+        """Write each row over the old row of its slot, and remove the rows of `deleted` slots."""
         slot_of, value_of = _SLOT.pack, _VALUE.pack
         items = [
             (slot_of(slot), value_of(key, generation, last_use, encoded_bytes))
@@ -202,8 +202,8 @@ class IndexFile:
             _delete(txn, slots)
 
     def delete_from(self, slot: int) -> None:
-        """Remove the rows of this slot and of all after it, the last ones first. Very many rows
-        take several commits, since LMDB bounds the pages that one may change."""
+        """Remove the rows of this slot and of all later slots, the last ones first. Very many rows
+        take several commits, because LMDB bounds the pages that one commit may change."""
         first, left = _SLOT.pack(slot), True
         while left:
             with self._change_rows() as txn, txn.cursor() as cursor:
@@ -236,7 +236,7 @@ class IndexFile:
 
     def _change_rows(self) -> Any:
         """Begin a transaction. After some disk errors LMDB refuses every transaction until the file
-        is opened anew; the next call here opens it, so the index works again with the disk."""
+        is opened anew. The next call here opens it, so the index works again with the disk."""
         if self._is_refused:
             self._env.close()
             self._open_env()
@@ -258,8 +258,8 @@ def _delete(txn: Any, slots: Iterable[int]) -> None:
 def rebuild(folder: Path, map_bytes: int, identity: Identity, rows: Iterable[Row]) -> None:
     """Replace the index in `folder` by a new one of `map_bytes` that holds `rows`.
 
-    LMDB files never shrink, so a smaller store needs a new one. A crash in between leaves the old
-    or the new index; the new one gets its identity only when it is whole, see `finish_rebuild`.
+    LMDB files never shrink, so a smaller store needs a new one. A crash leaves either the old or
+    the new index. The new one gets its identity only when it is whole, see `finish_rebuild`.
     """
     fresh = fresh_folder(folder)
     shutil.rmtree(fresh, ignore_errors=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of an index on the disk, loaded as the first content of the index in memory.
 
-A million rows are taken in as columns, in C wherever that can be.
+A million rows are processed as columns, in C wherever possible.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from itertools import repeat
 from .index_file import RowBatch
 from .slot_sets import FREE, SlotList, scatter
 
-# Counting sort of the uses at the start takes four bytes for each number between the oldest and
-# the newest one; beyond this many numbers a block, an ordinary sort does.
+# The counting sort of uses at the start takes four bytes for each number between the oldest and the
+# newest use. Beyond this many numbers per block, an ordinary sort runs instead.
 _MOST_NUMBERS_PER_BLOCK = 16
-# A last use beyond it was never written by us; counting on from it would overflow the row.
+# The store writes no larger last use. Counting on from one would overflow the row.
 _LARGEST_USE = 2**62
 
 
 class LoadedRows:
-    """Blocks by slot, over slots 0 to `num_slots - 1`. `batches` come in the order of their slots;
-    rows beyond the last slot are left out. An empty batch is the last one: the source has sent all
-    rows and still checks them. Meanwhile the slots in use are added to the empty `recency`, the
+    """The blocks of slots 0 to `num_slots - 1`. `batches` come in the order of their slots; rows
+    beyond the last slot are left out. An empty batch is the last one: the source has sent all rows
+    and still checks them. During that check the slots in use are added to the empty `recency`, the
     coldest first."""
 
     def __init__(self, num_slots: int, batches: Iterable[RowBatch], recency: SlotList) -> None:
@@ -85,7 +85,7 @@ class LoadedRows:
         scatter(self.free_flags, slots, repeat(0))
 
     def _leave_older_rows(self, uses: array[int]) -> None:
-        """Mark the older of two rows for a key, left by a failed removal, to be removed again."""
+        """Mark the older of two rows of one key for removal; an earlier removal has failed."""
         if self.free_flags.count(0) == len(self.slots):
             return
         rows = [(slot, key) for slot, key in enumerate(self.keys) if key is not None]
@@ -99,10 +99,10 @@ class LoadedRows:
 
 
 def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
-    """The slots, those first whose last use is longest ago; 0 is the use of all other slots.
+    """The slots in use, least recently used first. `uses` is 0 for all other slots.
 
-    Last uses are small different numbers, so they are laid out by number instead of compared; those
-    of a damaged row may be neither, and then all are compared.
+    Last uses are small different numbers, so a counting sort works without comparisons. Damaged
+    rows may have large or equal numbers; then an ordinary sort runs.
     """
     last, unused = max(uses, default=0), len(uses)
     if last > _LARGEST_USE:

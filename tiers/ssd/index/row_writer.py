@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings the rows of the index to the disk: new blocks, removals, last uses, in few commits.
+"""Writes the rows of the index to the disk in few commits: new blocks, removals, last uses.
 
-A commit is dear, so a full store removes in it the rows that later batches will displace: a steady
-stream of batches then takes one commit each instead of two. The caller has synced the records of
-new rows. Called by one thread.
+A commit is slow. So a full store also removes in it the rows that later batches will displace: a
+steady stream of batches then takes one commit for each batch instead of two. The caller has synced
+the records of new rows. Called by one thread.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from .index_file import IndexFile
 from .slot_index import Entry
 
 ROWS_PER_COMMIT = 4096
-# At most this part of the slots is freed before it is needed. A sixteenth may be less than a batch,
-# which then takes a second commit: a sixth, unless there are few slots anyway.
+# At most this share of the slots is freed before it is needed: a sixth, or a sixteenth of few
+# slots. A sixteenth may be less than a batch, which then takes a second commit.
 _AHEAD_SHARE, _LARGER_SHARE = 16, 6
 _FEW_SLOTS = 1024
-# Last uses go with the rows of new blocks, but not with each commit: the same block would be used,
-# written and used again. A power cut or a kill takes those of so many seconds, and no block.
+# Last uses go with the rows of new blocks, but not with each commit, which would write a block in
+# use again and again. A power cut or a kill loses the uses of so many seconds, and no block.
 USES_SECONDS = 10.0
-SYNC_SECONDS = 2.0  # the most that a power cut or a kill takes
+SYNC_SECONDS = 2.0  # the most that a power cut or a kill loses
 
 
 class OfferedBlocks:
-    """Blocks of a store that is not durable, offered from memory and acknowledged, but not yet
-    synced and without a row. They go to the disk together, many batches at once, at the latest
-    `SYNC_SECONDS` after the first of them was offered. Used by one thread."""
+    """Blocks of a store that is not durable: offered from memory and acknowledged, but not yet
+    synced and without a row. Many batches go to the disk together, at most `SYNC_SECONDS` after the
+    first block was offered. Used by one thread."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, Entry] = {}  # by slot; of one batch the head last
+        self._entries: dict[int, Entry] = {}  # by slot; within a batch the head is last
         self._due_at = 0.0
 
     def __len__(self) -> int:
@@ -50,13 +50,13 @@ class OfferedBlocks:
         return max(0.0, self._due_at - time.monotonic())
 
     def drain_entries(self) -> list[Entry]:
-        """Take all entries, newest batch first, each head first: the rows' order of last use."""
+        """Take all entries in the order of last use: newest batch first, its head first."""
         entries = list(reversed(self._entries.values()))
         self._entries.clear()
         return entries
 
     def slots_left(self, entries: Iterable[Entry]) -> None:
-        """Drop entries whose slots are free for other blocks: no row may be committed for them."""
+        """Drop entries whose slots were freed: no row may be committed for them."""
         for entry in entries:
             held = self._entries.get(entry.slot)
             if held is not None and held.generation == entry.generation:
@@ -64,7 +64,7 @@ class OfferedBlocks:
 
 
 class RowWriter:
-    """Writes and removes rows; blocks whose rows are gone leave `offered`."""
+    """Writes and removes rows. A block whose row is removed leaves `offered` too."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class RowWriter:
         self._uses_at = 0.0  # when last uses are due (monotonic)
 
     def remove_leaving(self) -> bool:
-        """Remove the rows of all blocks that left; their slots are free then. False where that
-        failed for some; a later call removes them."""
+        """Remove the rows of all leaving blocks, which frees their slots. Return False if that
+        failed for some rows; a later call removes them."""
         with self._state.lock:
             leaving = self._state.index.take_leaving()
         for start in range(0, len(leaving), ROWS_PER_COMMIT):
@@ -97,9 +97,9 @@ class RowWriter:
         return True
 
     def commit(self, entries: Sequence[Entry]) -> bool:
-        """Commit the rows of new entries, with last uses where those are due, and removals for
-        later batches; False if that failed. Last uses are due every `USES_SECONDS`, and without
-        entries."""
+        """Commit the rows of new entries, and remove rows in the same commit for later batches.
+        Last uses are written too if there are no entries or `USES_SECONDS` have passed. Return
+        False if the commit failed."""
         index, now = self._state.index, time.monotonic()
         with_uses = not entries or now >= self._uses_at
         num_ahead = min(len(entries), self._ahead)

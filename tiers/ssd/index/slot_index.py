@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index in memory: the block of each slot, the free slots, and the reads under way.
 
-It answers every look-up of the store; the index on disk is its copy for the next start. A slot has
-these states, and is never written while a row on the disk or a reader refers to its earlier block:
+It answers every look-up of the store; the index on disk is its copy for the next start. A slot is
+never written while a row on the disk or a reader refers to its earlier block. Its states:
 
     free → allocate → (written, row committed) → publish → in use ⇄ pin/unpin
       ↑                                                       │ forget (evicted, dropped, damaged)
       └── release: row gone from the disk, and no pins ←── leaving
 
-A million blocks would take gigabytes as objects, so the fields of a slot lie in arrays by its
-number, and one dict maps keys to slots.
+A million blocks would take gigabytes as objects. So arrays, by slot number, hold the fields of the
+slots, and one dict maps keys to slots.
 
-The order of last use is always kept, since the disk stores it. It is the order of eviction too,
-unless a policy chooses the victims (`choose_by`), which is told of blocks used, added or removed.
+The order of last use is always kept, because the disk stores it. It is also the order of eviction,
+unless a policy chooses the victims (`choose_by`). A policy is told of each use, insert and removal.
 
 In memory only; its owner calls it under one lock.
 """
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Rows to write, entries whose rows are to be removed, and the number evicted for that."""
+    """Rows to write, entries whose rows are to be removed, and the number of evicted blocks."""
 
     rows: list[Row]
     leaving: list[Entry]
@@ -70,10 +70,10 @@ class SlotIndex:
         self._generations = loaded.generations
         self._encoded_bytes = loaded.encoded_bytes
         self._pins = array("I", bytes(4 * num_slots))
-        self._row_gone = bytearray(num_slots)  # 1: free when its last reader is done
+        self._row_gone = bytearray(num_slots)  # 1: row gone; free when its last reader is done
         self._leaving = loaded.leaving
         self._dropped: deque[tuple[int, int]] = deque(maxlen=_MOST_DROPPED)  # slot, generation
-        self._unsaved = SlotList(num_slots)  # used since their rows were written, in that order
+        self._unsaved = SlotList(num_slots)  # used since their rows were written, in order of use
         self._next_use = loaded.last_use
         self._policy: EvictionPolicy | None = None  # None: the order of last use
         self._holds = Holds(int(HELD_SHARE * num_slots))
@@ -108,14 +108,14 @@ class SlotIndex:
 
     def retain_keys(self, keys: Sequence[bytes], until: float, now: float) -> int:
         """Keep known blocks, given head first, from eviction until `until` (seconds, monotonic).
-        Return how many, from the first on. At most HELD_SHARE of the slots are held."""
+        Return how many of the first blocks are kept. At most HELD_SHARE of the slots are held."""
         leading = list(takewhile(self._slots.__contains__, keys))
         held = self._holds.create_hold(leading, until, now).keys
         self.touch(held)  # so that victims are found before them
         return len(held)
 
     def coldest_slots(self, limit: int) -> list[int]:
-        """Up to `limit` slots in use, those first whose last use is longest ago."""
+        """Up to `limit` slots in use, least recently used first."""
         return list(islice(self._recency, limit))
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -146,7 +146,7 @@ class SlotIndex:
         self._free_if_left(entry.slot)
 
     def remove_entry(self, entry: Entry, *, by_name: bool = False) -> bool:
-        """Hide an entry; False if it was hidden already. `by_name`: as by `forget_key`."""
+        """Hide an entry; False if it was hidden already. `by_name` notes it for `take_dropped`."""
         slot = self._slots.get(entry.key)
         if slot != entry.slot or self._generations[slot] != entry.generation:
             return False
@@ -165,8 +165,8 @@ class SlotIndex:
         return True
 
     def note_dropped(self, entry: Entry) -> None:
-        """Note a block forgotten by name in an allocated slot that will not be published; its
-        record may be there. See `take_dropped`."""
+        """Note a block forgotten by name whose allocated slot will not be published. Its record may
+        be in the slot. See `take_dropped`."""
         self._keys[entry.slot], self._generations[entry.slot] = entry.key, entry.generation
         self._dropped.append((entry.slot, entry.generation))
 
@@ -180,9 +180,9 @@ class SlotIndex:
         return any(self._generations[slot] > generation for slot in self._leaving)
 
     def take_dropped(self, after: int) -> list[int]:
-        """Return free slots that still hold the record of a block forgotten by name, if it was
-        written after that generation; of the latest `_MOST_DROPPED`. A later call returns those
-        that are being read now."""
+        """Return free slots that still hold the record of a block that was forgotten by name and
+        written after that generation. The latest `_MOST_DROPPED` are known. Slots that are being
+        read now are for a later call."""
         dropped, generations = list(self._dropped), self._generations
         there = [each for each in dropped if after < each[1] == generations[each[0]]]
         self._dropped.clear()
@@ -190,8 +190,8 @@ class SlotIndex:
         return [slot for slot, _ in there if slot in self.free]
 
     def dropped_keys(self) -> tuple[list[bytes], bool]:
-        """Blocks forgotten by name whose rows or records may still be on the disk; and whether
-        these are all (False: the list was full and may have lost some)."""
+        """Return the blocks forgotten by name whose rows or records may still be on the disk, and
+        whether the list is complete (False: it was full and may have lost some)."""
         keys, generations = self._keys, self._generations
         found = [
             keys[slot] for slot, generation in self._dropped if generations[slot] == generation
@@ -199,7 +199,7 @@ class SlotIndex:
         return [key for key in found if key is not None], len(self._dropped) < _MOST_DROPPED
 
     def make_room(self, count: int) -> int:
-        """Evict until `count` slots are free when leaving rows are removed. Return how many."""
+        """Evict until `count` slots are free or will be. Return the number of evicted blocks."""
         wanted = count - self.free.count
         for slot in self._leaving:
             if wanted <= 0:
@@ -216,14 +216,14 @@ class SlotIndex:
         return [self._entry(slot) for slot in slots]
 
     def keep_leaving(self, entries: Sequence[Entry]) -> None:
-        """Mark entries for a later removal: their rows could not be removed, or may be on the disk
-        though their commit failed."""
+        """Mark entries for a later removal. Their rows could not be removed, or their commit failed
+        and may have left rows on the disk."""
         for entry in entries:
             self._generations[entry.slot] = entry.generation
             self._leaving.append(entry.slot)
 
     def free_entries(self, entries: Iterable[Entry]) -> None:
-        """Free the slots of entries whose rows are gone, at once or with their last reader."""
+        """Free the slots of entries whose rows are gone, at once or after their last reader."""
         row_gone, pins, keys = self._row_gone, self._pins, self._keys
         free = []
         for entry in entries:
@@ -236,7 +236,7 @@ class SlotIndex:
         self.free.add_these(free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take up to `count` free slots, the lowest, ascending: neighbours where there are any."""
+        """Take up to `count` free slots, the lowest, ascending, so that many are neighbours."""
         return self.free.pop_lowest(count)
 
     def give_back(self, slots: Sequence[int]) -> None:
@@ -245,9 +245,9 @@ class SlotIndex:
     def plan_commit(
         self, entries: Sequence[Entry], num_ahead: int, limit: int, *, with_uses: bool
     ) -> Commit:
-        """The next commit: up to `limit` last uses, where those are wanted; rows for entries about
-        to be published, given head first; and up to `limit` removals. Evicts until `num_ahead`
-        slots will be free."""
+        """The next commit: rows for entries about to be published, given head first, up to `limit`
+        removals, and with `with_uses` up to `limit` last uses. Evicts until `num_ahead` slots will
+        be free."""
         rows = self.touched_rows(limit) if with_uses else []
         last = self._next_use + len(entries)
         uses = range(last, self._next_use, -1)  # the head is used last
@@ -272,7 +272,7 @@ class SlotIndex:
             self._policy.insert(entry.key for entry in tail_first)
 
     def touched_rows(self, limit: int) -> list[Row]:
-        """Up to `limit` rows whose last use the disk does not know, the longest ago first."""
+        """Up to `limit` rows with a last use that is not on the disk, oldest use first."""
         rows = []
         slots = list(islice(self._unsaved, limit))
         self._unsaved.discard_all(slots)
@@ -295,7 +295,7 @@ class SlotIndex:
         return Row(slot, key, self._generations[slot], use, self._encoded_bytes[slot])
 
     def _victims(self, count: int) -> list[int]:
-        """Up to `count` slots to evict, none of which is being read."""
+        """Up to `count` slots to evict; none of them is being read or held."""
         if self._holds.times:
             self._holds.expire(time.monotonic())
         if self._policy is None:
@@ -308,7 +308,7 @@ class SlotIndex:
         return not self._pins[self._slots[key]] and key not in self._holds.times
 
     def _leave(self, slots: Sequence[int]) -> None:
-        """Hide these blocks. Their slots are not free yet: the keys are needed until they are."""
+        """Hide these blocks. Their slots keep the keys until they are free."""
         keys = [self._keys[slot] or b"" for slot in slots]
         for key in keys:
             del self._slots[key]

@@ -15,9 +15,9 @@ _NOWHERE = 2**32 - 1
 
 
 class SlotList:
-    """Slots in an order that changes with every use: some of 0 to `num_slots - 1`, each at most
-    once. A linked list in two arrays: eight bytes a slot whether it is listed or not, every change
-    O(1), no memory taken or given back. One thread at a time."""
+    """Some of the slots 0 to `num_slots - 1`, each at most once, in an order that changes with
+    every use. A linked list in two arrays: eight bytes for each slot, listed or not, every change
+    O(1), no memory allocated or freed. One thread at a time."""
 
     def __init__(self, num_slots: int) -> None:
         self._end = num_slots  # stands before the first slot and after the last one
@@ -56,7 +56,7 @@ class SlotList:
             after[slot] = end
 
     def discard_all(self, slots: Iterable[int]) -> None:
-        """Remove those of the slots that are listed."""
+        """Remove the listed ones of these slots; ignore the rest."""
         after, before = self._after, self._before
         for slot in slots:
             behind = after[slot]
@@ -68,10 +68,10 @@ class SlotList:
 
 
 class FreeSlots:
-    """Flags of the free slots among 0 to `num_slots - 1`, one byte each: `FREE` or 0. The lowest
-    are given out first, so neighbours where there are any. A search for the next free byte runs at
-    the speed of memory, so a batch costs one pass over the taken slots below it (a million slots:
-    30 µs), and a slot that comes back needs no sorting."""
+    """One byte for each of the slots 0 to `num_slots - 1`: `FREE` or 0. The lowest free slots are
+    given out first, so that many are neighbours. The search for a free byte runs at the speed of
+    memory: a batch costs one pass over the taken slots below it (30 µs for a million slots), and a
+    slot that comes back needs no sorting."""
 
     def __init__(self, flags: bytearray) -> None:
         self.count = flags.count(FREE)
