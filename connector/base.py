@@ -77,7 +77,8 @@ class RequestView(Protocol):
     @property
     def tail_hash(self) -> bytes | None:
         """Digest of the partly filled block behind the full ones, for a request whose prompt
-        another engine computed; b"" if all its blocks are full. None for other requests."""
+        another engine computed: it covers the tokens that engine computed. b"" without such a
+        block; None for other requests."""
 
 
 class TierEstimates(ABC):
@@ -230,9 +231,9 @@ class KVConnectorScheduler(ABC):
     ) -> Match:
         """Tokens the tiers hold right after the first `num_computed_tokens` (block aligned). The
         engine computes `num_queued_tokens` of other requests first, and a load has that time.
-        `num_pool_tokens`, more than `num_computed_tokens`: the pool has K and V of so many leading
-        tokens, but not the states behind them. The tiers are asked only for these states, and the
-        tokens count as a tier's if the states come from one."""
+        `num_pool_tokens`, more than `num_computed_tokens`: the pool has K and V of this many
+        leading tokens, but not the states behind them. The tiers are asked only for these states,
+        and the tokens count as a tier's if the states come from one."""
 
     @abstractmethod
     def begin_load(

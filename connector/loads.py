@@ -67,7 +67,7 @@ class Loads(OverlappedLoads):
         self._reports: list[LoadReport] = []
         # Key → number of blocking loads that bring it: other requests will find it in the pool.
         self.coming: dict[bytes, int] = {}
-        self._has_news = False  # of overlapped loads, since the scheduler last asked
+        self._has_news = False  # of overlapped loads, since the last `copy_ready`
         self.num_ended = 0  # blocking ones
 
     @property
@@ -456,8 +456,6 @@ class Loads(OverlappedLoads):
 
 
 class _Copy(NamedTuple):
-    """A copy job of a piece."""
-
     load: Load
     piece: Piece
     num_blocks: int

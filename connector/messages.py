@@ -6,10 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    pass
+from typing import NamedTuple
 
 
 class MatchKind(Enum):
@@ -51,7 +48,7 @@ GroupBlockIds = Sequence[Sequence[int]]
 
 
 class Part(NamedTuple):
-    """The block of one cache group on one rank, among those at a position of a request."""
+    """A block of a position, named by its cache group and rank."""
 
     group: int = 0
     rank: int = 0

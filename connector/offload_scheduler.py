@@ -52,8 +52,8 @@ FORGET_SECONDS = 5.0  # for a disk to record that all its blocks were dropped
 
 
 class OffloadScheduler(KVConnectorScheduler):
-    """Decides what moves between the pool and the tiers of `context`. Takes over the hierarchy and
-    `serving`, and closes both."""
+    """Decides which blocks move between the pool and the tiers of `context`. Takes over the
+    hierarchy and `serving`, and closes both."""
 
     stores_ahead: Outgoing
     prompts_elsewhere: PrefillWaits
@@ -97,7 +97,7 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def request_queued(self, request: RequestView, context: RequestContext = NO_CONTEXT) -> None:
         offload = self._offload_of(request.request_id)
-        if offload.stage is Stage.FINISHED:  # its name is used again
+        if offload.stage is Stage.FINISHED:  # a new request has its id
             offload.stage = Stage.LOADING
             offload.most_blocks = None
         offload.context = context

@@ -298,7 +298,8 @@ class _Search:
         return False
 
     def _find_first_pieces(self, last: int) -> None:
-        """Look up the states of a position and of those before it; few positions have any."""
+        """Look up the states of the positions up to `last`, many at once: few positions have
+        any."""
         first, width = max(0, last + 1 - FIND_STATES), self.parts.width
         keys = self.parts.first_state_keys(self.keys[first * width : (last + 1) * width])
         answers = self.hierarchy.lookup(keys)

@@ -62,7 +62,7 @@ class Lookup:
     prefix: Prefix
     version: int
     is_counted: bool
-    plan: Plan | None = None  # what is done about it
+    plan: Plan | None = None  # the decision about it
     is_decided: bool = False  # a plan was made before, perhaps for an older answer
     num_queued_tokens: int = 0  # computed before this request, when planned
     most_tokens: int | None = None  # see `Parts.needed`

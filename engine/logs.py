@@ -107,5 +107,5 @@ def _exception_of(formatter: logging.Formatter, record: logging.LogRecord) -> st
 
 
 def _encodable(text: str) -> str:
-    """Replace what UTF-8, and so JSON, cannot encode; file names may contain such bytes."""
+    """Replace characters that UTF-8 and JSON cannot encode; file names may contain them."""
     return text.encode("utf-8", "backslashreplace").decode()

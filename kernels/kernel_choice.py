@@ -63,8 +63,8 @@ def probe_hardware() -> Hardware:
 
 def triton_failure(error: Exception) -> str | None:
     """The first line of an error that Triton's code raised; None for any other error. Triton also
-    raises errors of Python's own types: during its import, and if a compiler, Python's headers or a
-    folder are missing."""
+    raises errors of Python's types: in its import, or without a compiler, Python's headers or a
+    folder."""
     frames = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
     modules = {type(error).__module__, str(getattr(error, "name", "")), *frames}
     if not any(module.partition(".")[0] == "triton" for module in modules):

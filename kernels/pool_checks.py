@@ -17,8 +17,8 @@ FP8 = torch.float8_e4m3fn
 
 
 def check_scales(kv: Tensor, kv_scales: Tensor | None) -> None:
-    """Raise KernelRefused for a float8 pool without scales (a head, or a token and head), and for
-    another pool with scales."""
+    """Raise KernelRefused for a float8 pool without scales of heads, or of tokens and heads, and
+    for other pools with scales."""
     if kv.dtype != FP8:
         if kv_scales is not None:
             raise KernelRefused(f"expected no kv_scales beside a pool of {kv.dtype}, got some")

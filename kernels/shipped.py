@@ -179,8 +179,8 @@ def _decode(variant: _DecodeVariant) -> Configuration:
 
 
 def _least_side_by_side(variant: _DecodeVariant) -> int:
-    """The fewest programs on a multiprocessor. Usual shapes need several, so that some compute
-    while others load."""
+    """The fewest programs on a multiprocessor. Usual shapes need several: some compute while others
+    load."""
     if variant.head_dim > 128 or variant.group > paged_decode_launch.DOT_ROWS:
         return 1
     return 2 if variant.scales or variant.group == 1 else 4

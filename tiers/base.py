@@ -34,14 +34,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from .block import BlockLayout
 from .holds import Hold
 from .tag import Proof, Proofs
-
-if TYPE_CHECKING:
-    from .tag import Proof
 
 # Bounds of histograms in seconds: from a look-up in memory up to a disk that hardly answers.
 IO_SECONDS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)

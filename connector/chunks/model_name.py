@@ -48,7 +48,7 @@ class ModelName(NamedTuple):
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the files are still those that were hashed."""
+        """Whether the files are unchanged since they were hashed."""
         try:
             for file in self.files:
                 file.check_unchanged()

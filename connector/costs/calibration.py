@@ -24,8 +24,8 @@ _TYPICAL_PROMPT = 1024  # tokens
 class Calibration(TierEstimates):
     """Times loads before the first request, so that the first choice has measured rates already.
 
-        stores   each reads some of its blocks and discards them
-        slab     empty slots are copied to unused blocks of the pool
+    stores   each reads some of its blocks and discards them
+    slab     empty slots are copied to unused blocks of the pool
     """
 
     def __init__(self, context: ConnectorContext) -> None:

@@ -4,14 +4,15 @@
     load       wait for the blocks, then compute what follows them
     recompute  compute everything
     overlap    compute from the front while blocks are loaded from the back, until they meet; only
-               if no other request computes. Several requests with overlapped loads share the engine
+               if no other request computes, because a busy engine computes others during a load.
+               Several requests with overlapped loads share the engine
 
-A load ends where the tier of the blocks changes, or at the last block: at the end that saves most
-seconds, and there is no load if none saves any. Seconds of a load cost nothing while the engine
-computes other requests first. Near break-even the last choice for about as many blocks from the
-same tier is repeated. Every `PROBE_EVERY`-th plan that declines blocks loads some of them, to
-notice a tier that is quick again. All seconds are estimates. Requests, keys and tickets do not
-appear here.
+A load may end where the tier of the blocks changes, or at the last block. The end that saves most
+seconds is chosen; if no end saves time, there is no load. If the engine computes other requests
+first, the seconds of a load during that time cost nothing. Near break-even the last choice for
+about as many blocks from the same tier is repeated. Every `PROBE_EVERY`-th plan that declines
+blocks loads some of them, to notice a tier that is quick again. All seconds are estimates.
+Requests, keys and tickets do not appear here.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class ReadTimes:
         self._learn(reader, self._clock() - reader.began, math.inf)
 
     def record_ended_loads(self) -> None:
-        """Learn from the loads that have ended, and end those that were let go."""
+        """Learn from the loads whose reads have ended, and end the loads that were let go."""
         now = self._clock()
         for watched in [w for w in self.watched.values() if not w.ticket.waiting]:
             self._remove_watched(watched)

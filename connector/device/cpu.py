@@ -324,7 +324,7 @@ def _shaped(rows: Bytes, shape: tuple[int, ...]) -> Bytes:
 
 
 def _copy_runs(source: Bytes, target: Bytes, runs: Sequence[tuple[int, int, int]]) -> None:
-    """Copy each run, `(source, target, count)`, without the GIL."""
+    """Copy each run, given as `(source, target, count)` in pages, without the GIL."""
     for start, end, count in runs:
         target[end : end + count] = source[start : start + count]
 

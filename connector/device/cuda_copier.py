@@ -185,7 +185,7 @@ class Copier:
             self._staging.load(batch, stream, self._copy)
 
     def close(self) -> None:
-        """Release the buffer; queue no copy afterwards. Raises CudaError."""
+        """Release the buffer; the caller queues no copy afterwards. Raises CudaError."""
         if self._staging is not None:
             self._staging.close()
 

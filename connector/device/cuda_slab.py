@@ -20,7 +20,7 @@ from .cuda_copy_runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 256 << 20  # small for the driver's locks; large for few calls
+PIECE_BYTES = 256 << 20  # the driver holds its locks briefly, and calls are few
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 

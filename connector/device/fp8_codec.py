@@ -5,8 +5,9 @@
               one byte e: the row's scale is 2 ** (e - 127)
               then for each of these rows: `head_dim` numbers of 8 bits, e4m3
 
-The scale is the smallest power of two that brings the row to 448, e4m3's maximum, or less. Scaling
-by a power of two is exact in every dtype, so the only loss is the rounding to e4m3:
+The scale is the smallest power of two that brings the row's largest number to 448, e4m3's maximum,
+or less. Scaling by a power of two is exact in every dtype, so the only loss is the rounding to
+e4m3:
 
     |x - decoded x| <= max(|x| / 16, scale / 1024)
 
@@ -44,8 +45,6 @@ _EXPONENT_OF_LARGEST = 9
 
 
 class _Rows(NamedTuple):
-    """Some rows of a block."""
-
     numbers: torch.Tensor  # [rows, head_dim] of the dtype
     exponents: torch.Tensor  # [rows, 1] bytes
     codes: torch.Tensor  # [rows, head_dim] bytes

@@ -57,7 +57,7 @@ class Follows:
         self.num_followed = 0  # since the start
 
     def start_watching(self) -> None:
-        """Record from now on which blocks other engines store."""
+        """Record from now on which blocks other engines store, if the tiers report that."""
         if not self._is_watching and self._hierarchy.hears_of_others:
             self._is_watching = True
             self._hierarchy.watch_stores(self._hear)
@@ -84,7 +84,7 @@ class Follows:
         return prompt
 
     def remove_prompt(self, prompt: FollowedPrompt) -> None:
-        """Stop following a prompt, if it is still followed."""
+        """Stop following a prompt and release its reads. The prompt may have ended by itself."""
         self._let_go(prompt, all_of_them=True)
         if prompt in self.prompts:
             self.prompts.remove(prompt)

@@ -75,7 +75,8 @@ class PrefillWaits(PromptsElsewhere):
         offload.elsewhere = Elsewhere.NO
         if len(self.waiting) >= MOST_WAITING or not self._hierarchy.others_are_up:
             return False
-        # Only full blocks are waited for; the tokens behind them are computed here.
+        # Only full blocks are waited for. Tokens behind them are computed here, unless a tier has
+        # their block.
         num_full = (request.num_tokens - 1) // self._block_size
         num_full = min(num_full, len(request.block_hashes)) - lookup.first
         num_full = min(num_full, len(lookup.keys) // self._num_parts)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key of a page of SGLang, made from SGLang's name and all else that decides the bytes.
 
-
     root    = SHA-256( canonical CBOR of the fields of PageIdentity )
     digest  = SHA-256( root | SGLang's page hash )
     key     = digest | group 0 | shard 0 of 1                               (40 bytes, docs/abi.md)

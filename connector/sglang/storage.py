@@ -174,7 +174,8 @@ class StrataHiCacheStorage(HiCacheStorage):
         return None
 
     def close(self) -> None:
-        """Write unwritten pages within `shutdown_seconds`, and release everything."""
+        """Write the pages that are not written yet, within `shutdown_seconds`, and release
+        everything."""
         tiers, self._tiers = self._tiers, None
         if tiers is not None:
             tiers.close(self._settings.shutdown_seconds)

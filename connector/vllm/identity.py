@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key of a chunk of vLLM, made from vLLM's name and all else that decides the bytes.
 
-
     root    = SHA-256( canonical CBOR of the fields of ChunkIdentity )
     digest  = SHA-256( root | vLLM's block hash )
     key     = digest | group u16 | shard 0 of 1                             (40 bytes, docs/abi.md)

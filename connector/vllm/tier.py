@@ -157,7 +157,7 @@ class StrataTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Write unwritten chunks, and release everything. Idempotent. No effect in a forked
-        process, because it has none of the threads."""
+        process, where the threads do not run."""
         atexit.unregister(self.shutdown)
         if self._process_id != os.getpid():
             return

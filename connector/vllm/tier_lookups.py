@@ -98,7 +98,7 @@ class TierLookups:
         return self._key(self._asked(context), host_key)
 
     def loading(self, keys: Sequence[bytes], context: Any) -> None:
-        """Count a load of these chunks for the request."""
+        """Count a load of these chunks (our keys) for the request."""
         asked = self._asked(context)
         for key in keys:
             asked.loads[key] = asked.loads.get(key, 0) + 1

@@ -2,7 +2,8 @@
 """Copies between the KV tensors and vLLM's region on a CPU, where vLLM has no copies of its own.
 
 Each call makes its copy itself, because on a CPU the forward pass would wait just as long for a
-copying thread. So a job has ended when its call returns, and fails only if the worker ends.
+copying thread. No other thread writes to the memory meanwhile. So a job has ended when its call
+returns, and fails only if the worker ends.
 """
 
 from __future__ import annotations

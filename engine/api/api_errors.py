@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error a client can see, in OpenAI's form, and the one table that maps exceptions to it.
+"""Every error a client can see, in OpenAI's form, and the only table that maps exceptions to it.
 
-Any code below a route may raise `ApiError`; `to_api_error` turns every other exception into one, so
-that no traceback leaves the process.
+Any code below a route may raise `ApiError`; `to_api_error` turns every other exception into an
+ApiError, so no traceback leaves the process.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class ErrorBody(msgspec.Struct):
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The error answer for any exception. Logs unexpected ones as faults of this server."""
+    """The error answer for any exception. An unexpected exception is logged as a fault of this
+    server."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDead):

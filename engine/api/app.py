@@ -58,7 +58,7 @@ Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
 
 METRICS_PATH = "/metrics"
 DEV_ROUTES = ("/reset_prefix_cache", "/pause", "/resume", "/is_paused")
-# Routes of OpenAI's API and of other APIs that clients ask for and this server lacks.
+# Routes that clients ask for but this server lacks, of OpenAI's API and of other APIs.
 NOT_BUILT: Mapping[str, str] = {
     **{
         f"/v1/{name}": f"OpenAI's API of {what} is not built here"
@@ -109,8 +109,8 @@ def create_app(
     model's thoughts; with them chats return thoughts apart from the text. `check_params` raises
     ValueError for parameters that a logits processor refuses. `pooling` is the pooling of
     embeddings. `tool_call_parser` names the parser of tool calls; if it is empty, the chat template
-    shows which one. `chat_template` replaces the model's own. Raises ConfigError for a chat
-    template or a parser that cannot be used.
+    decides. `chat_template` replaces the model's own. Raises ConfigError for an unusable chat
+    template or parser.
     """
     settings = settings or ApiSettings()
     if chat_template is None and tokenizer is not None:
@@ -194,7 +194,8 @@ def _allow_cross_origin(app: FastAPI, allowed: CrossOrigin) -> None:
 
 
 class _Endpoint:
-    """A handler as an ASGI application. `counted`: its requests are in flight until answered."""
+    """A handler as an ASGI application. Requests of a `counted` handler are in flight until they
+    are answered."""
 
     def __init__(self, front: Front, handler: Handler, counted: bool) -> None:
         self._front = front
@@ -225,7 +226,7 @@ def _route(
 async def _answer_http_exception(
     routes: Sequence[Route], request: Request, error: Exception
 ) -> Response:
-    """Answer an error of Starlette's router: no such route, or not for this method."""
+    """Answer an error of Starlette's router: the route does not exist, or not for this method."""
     answer = to_api_error(error)
     path, headers = request.url.path[:MAX_QUOTED_CHARACTERS], getattr(error, "headers", None) or {}
     if answer.status == 404:
@@ -252,7 +253,7 @@ def _cure(path: str, known: Sequence[str]) -> str:
         return "; it is the base of /v1/chat/completions, /v1/completions and /v1/models"
     if bare in known:
         return f"; did you mean {bare}?"
-    # Suggest no route below another one: the upper one is at least as near.
+    # Suggest no route below another route: the upper route is at least as near.
     bases = [each for each in known if not any(each.startswith(f"{base}/") for base in known)]
     return did_you_mean(path, bases) or "; the API lies under /v1"
 

@@ -195,7 +195,7 @@ def _read_text(path: Path, max_bytes: int) -> str:
 
 
 def _named(path: Path) -> dict[str, str]:
-    """The templates of a configuration that holds several: a list of named ones, or an object."""
+    """The templates of a configuration with several: a list of named templates, or an object."""
     if not path.is_file():
         return {}
     try:

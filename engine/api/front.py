@@ -30,7 +30,7 @@ from .openai.dropped import DroppedFields
 from .openai.request.protocol import Prompt
 from .token_texts import TokenTexts
 
-# Longer texts are tokenized in a thread. The hop costs about 50 us, as much as such a text.
+# Longer texts are tokenized in a thread. The hop costs some 50 us, like such a text.
 MAX_INLINE_CHARACTERS = 2048
 # Longer texts take so much memory and time that only MAX_LONG_TEXTS are tokenized at once.
 MAX_SHARED_CHARACTERS = 256 * 1024
@@ -53,11 +53,11 @@ class Front:
     default_sampling: Mapping[str, float | int]
     texts: TokenTexts
     model_aliases: tuple[str, ...] = ()  # paths that clients may use as the model's name
-    marks: ReasoningMarks | None = None  # of the model's thoughts; None: unknown
-    tool_format: ToolFormat | None = None  # of the model's calls; None: unknown
+    marks: ReasoningMarks | None = None  # around the model's thoughts; None: unknown
+    tool_format: ToolFormat | None = None  # the form of tool calls; None: unknown
     # Raises ValueError for parameters that a logits processor refuses.
     check_params: Callable[[SamplingParams], None] = lambda params: None
-    pooling: str = "last"  # of embeddings
+    pooling: str = "last"  # the pooling of embeddings
     dimensions: Dimensions = field(default_factory=Dimensions)
     in_flight: InFlight = field(default_factory=InFlight)
     _long_texts: asyncio.Semaphore = field(
@@ -86,8 +86,8 @@ class Front:
         return self.max_model_len - 1
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 for a name that is not served. None and "" mean the served one. Other
-        spellings of a served path are accepted: `./x/` for `x`."""
+        """Raise ApiError 404 for a name that is not served. None and "" mean the served model.
+        Other spellings of a served path are accepted: `./x/` for `x`."""
         if not name or name == self.model_name:
             return
         if not self.model_aliases or normpath(name) not in map(normpath, self.model_aliases):
@@ -111,8 +111,7 @@ class Front:
         param: str = "prompt",
     ) -> list[bytes]:
         """Each prompt as int32 bytes. `truncate_to` keeps only that many last tokens of a prompt;
-        -1 keeps as many as fit beside an answer of `max_tokens`. All are checked before any is
-        returned."""
+        -1 keeps as many as fit beside an answer of `max_tokens`. All prompts are checked first."""
         keep_last = self._num_kept_tokens(truncate_to, max_tokens)
         prompts = as_list(prompt, param)
         most = self.settings.max_prompts_per_request

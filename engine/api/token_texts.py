@@ -92,8 +92,8 @@ def _bytes_of(text: str, spelling: str) -> list[int] | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The letters of bytes in byte-level vocabularies: a printable one stands for itself, the
-    others count up from U+0100."""
+    """The letters of bytes in byte-level vocabularies: a printable letter stands for itself, the
+    other letters count up from U+0100."""
     letters: dict[str, int] = {}
     hidden = 0
     for byte in range(256):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the account of KV blocks: which is free, which is shared, which name finds which."""
+"""The bookkeeping of KV blocks: free blocks, shared blocks, and the names that find blocks."""

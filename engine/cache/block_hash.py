@@ -64,7 +64,7 @@ def _sha256_hasher(root: bytes, block_size: int) -> BlockHasher:
 
 
 def _tail_digest(num_tokens: int, digest: bytes) -> bytes:
-    """Return a partial block's name, distinct from those of full blocks and other lengths."""
+    """Return a partial block's name; full blocks and other lengths get different names."""
     return hashlib.sha256(_TAIL + num_tokens.to_bytes(4, "little") + digest).digest()
 
 

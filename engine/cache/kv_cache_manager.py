@@ -63,7 +63,7 @@ class KVCacheManager:
         """`attention`: the attention of each cache group; without it, `num_groups` groups attend to
         everything. `most_step_tokens`: the most tokens of a request in one step; it limits the
         blocks of groups with windows. `hash_block_size`: the tokens of one digest in
-        `Request.block_hashes`, by default those of a block; no option sets it yet (row A7 of
+        `Request.block_hashes`, by default a block's; no option sets it yet (row A7 of
         docs/rows.md, for hybrid models). `num_state_pages`: the pages of a checkpoint of states, 0
         if no layer carries a state. `state_interval`: the tokens between checkpoints.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NamedBlocks: which blocks of requests have names, and the names of given tokens.
 
-        block of tokens      named by its digest, which covers all earlier tokens (`block_hash.py`)
-        page in the pool     named by its key: the digest and the cache group
+    block of tokens      named by its digest, which covers all earlier tokens (`block_hash.py`)
+    page in the pool     named by its key: the digest and the cache group
 
 The blocks of a request are named in order, each once, when its tokens are known.
 """

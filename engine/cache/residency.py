@@ -39,7 +39,7 @@ class Residency:
         self.reuse_gap = Histogram(_SECONDS)
 
     def taken(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Note that free blocks are allocated; those that still have a name are evicted by this."""
+        """Note that free blocks are allocated; a block that still has a name is evicted by this."""
         followed = self._followed.intersection(blocks)
         if not followed:
             return

@@ -109,8 +109,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(group: argparse._ActionsContainer, options: Mapping[str, Option]) -> None:
-    """Add a flag for each option, with its default in words. The namespace lacks options not
-    given."""
+    """Add a flag for each option, with its default in words. Options that are not given are absent
+    from the namespace."""
     for name, option in options.items():
         text = f"{option.help} (default: {option.default_text})"
         settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}

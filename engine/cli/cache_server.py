@@ -118,7 +118,7 @@ def _keep_freed_memory() -> None:
     """Make glibc keep the memory that grpc frees, a MiB for each message, instead of returning it
     to the kernel and faulting it in anew: streams are about half as fast again."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # other C libraries have none
+    if mallopt is not None:  # only glibc has it
         for parameter, value in _MALLOC:
             mallopt(parameter, value)
 

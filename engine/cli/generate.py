@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Continue one prompt with a model, in this process."
 
-# Flag → (type, help); the names are those of SamplingParams.
+# Flag → (type, help); the names are as in SamplingParams.
 _SAMPLING: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "most tokens to make (default: 64)"),
     "min_tokens": (int, "fewest tokens to make"),
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     params = _sampling_params(args)
     set_up(log_level(args))
     check_model(engine_config_of(args))
-    from ..llm import LLM  # imported late: a refused model needs none
+    from ..llm import LLM  # late: a refused model needs no imports
     from ..text.bad_words import with_spelt_bad_words
     from ..text.reasoning import with_reasoning_marks
 

@@ -2,7 +2,7 @@
 """The command line `stratakv`: runs a command, and reports a failure in one sentence.
 
 Exit codes: 0 done, 1 the engine failed, 2 wrong usage or environment, 130 interrupted. Runs with
-the base installation; a command imports what it needs when it runs.
+the base installation; a command imports its modules when it runs.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Lossy:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write the text. After a fault this text and all later ones are dropped."""
+        """Write the text. After a fault this text and all later texts are dropped."""
         try:
             return self._stream.write(text)
         except OSError:

@@ -118,7 +118,7 @@ _FLAGS: Mapping[str, tuple[Reader, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model and memory to plan for. Bytes and layout are those of one device."""
+    """The model and memory to plan for. Bytes and layout are of one device."""
 
     path: Path
     spec: ModelSpec
@@ -127,7 +127,7 @@ class Subject:
     max_model_len: int
     typical_tokens: int
     num_devices: int
-    layout: BlockLayout  # of a block over all layers
+    layout: BlockLayout  # one block over all layers
     groups: CacheGroups
     memory: plan.Memory
 

@@ -55,7 +55,7 @@ class MessageClient(EngineClient):
         # Requests that reach the core before their `generate` call: opened prompts, and forks,
         # which come with the first request. The future tells whether the request was sent.
         self._brought: dict[str, asyncio.Future[bool]] = {}
-        self._unread_timers: dict[str, asyncio.TimerHandle] = {}  # of opened prompts
+        self._unread_timers: dict[str, asyncio.TimerHandle] = {}  # timers of opened prompts
         # Running aborts of forks whose `generate` did not come in time.
         self._aborts: dict[str, asyncio.Task[None]] = {}
         self._stopped: set[str] = set()
@@ -318,7 +318,7 @@ class Mailbox:
         self._filled = asyncio.Event()
 
     def put(self, output: TokenOutput) -> None:
-        """Add an output after the waiting ones. The mailbox owns the object."""
+        """Add an output after the waiting outputs. The mailbox owns the object."""
         if self._pending is None:
             self._pending = output
         else:

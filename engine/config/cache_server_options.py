@@ -269,8 +269,8 @@ def _tls(options: CacheServerOptions) -> Any:
 
 
 def _tenants(options: CacheServerOptions, left_token: str | None) -> tuple[Tenants, str | None]:
-    """Return all tenants, and the token for clients of this user, if there is one. A token that the
-    server left before (`left_token`) is used again."""
+    """Return all tenants, and the token for clients of this user, if any. A token that the server
+    left before (`left_token`) is used again."""
     from ...tiers.cache_server.access.tenants import (
         check_totals,
         new_token,

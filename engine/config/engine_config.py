@@ -47,7 +47,7 @@ DEFAULT_POOL_BYTES = 1 * GIB
 DEFAULT_GPU_SHARE = 0.9
 MAX_BLOCK_SIZE = 256
 MAX_IDLE_SECONDS = 86_400.0
-MAX_GROUPS = 4096  # as many as a model may have layers
+MAX_GROUPS = 4096  # the most layers of a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV pool. `num_blocks` overrides `memory_bytes`; without both the pool is sized by the
-    free memory (`worker/runtime/pool_sizing.py`)."""
+    """The KV pool. `num_blocks` overrides `memory_bytes`; without either the free memory decides
+    the pool's size (`worker/runtime/pool_sizing.py`)."""
 
     block_size: int = setting(16, readers.integer, "tokens in a block", "N")
     num_blocks: int | None = setting(

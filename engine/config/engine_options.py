@@ -62,9 +62,9 @@ OPTIONS: Mapping[str, Option] = _engine_options()
 def engine_config(
     model: str | Path | None, given: Mapping[str, Any], *, is_fetched: bool = True
 ) -> EngineConfig:
-    """Make the settings of an engine from the given options; a `model` of None is the embedded one.
-    A model of the Hub that is not in the local cache is downloaded if `is_fetched`; otherwise the
-    path is its id.
+    """Make the settings of an engine from the given options; a `model` of None is the embedded
+    model. A model of the Hub that is not in the local cache is downloaded if `is_fetched`;
+    otherwise the path is its id.
 
     Raises ConfigError for an unknown option, an invalid value, or a contradiction.
     """
@@ -177,7 +177,7 @@ def model_aliases(model: str | Path | None, given: Mapping[str, Any]) -> tuple[s
 
 
 def _served_name(typed: str, path: Path) -> str:
-    """Return the name of a model for which no option gives one."""
+    """Return the name of a model if no option gives a name."""
     if not typed:
         return EMBEDDED_NAME
     if is_hub_id(typed) and not os.path.lexists(typed):

@@ -53,7 +53,7 @@ def multiply_operations_per_second() -> float:
 
 
 def _best_seconds(work: Callable[[], object]) -> float:
-    """Return the seconds of the shortest of a few runs, after one to warm up."""
+    """Return the seconds of the shortest of a few runs, after a run to warm up."""
     work()
     best = float("inf")
     for _ in range(_TRIES):

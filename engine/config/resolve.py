@@ -58,7 +58,7 @@ class Given:
 
     value: Any
     kind: str  # FLAG | VARIABLE | FILE
-    origin: str  # in the user's words: `--port`, `STRATAKV_PORT`, `port of x.yaml`
+    origin: str  # as the user wrote it: `--port`, `STRATAKV_PORT`, `port of x.yaml`
 
 
 Layer = Mapping[str, Given]
@@ -88,7 +88,7 @@ class Settings:
 
     @property
     def summary(self) -> str:
-        """The number of options from each place, in words; empty if none was given."""
+        """The number of options from each place, in words; empty if no option was given."""
         counts = Counter(each.kind for each in self.given.values())
         places = {FLAG: "the command line", VARIABLE: "the environment", FILE: str(self.file)}
         return ", ".join(f"{counts[kind]} by {places[kind]}" for kind in places if counts[kind])
@@ -168,7 +168,7 @@ def _put(values: dict[str, Given], name: str, given: Given) -> None:
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
-    """Read the options in these variables. Raises ConfigError for an invalid one."""
+    """Read the options in these variables. Raises ConfigError for an invalid value."""
     known = {variable_of(name): name for name in SCHEMA}
     layer = {}
     for variable, value in environ.items():

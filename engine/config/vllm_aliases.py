@@ -39,7 +39,7 @@ class Meaning:
 
     values: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)  # used if no layer gives the option
-    note: str = ""  # for the log
+    note: str = ""  # a line for the log
 
 
 Translate = Callable[[str, Any], Meaning]  # (how it was called, value)
@@ -74,7 +74,7 @@ def _only(*neutral: str, way: str) -> Translate:
 
 
 def _refused(way: str) -> Translate:
-    """Refuse all values, except one that switches the feature off."""
+    """Refuse all values except a value that switches the feature off."""
 
     def translate(called: str, value: Any) -> Meaning:
         if readers.word(value) in ("0", "0.0", "false", "no", "off"):
@@ -135,7 +135,7 @@ def _speculative_config(called: str, value: Any) -> Meaning:
             f"{called} takes {' or '.join(known)} as its method here, not "
             f"{format_value(given['method'])}: drafts of such heads are not built"
         )
-    if given.get("draft_tensor_parallel_size") == 1:  # as always here
+    if given.get("draft_tensor_parallel_size") == 1:  # an engine has one device anyway
         del given["draft_tensor_parallel_size"]
     if others := given.keys() - _SPECULATIVE_NAMES.keys():
         raise ConfigError(

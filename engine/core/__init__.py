@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the engine core: model, pool, tiers and scheduler put together, its loop, its process."""
+"""The engine core: it joins model, pool, tiers and scheduler; with its loop and its process."""

@@ -81,7 +81,7 @@ class Executor(ABC):
 
     @abstractmethod
     def sample(self, handle: StepHandle, mask: TokenMask | None = None) -> None:
-        """Choose the tokens of a dispatched step; `mask` bans those that grammars forbid."""
+        """Choose the tokens of a dispatched step; `mask` bans tokens that grammars forbid."""
 
     @abstractmethod
     def result(self, handle: StepHandle) -> ModelRunnerOutput:

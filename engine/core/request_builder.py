@@ -97,9 +97,9 @@ class RequestBuilder:
         fork_of: Request | None = None,
         continued: Continued | None = None,
     ) -> Request:
-        """Build a request. `fork_of` was built from the same message, except for its id and
-        parameters. So was the request in `continued`; the new prompt is its prompt and the added
-        tokens. Raises ValueError for invalid tokens and for unsupported parameters."""
+        """Build a request. `fork_of` was built from the same message, except for id and parameters.
+        `continued` has a request of the same message and more tokens; its prompt and these tokens
+        are the new prompt. Raises ValueError for invalid tokens and unsupported parameters."""
         check_priority(request.priority, self._takes_priority)
         if request.sampling_params.n != 1:
             raise ValueError(

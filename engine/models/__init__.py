@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the model architectures, their loading and the embedded model; never imports the API."""
+"""The model architectures, their loading and the embedded model; never imports the API."""

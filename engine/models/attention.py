@@ -3,19 +3,19 @@
 
 A step is planned once in an `AttentionPlan`, and then run for every layer:
 
-    fresh chunk     prompt tokens with nothing before them: attend to the step's own K and V
+    fresh chunk     a prompt's first tokens: attend to the step's own K and V
     context chunk   tokens after cached ones: tiles of rows against the gathered K and V
     decode batch    one token for each of several requests of similar length: one padded call
 
-Layers with a window gather only the blocks that it reaches, and no blocks of the table before them.
+Layers with a window gather only the blocks that the window reaches.
 
-All chunks and decodes of a step share one gather a layer, up to `GATHER_BYTES`. A larger gather is
-split: 64 requests of 1,000 tokens took half the time in pieces that stay in the processor's cache,
-from which attention then reads them.
+All chunks and decodes of a step share one gather for each layer, up to `GATHER_BYTES`. A larger
+gather is split: 64 requests of 1,000 tokens took half the time in pieces that stay in the
+processor's cache until attention reads them.
 
-Old data behind a request's length never reaches a result: chunks end at the length, and decode
-batches zero those slots in the gathered copy (a mask alone would let NaN through, since 0 * NaN is
-NaN). Padding is the null block, which holds zeros.
+Old data after a request's length never reaches a result. Chunks end at the length. Decode batches
+zero these slots in the gathered copy; a mask alone would let NaN through, since 0 * NaN is NaN.
+Padding is the null block, which holds zeros.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torch import Tensor
 
 from ...tiers.block import BlockLayout
 
-GATHER_BYTES = 8 * 1024**2  # K and V together; two to sixteen MiB measured alike
+GATHER_BYTES = 8 * 1024**2  # K and V together; 2 to 16 MiB measured alike
 TILE_ROWS = 256  # rows of one masked call; smaller tiles compute less of the masked triangle
 
 
 @dataclass(slots=True)
 class FreshChunk:
-    """Rows `start … end` of the step are the first tokens of a request."""
+    """Rows `start … end` of the step: the first tokens of a request."""
 
     start: int
     end: int
-    tiles: list[Tile] | None = None  # over these rows; None: each sees all before it
+    tiles: list[Tile] | None = None  # over these rows; None: each row sees all earlier rows
 
 
 @dataclass(slots=True)
 class Tile:
-    """Rows `start … end` of the step see `keys` tokens of their request, the first of which is
-    `first` tokens behind the beginning of its K and V."""
+    """Rows `start … end` of the step. They see `keys` tokens of their request, from token `first`
+    of its K and V on."""
 
     start: int
     end: int
@@ -55,7 +55,7 @@ class Tile:
 
 @dataclass(slots=True)
 class ContextChunk:
-    """The tokens of a request; its K and V begin at `offset` (tokens) in the gathered copy."""
+    """Tokens of a request whose K and V begin at `offset` (in tokens) of the gathered copy."""
 
     offset: int
     tiles: list[Tile]
@@ -63,7 +63,7 @@ class ContextChunk:
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """Decodes, with a row for each request; K and V are `[len(rows), keys]` from `offset` on."""
+    """Decodes, one row for each request. K and V are `[len(rows), keys]` from `offset` on."""
 
     offset: int
     keys: int
@@ -76,18 +76,18 @@ class GatherGroup:
     """The blocks that one gather copies, and the chunks and decodes that read them."""
 
     block_rows: Tensor  # int64 [2 * blocks]: rows of layer 0, K's then V's
-    stale: Tensor | None  # int64: gathered tokens beyond their request's length or its window
+    stale: Tensor | None  # int64: gathered tokens outside their request's length or window
     chunks: list[ContextChunk] = field(default_factory=list)
     decodes: list[DecodeBatch] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """The plan of a step, the same for every layer of a cache group with the same window."""
+    """The plan of a step for all layers of a cache group with the same window."""
 
     blocks: Tensor  # int64 [written]: blocks of the new K and V
     offsets: Tensor  # int64 [written]: slots within these blocks
-    written: Tensor | None  # int64 [written]: the rows whose K and V are written; None: all
+    written: Tensor | None  # int64 [written]: rows whose K and V are written; None: all
     fresh: list[FreshChunk]
     groups: list[GatherGroup]
 
@@ -95,7 +95,7 @@ class AttentionPlan:
 class PagedAttention:
     """Attention of one model over one pool, with a buffer for its gathers.
 
-    The buffer is allocated once: fresh memory of this size costs more in page faults than the copy.
+    The buffer is allocated once: page faults of fresh memory would cost more than the copy.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class PagedAttention:
         scale: float,
         softcap: float | None = None,
     ) -> None:
-        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, contiguous;
-        `max_group_blocks` is the most blocks of one GatherGroup. Scores are multiplied by `scale`,
-        and with a `softcap` a score s becomes `softcap * tanh(s / softcap)`."""
+        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, contiguous.
+        `max_group_blocks`: the most blocks of one GatherGroup. Scores are multiplied by `scale`;
+        with a `softcap`, a score s then becomes `softcap * tanh(s / softcap)`."""
         self._layers = [(pool[:, i, 0], pool[:, i, 1]) for i in range(layout.num_layers)]
         row = layout.block_size * layout.num_kv_heads * layout.head_dim
         self._block_rows = pool.view(-1, row)
@@ -119,8 +119,8 @@ class PagedAttention:
         self._scale, self._softcap = scale, softcap
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan) -> Tensor:
-        """Write `k` and `v` `[tokens, kv heads, head_dim]` to the pool, then attend `q` `[tokens,
-        heads, head_dim]`. Return `[tokens, heads * head_dim]`."""
+        """Write `k` and `v` `[tokens, kv heads, head_dim]` to the pool, then compute attention for
+        `q` `[tokens, heads, head_dim]`. Return `[tokens, heads * head_dim]`."""
         self._write_pool(k, v, layer, plan)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for chunk in plan.fresh:
@@ -164,7 +164,7 @@ class PagedAttention:
         tiles: list[Tile],
         out: Tensor,
     ) -> None:
-        """Attend the tiles of a request, whose K and V begin at `offset`."""
+        """Compute the tiles of a request whose K and V begin at `offset`."""
         for tile in tiles:
             rows = slice(tile.start, tile.end)
             seen = slice(offset + tile.first, offset + tile.first + tile.keys)
@@ -173,7 +173,7 @@ class PagedAttention:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False
     ) -> Tensor:
-        """Attend `q` `[rows, heads, head_dim]` of a request to `[keys, kv heads, head_dim]`."""
+        """Compute attention for one request: `q` `[rows, heads, head_dim]`, `k`, `v` by kv head."""
         attended = self._product(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
@@ -184,8 +184,8 @@ class PagedAttention:
         return attended[0].transpose(0, 1)
 
     def _attend_decode(self, q: Tensor, keys: Tensor, values: Tensor, batch: DecodeBatch) -> Tensor:
-        """Attend a token for each request of `batch`. The query heads that share a K head take the
-        place of a prompt's rows, so K and V are read once for all of them."""
+        """Compute attention for one token of each request. The query heads that share a K head are
+        treated like rows of a prompt, so K and V are read once for all of them."""
         count = len(q)
         span = slice(batch.offset, batch.offset + count * batch.keys)
         shape = (count, batch.keys, self._kv_heads, self._head_dim)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network of every family as plain functions over weights, for one flat batch of tokens.
+"""The network of every family, as plain functions over weights, for one flat batch of tokens.
 
-Norms are computed in float32 at least, as transformers does; in float64 they stay in float64, since
-rounding them would make results depend on the order of additions again (`layers.py`). The weights
-show the family: a bias or a norm that is None is not computed. This module has no requests, blocks
-or sampling: positions and the attention plan come from the caller.
+Norms are computed in float32 or wider, as transformers does. Float64 stays float64: rounding would
+make results depend on the order of additions again (`layers.py`). The weights show the family: a
+bias or a norm that is None is not computed. This module has no requests, blocks or sampling;
+positions and the attention plan come from the caller.
 
     embed ─► each layer: attention ─► rest (output matrix, MLP) ─► last norm ─► logits
 """
@@ -50,8 +50,8 @@ PLAIN = Elementwise()
 
 
 class AuxStates:
-    """A request for hidden states inside the network: the inputs of these layers, for the wanted
-    rows of a step. Layer 0 stands for the embedding, the number of layers for the input of the last
+    """Collects hidden states inside the network: the inputs of the given layers, for the wanted
+    rows of a step. Layer 0 means the embedding; the number of layers means the input of the last
     norm. A forward pass fills in `found`."""
 
     __slots__ = ("found", "layers")
@@ -63,25 +63,25 @@ class AuxStates:
     def capture_states(
         self, x: Tensor, layer: int, wanted: Tensor | None, *, is_overwritten: bool = False
     ) -> None:
-        """Keep `x` `[tokens, hidden]` if the layer is requested; a copy of it if it will change."""
+        """Keep `x` `[tokens, hidden]` if the layer is requested; a copy if `x` will change."""
         if layer in self.layers:
             kept = x if wanted is None else x[wanted]
             self.found[layer] = kept.clone() if is_overwritten and kept is x else kept
 
 
 class Embeds(NamedTuple):
-    """Rows of a step that come as embeddings: no token id is looked up for them."""
+    """Rows of a step whose input is embeddings, not token ids."""
 
-    rows: Tensor | None  # int64 [n], each once; None: all rows of the step, in its order
+    rows: Tensor | None  # int64 [n], each once; None: all rows of the step, in order
     values: Tensor  # [n, hidden], not changed by other code
 
     def to(self, device: torch.device) -> Embeds:
-        """Return the embeddings unchanged: they are on the device of the step already."""
+        """Return the embeddings unchanged, since they are on the step's device already."""
         return self
 
 
 class Layer:
-    """The matrices and norms of one layer, and its two parts, one of which may be missing."""
+    """The matrices and norms of one layer, its mixer and its MLP; one of the two may be missing."""
 
     __slots__ = (
         "_after_attention_norm", "_after_mlp_norm", "_attention_norm", "_mixer", "_mlp",
@@ -106,8 +106,8 @@ class Layer:
         return self._mixer is not None
 
     def mix(self, x: Tensor, step: MixerStep[Plan]) -> Tensor | None:
-        """Run the mixer over `x` `[tokens, hidden]`; the output matrix multiplies the result,
-        `[tokens, inner]`. None: there is no mixer."""
+        """Run the mixer over `x` `[tokens, hidden]`. Return `[tokens, inner]`, the input of the
+        output matrix; None without a mixer."""
         if self._mixer is None:
             return None
         return self._mixer(self._norm(x, self._attention_norm), step)
@@ -124,8 +124,8 @@ class Layer:
 
     def in_library(self, cos: Tensor, sin: Tensor, pool: Tensor, view: int) -> NetworkLayer | None:
         """Return the layer in the form of the library of `kernels/cpu/`, or None if the library
-        lacks one of its matrices. Tables are `[positions, head_dim // 2]`, `pool` is the layer's,
-        and `view` is the index of its plan in a step."""
+        lacks one of its matrices. `cos` and `sin` are `[positions, head_dim // 2]`, `pool` is the
+        layer's part, and `view` is the index of its plan in a step."""
         spec, mixer = self._spec, self._mixer
         if not isinstance(mixer, AttentionMixer) or mixer.is_gated:
             return None
@@ -167,7 +167,7 @@ class Layer:
 
     def rest(self, x: Tensor, mixed: Tensor | None) -> Tensor:
         """Compute the layer's output `[rows, hidden]` from rows of its input and of `mix`'s result.
-        With kernels it overwrites the input."""
+        With kernels the input is overwritten."""
         if self._ops.is_kernels:
             self._add_rest(x, mixed)
             return x
@@ -179,7 +179,7 @@ class Layer:
         return x + self._norm(added, self._after_mlp_norm)
 
     def _add_rest(self, x: Tensor, mixed: Tensor | None) -> None:
-        """Add the layer's parts to `x` in place: by the product itself, unless a norm lies in
+        """Add the layer's parts to `x` in place. The product itself adds, unless a norm comes
         between."""
         if self._out is not None and mixed is not None:
             if self._after_attention_norm is None:
@@ -227,7 +227,7 @@ def _make_mlp(spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) 
 class Decoder:
     """A model in memory. `max_model_len` is the number of positions in its tables.
 
-    It takes over `weights`, and empties its list of layers, so that each layer is in memory twice
+    It takes `weights` over and empties their list of layers, so that a layer is in memory twice
     only while it is reordered.
     """
 
@@ -244,7 +244,7 @@ class Decoder:
         self._element_bytes = weights.embedding.element_size()
         self._layers = take_layers(spec, weights.layers, elementwise)
         self._last_norm: Tensor | None = weights.norm
-        # A matrix for both is in memory once: rows are looked up in its packed form.
+        # A tied matrix is in memory once: rows are looked up in its packed form.
         is_tied = weights.head is weights.embedding
         self._head = Linear(weights.head, is_kept=is_tied)
         packed = self._head.packed if is_tied else None
@@ -256,8 +256,8 @@ class Decoder:
             # Rounded first, as transformers does: 55.4256 is 55.5 in bfloat16.
             scale = float(torch.tensor(scale, dtype=dtype))
         self._embedding_scale = None if scale == 1.0 else scale
-        # int32 `[layers with experts, tokens, num_per_token]`, which each step of all rows fills;
-        # None: experts are not recorded.
+        # int32 `[layers with experts, tokens, num_per_token]`, filled by each step that computes
+        # all rows; None: experts are not recorded.
         self.chosen_experts: Tensor | None = None
         self._tables = turns_of(spec, max_model_len, dtype, weights.embedding.device)
         self._growth = growth_of(spec, max_model_len, dtype, weights.embedding.device)
@@ -275,7 +275,7 @@ class Decoder:
         *,
         is_random: bool = False,
     ) -> Decoder:
-        """Read the weights under `path` straight to `device`, or make random ones. Raises
+        """Read the weights under `path` straight to `device`, or make random ones. Raise
         ConfigError if they do not fit `spec`."""
         joins_gate = elementwise.is_kernels
         weights = (
@@ -291,7 +291,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number type of the computation and of hidden states."""
+        """The number type of the computation and of the hidden states."""
         return self._tables[0][0].dtype
 
     def forward(
@@ -311,8 +311,8 @@ class Decoder:
         return self.run(x, positions, attention, plan, wanted, aux, states=states)
 
     def embed(self, token_ids: Tensor, embeds: Embeds | None = None) -> Tensor:
-        """Return the embeddings `[tokens, hidden]`, some of them replaced by `embeds`; their ids
-        need only be in the vocabulary."""
+        """Return the embeddings `[tokens, hidden]`. Some may be replaced by `embeds`; their ids
+        only have to be in the vocabulary."""
         if embeds is not None and embeds.rows is None:
             return embeds.values
         matrix = self._embedding
@@ -337,11 +337,11 @@ class Decoder:
         *,
         states: StateStep | None = None,
     ) -> Tensor:
-        """Compute a step from its embeddings `x` `[tokens, hidden]`. Return the hidden states
-        `[len(wanted), hidden]` of its rows `wanted` (int64), normed for `logits`; None: all rows.
+        """Compute a step from its embeddings `x` `[tokens, hidden]`. Return the normed hidden
+        states `[len(wanted), hidden]` of the rows `wanted` (int64; None: all rows), for `logits`.
 
-        K and V of all tokens are written, and with `states` those of layers that carry one. Past
-        the last mixer only the wanted rows are computed, since others are never read. An
+        K and V of all tokens are written, and, with `states`, the states of layers that carry one.
+        After the last mixer only the wanted rows are computed, since the others are never read. An
         `attention` from `in_library` computes all layers; its plan is the list of the views' steps.
         With kernels `x` is overwritten.
         """
@@ -379,7 +379,7 @@ class Decoder:
 
     def in_library(self, pools: Sequence[Tensor], views: Sequence[int]) -> CpuNetwork | None:
         """Return all layers as one call of the library of `kernels/cpu/` with the results of `run`,
-        or None if it cannot compute them. `pools` and `views` are those of the layers, as in
+        or None if it cannot compute them. `pools` and `views` have an entry for each layer; see
         `Layer.in_library`."""
         if self._last_norm is None or self.spec.state is not None:
             return None
@@ -415,7 +415,7 @@ class Decoder:
 
     @property
     def can_record(self) -> bool:
-        """Whether no layer waits for the host within a step, so that a device can record it."""
+        """Whether no layer waits for the host in a step, so that a device can record it."""
         return all(layer.can_record for layer in self._layers)
 
     @property
@@ -424,10 +424,10 @@ class Decoder:
         return self._head.packed is not None
 
     def logits(self, hidden: Tensor, wanted: npt.NDArray[np.uint32] | None = None) -> Tensor:
-        """Compute `[rows, vocab]` from the result of `forward`. This is a separate call so that the
-        logits of a long prompt can be computed piece by piece. Logits of tokens without a bit in
-        `wanted`, bit `t % 32` of word `t // 32`, may be left out, and are 0 then. They are in the
-        type of the computation, or in float32 rounded to it: the sampler widens them anyway."""
+        """Compute `[rows, vocab]` from the result of `forward`. A separate call, so that the logits
+        of a long prompt can be computed in parts. Tokens without a bit in `wanted` (bit `t % 32` of
+        word `t // 32`) may be left out; their logits are then 0. The result has the computation's
+        type, or float32 rounded to it, since the sampler widens logits anyway."""
         is_last = self._logits_softcap is None and self._logits_divisor == 1.0
         logits = self._head(hidden, wanted, is_wide=is_last)
         if self._logits_divisor != 1.0:
@@ -440,8 +440,8 @@ class Decoder:
 def take_layers(
     spec: ModelSpec, weights: list[LayerWeights], elementwise: Elementwise
 ) -> list[Layer]:
-    """Make the layers of these weights, which are taken out of their list one by one, so that the
-    matrices of only one layer at a time are in memory twice."""
+    """Make the layers of these weights. Each is taken out of the list, so that the matrices of only
+    one layer at a time are in memory twice."""
     layers: list[Layer] = []
     while weights:
         layers.append(Layer(spec, len(layers), weights.pop(0), elementwise))
@@ -451,7 +451,7 @@ def take_layers(
 def turns_of(
     spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return cosines and sines `[positions, 1, head_dim // 2]` of each of a model's rotary
+    """Return cosines and sines `[positions, 1, head_dim // 2]`, for each kind of rotary
     positions."""
     tables = []
     for rope in spec.ropes:
@@ -466,7 +466,7 @@ def turns_of(
 def growth_of(
     spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """Return the factor `[positions, 1, 1]` of queries at each position; None: there is none."""
+    """Return the factor `[positions, 1, 1]` of queries at each position, or None."""
     if spec.query_growth is None:
         return None
     steps = torch.arange(max_model_len) // spec.rope.original_max_positions

@@ -2,9 +2,9 @@
 """The number types of a model's computation, by the names of the command line.
 
 `auto` is the type in the checkpoint's config.json, if the device is fast in it. A CPU without units
-for a 16-bit type computes in float32, since the 16-bit type would be many times slower. On a GPU
-float32 and float64 become bfloat16, which halves the bytes that a step reads and is the type of its
-matrix units. The choice of a name needs no torch; only the types themselves do.
+for a 16-bit type computes in float32, because the 16-bit type would be many times slower. On a GPU
+float32 and float64 become bfloat16: it halves the bytes that a step reads, and the matrix units
+compute in it. Choosing a name needs no torch; only the types themselves do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FP8_KV = "fp8_e4m3"
 _NAMES = ("float64", "float32", "bfloat16", "float16")
 _IN_TORCH = {FP8_KV: "float8_e4m3fn"}  # types with another name in torch
 CPUINFO = Path("/proc/cpuinfo")
-# Names in /proc/cpuinfo of the units that multiply a type: on x86, then on ARM.
+# Flags in /proc/cpuinfo of units that multiply a type: on x86, then on ARM.
 _UNITS = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
     "float16": ("avx512_fp16", "amx_fp16", "asimdhp"),
@@ -34,7 +34,7 @@ _UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class ComputeDtype:
-    """The number type of a model's computation, and the reason in words for the log."""
+    """The number type of a model's computation, and the reason as text for the log."""
 
     name: str  # in block layouts and identities
     reason: str
@@ -45,7 +45,7 @@ class ComputeDtype:
 
 
 def choose_dtype(name: str, device_type: str = "cpu", stored: str | None = None) -> ComputeDtype:
-    """Choose the type for a `--dtype`; `stored` is that of the checkpoint, None if unknown. Raises
+    """Choose the type for a `--dtype`. `stored` is the checkpoint's type, None if unknown. Raises
     ConfigError for an unknown name."""
     if name != AUTO:
         if name not in _NAMES:
@@ -73,36 +73,36 @@ def compute_dtype(name: str, device_type: str = "cpu", stored: str | None = None
 
 
 def planned_dtype(name: str, stored: str | None) -> str:
-    """Return the name of the type for a plan. `auto` is the checkpoint's type, since another
+    """Return the name of the type for a plan. `auto` gives the checkpoint's type, since another
     machine may serve the model."""
     return stored if name == AUTO and stored is not None else choose_dtype(name).name
 
 
 @cache
 def quick_cpu_types(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """Return the 16-bit types for which this CPU has units; none if it does not say."""
+    """Return the 16-bit types for which this CPU has units; empty if it does not say."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return frozenset()
-    # All processors are assumed to be like the first.
+    # All processors are assumed to equal the first.
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     words = set(flags.partition(":")[2].split())
     return frozenset(name for name, units in _UNITS.items() if words.intersection(units))
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """The name of a type as block layouts and identities write it."""
+    """The name of a type in block layouts and identities."""
     return str(dtype).removeprefix("torch.")
 
 
 def kv_dtype_name(wanted: str, compute: torch.dtype | str) -> str:
-    """The name of K and V's type for a `--kv-cache-dtype`; `auto` is that of the computation."""
+    """The name of K and V's type for a `--kv-cache-dtype`; `auto` is the computation's type."""
     return dtype_name(compute) if wanted == AUTO else wanted
 
 
 def pool_dtype(kv_dtype: str) -> torch.dtype:
-    """The torch type of a pool whose layout names this one."""
+    """The torch type of a pool whose layout has this type's name."""
     import torch
 
     found: torch.dtype = getattr(torch, _IN_TORCH.get(kv_dtype, kv_dtype))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ExpertMlp: a mixture of experts in the place of a layer's MLP.
+"""ExpertMlp: a mixture of experts instead of a layer's MLP.
 
-    router    scores of all experts ──► of each row the experts with the best, and their weights
+    router    scores of all experts ──► the best experts of each row, and their weights
     experts   rows of each chosen expert ──► its MLP
-    mix       results of a row's experts, each times its weight, and added up
+    mix       results of a row's experts, each times its weight, added up
 
 Rows are sorted by expert, so that each expert's matrices are read once. On a GPU all experts are
-one grouped product whose borders stay on the device, so it never waits for the host, and a step can
-be recorded. On the CPU each expert with rows is a product of its own, whose cost is the reading of
+one grouped product whose group borders stay on the device: it never waits for the host, and a step
+can be recorded. On the CPU each expert with rows has a product of its own, whose cost is reading
 its matrices.
 """
 
@@ -43,8 +43,7 @@ class ExpertMlp:
         elementwise: Elementwise,
     ) -> None:
         self._spec = spec
-        # int32 `[tokens, num_per_token]`, filled with the experts of each row; None: they are not
-        # recorded.
+        # int32 `[tokens, num_per_token]`, filled with the experts of each row; None: not recorded.
         self.record: Tensor | None = None
         router = weights.router
         self.shared: DenseMlp | None = None
@@ -52,7 +51,7 @@ class ExpertMlp:
             self.shared = DenseMlp(weights.shared, activation, elementwise)
         self._gates_shared = weights.shared_gate is not None
         if weights.shared_gate is not None:
-            # One product for both: the last score is that of the shared expert's gate.
+            # One product for both: the last score belongs to the shared expert's gate.
             router = torch.cat((router, weights.shared_gate))
         self._router = Linear(router)
         is_silu = activation is Activation.SILU
@@ -92,13 +91,13 @@ class ExpertMlp:
 
     @property
     def can_record(self) -> bool:
-        """Whether a device can record this, which needs a computation without waits for the host:
-        torch takes the borders of groups on the device for bfloat16 only."""
+        """Whether a device can record this, that is, whether it never waits for the host. Torch
+        takes group borders on the device for bfloat16 only."""
         return self._gate_up is not None and self._gate_up.dtype is torch.bfloat16
 
     def in_library(self) -> NetworkExperts | None:
-        """Return the experts in the form of the library of `kernels/cpu/`, or None if it lacks one
-        of their matrices."""
+        """Return the experts in the form of the library of `kernels/cpu/`, or None if the library
+        lacks one of their matrices."""
         if self.shared is not None and not self._gates_shared:
             return None
         router = self._router.packed
@@ -114,7 +113,7 @@ class ExpertMlp:
         out += self(x)
 
     def _one_by_one(self, rows: Tensor, ends: list[int]) -> Tensor:
-        """Compute `[sorted rows, hidden]` expert by expert; `ends` are the ends of their rows."""
+        """Compute `[sorted rows, hidden]` by expert; `ends` has the end of each expert's rows."""
         results, first = torch.empty_like(rows), 0
         for expert, end in zip(self._experts, ends, strict=True):
             if end > first:
@@ -130,8 +129,8 @@ class ExpertMlp:
 
 
 def choose_experts(scores: Tensor, spec: ExpertSpec) -> tuple[Tensor, Tensor]:
-    """Choose by `scores` `[rows, experts]`. Return the experts of each row, int64 `[rows,
-    num_per_token]`, the best first, and their weights, of that shape, in float32 at least."""
+    """Choose experts by `scores` `[rows, experts]`. Return each row's experts, int64 `[rows,
+    num_per_token]`, the best first, and their weights in the same shape, in float32 or wider."""
     wide = torch.promote_types(scores.dtype, torch.float32)
     weights, chosen = scores.softmax(-1, wide).topk(spec.num_per_token, -1)
     if spec.normalises:
@@ -141,7 +140,7 @@ def choose_experts(scores: Tensor, spec: ExpertSpec) -> tuple[Tensor, Tensor]:
 
 def mix(results: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Return `[rows, hidden]`: the weighted results of each row's experts, added in the order of
-    its choices. `results[i]` is that of choice `order[i]`; choice `row * num_per_token + j` has the
+    its choices. `results[i]` belongs to choice `order[i]`; choice `row * num_per_token + j` has
     weight `weights[row, j]`."""
     by_choice = torch.empty_like(results)
     by_choice[order] = results

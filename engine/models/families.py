@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The supported model families and their differences, one row each.
 
-All use the same decoder: RMS norms, rotary positions, grouped attention, a gated MLP or a mixture
-of them. A row holds the constants of a family's code, and the defaults of its configuration class
-where config.json is silent.
+All families use the same decoder: RMS norms, rotary positions, grouped attention, a gated MLP or a
+mixture of them. A row holds the constants of a family's code, and its defaults for keys that
+config.json lacks.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .states.state_spec import StateKind
 
 
 class Windows(Enum):
-    """The layers of a family that may see only the last `sliding_window` positions."""
+    """The layers of a family that may have a window, the last `sliding_window` positions."""
 
     NONE = "none"
-    EVERY_LAYER = "every layer"  # wherever sliding_window is set
-    SWITCHED = "switched"  # every layer where use_sliding_window says so
-    SOME_LAYERS = "some layers"  # use_sliding_window switches, layer_types or max_window_layers say
-    MOST_LAYERS = "most layers"  # layer_types says, or all but each sliding_window_pattern-th
-    OTHER_LAYERS = "other layers"  # layer_types says, or each second one from the first on
-    BY_TYPE = "by type"  # layer_types says, or none
+    EVERY_LAYER = "every layer"  # if sliding_window is set
+    SWITCHED = "switched"  # every layer, if use_sliding_window is true
+    SOME_LAYERS = "some layers"  # if use_sliding_window: by layer_types or max_window_layers
+    MOST_LAYERS = "most layers"  # by layer_types, or all but each sliding_window_pattern-th
+    OTHER_LAYERS = "other layers"  # by layer_types, or each second one, beginning with the first
+    BY_TYPE = "by type"  # by layer_types, or none
 
 
 class Activation(Enum):
-    """The function between the matrices of an MLP, by Hugging Face's names. It applies to the gate,
-    except for squares, whose MLPs have no gate."""
+    """The function between the matrices of an MLP, by Hugging Face's names. It applies to the gate;
+    MLPs with squares have no gate."""
 
     SILU = ("silu", "swish")
     GELU_TANH = ("gelu_pytorch_tanh",)
@@ -47,87 +47,87 @@ class Activation(Enum):
 class Norms(Enum):
     """The places of a layer's norms. Attention and MLP, its two parts, add to their input."""
 
-    BEFORE = "before"  # each part
-    AROUND = "around"  # before and behind each part
-    BEHIND = "behind"  # each part
-    SINGLE = "single"  # before the only part: a layer is a mixer or an MLP alone
+    BEFORE = "before"  # before each part
+    AROUND = "around"  # before and after each part
+    BEHIND = "behind"  # after each part
+    SINGLE = "single"  # before the only part: the layer is a mixer or an MLP alone
 
 
 class HeadNorms(Enum):
-    """The norms of queries and keys, which are computed before the rotation."""
+    """The norms of queries and keys, computed before the rotation."""
 
     NONE = "none"
-    EACH = "each"  # of every head by itself, with one vector for all heads of queries or of keys
-    ALL = "all"  # of all heads of queries together, and of all heads of keys
+    EACH = "each"  # each head by itself; one vector for all query heads, one for all key heads
+    ALL = "all"  # all query heads together, and all key heads together
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models. An optional default of None means that the value follows from others."""
+    """A family of models. A default of None means that other values determine the value."""
 
     model_type: str
-    # Biases of queries, keys and values; None: as config.json says under `bias_key`.
+    # Biases of queries, keys and values; None: config.json decides, by `bias_key`.
     attention_bias: bool | None = None
     bias_key: str = "attention_bias"
     default_bias: bool = False
-    output_bias: bool = True  # whether the output matrix has a bias where those have
-    mlp_bias: bool = False  # whether config.json's mlp_bias is heeded; else there are none
+    output_bias: bool = True  # whether the output matrix has a bias if queries, keys and values do
+    mlp_bias: bool = False  # whether config.json's mlp_bias is read; else no biases
     head_norms: HeadNorms = HeadNorms.NONE
     windows: Windows = Windows.NONE
-    experts: ExpertFamily | None = None  # the mixture in place of an MLP
+    experts: ExpertFamily | None = None  # experts instead of an MLP
     states: StateFamily | None = None  # layers that carry a state
     activation: Activation = Activation.SILU
-    activation_key: str = "hidden_act"  # where config.json says it
+    activation_key: str = "hidden_act"  # the key in config.json
     norms: Norms = Norms.BEFORE
-    centred_norms: bool = False  # a norm's weights are what is stored, plus one
-    wide_norms: bool = False  # the result of a norm is rounded only after its weights
+    centred_norms: bool = False  # stored weights of norms are one less than the weights
+    wide_norms: bool = False  # results of norms are rounded after the product with the weights
     scaled_embeddings: bool = False  # embeddings are multiplied by the root of hidden_size
-    # Scores are divided by the root of config.json's query_pre_attn_scalar, which is this where
-    # config.json is silent; None: by that of head_dim.
+    # Scores are divided by the root of config.json's query_pre_attn_scalar (default: this value);
+    # None: by the root of head_dim.
     query_scalar: float | None = None
-    softcaps_logits: bool = False  # whether config.json's final_logit_softcapping is heeded
-    # The caps of logits and of attention's scores where config.json is silent, which is not the
-    # same as null; None: the family has none for scores.
+    softcaps_logits: bool = False  # whether config.json's final_logit_softcapping is read
+    # Default caps of logits and of attention scores, for absent keys; a null means no cap. None:
+    # the family has no cap for scores.
     default_softcaps: tuple[float, float] | None = None
-    # Whether embeddings, scores, what a part adds, and logits are scaled by config.json's
+    # Whether embeddings, scores, additions of a part and logits are scaled by config.json's
     # embedding_multiplier, attention_multiplier, residual_multiplier and 1 / logits_scaling.
     is_scaled: bool = False
-    # Whether factors at many places of its layers are heeded (`spec/multipliers.py`).
+    # Whether factors at many places of a layer are read (`spec/multipliers.py`).
     multiplies: bool = False
     joins_projections: bool = False  # one tensor for queries, keys and values
     joins_gate: bool = False  # one tensor for gate and up
-    mlp_size_key: str = "intermediate_size"  # where config.json says the size of an MLP
-    default_mlp_size: int | None = None  # None: config.json must say
-    turns_partly: bool = False  # whether config.json's partial_rotary_factor is heeded
-    default_turning: float = 1.0  # that factor where config.json is silent
-    fixes_turning: bool = False  # whether any other factor beside rotary positions is ignored
-    # Whether rotary positions may have sections, which are the same for all text.
+    mlp_size_key: str = "intermediate_size"  # key of an MLP's size in config.json
+    default_mlp_size: int | None = None  # None: config.json must have it
+    turns_partly: bool = False  # whether config.json's partial_rotary_factor is read
+    default_turning: float = 1.0  # its default
+    fixes_turning: bool = False  # whether a top-level factor must be the default
+    # Whether rotary positions may have sections; for text all sections are equal.
     has_sections: bool = False
-    # Each layer without rotary positions where config.json's no_rope_layers is silent: the n-th.
+    # Default for config.json's no_rope_layers: each n-th layer has no rotary positions.
     no_rope_interval: int | None = None
-    # Whether no layer has rotary positions unless config.json's position_embedding_type says so.
+    # Whether layers have rotary positions only if position_embedding_type says so.
     is_still: bool = False
-    never_turns: bool = False  # whether no layer has any, in spite of config.json
-    # theta of layers that see all, and of layers with a window, which have rotary positions of
-    # their own; None: all layers have the same.
+    never_turns: bool = False  # no layer has rotary positions, whatever config.json says
+    # theta of layers that see all tokens, and of layers with a window, if these have other rotary
+    # positions; None: all layers have the same.
     default_thetas: tuple[float, float] | None = None
     default_theta: float = DEFAULT_THETA
-    grows_queries: bool = False  # whether the rotary positions' llama_4_scaling_beta is heeded
-    default_tied: bool = False  # whether the head is the embedding
-    default_vocab_size: int | None = None  # None: config.json must say
-    default_heads: int | None = None  # None: config.json must say
-    default_kv_heads: int | None = None  # None: as many as there are heads
-    default_head_dim: int | None = None  # None: hidden_size over the heads
-    default_max_positions: int | None = None  # None: config.json must say
+    grows_queries: bool = False  # whether the rotary part's llama_4_scaling_beta is read
+    default_tied: bool = False  # whether the head is the embedding by default
+    default_vocab_size: int | None = None  # None: config.json must have it
+    default_heads: int | None = None  # None: config.json must have it
+    default_kv_heads: int | None = None  # None: the number of heads
+    default_head_dim: int | None = None  # None: hidden_size / heads
+    default_max_positions: int | None = None  # None: config.json must have it
     default_eps: float = 1e-6
-    eps_key: str = "rms_norm_eps"  # where config.json says it
-    adjusts_mlp: bool = False  # whether config.json's block_auto_adjust_ff_dim is heeded
-    gates_attention: bool = False  # whether attention's output is multiplied by a gate
-    # Prefixes of the names of tensors that text does not need.
+    eps_key: str = "rms_norm_eps"  # its key in config.json
+    adjusts_mlp: bool = False  # whether config.json's block_auto_adjust_ff_dim is read
+    gates_attention: bool = False  # whether a gate multiplies the attention's output
+    # Prefixes of tensor names that text does not need.
     left_alone: tuple[str, ...] = ()
-    # Parts of tensor names that differ from the names here: theirs, ours.
+    # Parts of tensor names that differ: the family's, the name here.
     tensor_names: tuple[tuple[str, str], ...] = ()
-    default_window: int | None = 4096  # of layers that have one; None: they have none
+    default_window: int | None = 4096  # default width; None: no window without the key
 
 
 def _delta_states(projections: Projections) -> StateFamily:
@@ -507,11 +507,11 @@ ARCHITECTURES = tuple(FAMILIES)
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """The text part of a model with other parts, which alone is served: config.json has it under
-    `text_config`, and its tensors have a prefix (`checkpoint/weights.py`)."""
+    """The text part of a model with other parts; only this part is served. Its config.json is under
+    `text_config`, and its tensors have a prefix (`checkpoint/tensor_shapes.py`)."""
 
-    model_type: str  # of the whole
-    architectures: tuple[str, ...]  # rows of FAMILIES; the first where text_config has no type
+    model_type: str  # of the whole model
+    architectures: tuple[str, ...]  # rows of FAMILIES; the first if text_config names none
 
 
 TEXT_PARTS: Mapping[str, TextPart] = {

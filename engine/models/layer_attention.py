@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens to which a layer attends: a fact of the model, which decides which part of a sequence
-the cache must keep."""
+"""The tokens to which a layer attends. This decides which part of a sequence the cache must
+keep."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from enum import Enum
 
 
 class AttentionKind(Enum):
-    """The tokens that a token of a layer sees through K and V: none in a layer that only carries a
-    state, or is an MLP alone."""
+    """The tokens that a token of a layer sees through K and V. A layer that only carries a state,
+    or is only an MLP, has no K and V."""
 
     FULL = "full attention"
     WINDOW = "sliding window"
@@ -25,14 +25,14 @@ class LayerAttention:
     is hashable; layers with K and V and equal attention can share a cache group."""
 
     kind: AttentionKind
-    num_tokens: int = 0  # the size of the window or of a chunk
+    num_tokens: int = 0  # size of the window or chunk
 
     def __str__(self) -> str:
         return f"{self.kind.value} of {self.num_tokens}" if self.num_tokens else self.kind.value
 
     @property
     def window(self) -> int | None:
-        """Tokens of a sliding window, the token itself included; None for other kinds."""
+        """Tokens of a sliding window, including the token itself; None for other kinds."""
         return self.num_tokens if self.kind is AttentionKind.WINDOW else None
 
     @property
@@ -48,7 +48,7 @@ class LayerAttention:
         return self.kind not in (AttentionKind.STATE, AttentionKind.NONE)
 
     def first_seen(self, position: int) -> int:
-        """Return the first position to which the token at `position`, or a later one, attends."""
+        """Return the first position that the token at `position`, or a later one, attends to."""
         if self.kind is AttentionKind.WINDOW:
             return max(0, position - self.num_tokens + 1)
         if self.kind is AttentionKind.CHUNK:
@@ -56,8 +56,8 @@ class LayerAttention:
         return 0
 
     def most_blocks(self, num_tokens: int, block_size: int, most_step_tokens: int) -> int:
-        """Return how many blocks a sequence of `num_tokens` keeps at one time, at most: the blocks
-        that the first token of a step sees, and the blocks of the step, which computes no more than
+        """Return the most blocks that a sequence of `num_tokens` keeps at one time: the blocks that
+        the first token of a step sees, and the blocks of the step, which computes at most
         `most_step_tokens`."""
         blocks = -(-num_tokens // block_size)
         if self.is_full:
@@ -67,28 +67,28 @@ class LayerAttention:
 
 
 def full() -> LayerAttention:
-    """Return the attention in which a token sees itself and all before it."""
+    """Return the attention in which a token sees itself and all earlier tokens."""
     return _FULL
 
 
 def window(num_tokens: int) -> LayerAttention:
-    """Return the attention in which a token sees itself and the `num_tokens` - 1 before it."""
+    """Return the attention in which a token sees itself and the `num_tokens` - 1 tokens before."""
     return _of(AttentionKind.WINDOW, num_tokens)
 
 
 def chunk(num_tokens: int) -> LayerAttention:
-    """Return the attention by chunks of `num_tokens`, the first of which begins at position 0. A
-    token sees itself and those before it in its chunk."""
+    """Return the attention by chunks of `num_tokens`; the first chunk begins at position 0. A token
+    sees itself and the earlier tokens of its chunk."""
     return _of(AttentionKind.CHUNK, num_tokens)
 
 
 def state() -> LayerAttention:
-    """Return that of a layer without K and V, where a token sees others through a state only."""
+    """Return the attention of a layer without K and V; it sees tokens through a state only."""
     return _STATE
 
 
 def no_attention() -> LayerAttention:
-    """Return that of a layer that is an MLP alone, so that no token sees another one."""
+    """Return the attention of a layer that is only an MLP: no token sees another one."""
     return _NONE
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a layer that work element by element: norms, the rotation, the gate.
 
-Each of them is several passes over the same numbers. On a GPU the kernels of `kernels/layer/` make
-them one pass each; elsewhere torch.compile does so, but only with `--compilation elementwise`,
-since it takes seconds at the start.
+Each part makes several passes over the same numbers. On a GPU the kernels of `kernels/layer/` make
+one pass of each. Elsewhere torch.compile does this, but only with `--compilation elementwise`,
+because it takes seconds at the start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .checkpoint.weights import DenseWeights
 from .families import Activation
 from .rope import rotate
 
-# The number of rows for which oneDNN chooses its blocks; other numbers work too.
+# oneDNN chooses its blocks for this number of rows; other numbers work too.
 _USUAL_ROWS = 16
 
 _WIDE_TYPES = (torch.float32, torch.float64)
@@ -34,12 +34,12 @@ class Linear:
     """A linear map, `x @ weight.T + bias` for x `[rows, in]`; `weight` is `[out, in]`, `bias` is
     `[out]` or None.
 
-    On the CPU the matrix is reordered once, and no reference to `weight` is kept: into the panels
-    of the library of `kernels/cpu/`, which is `packed` then, or without it into the blocks of
-    oneDNN, which has them for float32 only. Measured on an AMD EPYC with one thread, matrices of
-    256 to 3072: in float32 the library is 1.7 to 2.6 times as fast as oneDNN for one row, 1.3 to
-    1.6 times for 16, 0.9 to 1.3 times for 64 and more; in bfloat16 it is 1.4 to 2.3 times as fast
-    as torch for one row, and 6 to 10 times for 16 and more.
+    On the CPU the matrix is reordered once, and no reference to `weight` is kept. With the library
+    of `kernels/cpu/` it becomes the panels in `packed`; without the library it becomes blocks of
+    oneDNN, for float32 only. Measured on an AMD EPYC with one thread and matrices of 256 to 3072:
+    in float32 the library is 1.7 to 2.6 times as fast as oneDNN for one row, 1.3 to 1.6 times for
+    16, 0.9 to 1.3 times for 64 and more. In bfloat16 it is 1.4 to 2.3 times as fast as torch for
+    one row, and 6 to 10 times for 16 and more.
     """
 
     __slots__ = ("_bias", "_is_packed", "_weight", "packed")
@@ -48,7 +48,7 @@ class Linear:
         self, weight: Tensor, bias: Tensor | None = None, *, is_kept: bool = False
     ) -> None:
         """`is_kept`: the caller keeps `weight` unless it becomes `packed`. Blocks of oneDNN would
-        be a second copy of it, so they are not made."""
+        be a second copy, so they are not made."""
         self._bias, self._is_packed, self._weight = bias, False, weight
         self.packed: PackedMatrix | None = None
         if reason_against_matrices(weight.dtype, weight.device) is None:
@@ -65,9 +65,9 @@ class Linear:
     def __call__(
         self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None, *, is_wide: bool = False
     ) -> Tensor:
-        """Return `[rows, out]`. Outputs without a bit in `wanted`, bit `i % 32` of word `i // 32`,
-        may be left out, and are 0 then. With `is_wide`, results of 16-bit types may come as
-        float32, still rounded to their type."""
+        """Return `[rows, out]`. Outputs without a bit in `wanted` (bit `i % 32` of word `i // 32`)
+        may be left out, and are then 0. With `is_wide`, results of 16-bit types may be float32,
+        still rounded to their type."""
         if self.packed is not None:
             return self.packed(x, wanted, is_wide=is_wide)
         if self._is_packed:
@@ -78,7 +78,7 @@ class Linear:
         return F.linear(x, self._weight, self._bias)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Add the product to `out` `[rows, out]`, in place; the sum is rounded once if the product
+        """Add the product to `out` `[rows, out]` in place. The sum is rounded once if the product
         itself adds."""
         if self.packed is not None or self._is_packed:
             out += self(x)
@@ -89,7 +89,7 @@ class Linear:
 
 
 def _can_pack(weight: Tensor) -> bool:
-    """Whether this torch can reorder the matrix, by operators of its own compiler."""
+    """Whether this torch can reorder the matrix, by operators of torch's compiler."""
     return (
         weight.dtype is torch.float32
         and weight.device.type == "cpu"
@@ -104,8 +104,8 @@ Compile = Callable[[Callable[..., Tensor]], Any]
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide by the root mean square over the last dimension, and multiply by `weight`, which may
-    have a vector for each head. Computed in float32 at least; the quotient is rounded to x's type
-    before the product with a weight of that type, and after the product with a wider one."""
+    have a vector for each head. Computed in float32 or wider. The quotient is rounded to x's type
+    before the product with a weight of this type, but after the product with a wider weight."""
     size = weight.shape[-1:]
     if x.dtype not in _WIDE_TYPES:
         normed = F.rms_norm(x.float(), size, None, eps)
@@ -139,14 +139,14 @@ class Elementwise:
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
     gated: Callable[[Tensor, Tensor], Tensor] = gated
     gelu_gated: Callable[[Tensor, Tensor], Tensor] = gelu_gated
-    # Whether they are kernels. A layer then has gate and up as one matrix, adds in place, and
-    # leaves the rotation to an attention that can rotate.
+    # Whether the functions are kernels. A layer then has gate and up as one matrix, adds in place,
+    # and leaves the rotation to an attention that can rotate.
     is_kernels: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Whether they are those of this module, which other functions with equal results may
-        replace."""
+        """Whether all functions are this module's. Other functions with equal results may then
+        replace them."""
         return self == Elementwise()
 
     @classmethod
@@ -166,19 +166,19 @@ class Elementwise:
 
 
 def _norm_by_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute a norm by the kernel; norms of heads, which an attention without a rotation leaves to
-    the layer, by torch."""
+    """Compute a norm by the kernel. Norms of heads are computed by torch; a layer computes them if
+    its attention does not rotate."""
     return norm(x, weight, eps) if weight.dim() > 1 else rms_norm(x, weight, eps)
 
 
 class Mlp(Protocol):
-    """The part of a layer that computes an addition to each row from the row alone."""
+    """The part of a layer that computes an addition to each row from this row alone."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """Return `[rows, hidden]` from normed rows `[rows, hidden]`. Does not change `x`."""
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Add its result for `x` to `out`, in place. Only layers with kernels call this."""
+        """Add the result for `x` to `out` in place. Only layers with kernels call this."""
 
 
 class SquaredMlp:
@@ -199,8 +199,8 @@ class SquaredMlp:
 
 class DenseMlp:
     """An MLP of three matrices: `down(activation(gate(x)) * up(x))`. Gate and up are one matrix if
-    the library of `kernels/cpu/` multiplies (`gate_up`, which includes the activation), or if the
-    weights have them as one (`_both`)."""
+    the library of `kernels/cpu/` multiplies (`gate_up`, including the activation) or if the weights
+    have them joined (`_both`)."""
 
     __slots__ = ("_both", "_gate", "_gated", "_up", "activation", "down", "gate_up")
 
@@ -233,7 +233,7 @@ class DenseMlp:
         self.down.add_to(out, self._inner(x))
 
     def _inner(self, x: Tensor) -> Tensor:
-        """Return the gated rows, the input of the last matrix."""
+        """Return the gated rows, which the last matrix multiplies."""
         if self._both is not None:
             gate, up = self._both(x).chunk(2, dim=-1)
             return self._gated(gate, up)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixers: the part of a layer in which tokens see those before them.
+"""Mixers: the part of a layer in which a token sees earlier tokens.
 
-Most layers have an AttentionMixer, which reads the K and V of those tokens; others carry a state
-(`states/state_mixer.py`), and some have both. A mixer takes the normed rows of a step and returns
-the input of the layer's output matrix.
+Most layers have an AttentionMixer, which reads K and V of the earlier tokens. Other layers carry a
+state (`states/state_mixer.py`), and some have both. A mixer takes the normed rows of a step and
+returns the input of the layer's output matrix.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _Plan = TypeVar("_Plan", contravariant=True)
 
 
 class Attention(Protocol[_Plan]):
-    """Attention over a paged pool, with a form of plan of its own. An attention that can rotate
-    also has a `QkvAttention` as `of_qkv`."""
+    """Attention over a paged pool. Each implementation has its own form of plan. An attention that
+    can rotate also has a `QkvAttention` as `of_qkv`."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: _Plan, /) -> Tensor:
-        """Write `k` and `v` `[tokens, kv heads, head_dim]` of a layer to the pool, then attend `q`
-        `[tokens, heads, head_dim]`. Return `[tokens, heads * head_dim]`. `layer` is the layer's
-        number in the model."""
+        """Write `k` and `v` `[tokens, kv heads, head_dim]` of a layer to the pool, then compute
+        attention for `q` `[tokens, heads, head_dim]`. Return `[tokens, heads * head_dim]`. `layer`
+        is the layer's number in the model."""
 
 
 class QkvAttention(Protocol[_Plan]):
-    """An attention that rotates by itself."""
+    """Attention that includes the rotation of queries and keys."""
 
     def __call__(self, qkv: Tensor, rotary: Rotary, layer: int, plan: _Plan, /) -> Tensor:
-        """Compute the attention of `qkv` `[tokens, heads + 2 kv heads, head_dim]`, whose queries
-        and keys are neither normed nor rotated. It may be overwritten. Return `[tokens, heads *
+        """Compute the attention of `qkv` `[tokens, heads + 2 kv heads, head_dim]`. Its queries and
+        keys are neither normed nor rotated yet. It may be overwritten. Return `[tokens, heads *
         head_dim]`."""
 
 
@@ -50,30 +50,30 @@ class MixerStep(Generic[Plan]):
 
     attention: Attention[Plan]
     plan: Plan
-    # Of each of the model's rotary positions: cosines and sines `[tokens, 1, head_dim // 2]`, or
-    # the tables for an attention that rotates by itself, which is `of_qkv` then.
+    # For each kind of rotary positions: cosines and sines `[tokens, 1, head_dim // 2]`, or, if
+    # `of_qkv` rotates, the tables.
     turns: list[tuple[Tensor, Tensor]]
     rotaries: list[Rotary]
     of_qkv: QkvAttention[Plan] | None
-    growth: Tensor | None  # [tokens, 1, 1]: a factor of queries
+    growth: Tensor | None  # [tokens, 1, 1]: factor of the queries
     states: StateStep | None  # None: no layer carries a state
 
 
 class Mixer(Protocol):
-    """The work of a layer before its output matrix."""
+    """The part of a layer before its output matrix."""
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
         """Return `[tokens, inner]` from normed rows `[tokens, hidden]`, which stay unchanged."""
 
 
 class ParallelMixer:
-    """Attention and a state mixer side by side: both see the same rows, and one matrix multiplies
-    the outputs of both."""
+    """Attention and a state mixer side by side. Both see the same rows, and one matrix multiplies
+    both outputs."""
 
     __slots__ = ("_attention", "_factor", "_state")
 
     def __init__(self, attention: AttentionMixer, state: Mixer, factor: float) -> None:
-        """`factor` multiplies the attention's output; a state mixer applies its factor itself."""
+        """`factor` multiplies the attention's output; the state mixer applies its own factor."""
         self._attention, self._state, self._factor = attention, state, factor
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
@@ -128,8 +128,8 @@ class AttentionMixer:
         return step.attention(q, k, heads[:, turning:], self.layer, step.plan)
 
     def _norm_heads(self, turned: Tensor) -> Tensor:
-        """Return queries and keys `[tokens, heads + kv heads, head_dim]`, normed if the model does
-        that."""
+        """Return queries and keys `[tokens, heads + kv heads, head_dim]`, normed if the model has
+        these norms."""
         weight, spec = self.head_norms, self._spec
         if weight is None:
             return turned

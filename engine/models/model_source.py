@@ -10,7 +10,7 @@ from .model_spec import ModelSpec
 
 
 class ModelSource(NamedTuple):
-    """The directory of a model, and its specification."""
+    """A model's directory and its specification."""
 
     path: Path
     spec: ModelSpec

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelSpec: the shape of a model, a frozen value object that `spec/spec_parser.py` reads from a
-Hugging Face directory's config.json."""
+"""ModelSpec: the shape of a model, an immutable value. `spec/spec_parser.py` reads it from the
+config.json of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .states.state_spec import StateSpec
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Factors of a family that scales."""
+    """The factors of a family with scales."""
 
     embedding: float
-    attention: float  # of scores, in place of one over the root of head_dim
-    residual: float  # of the additions of attention and MLP
+    attention: float  # of scores, instead of 1 / root of head_dim
+    residual: float  # of what attention and MLP add
     logits: float  # divisor of logits
 
 
@@ -46,25 +46,25 @@ class ModelSpec:
     mlp_bias: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    sliding_window: int | None = None  # the last positions that some layers see; None: all
-    stored_dtype: str | None = None  # the checkpoint's number type; None: it names none of ours
-    sliding_layers: tuple[int, ...] | None = None  # those layers; None where there is no window
-    local_rope: RopeSpec | None = None  # of those layers; None: `rope` is that of all
-    query_scalar: float | None = None  # scores are divided by its root; None: by that of head_dim
+    sliding_window: int | None = None  # the last positions that `sliding_layers` see; None: all
+    stored_dtype: str | None = None  # the checkpoint's number type; None if it names none of ours
+    sliding_layers: tuple[int, ...] | None = None  # layers with the window; None without a window
+    local_rope: RopeSpec | None = None  # of `sliding_layers`; None: `rope` is for all
+    query_scalar: float | None = None  # scores are divided by its root; None: by head_dim's
     logits_softcap: float | None = None  # logits stay within plus and minus this
-    is_text_part: bool = False  # of a checkpoint that holds more, whose tensors have a prefix
+    is_text_part: bool = False  # of a checkpoint with more parts; names have a prefix
     is_eagle: bool | None = None  # layers over another model's hidden states (`eagle_spec.py`)
     experts: ExpertSpec | None = None
     scales: Scales | None = None
     score_softcap: float | None = None  # attention's scores stay within plus and minus this
-    still_layers: tuple[int, ...] | None = None  # those without rotary positions
+    still_layers: tuple[int, ...] | None = None  # layers without rotary positions
     # Queries at position p are multiplied by 1 + this * ln(1 + floor(p / original_max_positions)).
     query_growth: float | None = None
-    turning_dim: int | None = None  # the elements of a head that turn; None: all
-    state: StateSpec | None = None  # of layers that carry a state; None: none do
-    attention_layers: tuple[int, ...] | None = None  # with K and V; None: those without a state
-    mlp_layers: tuple[int, ...] | None = None  # those with an MLP; None: all
-    multipliers: Multipliers | None = None  # factors of a family; `scales` follow from them
+    turning_dim: int | None = None  # elements of a head that rotate; None: all
+    state: StateSpec | None = None  # for layers that carry a state; None: no layer does
+    attention_layers: tuple[int, ...] | None = None  # with K and V; None: all without a state
+    mlp_layers: tuple[int, ...] | None = None  # layers with an MLP; None: all
+    multipliers: Multipliers | None = None  # factors of a family; `scales` is made from them
 
     @property
     def family(self) -> Family:
@@ -97,7 +97,7 @@ class ModelSpec:
 
     @property
     def rope_of_layers(self) -> tuple[int, ...]:
-        """The index in `ropes` of each layer."""
+        """The index in `ropes` for each layer."""
         second = self.still_layers
         if second is None:
             second = () if self.local_rope is None else self.sliding_layers or ()
@@ -111,11 +111,11 @@ class ModelSpec:
 
     @property
     def embedding_scale(self) -> float:
-        """Factor of embeddings; a Gemma rounds it to their type.
+        """Factor of embeddings; Gemma models round it to the type of the embeddings.
 
         If a layer's parts are multiplied by r before they are added, hidden states are kept divided
-        by r. Then the parts need no factor. Norms give the same results: a factor of their input
-        cancels, except against eps, and `stream_eps` is divided to match.
+        by r, and the parts need no factor. The results of norms are the same, because a factor of
+        their input cancels, except against eps; `stream_eps` is divided to match.
         """
         if self.scales is not None:
             return self.scales.embedding / self.scales.residual
@@ -123,7 +123,7 @@ class ModelSpec:
 
     @property
     def stream_eps(self) -> float:
-        """Eps of norms of hidden states, which are divided as described in `embedding_scale`."""
+        """Eps of norms of hidden states, divided to match `embedding_scale`."""
         residual = 1.0 if self.scales is None else self.scales.residual
         return self.rms_norm_eps / residual**2
 
@@ -131,7 +131,7 @@ class ModelSpec:
         return self.state is not None and layer in self.state.layers
 
     def has_attention(self, layer: int) -> bool:
-        """Whether a layer has K and V, perhaps beside a state."""
+        """Whether a layer has K and V, with or without a state."""
         if self.attention_layers is None:
             return not self.has_state(layer)
         return layer in self.attention_layers
@@ -151,7 +151,7 @@ class ModelSpec:
 
     @property
     def widest_mlp(self) -> int:
-        """The most numbers of a token between the matrices of a layer's MLP."""
+        """The most numbers per token between the matrices of a layer's MLP."""
         if self.experts is None:
             return self.intermediate_size
         mixture = self.experts.num_per_token * self.experts.size + self.experts.shared_size
@@ -160,19 +160,19 @@ class ModelSpec:
 
     @property
     def max_context(self) -> int:
-        """The longest sequence, in tokens, that is computed as in training, with K and V that can
-        be cached and shared."""
+        """The longest sequence, in tokens, that is computed as in training and whose K and V can be
+        cached and shared."""
         return min(stable_length(rope, self.max_positions) for rope in self.ropes)
 
     def layout(self, block_size: int, kv_dtype: str) -> BlockLayout:
-        """Return the layout of a block's K and V, for the layers that have any."""
+        """Return the layout of a block's K and V, for the layers that have K and V."""
         return BlockLayout(
             self.num_kv_layers, block_size, self.num_kv_heads, self.head_dim, kv_dtype
         )
 
     def draft_layout(self, block_size: int, kv_dtype: str, dtype: str) -> BlockLayout:
-        """Return the layout of a draft model's part of a block. An EAGLE head has places behind its
-        layers for the hidden states that it reads, which are in `dtype`."""
+        """Return the layout of a draft model's part of a block. An EAGLE head has more places after
+        its layers, for the hidden states that it reads, which have type `dtype`."""
         layout = self.layout(block_size, kv_dtype)
         if not self.is_eagle:
             return layout
@@ -181,8 +181,8 @@ class ModelSpec:
 
 
 def resolve_max_model_len(spec: ModelSpec, wanted: int | None) -> int:
-    """Return the context to serve: `wanted`, or all that the model allows. Raises ConfigError for
-    more."""
+    """Return the context to serve: `wanted`, or the model's maximum. Raise ConfigError if `wanted`
+    is more."""
     if wanted is None:
         return spec.max_context
     if wanted <= spec.max_context:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary positions: inverse frequencies of every kind, their tables, and the rotation itself.
 
-Frequencies and angles are computed in float32 with the order of operations of transformers, because
-models are trained with its rounding; only the finished tables are cast.
+Frequencies and angles are computed in float32 in the order of operations of transformers, because
+models are trained with its rounding. Only the finished tables are cast.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def rope_tables(
     `dtype`. With `turning_dim` only so many elements of a head rotate, in the order of
     `turning_order`.
 
-    `length` must not exceed the model's `max_context`: up to that no kind depends on the length of
-    a sequence, and these tables equal those of transformers.
+    `length` must not exceed the model's `max_context`. Up to there no kind depends on the length of
+    a sequence, and the tables equal transformers' tables.
     """
     frequencies, scale = inverse_frequencies(rope, turning_dim or head_dim, max_positions)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
     cos, sin = (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
-    # The last row has the widest angles.
+    # The last row has the largest angles.
     if not (cos[-1].isfinite().all() and sin[-1].isfinite().all()):
         raise ConfigError(
             f"the {rope.kind} rotary positions of config.json come to numbers that {dtype} cannot "
@@ -49,9 +49,9 @@ def rope_tables(
 
 
 def turning_order(head_dim: int, turning_dim: int) -> Tensor:
-    """Return int64 `[head_dim]`: for each element of a head here, its index in a stored head, whose
-    first `turning_dim` elements rotate, in pairs of their two halves. Here element i of the first
-    half of a head is paired with element i of the second, and some pairs do not rotate."""
+    """Return int64 `[head_dim]`: for each element of a head here, its index in a stored head. In a
+    stored head the first `turning_dim` elements rotate, in pairs of their halves. Here element i of
+    a head's first half pairs with element i of its second, and some pairs do not rotate."""
     places = torch.arange(head_dim)
     middle, still = turning_dim // 2, turning_dim + (head_dim - turning_dim) // 2
     return torch.cat(
@@ -60,14 +60,14 @@ def turning_order(head_dim: int, turning_dim: int) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Return frequencies, float32 `[head_dim // 2]`, and the factor of the finished tables."""
+    """Return the frequencies, float32 `[head_dim // 2]`, and a factor for the tables."""
     return _KINDS[rope.kind](rope, head_dim, max_positions)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `[tokens, heads, head_dim]`; `cos` and `sin` are `[tokens, 1, head_dim // 2]`.
 
-    Llama pairs element i of the first half of a head with element i of the second.
+    Like Llama, pair element i of a head's first half with element i of its second half.
     """
     first, second = x.chunk(2, dim=-1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -90,8 +90,8 @@ def _linear(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float
 
 
 def _dynamic(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    # Up to max_positions the stretched base equals theta except for rounding. It is still computed,
-    # so that the rounding is the same.
+    # Up to max_positions the stretched base equals theta except for rounding. It is computed all
+    # the same, for the same rounding.
     stretch = rope.factor * max_positions / max_positions - (rope.factor - 1)
     base = rope.theta * stretch ** (dim / (dim - 2)) if dim > 2 else rope.theta
     return 1.0 / (base ** _exponents(dim)), 1.0
@@ -105,7 +105,7 @@ def _proportional(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor,
 
 
 def _llama3(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Stretch long waves, keep short ones, and blend those between."""
+    """Stretch long waves, keep short waves, and blend the waves between."""
     frequencies = _default(rope, dim, max_positions)[0]
     length = rope.original_max_positions
     waves = 2 * math.pi / frequencies
@@ -119,10 +119,10 @@ def _llama3(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float
 
 
 def _yarn(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Blend kept frequencies and stretched ones by a ramp over the dimensions."""
+    """Blend kept and stretched frequencies by a ramp over the dimensions."""
 
     def dimension(turns: float) -> float:
-        """Return the dimension whose wave has so many turns within the original length."""
+        """Return the dimension whose wave makes so many turns within the original length."""
         waves = math.log(rope.original_max_positions / (turns * 2 * math.pi))
         return dim * waves / (2 * math.log(rope.theta))
 
@@ -151,7 +151,7 @@ def _yarn_attention(rope: RopeSpec) -> float:
 
 
 def _longrope(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Use the factors for short sequences: `max_context` ends where the long ones would begin."""
+    """Use the factors for short sequences: `max_context` ends where long ones would begin."""
     scale = rope.attention_factor
     if scale is None:
         grown = math.log(rope.factor) / math.log(rope.original_max_positions)

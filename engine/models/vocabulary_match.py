@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check that two models use the same ids for the same tokens, by their tokenizer.json."""
+"""Checks that two models use the same ids for the same tokens, by their tokenizer.json."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _FILE = "tokenizer.json"
 
 def check_vocabulary(model: ModelSource, draft: ModelSource) -> None:
     """Raise ConfigError if the ids of two models mean different tokens. If both have a tokenizer,
-    these are compared, and the models may have rows that no token uses; otherwise the numbers of
-    their rows must be equal."""
+    these are compared, and the models may have rows that no token uses. Otherwise their numbers of
+    rows must be equal."""
     own, other = (each.path / _FILE for each in (model, draft))
     if is_there(own) and is_there(other):
         why = _difference(own, other)
@@ -34,7 +34,7 @@ def check_vocabulary(model: ModelSource, draft: ModelSource) -> None:
 
 
 def _difference(own: Path, other: Path) -> str:
-    """Return the first token whose id differs between two files, in words; empty: none does."""
+    """Describe the first token whose id differs between two files; empty if all are equal."""
     data = own.read_bytes(), other.read_bytes()
     if data[0] == data[1]:
         return ""
@@ -50,7 +50,7 @@ def _read_ids(path: Path, data: bytes) -> dict[str, int]:
     try:
         return dict(FastTokenizer.from_buffer(data).get_vocab(with_added_tokens=True))
     except BaseException as error:
-        # A panic of the Rust library is no Exception, and would end a server.
+        # A panic of the Rust library is not an Exception, and would end a server.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ConfigError(

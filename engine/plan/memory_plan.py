@@ -6,7 +6,7 @@ It computes bytes, blocks and seconds from shapes, sizes and rates. It measures,
 nothing. Prefill of n tokens is counted in operations:
 
     2 * n * (elements of the layers' matrices)  +  2 * n^2 * layers * heads * head_dim
-             (of experts: only those of a token)
+             (of experts: only a token's experts)
 
 The second term is for scores and weighted sums, over half of the square. Loads are counted in
 whole, contiguous blocks. Blocks of lower tiers pass through the CPU tier singly.
@@ -180,7 +180,7 @@ def capacity(
     typical_tokens: int,
     null_blocks: int = 0,
 ) -> Capacity:
-    """Return the capacity of `blocks`, of which `null_blocks` are empty. Requests take whole
+    """Return the capacity of `blocks`; `null_blocks` of them stay empty. Requests take whole
     blocks."""
     usable = blocks - null_blocks
     return Capacity(

@@ -51,7 +51,7 @@ class RequestExtras(
 
     session: str = ""  # the same for all turns of a conversation or of an agent's job
     is_last_step: bool = False  # no other turn of the job follows
-    tool: str = ""  # the tool whose result this turn has; "": none, or unknown
+    tool: str = ""  # the tool whose result this turn has; "": no tool, or unknown
     kv_transfer: dict[str, Any] = {}  # passed unchanged to the connector and its tiers
     # The last output waits until others can load the prompt's blocks, and has a ticket.
     hand_over: bool = False
@@ -62,7 +62,7 @@ class RequestExtras(
     prompt_embeds: bytes = b""
     # `last` or `mean`: the prompt's embedding is to come with the first token; "": no embedding.
     pooling: str = ""
-    forks: list[Fork] = []  # requests queued with this one, which differ only in these fields
+    forks: list[Fork] = []  # further answers to this prompt, queued with the request
     # True: the prompt goes on, and an ExtendPrompt brings its next part.
     more_follows: bool = False
     # This request and its forks are the answers of a beam search.

@@ -29,7 +29,7 @@ class Ticket(
 ):
     """A prompt whose blocks other nodes can load, and the first token of its answer."""
 
-    num_tokens: int  # of the prompt
+    num_tokens: int  # number of tokens of the prompt
     prompt: str  # hexadecimal digest of tokens, model, tenant and salt
     params: str  # `params_digest` of the request
     first_token: int

@@ -32,7 +32,7 @@ _PROMPT = b"stratakv.prompt"
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """Pack ids as little-endian int32. Raises ValueError for an id that is no such integer."""
+    """Pack ids as little-endian int32. Raises ValueError for an id that does not fit."""
     try:
         return struct.pack(f"<{len(token_ids)}i", *token_ids)
     except struct.error as error:
@@ -59,7 +59,7 @@ class BlockHasher(NamedTuple):
     root: bytes  # the digest of the identity of all engines that share these blocks
     # The digests (32 bytes each) of a request's full blocks that its `block_hashes` lack.
     digests: Callable[[Request], list[bytes]]
-    # The digest of a request's prompt tokens behind the full blocks; b"" if there are none.
+    # The digest of a request's prompt tokens behind the full blocks; b"" without such tokens.
     tail: Callable[[Request], bytes]
 
 
@@ -122,7 +122,7 @@ class DraftRecord:
     most: int  # how many drafts the request gets next
     num_steps: int = 0  # steps with drafts of this request
     num_drafts: float = 0.0  # drafts of a step, averaged with more weight on newer steps
-    num_accepted: float = 0.0  # accepted drafts, averaged likewise
+    num_accepted: float = 0.0  # accepted drafts, averaged in the same way
     num_pauses: int = 0  # pauses in a row
     resume_at: int = 0  # it gets drafts again from this number of tokens on
 
@@ -265,17 +265,17 @@ class Request:
         self.routed_from = routed_from
         self.pooling = pooling  # see `RequestExtras`
         self.priority = priority  # lower is earlier, under policies that use it
-        # The name of an agent's job, which is unique to its tenant; b"" without one.
+        # The name of an agent's job, unique to its tenant; b"" without a job.
         self.job = job_key(cache_salt, job_id) if job_id else b""
         self.job_id = job_id
         self.tenant = tenant  # "": shared by all clients without a tenant
         # The id of a request with the same prompt. Both choose their first token in one step.
         self.fork_of = "" if fork_of is None else fork_of.request_id
-        # Until this request runs: the request that it continues. It goes on in that one's blocks if
-        # they are kept.
+        # Until this request runs: the request that it continues. It goes on in the other's blocks
+        # if they are kept.
         self.continues = continues
         self.keeps_blocks = False  # True: other requests continue this one after its end
-        self.num_likeliest = 0  # as in `NewRequestData`
+        self.num_likeliest = 0  # see `NewRequestData`
         self.is_last_step = is_last_step
         self.number = next(_numbers)  # counts the requests of this process in order
 
@@ -301,7 +301,7 @@ class Request:
         self.cached_tokens_by_tier: dict[str, int] = {}
         self.num_preemptions = 0
         # True: no look-up in the tiers. After a failed load another look-up could loop for ever. If
-        # the request continues one that has just ended, no tier has more than the pool.
+        # it continues a request that has just ended, no tier has more than the pool.
         self.external_load_failed = continues is not None or routed_from is not None
 
         self.status = RequestStatus.WAITING

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampling parameters of a request, checked once when a client sends them.
 
-The names are those of OpenAI's and vLLM's APIs. Parts that know the vocabulary check the token ids.
+The names are as in OpenAI's and vLLM's APIs. Parts that know the vocabulary check the token ids.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_REASONING_MARK_TOKENS = 64
 # A pattern of this length costs some microseconds for each token of an answer.
 MAX_PATTERN_TOKENS = 256
 MAX_PATTERN_COUNT = 1024
-MAX_EXTRA_ARGS_BYTES = 16 * 1024  # as JSON
+MAX_EXTRA_ARGS_BYTES = 16 * 1024  # the size of their JSON
 MAX_EXTRA_ARGS_DEPTH = 8
 
 _SEEDS = 2**64
@@ -105,9 +105,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     min_p: float = 0.0
-    repetition_penalty: float = 1.0  # of prompt and output tokens; above 1 makes them less likely
-    presence_penalty: float = 0.0  # of output tokens, once
-    frequency_penalty: float = 0.0  # of output tokens, each time
+    repetition_penalty: float = 1.0  # above 1 makes tokens of prompt and output less likely
+    presence_penalty: float = 0.0  # subtracted once from logits of output tokens
+    frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id, number added to its logit
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()

@@ -37,8 +37,8 @@ class GrammarSpec(NamedTuple):
     """A grammar to compile. Equal specs accept the same texts."""
 
     kind: Kind
-    text: str  # of a choice: a JSON list of its strings; of a JSON object: empty
-    any_whitespace: bool = True  # between the parts of JSON; False: none, or one space
+    text: str  # a choice has a JSON list of its strings; a JSON object has ""
+    any_whitespace: bool = True  # between the parts of JSON; False: no space or one space
     whitespace_pattern: str = ""  # a regex for the white space; overrides `any_whitespace`
 
 
@@ -47,8 +47,8 @@ class StructuredOutputsParams(
 ):
     """The form of an answer. Exactly one of these fields gives it: `json`, a schema as a dict or as
     text; `regex`; `choice`, a list of texts; `grammar`, as EBNF (GBNF) or Lark; `json_object`, any
-    JSON object; `structural_tag`, free text with tags that begin parts of a schema, as a dict or
-    text.
+    JSON object; `structural_tag`, free text whose tags begin parts that follow a schema, as a dict
+    or text.
 
     `disable_any_whitespace` and `whitespace_pattern` concern the white space in JSON. Raises
     ValueError, which names the field, if no field or several are given, for a wrong type, and for a

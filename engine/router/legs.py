@@ -65,9 +65,9 @@ def read_facts(path: str, fields: Fields) -> Facts:
 
 def wants_prefill(facts: Facts, above: int) -> bool:
     """Whether a prefill node is to compute the prompt first. The prompt must have more than `above`
-    tokens, and the request no `kv_transfer_params` of another router. A request for prompt
-    log-probabilities stays with the decode node, which computes the whole prompt for them, and so
-    does a beam search, which one node makes alone."""
+    tokens, and the request no `kv_transfer_params` of another router. No prefill node gets a
+    request for prompt log-probabilities, because the decode node would compute the whole prompt for
+    them, nor a beam search, because one node makes it alone."""
     return (
         facts.prompt_tokens > above
         and _is_null(facts.fields, KV_PARAMS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The identity of a node (`GET /node`), and the check that two nodes can serve the same clients.
 
-A field is compared only if both nodes give it, so that newer nodes may give more than older ones.
+A field is compared only if both nodes give it, so newer nodes may give further fields.
 """
 
 from __future__ import annotations

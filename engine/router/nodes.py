@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The nodes, the state of each, and the choice between them.
 
-The rest of the router may rely on this: `pick` returns a node that is up as far as the router
-knows, except that it returns a decode node though all are down; a drained or refused node gets no
-requests; `busy` counts requests in flight.
+The rest of the router may rely on this: `pick` returns a node that is believed up or, if all decode
+nodes are believed down, one of these; a drained or refused node gets no requests; `busy` counts
+requests in flight.
 
 A node is refused if it was started for another role, or differs from the *reference*, the identity
 of the current decode nodes. The first decode node on the command line that is up sets the
@@ -33,8 +33,7 @@ from .upstream import NodeError, NodeRequest, NodeSlow, exchange
 logger = logging.getLogger(__name__)
 
 # After so many failed health checks in a row a node counts as dead or hung: its requests are
-# aborted, so that they can be tried elsewhere. After so many checks down a node no longer keeps the
-# reference.
+# aborted, so that they can be tried elsewhere. After so many checks down it loses the reference.
 HOPELESS_LOOKS = 5
 _MAX_ANSWER_BYTES = 64 * 1024
 _NOT_IMPLEMENTED = 501
@@ -59,9 +58,9 @@ class Node:
         self.in_flight = 0  # requests of ours
         self.num_requests = 0
         self.last_error = ""
-        self.failed_looks = 0  # in a row, without any answer
-        self.looks_down = 0  # in a row
-        self.identity: Identity | None = None  # from its last answer; None: other software
+        self.failed_looks = 0  # failed health checks in a row, without any answer
+        self.looks_down = 0  # health checks in a row that found the node down
+        self.identity: Identity | None = None  # as last answered; None: other software
         self.refused = ""  # the reason why the node is not used
         self.difference: Difference | None = None  # set if a difference is the reason
         self.follows = True  # False: the node lacks the route /follow
@@ -207,7 +206,7 @@ class Nodes:
         ]
 
     def judge(self) -> None:
-        """Refuse the nodes whose known identity does not fit, and accept those that fit now."""
+        """Refuse the nodes whose known identity does not fit, and accept nodes that fit now."""
         if (holder := self._find_holder()) is not None:
             self._reference, self._holder = holder.identity, holder.name
         for node in self:

@@ -85,7 +85,8 @@ class PartsBody:
         return bytes(held)
 
     async def read_more(self) -> bytes:
-        """The next bytes, or b"" after the end. Raises ApiError for late ones, and ClientGone."""
+        """The next bytes, or b"" after the end. Raises ApiError if they come too late, and
+        ClientGone."""
         if self._is_over:
             return b""
         chunk = await self._next_lines()
@@ -208,7 +209,7 @@ class SocketParts:
         self._is_whole = False
 
     async def read_lines(self) -> bytes:
-        """The next message as a line, or b"" after the last one. Raises ApiError for an invalid
+        """The next message as a line, or b"" after the last message. Raises ApiError for an invalid
         message, and ClientGone."""
         self.num_held = 0  # the last message has been passed on
         if self._is_whole:

@@ -171,7 +171,7 @@ class Proxy:
         deadline: float,
         first: Node | None = None,
     ) -> None:
-        """Send a request to decode nodes until one answers. `first` is tried before the others
+        """Send a request to decode nodes until one answers. `first` is tried before other nodes
         while it is a candidate."""
         tried: list[Node] = []
         error: NodeError | None = None

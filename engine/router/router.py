@@ -304,7 +304,7 @@ class Router:
 
 
 def read_admin_key(path: Path | None) -> str | None:
-    """The key in a file. Raises ConfigError for a file that cannot be read or holds none."""
+    """The key in a file. Raises ConfigError for a file that cannot be read or holds no key."""
     if path is None:
         return None
     try:

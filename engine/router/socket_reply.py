@@ -125,7 +125,7 @@ def _bad_answer(status: int) -> ApiError:
 
 
 def _read_error(data: bytes, status: int) -> ApiError | None:
-    """The error object in a node's answer; None if it is no such object."""
+    """The error object in a node's answer; None if the answer is no error object."""
     status = status if status >= 400 else 500  # an error within a stream
     try:
         said = _error_decoder.decode(data).error

@@ -88,7 +88,7 @@ class NodeAnswer:
         self.status = head.status_code
         self.headers: Headers = list(head.headers)
         names = {name for name, _ in self.headers}
-        # The end of such an answer looks like a lost connection.
+        # The end of such an answer cannot be told from a lost connection.
         self.ends_by_closing = not names & {b"content-length", b"transfer-encoding"}
         self.is_chunked = b"transfer-encoding" in names
 
@@ -191,7 +191,7 @@ class _Connection:
             raise NodeSlow(f"did not take the request in {self._wait_seconds:g} s") from None
 
     async def read_head(self) -> h11.Response:
-        """The head of the answer, after informational ones."""
+        """The head of the answer; informational heads before it are dropped."""
         while True:
             event = await self.read_event()
             if isinstance(event, h11.Response):

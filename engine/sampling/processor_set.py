@@ -28,7 +28,7 @@ BUILT_IN: tuple[type[LogitsProcessor], ...] = (
 class LogitsRows(NamedTuple):
     """The batch row, offset and drafts of each row of logits, as in `LogitsProcessor.apply`."""
 
-    rows: IntArray  # of the batch
+    rows: IntArray  # rows of the batch
     offsets: IntArray | None = None
     drafts: Drafts | None = None
 

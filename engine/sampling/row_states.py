@@ -23,7 +23,7 @@ _SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 # A temporary array of so many float64 takes 8 MiB. For a whole batch with a large vocabulary it
 # would take hundreds of MiB, allocated each time: a draw from 256 rows took five times as long.
 LOGITS_CHUNK_CPU = 2**20
-# 64 MiB: each part costs a GPU some thirty launches, and a GPU has no such caches.
+# 64 MiB: on a GPU each part costs some thirty launches, and there are no such caches.
 LOGITS_CHUNK_GPU = 2**23
 
 
@@ -152,7 +152,8 @@ class RowStates(RowFollower, Generic[State]):
         return bool(self._states)
 
     def of(self, rows: IntArray) -> list[tuple[int, State]]:
-        """Return the states in `rows`, each with its index there. Rows without one cost no time."""
+        """Return the states in `rows`, each with its index there. Rows without a state cost no
+        time."""
         if not self._states:
             return []
         indices = np.flatnonzero(self._has_state[rows])

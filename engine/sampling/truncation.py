@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Top-k and top-p: the logits of a row that a draw leaves out.
 
-Tokens whose logit equals the smallest kept logit stay too: the order of equal logits does not
-matter.
+Tokens whose logit equals the smallest kept logit stay too: the order of equals has no effect.
 """
 
 from __future__ import annotations
@@ -119,7 +118,8 @@ def _cutoff(
         total = sums[:, -1]
         if not (is_free_to_look(device) and bool(is_whole.all())):
             total = torch.where(is_whole, total, _sum_of(scaled, kth))
-        # The first tokens whose sum reaches the share are kept: `count` of them and the next one.
+        # The first tokens whose sum reaches the share are kept: the first `count` tokens and the
+        # next token.
         count = (sums < (share * total)[:, None]).sum(dim=-1)
         is_short = None
         if width < vocab and by_share_alone.any():

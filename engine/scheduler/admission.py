@@ -388,8 +388,8 @@ class Admission:
         return self._manager.watermark_blocks if self._states.running else 0
 
     def _make_room(self, request: Request) -> bool:
-        """Take blocks from a pin; or, if no request runs and so none will release blocks, from a
-        finished load."""
+        """Take blocks from a pin; or, if no request runs to release blocks, from a finished
+        load."""
         if self._release_pin(request):
             return True
         if self._reservations is not None:
@@ -481,7 +481,7 @@ class Admission:
 
 
 def _num_queued(running: list[Request]) -> int:
-    """Count the tokens that running prompts still have to compute, before those of waiting ones."""
+    """Count the tokens of running prompts still to compute; they come before waiting prompts."""
     missing = [request.num_tokens - request.num_computed_tokens for request in running]
     return sum([count for count in missing if count > 1])
 

@@ -55,8 +55,8 @@ def check_request(request: Request, manager: KVCacheManager) -> None:
 
 
 def check_embeds(request: Request, held: int) -> None:
-    """Raise QueueFull if prompt embeddings (`held` bytes and this request's) take too much memory:
-    up to thousands of times that of tokens. Embeddings of any size fit if none are held."""
+    """Raise QueueFull if prompt embeddings (`held` bytes and this request's) take too much memory,
+    up to thousands of times as much as tokens. If none are held, any size fits."""
     more = request.embed_bytes
     if held and held + more > MAX_EMBED_BYTES:
         raise QueueFull(

@@ -416,7 +416,7 @@ class Scheduler:
                     ended = RequestStatus.FINISHED_PROCESSOR_FAILED
                 outputs.append(self._writer.finish_request(request, ended, now, error))
                 num_ended += 1
-        # Each other output has one token, plus those that `num_more` counts.
+        # Each other output has one token; `num_more` counts further tokens.
         num_tokens = len(outputs) - num_ended + self._writer.num_more - num_more
         self._context.counts["generated_tokens"] += num_tokens
         if runner_output.has_figures:
@@ -445,9 +445,9 @@ class Scheduler:
     def fail_step(
         self, scheduler_output: SchedulerOutput, error: BaseException | str
     ) -> list[TokenOutput]:
-        """Take in that a step raised in the worker. Its requests end with an error, and so do those
-        of all later steps in flight, which will not come back. The blocks of these steps lose their
-        names. Other requests go on, and loads in flight are reported as usual."""
+        """Take in that a step raised in the worker. Its requests end with an error, and so do the
+        requests of all later steps in flight, which will not come back. The blocks of these steps
+        lose their names. Other requests go on, and loads in flight are reported as usual."""
         landed = self._land(scheduler_output)._replace(output=scheduler_output)
         failed = [landed, *self._in_flight]
         self._in_flight.clear()

@@ -251,7 +251,7 @@ class StepBuilder:
         )
 
     def _describe(self) -> tuple[list[NewRequestData], CachedRequestData]:
-        """Return the requests that are new to the worker, and the changes of the others."""
+        """Return the requests that are new to the worker, and the changes of known requests."""
         new, cached = [], CachedRequestData()
         states = self.manager.states
         for entry in self._to_tell.values():

@@ -23,7 +23,7 @@ _MOST_BEHIND_MARK = 1
 
 class Thought:
     """The thought at the beginning of an answer, if it has one: the prompt ends in a start mark, or
-    the answer's first token is one."""
+    the answer's first token is a start mark."""
 
     __slots__ = ("_end", "_matched", "_num_seen", "_position", "opener")
 
@@ -79,8 +79,7 @@ class Thought:
 
 class White:
     """The tokens that are white space. A grammar of JSON may reach a place where only white space
-    can ever follow, for example at a key about which two rules of the schema contradict each
-    other."""
+    can ever follow, for example at a key for which two rules of the schema conflict."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._ids = frozenset(

@@ -2,7 +2,7 @@
 """The choice of the backend that compiles a grammar.
 
 `auto` gives xgrammar the grammars that xgrammar follows quickly and exactly. All other grammars go
-to llguidance, which limits its own work. Without one of the two, the other takes what it can.
+to llguidance, which limits its own work. If one is missing, the other takes what it can.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INSTALL = "run in a clone of StrataKV: pip install '.[grammar]'"
 
 
 def why_missing(name: str) -> str:
-    """Return the package that a backend lacks, and the remedy; empty if it lacks none."""
+    """Return the package that a backend lacks, and the remedy; empty if no package is missing."""
     wanted = list(_PACKAGES) if name == "auto" else [name]
     if any(_is_installed(each) for each in wanted):
         return ""

@@ -40,7 +40,7 @@ COMPILE_LIMIT = Limit(cpu_seconds=10.0)
 # The limit of a grammar's first try. After it the untried grammars of all tenants come first.
 MOMENT = Limit(cpu_seconds=0.25, seconds=3.0)
 FOLLOW_LIMIT = Limit(cpu_seconds=1.0, seconds=60.0)  # a row of a grammar that a process follows
-MOST_BYTES = 64 * 1024**2  # of one grammar
+MOST_BYTES = 64 * 1024**2  # the size of one grammar
 CACHE_BYTES = 256 * 1024**2
 CACHE_ENTRIES = 1024
 MOST_WAITING = 1024
@@ -245,7 +245,7 @@ class GrammarCompiler:
         dropped: list[Compilation] = []
         num_entries, num_bytes = self.num_cached, self.num_cached_bytes
         while num_entries > CACHE_ENTRIES or (num_entries and num_bytes > self._cache_bytes):
-            # The tenant with most loses one, so one tenant's grammars displace no others'.
+            # The tenant with most loses one: no tenant's grammars displace another tenant's.
             many = num_entries > CACHE_ENTRIES
             tenant = max(
                 self._kept,
@@ -290,7 +290,7 @@ class GrammarCompiler:
         """Start the threads, with the first grammar."""
         if self._threads:
             return
-        # The builder imports what it will need while a process compiles.
+        # The builder imports its modules for `build` while a process compiles.
         self._builder.put("", partial(self._prepare, spec), is_first=True)
         works = [partial(self._work, self._quick, MOMENT, is_second=False)]
         works += [partial(self._work, self._long, self._limit, is_second=True)] * self._num_long
@@ -354,8 +354,8 @@ class GrammarCompiler:
         self._builder.put(compilation.tenant, partial(self._run_here, compilation, take_over))
 
     def _follow_apart(self, tenant: str, process: FollowingProcess) -> Grammar:
-        """Return a grammar that its process follows. At the limit of such grammars the one longest
-        unused ends. Raises NotNow if too many are in use."""
+        """Return a grammar that its process follows. At the limit the process of the longest unused
+        grammar ends. Raises NotNow if too many are in use."""
         grammar = GrammarApart(process, FOLLOW_LIMIT, tenant)
         with self._making_room:
             there = [each for made in self._apart if (each := made()) and not each.is_gone]

@@ -48,8 +48,7 @@ class GuidanceBackend(Backend):
         self._end_ids = vocabulary.end_ids
         self._limits = limits or llguidance.LLParserLimits(verbose_errors=False)
         wrapper = llguidance.TokenizerWrapper(_Words(vocabulary))
-        # llguidance needs an end token. For a model without one it gets this, which is never
-        # allowed.
+        # llguidance needs an end token. A model without one gets this token; it is never allowed.
         ends = list(vocabulary.end_ids) or [len(vocabulary.tokens)]
         size = max(len(vocabulary.tokens), ends[-1] + 1)
         self._num_bytes = -(-size // BITS) * (BITS // 8)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammars of an engine core: requests that wait for a grammar, and the masks of running ones.
+"""The grammars of an engine core: the requests that wait for a grammar, and the masks of running
+requests.
 
     ask ──► (compiled beside the steps) ──► take_compiled ──► activate_grammar
         ──► begin_masks · masks, in each step
@@ -66,7 +67,7 @@ class _Across(NamedTuple):
     """The rows of a request whose drafts begin or end its thought."""
 
     free: range  # rows in the thought
-    num_rows: int  # of the request in this step
+    num_rows: int  # all rows of the request in this step
 
 
 class _Followed(NamedTuple):
@@ -126,7 +127,7 @@ class GrammarManager:
         self._followed: dict[str, _Followed] = {}
         self._begun: list[_Followed] = []
         self._has_begun = False
-        self._made: Masks | None = None  # of the begun step, if already collected
+        self._made: Masks | None = None  # the begun step's masks, if collected already
         self._thinking: list[tuple[_Followed, int]] = []  # with their numbers of rows
         self._across: dict[str, _Across] = {}  # by request id
         self.num_failed = 0  # requests that ended with an error of their grammar
@@ -163,8 +164,8 @@ class GrammarManager:
         self._wakeup = wakeup
 
     def ask(self, message: AddRequest, built: Request) -> Waiting:
-        """Start to compile a request's grammar; the request must have one. The request waits here,
-        unless the grammar is ready at once. Raises TooManyGrammars."""
+        """Start to compile the grammar of a request that has one. The request waits here, unless
+        the grammar is ready at once. Raises TooManyGrammars."""
         asked = built.sampling_params.structured_outputs
         assert asked is not None
         tenant = message.tenant
@@ -346,7 +347,7 @@ class GrammarManager:
                 ids += [name] * (end - start) if job.drafts else (name,)
                 continue
             lost += range(start, end)
-            if not each.request.is_finished:  # another request may have the id of a finished one
+            if not each.request.is_finished:  # a new request may have a finished request's id
                 ended.append(Ended(each.request, error and f"{_FAILED}: {error}"))
                 self.num_failed += bool(error)
                 self._let_go(name)
@@ -421,8 +422,8 @@ class GrammarManager:
         self._compiler.stop_taking_over()
 
     def _free_rows(self, thinking: Sequence[tuple[_Followed, int]]) -> npt.NDArray[np.uint32]:
-        """Return rows `[rows, words]` of thoughts. They allow every token except those that end the
-        request: its answer must still follow the grammar."""
+        """Return rows `[rows, words]` of thoughts. They allow every token except tokens that end
+        the request: its answer must still follow the grammar."""
         num_rows = sum(count for _, count in thinking)
         rows = np.full((num_rows, -(-self._vocab_size // BITS)), ~np.uint32(0), np.uint32)
         at = 0

@@ -68,7 +68,7 @@ class MaskMaker:
             starts = [0, *accumulate([job.num_rows for job in jobs])]
             num_rows = starts[-1]
         quick, others = _divide(jobs)
-        if others:  # new rows: a thread left behind may write into old ones
+        if others:  # new rows: a thread left behind may write into the old
             rows = Rows(num_rows, self._num_words)
         else:
             if num_rows > len(self._rows.words):
@@ -159,7 +159,7 @@ class _Batch:
         self.num_rows = num_rows
         self.rows = rows
         self.starts = starts
-        self.errors: dict[int, str] = {}  # by index in `jobs`
+        self.errors: dict[int, str] = {}  # index in `jobs` → error
         self.places: Sequence[int] = ()
         self.at = 0  # index in `places` of the current or next job
         self._is_done: threading.Event | None = None
@@ -175,7 +175,7 @@ class _Batch:
         self._is_done.set()
 
     def run(self, places: Sequence[int]) -> None:
-        """Do these jobs, and record how long a row of each took. An exception becomes the job's
+        """Do these jobs, and record the time of a row of each. An exception becomes the job's
         error."""
         cpu, began = time.thread_time(), time.perf_counter()
         for place in places:

@@ -85,8 +85,8 @@ class AheadMaker:
         return False
 
     def take_note(self) -> None:
-        """Take in all finished rows. A row that takes too long fails; a new thread makes the
-        others."""
+        """Take in all finished rows. A row over the limit fails; a new thread makes the other
+        rows."""
         if not self._open:
             return
         for each in self._open:

@@ -108,7 +108,7 @@ class IncrementalDetokenizer:
         return longest[-_CONTEXT_TOKENS:]
 
     def _advance(self, text: str) -> str:
-        """Return all new text of the window, and drop the tokens before the newest ones."""
+        """Return all new text of the window, and drop the tokens before the newest tokens."""
         new = text[len(self._given_of(text)) :]
         newest = self._ids[self._read :]
         alone = self._decode_ids(newest)

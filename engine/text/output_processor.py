@@ -117,7 +117,7 @@ class TextOutput:
     reasoning: str = ""  # the text of thoughts
     tool_calls: list[CallPiece] = field(default_factory=list)  # filled if a parser is used
     num_reasoning_tokens: int = 0  # counted now, perhaps in earlier `token_ids`
-    embedding: bytes | None = None  # of the prompt, if the request asks for it
+    embedding: bytes | None = None  # the prompt's embedding, if requested
     # In the last output, if experts are requested: uint8 or uint16 `[tokens, layers with experts,
     # experts of a token]`, from the first token that the request names to the last but one.
     routed_experts: npt.NDArray[np.integer[Any]] | None = None
@@ -242,7 +242,7 @@ class OutputProcessor:
             result.text += self._stops.filter_text(text)
 
     def _shown(self, token_ids: list[int], output: TokenOutput) -> list[int]:
-        """Return the tokens that belong to the text: not the one that ended the request."""
+        """Return the tokens that belong to the text, without a token that ended the request."""
         has_end = output.finish_reason == "stop" and not output.ends_without_token
         if has_end and not self._params.include_stop_str_in_output:
             return token_ids[:-1]

@@ -2,7 +2,7 @@
 """PromptParts: the tokens of a prompt that comes in parts, equal to the whole prompt's tokens.
 
 A tokenizer may join characters across the border of two parts. So only the tokens before the last
-word of a text are returned ("told"). The whole text's tokens are compared with the told ones:
+word of a text are returned ("told"). The whole text's tokens are compared with the told tokens:
 
     parts    "The quick br" "own fox"
     told     The quick      brown       behind them, at the end: fox
@@ -57,7 +57,7 @@ class PromptParts:
         return self._fixed
 
     def add_part(self, part: str | Sequence[int]) -> list[int]:
-        """Add a part. Return the tokens that can be told now, behind the earlier ones."""
+        """Add a part. Return the tokens that can be told now, behind the told ones."""
         if not isinstance(part, str):
             self._fix(part)
             return self._tell(self._fixed)

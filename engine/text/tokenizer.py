@@ -50,7 +50,7 @@ class Tokenizer:
         fast.no_padding()
         self._fast = fast
         self._config = config or {}
-        self.digest = digest  # of tokenizer.json and of tokens from other files
+        self.digest = digest  # digest of tokenizer.json and of tokens from other files
         vocabulary = fast.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._longest_token = max((len(token) for token in vocabulary), default=1)
@@ -158,7 +158,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's own Jinja template of a conversation, None if it has none."""
+        """The model's own Jinja template of a conversation; None if the model has no template."""
         template = self._config.get("chat_template")
         return template if isinstance(template, str) else None
 

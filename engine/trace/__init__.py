@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trace of an engine's steps: its state, cache hits and decisions, a line of JSON for each."""
+"""The trace of an engine's steps: state, cache hits and decisions, one JSON object per line."""

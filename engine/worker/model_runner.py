@@ -302,7 +302,7 @@ class ModelRunner:
         None."""
         try:
             states.begin_step(output)
-        except Exception as error:  # noqa: BLE001 - - the caller raises it
+        except Exception as error:  # noqa: BLE001 - the caller raises it
             return error
         return None
 

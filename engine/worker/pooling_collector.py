@@ -60,8 +60,8 @@ class PoolingCollector:
         self._wishes: dict[str, PoolingWish] = {}
 
     def add(self, request: WorkerRequest) -> None:
-        """Add a new request if it asks for its embedding. A request with output got it before its
-        preemption."""
+        """Add a new request if it asks for its embedding. A request with output got the embedding
+        before its preemption."""
         if request.pooling and not request.output_token_ids:
             self._wishes[request.request_id] = PoolingWish(request)
 

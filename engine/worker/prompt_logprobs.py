@@ -69,8 +69,8 @@ class PromptLogprobsCollector:
         return bool(self._wishes)
 
     def add(self, request: WorkerRequest) -> None:
-        """Add a new request if it asks for entries. A request with output got them before its
-        preemption."""
+        """Add a new request if it asks for entries. A request with output got the entries before
+        its preemption."""
         count = request.params.prompt_logprobs
         if count is not None and not request.output_token_ids:
             entries: PromptLogprobs = [None] * len(request.prompt_token_ids)

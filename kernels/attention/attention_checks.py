@@ -2,8 +2,7 @@
 """Checks of arguments that every attention kernel makes before it runs.
 
 They check shapes, types, strides and devices, never a tensor's contents, so they do not wait for a
-device. They are the same for every implementation. Checks of the pool alone are in
-`../pool_checks.py`.
+device. They are the same for every implementation. `../pool_checks.py` checks the pool alone.
 """
 
 from __future__ import annotations

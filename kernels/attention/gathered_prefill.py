@@ -25,9 +25,8 @@ from ..pool_checks import FP8
 
 SDPA, FA3 = "sdpa", "fa3"
 LIBRARIES = (FA3, SDPA)
-# The gather reads and writes K and V of the whole context once. Attention does as many operations
-# for each byte as the chunk has rows; with few rows the gather would take a large share of the
-# time.
+# The gather reads and writes K and V of the whole context once. Attention does as many operations a
+# byte as the chunk has rows; with few rows the gather takes much of the time.
 MIN_ROWS = 1024
 MAX_BYTES = 256 * 2**20  # of both buffers: 64k tokens of 8 heads of 128 in 16 bits
 MAX_HEAD_DIM = 256
@@ -41,8 +40,8 @@ class Library(Protocol):
     """Causal attention over contiguous K and V, by a library."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Return `[rows, heads, head_dim]`, as `q`. The rows of `q` are the last positions of `k`
-        and `v` `[tokens, kv heads, head_dim]`."""
+        """Return `[rows, heads, head_dim]`, as `q`. Its rows are the last positions of `k` and `v`
+        `[tokens, kv heads, head_dim]`."""
 
 
 class Sdpa:
@@ -91,7 +90,7 @@ class GatheredPrefill:
 
     @property
     def max_tokens(self) -> int:
-        """The longest context, in tokens, that the buffers hold."""
+        """The longest context, in tokens, that the buffers hold. `takes` refuses longer ones."""
         blocks, block_size = self._buffers[0].shape[:2]
         return blocks * block_size
 
@@ -103,7 +102,7 @@ class GatheredPrefill:
         self, q: Tensor, kv: Tensor, table: Tensor, length: int, scale: float, out: Tensor
     ) -> Tensor:
         """Fill `out` with the attention of `q` `[rows, heads, head_dim]`, and return it. The rows
-        are the last positions of a request with `length` tokens and the blocks `table`
+        are the last positions of a request of `length` tokens with the blocks `table`
         `[max_blocks]`."""
         blocks = table[: -(-length // kv.shape[2])]
         k, v = (
@@ -144,8 +143,7 @@ def reason_against_library(name: str, q: Tensor, kv: Tensor) -> str | None:
 
 
 def _reason_against_flash(q: Tensor, kv: Tensor) -> str | None:
-    """The reason against torch's flash kernel, or None. torch's others hold all scores in
-    memory."""
+    """The reason against torch's flash kernel, or None. Its others hold all scores in memory."""
     if not q.is_cuda:
         return None
     from torch.backends.cuda import SDPAParams, can_use_flash_attention

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 
 MIN_SPLIT_TOKENS = 128  # a shorter split costs more to combine than it saves
-# Cost of a program's start, first loads and partial result, in tiles. Derived from the machine
-# code, not measured.
+# Cost of a program's start, first loads and partial result, in tiles; derived, not measured.
 PROGRAM_TILES = 1
 # DOT programs that fit on a multiprocessor: of 16 bits, and of float8 with its conversion.
 PROGRAMS_PER_MULTIPROCESSOR, FP8_PROGRAMS_PER_MULTIPROCESSOR = 4, 3
@@ -40,8 +39,8 @@ VECTOR, DOT, DOT_TOKEN_SCALES = "vector", "dot", "dot, a scale for each token"
 
 # Lowest capability -> (path, bytes of a pool element, largest head size) -> row. Chosen by the
 # compiler's figures: no spills, and few enough registers that several programs share a
-# multiprocessor. For DOT the block table takes pipeline stages too: 3 stages buffer K and V once, 5
-# twice.
+# multiprocessor. With DOT the block table takes pipeline stages too: 3 stages buffer K and V once,
+# 5 twice.
 TABLE: dict[tuple[int, int], dict[tuple[str, int, int], Row]] = {
     (8, 0): {
         (DOT, 2, 64): Row(64, 4, 3),

@@ -14,8 +14,7 @@ because a loaded NaN times a weight of 0 would spoil the output.
 Scores are in base 2: log2(e) is part of the scale, and exp2 is one instruction. Requests, heads and
 block ids are widened to 64 bits before they are multiplied. float8 pools are computed in float16,
 with the query, because bfloat16 would cost a permute for each conversion. Scales of tokens are
-first divided by the largest of their tile: in float16 a probability times a small scale would be
-lost.
+first divided by the largest of their tile, or small products would vanish in float16.
 
 This module imports triton, so it is imported only when its kernel runs.
 """
@@ -36,8 +35,7 @@ from .split_plan import SplitPlan
 LOG2_E = math.log2(math.e)
 NO_WINDOW = 2**31 - 1
 COMBINE_ROWS = 16  # partials that the combine kernel holds at a time
-# Arguments that vary: the kernel is compiled once for all values, because no step may wait for a
-# compiler.
+# The kernel is compiled once for all values of these: no step may wait for a compiler.
 VARYING = ("window", "num_splits", "min_tiles")
 
 

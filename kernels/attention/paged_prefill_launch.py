@@ -27,7 +27,8 @@ class Launch:
 # stages too: with 3 stages the kernel waits for each tile of K and V right after requesting it;
 # with 5 stages another tile is loaded meanwhile. Chosen by compiling ahead of time: no launch
 # spills with a group of 7, a window, a soft cap and scales of tokens together. WIDE_FP8 is for
-# float8 pools on capability 9 and 10: four warps multiply at once, and 227 KB of shared memory.
+# float8 pools on capability 9 and 10, where four warps multiply at once and shared memory has 227
+# KB.
 WIDE_FP8 = {
     64: (Launch(128, 64, 8, 5), Launch(64, 64, 4, 5)),
     128: (Launch(128, 64, 8, 5), Launch(64, 64, 4, 5)),
@@ -55,8 +56,7 @@ def choose_launch(
     *,
     is_fp8: bool,
 ) -> Launch:
-    """The launch for a call. A capability of None is the interpreter, which takes the launches of
-    the largest devices."""
+    """The launch for a call. Without a capability (the interpreter) it is the largest devices'."""
     is_wide = capability is None or capability[0] in (9, 10)
     table = (WIDE_FP8 if is_fp8 else WIDE) if is_wide else NARROW
     long, short = table[max(padded_head_dim(head_dim), min(table))]
@@ -80,8 +80,7 @@ def constants(
     is_fp8: bool,
     scales_dim: int,
 ) -> dict[str, object]:
-    """The kernel's compile-time arguments. `scales_dim`: 2 for scales of heads, 4 of tokens, else
-    0."""
+    """The compile-time arguments. `scales_dim`: 2 for scales of heads, 4 of tokens, 0 for none."""
     return {
         "HAS_WINDOW": has_window,
         "HAS_SOFTCAP": has_softcap,

@@ -50,7 +50,7 @@ class SplitPlanner:
     min_tiles: int
 
     def num_items(self, num_requests: int) -> int:
-        """The entries of a plan for `num_requests`."""
+        """The number of entries in the list of a plan for `num_requests` requests."""
         return _aligned(num_requests + ROUNDS * self.slots)
 
     def num_words(self, max_requests: int) -> int:

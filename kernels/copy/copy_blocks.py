@@ -15,8 +15,8 @@ copy engine. Tiers do not appear here.
 Block ids are contiguous int64 on the pool's device. An entry with a block id of -1 moves nothing,
 so that a list of fixed length can be partly used. The moves have no order, so a call must not write
 a block twice, and must not both read and write one. The plain kernel, which has to wait for the ids
-anyway, refuses such lists and ids beyond the pool. Triton's kernel cannot report errors; it skips
-ids beyond the pool.
+anyway, refuses such lists and ids beyond the pool. Triton's cannot report errors; it skips ids
+beyond the pool.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def scatter_blocks(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> None:
-    """Copy `data[i]` over block `block_ids[i]` of `pool`. `data` may lie where `out` above may
-    lie."""
+    """Copy `data[i]` over block `block_ids[i]` of `pool`. `data` lies as `out` of
+    `gather_blocks`."""
     _move(data, pool, None, block_ids, pool.device, max_programs, kernel, strict)
 
 
@@ -93,7 +93,7 @@ def transfer_blocks(
 ) -> None:
     """Copy block `source_ids[i]` of `source` over block `target_ids[i]` of `target`.
 
-    The two share no memory. Both may lie where `out` above may lie; the ids are on the device."""
+    The two share no memory. Each lies as `out` of `gather_blocks`; the ids are on the device."""
     _move(source, target, source_ids, target_ids, source_ids.device, max_programs, kernel, strict)
 
 

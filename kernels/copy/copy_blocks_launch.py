@@ -7,5 +7,5 @@ from __future__ import annotations
 # PCIe link. A chunk of narrower words has fewer bytes: 64 single bytes a thread take 190 registers.
 CHUNK_WORDS = 2048
 NUM_WARPS = 8
-# For a move that has the device to itself: several programs a multiprocessor on any device.
+# For a move that has the device to itself: several a multiprocessor of the largest devices.
 MAX_PROGRAMS = 1024

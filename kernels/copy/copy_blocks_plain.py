@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block moves in torch: the reference for the Triton kernel, used if that cannot run.
 
-They wait for the device, because they read the ids. Blocks are moved a few at a time, so that the
-temporary copy stays small.
+They wait for the device, because they read the ids. Blocks move a few at a time, to keep the
+temporary copy small.
 """
 
 from __future__ import annotations

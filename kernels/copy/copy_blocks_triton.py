@@ -54,8 +54,7 @@ def move_blocks_triton(
     device: torch.device,
     max_programs: int,
 ) -> None:
-    """Move rows as `move_blocks_plain` does, without its checks. `device` must reach both
-    tensors."""
+    """Move rows as `move_blocks_plain` does, without checks. `device` must reach both tensors."""
     given = source_ids if source_ids is not None else target_ids
     entries = target.shape[0] if given is None else given.numel()
     words = source.shape[1]

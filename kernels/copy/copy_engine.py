@@ -41,8 +41,7 @@ VERSION_WITHOUT_FAIL_INDEX = 13000
 
 
 class CudaError(RuntimeError):
-    """A call of the CUDA runtime failed. The message has the call and CUDA's name of the
-    failure."""
+    """A call of the CUDA runtime failed. The message names the call and CUDA's error."""
 
     def __init__(self, message: str, code: int = 0) -> None:
         super().__init__(message)

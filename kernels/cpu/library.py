@@ -142,12 +142,12 @@ class CpuLibrary:
     workspace_bytes: Callable[[Any, int], int]  # a Step, threads
     attend: Callable[[Any, int], int]  # a Step, threads: 1 if the workspace is too small, else 0
     panel: Callable[[int], int]  # element number: outputs that are packed together
-    together: Callable[[int], int]  # element number: inputs packed together
+    together: Callable[[int], int]  # element number: inputs packed together; inputs are padded
     pack: Callable[[int, int, Any, int, int], int]  # weight, its row, a Matrix, which, element
     product_workspace: Callable[[Any, int], int]  # a Product, threads
     multiply: Callable[[Any, int], int]  # as `attend`
     pass_workspace: Callable[[Any, int], int]  # a Pass, threads
-    run_pass: Callable[[Any, int], int]  # as `attend`; 2, 3: a position or wanted row is out of bounds
+    run_pass: Callable[[Any, int], int]  # as `attend`; 2: a wrong position, 3: a wrong wanted row
     # float32 logits, their row, tokens; words, their number in a row; indices or None, rows
     ban: Callable[[int, int, int, int, int, int | None, int], int]
     take_pages: Callable[[int, int, Any], int]  # memory, bytes, an int64 that stops it

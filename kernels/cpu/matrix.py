@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrices packed in the compiled library's order, and products with them.
 
-Other rows and the number of threads do not change a row's bits: each result is summed over the
-inputs in order.
+Other rows and the number of threads do not change a row's bits: sums run over inputs in order.
 """
 
 from __future__ import annotations
@@ -132,8 +131,7 @@ class PackedMatrix:
     def gather_rows(self, ids: Tensor) -> Tensor:
         """Return rows `ids` (int64 `[n]`) of the matrix, unpacked, as `[n, ins]`; not for a pair.
         With this a matrix can serve as embedding and output matrix without a second copy. A number
-        costs some 6 ns, because a row's numbers lie a panel apart. Raises IndexError for an id
-        without a row."""
+        costs some 6 ns: a row's numbers lie a panel apart. Raises IndexError for other ids."""
         if self.matrix.is_pair:
             raise ValueError("expected one matrix to look rows up in, got a pair")
         # The panels have padding behind the last row, and a negative id would count from their end.

@@ -37,8 +37,7 @@ _WRONG = {
 
 @dataclass(frozen=True, slots=True)
 class NetworkExperts:
-    """A mixture of experts: a row uses its `num_chosen` best by router score, weighed by
-    softmax."""
+    """A mixture of experts: each row's `num_chosen` best by router score, weighed by softmax."""
 
     router: PackedMatrix  # [experts, hidden], and one more output for a shared expert
     gate_ups: Sequence[PackedMatrix]  # a pair for each expert
@@ -49,8 +48,7 @@ class NetworkExperts:
 
 @dataclass(frozen=True, slots=True)
 class NetworkLayer:
-    """A layer. Norms are `[hidden]`, head norms `[heads + kv heads, head_dim]`; None skips a
-    norm."""
+    """A layer. Norms are `[hidden]`, head norms `[heads + kv heads, head_dim]`; None: no norm."""
 
     qkv: PackedMatrix  # queries, keys, values
     out: PackedMatrix
@@ -80,7 +78,7 @@ class LastRows(NamedTuple):
 def last_rows(step: CpuAttentionStep, wanted: Tensor) -> LastRows | None:
     """Select the rows of each request from its first wanted row on. None if a wanted row belongs to
     no request. None also if most rows are selected and the selection does not change how rows are
-    computed: computing all rows then gives the same bits."""
+    computed: computing all rows then gives the same bits, whatever rows other requests want."""
     starts, rows = step.query_starts, wanted.numpy()
     requests = np.searchsorted(starts, rows, side="right") - 1
     if len(rows) and not 0 <= requests.min() <= requests.max() < len(starts) - 1:

@@ -143,8 +143,8 @@ class CpuAttentionStep:
     ) -> None:
         """Write K and V of `written`, each `[tokens, kv heads, head_dim]`, into their slots of
         `pool`. Then write the attention of `q` `[tokens, heads, head_dim]` into `out`. `pool` is a
-        layer's, with the step's shape and strides; last axes are contiguous. Raises KernelRefused
-        for other tensors."""
+        layer's, with the step's shape and strides. Last axes are contiguous. Raises KernelRefused
+        otherwise."""
         step = self.laid_down
         self._check_tensor("pool", pool, self.pool[1])
         if pool.stride() != self.pool[2]:
@@ -225,8 +225,8 @@ def paged_attention_cpu(
     softcap: float | None,
     out: Tensor,
 ) -> Tensor:
-    """Fill `out` and return it. `paged_decode`, or with `query_starts` `paged_prefill`, has checked
-    the arguments."""
+    """Fill `out` and return it. `paged_decode` has checked the arguments; with `query_starts`,
+    `paged_prefill` has."""
     step = CpuAttentionStep(
         kv,
         block_tables.contiguous(),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least work for which another thread is woken, measured once in a process, at the first use.
+"""The least work for which another thread is woken, measured once in a process before its first
+step.
 
 A thread must save several times the cost of waking it. Two measurements of the machine decide: the
 time until a woken thread runs, and the speed at which a thread reads the weights of a matrix.
@@ -19,13 +20,12 @@ from .library import ELEMENTS, CpuLibrary, Matrix, Product, cpu_library
 
 logger = logging.getLogger(__name__)
 
-# The least work of a thread, as a multiple of its work during the waking of another. With less work
-# the embedded model was slower with two threads than with one, because threads wait for each other
-# in every layer.
+# The least work of a thread, as a multiple of its work during the waking of another. With less the
+# embedded model was slower with two threads than with one: they wait for each other in every layer.
 _TIMES = 5
 _MOST_CHANGE = 8  # of a threshold from its default, as a factor
 _SAMPLES, _FEWEST = 12, 4
-_SECONDS = 0.008  # for each of the two measurements
+_SECONDS = 0.008  # limit of each of the two measurements
 _PAUSE_SECONDS = 1e-4  # in which woken threads go back to sleep
 # A thread that runs sooner was not asleep: some OpenMP libraries let threads spin for long.
 _AWAKE_SECONDS = 2e-6
@@ -63,8 +63,8 @@ def _of_threads(threads: int) -> Worth:
 
 def measured(library: CpuLibrary, threads: int) -> Worth:
     """Measure the thresholds, in some milliseconds. The shortest of several samples counts, because
-    other work of the machine only adds time. With too few samples, or if threads do not sleep, the
-    defaults are used."""
+    other work of the machine only adds time. With too few, or if threads do not sleep, the defaults
+    hold."""
     wake = _seconds_to_wake(library, threads)
     speed = _weights_per_second(library)
     if wake is None or speed is None:

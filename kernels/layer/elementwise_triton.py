@@ -2,7 +2,7 @@
 """The norm and the gate in Triton: a program computes a row of the norm, or part of a row.
 
 Arithmetic is in float32, and is rounded to the rows' type wherever the torch operators of
-`engine/models/layers.py` round. Arguments are not checked here.
+`engine/models/layers.py`, the plain twin, round. Arguments are not checked here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions and the write of new K and V, in one launch over a tensor with queries, keys and
-values side by side.
+"""Rotary positions and the write of new K and V, in one launch over a tensor of q, k and v.
 
 `choose_rotate_write` decides at the start whether it runs. If not, functions of `engine/models/`
 norm and rotate queries and keys, and `write_kv` writes, with the same results.
@@ -39,9 +38,8 @@ def choose_rotate_write(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> str:
-    """TRITON if the kernel can run for queries like `q` `[any, heads, head_dim]` over a layer's
-    pool, else PLAIN; always PLAIN for types wider than 16 bits. Raises KernelRefused as
-    `choose_kernel` does."""
+    """TRITON if it can run for queries like `q` `[any, heads, head_dim]` over a layer's pool, else
+    PLAIN; PLAIN for types wider than 16 bits. Raises KernelRefused as `choose_kernel` does."""
     if reason_against_dtype(q.dtype) is not None:
         return PLAIN
     reason = _reason_against(q, kv, kv_scales)
@@ -58,8 +56,7 @@ def rotate_write(
 ) -> None:
     """Norm and rotate the queries of `qkv` `[tokens, heads + 2 kv heads, head_dim]` in place. Norm
     and rotate its keys, and write them and its values into the pool; the keys in `qkv` do not
-    change. `kv`, `slots` and scales of heads are as in `write_kv`. The token stride of `qkv` is
-    free.
+    change. `kv`, `slots` and scales of heads: see `write_kv`. The token stride of `qkv` is free.
 
     K and V of tokens with a slot of -1 are not written, but their positions must be in the tables
     too. Raises KernelRefused for arguments that do not fit together.

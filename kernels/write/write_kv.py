@@ -3,8 +3,7 @@
 
 The pool of one layer is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`. Its last stride is 1
 and the others are free, so it may be a view of a pool that keeps a block's layers together. A slot
-is `block_id * block_size + offset`. A call must not name a slot twice, because either write may
-win.
+is `block_id * block_size + offset`. A call must not name a slot twice: either write may win.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ def write_kv(
     """Write row i of `k` and `v`, `[tokens, num_kv_heads, head_dim]`, into slot `slots[i]` of `kv`.
 
     `k` and `v` may have any strides, for example as slices of a qkv tensor. A slot of -1 is not
-    written. The plain kernel refuses slots beyond the pool; Triton's kernel skips them.
+    written. The plain kernel refuses slots beyond the pool; Triton's cannot report them and skips
+    them.
 
     An fp8 pool needs float32 `kv_scales`: value = stored * scale. Scales of heads, `[2,
     num_kv_heads]`, are positive and only read. Scales of tokens and heads, `[num_blocks, 2,

@@ -2,7 +2,7 @@
 """The launch of the KV write.
 
 All devices and dtypes have one tile. A program moves TILE elements, 16 a thread: two wide loads of
-16-bit values. It is so small that many programs run at once and hide each other's latency.
+16-bit values. The tile is so small that many programs run at once and hide each other's latency.
 """
 
 from __future__ import annotations

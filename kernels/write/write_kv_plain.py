@@ -54,15 +54,13 @@ def computed_scales(values: torch.Tensor) -> torch.Tensor:
     magnitudes = values.abs()
     # An infinity must not turn the rest of its row into zeros, and NaN must not spread.
     finite = torch.where(magnitudes < float("inf"), magnitudes, 0.0)
-    # Divided by a tensor, because torch on CUDA multiplies by a number's reciprocal and rounds
-    # twice.
+    # Divided by a tensor: for a number torch on CUDA multiplies by the reciprocal, rounding twice.
     largest = finite.amax(-1)
     return (largest / largest.new_full((), E4M3_MAX)).clamp(min=SMALLEST_SCALE)
 
 
 def quantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Convert float32 rows to e4m3 with their scales. Numbers beyond the range saturate; NaN
-    stays."""
+    """Convert float32 rows to e4m3 with their scales. Too large numbers saturate; NaN stays."""
     scaled = values * (1.0 / scales).unsqueeze(-1)
     # Clamped, because some versions of torch convert numbers beyond the range to NaN.
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides whether a block is worth writing; never imports torch or the engine.
 
-base        the contract of a filter, and the one that admits every block
-filters     filters by name, and those without a model        reuse    the one with a model
+base        the contract of a filter, and the filter that admits every block
+filters     filters by name, and filters without a model     reuse    the filter with a model
 contract    the check that any filter has to pass
 """
 

@@ -16,7 +16,7 @@ from .reuse import ReuseFilter
 # A use saves about fifty times the cost of a write: with the embedded model on two cores 3.1 ms
 # against 0.06 ms of processor time. Not measured on a GPU.
 MIN_USES = 0.02
-SAMPLE = 8  # one stretch in so many
+SAMPLE = 8  # one stretch in so many is written
 STRETCHES = 64  # in a turnover; the shortest has MIN_STRETCH blocks
 MIN_STRETCH = 16
 
@@ -37,10 +37,10 @@ class WhileUsed(AdmissionFilter):
     """Admits every block to a tier of `blocks_below` blocks, until its written blocks prove unused.
 
     If a disk was written over once and hardly one of its blocks was read again, filling it costs
-    more than it brings: the disk's life, and processor time of the model. From then on one stretch
-    in eight of the blocks that the tier above loses is written, and the rest is not. Blocks are
-    lost one prompt after the other, so a stretch is mostly whole prompts, and the uses of that
-    sample tell the uses of all blocks. As soon as they are enough, every block is written again.
+    more than it brings: the disk's life, and processor time of the model. From then on only one
+    stretch in eight of the blocks that the tier above loses is written. Blocks are lost one prompt
+    after the other, so a stretch is mostly whole prompts, and the uses of this sample tell the uses
+    of all blocks. When the sample has enough uses, every block is written again.
 
         written and read again, both fading over one turnover of the tier below
 
@@ -85,8 +85,8 @@ class WhileUsed(AdmissionFilter):
 class Doorkeeper(AdmissionFilter):
     """Admits a block after two prompts have asked for it (TinyLFU's doorkeeper).
 
-    Remembers no more names than four times the `blocks_below` of the tier, and no more than
-    `MAX_NAMES`, the least recently seen forgotten first; a name takes about 200 bytes."""
+    Remembers four times `blocks_below` names, at least `MIN_NAMES` and at most `MAX_NAMES`, the
+    least recently seen forgotten first. A name takes about 200 bytes."""
 
     learns = True
 

@@ -2,16 +2,16 @@
 """Reuse: a block is written if the tier below will probably still have it at its next use.
 
 It learns from observed prompts, by turn, length and gap, how soon blocks are used again. A write
-pays if a use is likely enough before the block is displaced below. A block stays there until the
-whole tier has been written anew: more writes shorten that time, and so fewer blocks are worth
-writing. Where almost every block will be used again, the least likely tenth is still left out.
+pays if a use is likely enough before the tier below displaces the block. A block stays there until
+the whole tier has been written anew, so with more writes fewer blocks are worth writing. Even if
+almost every block will be used again, the least likely tenth is left out.
 
 A refused block that is asked for again is admitted when it is lost next, whatever its chance,
 unless its conversation has gone on without it. The blocks before an admitted block are admitted
-too, since a block behind a hole is useless.
+too, because a block behind a hole is useless.
 
-Blocks are remembered for four times the tier below, at least `MIN_BLOCKS` and no more than
-`MAX_BLOCKS`; one takes about 400 bytes.
+It remembers four times as many blocks as the tier below holds, at least `MIN_BLOCKS` and at most
+`MAX_BLOCKS`; a block takes about 400 bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HORIZON_SECONDS = 3600.0
 CAPACITIES = 4
 MIN_BLOCKS = 16_384
 MAX_BLOCKS = 262_144
-# This share of the offered blocks is always left out; its limit is adjusted in steps of the chance.
+# This share of the offered blocks is always left out, by a limit of the chance that adapts.
 WORST = 0.1
 STEP = 0.02
 # A write of so long ago counts 1/e of a write now.
@@ -49,9 +49,9 @@ class ReuseFilter(AdmissionFilter):
         self._min_chance = min_chance
         self._model = ReuseModel()
         self._limit = min(MAX_BLOCKS, max(MIN_BLOCKS, CAPACITIES * blocks_below))
-        self._refused: OrderedDict[bytes, int] = OrderedDict()  # with its uses until then
-        # The direct predecessors of admitted blocks. Tails are lost before their heads, so most are
-        # still to be offered.
+        self._refused: OrderedDict[bytes, int] = OrderedDict()  # with their uses at the refusal
+        # The direct predecessors of admitted blocks. Tails are lost before their heads, so most of
+        # these predecessors are still to be offered.
         self._needed: OrderedDict[bytes, None] = OrderedDict()
         # No block is held here, so the history's queues stay empty.
         self._history = History(self._limit, self._model, by_length=True)

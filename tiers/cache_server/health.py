@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """grpc.health.v1: SERVING until the server drains, then NOT_SERVING.
 
-It replaces the servicer of the package, in which one watcher that does not read delays every change
-of the status. The service needs no credentials, so the number of calls is bounded, and the time
-that a request may take to arrive.
+This servicer replaces the one of grpc's package, where a watcher that does not read delays every
+change of the status. The service needs no credentials, so it limits the number of calls, and the
+time for a request to arrive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """The status of the services in `names`, and of the server as a whole, which has no name."""
+    """The status of the services in `names`, and of the whole server under an empty name."""
 
     def __init__(self, *names: str) -> None:
         self._names = frozenset(("", *names))

@@ -86,8 +86,8 @@ def write_layout_note(path: Path, tenant_store: str, layout: BlockLayout) -> Non
 
 
 def stores_left(path: Path, names: Iterable[str]) -> list[StoreEntry]:
-    """Stores below `path` of none of these tenant stores, left by removed tenants. Raises
-    TierConfigError if `path` is no folder."""
+    """The stores in `path` that belong to no tenant store in `names`: removed tenants left them.
+    Raises TierConfigError if `path` is no folder."""
     if not path.is_dir():
         raise TierConfigError(f"{path} is no folder; give the --ssd-path of a cache server")
     known = {store_folder(path, name).name for name in names}
@@ -100,7 +100,7 @@ def stores_left(path: Path, names: Iterable[str]) -> list[StoreEntry]:
 
 def remove_left(folder: Path) -> int:
     """Remove a tenant store's folder and its note; return the bytes freed. Raises TierConfigError
-    if it is in use."""
+    if the folder is in use."""
     freed = remove(folder)
     folder.with_suffix(".layout").unlink(missing_ok=True)
     return freed

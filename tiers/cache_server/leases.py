@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases: holds of an owner that may vanish, such as another process, with a deadline for each.
+"""Leases: holds with a deadline, for owners that may vanish, such as another process.
 
-`Leases` has three uses, each with a table of its own for the thread that sweeps it:
+Each store and each session has a `Leases` table of its own, and ends the expired leases in it:
 
     owner                   holds                at its deadline
     a tenant, by gRPC       pinned blocks        they are unpinned
     a session that reads    a ReadLease          its slots are unpinned
-    a session that writes   a WriteLease         its slots are withheld, for it may still write
+    a session that writes   a WriteLease         its slots are withheld: the client may still write
 
-A ReadLease or WriteLease that a server's thread uses is in no table: that thread ends it in any
-case, and its slots must not be freed before. Time is monotonic: a jump of the clock ends no lease.
+A ReadLease or WriteLease that a server's own thread uses is in no table: the thread always ends it,
+and its slots must not be freed earlier. Time is monotonic: a jump of the clock ends no lease.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ..wire.status import TooMuch
 
 MAX_SECONDS = 3600.0
 MAX_LEASES = 65536
-_STALE_DEADLINES = 64  # allowed in the heap, beyond two for each lease, before it is rebuilt
+_STALE_DEADLINES = 64  # entries beyond two for each lease at which the heap is rebuilt
 _Held = TypeVar("_Held")
 
 
 @dataclass(slots=True, eq=False)
 class ReadLease:
-    """Blocks that are being read. `slots[i]` is the slot of `keys[i]`, None for a miss: known after
-    `TenantStore.wait_loaded`, valid until `TenantStore.end_load`."""
+    """Blocks that are being read. `slots[i]` is the slot of `keys[i]`, None for a miss. The slots
+    are known after `ServedStore.wait_loaded` and valid until `ServedStore.end_load`."""
 
     keys: list[bytes]
     slots: list[int | None]
@@ -48,7 +48,7 @@ class ReadLease:
 
 @dataclass(slots=True, eq=False)
 class WriteLease:
-    """Blocks that are being stored. `slots[i]` is to be filled for a WANTED block, else None."""
+    """Blocks being stored. `slots[i]` is the slot to fill if `states[i]` is WANTED, else None."""
 
     keys: list[bytes]
     states: list[State]
@@ -58,7 +58,7 @@ class WriteLease:
 
 
 class PinnedBlocks:
-    """Blocks of a slab that leases pin, each counted once for every lease that holds it."""
+    """The blocks of a slab that leases pin, with the number of leases that hold each block."""
 
     def __init__(self, slab: SlabTier) -> None:
         self._slab = slab
@@ -71,7 +71,7 @@ class PinnedBlocks:
         return len(self._times)
 
     def pin(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Pin the leading keys that the slab has, and return them; the others are misses."""
+        """Pin the leading run of keys that the slab has, and return these keys."""
         slots = self._slab.pin(keys)
         leading = next((i for i, slot in enumerate(slots) if slot is None), len(keys))
         beyond = zip(keys[leading:], slots[leading:], strict=True)
@@ -99,9 +99,9 @@ class Lease(Generic[_Held]):
 
 
 class Leases(Generic[_Held]):
-    """A table of leases, at most `most_each` of one owner. `expired` takes back the holds of a
-    lease at its deadline. The owner of the table calls `expire` at intervals; most other calls do
-    too. One thread at a time may call it."""
+    """A table of leases, at most `most_each` of one owner. At a lease's deadline, `expired` takes
+    back its holds. The table's owner calls `expire` at intervals; most other methods do so too. One
+    thread at a time may use the table."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Leases(Generic[_Held]):
         self._numbers = itertools.count(1)
         self._leases: dict[int, Lease[_Held]] = {}
         self._owned: Counter[str] = Counter()
-        # A heap. The deadlines of ended leases are stale.
+        # A heap of deadlines and numbers. Entries of ended leases are stale.
         self._deadlines: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -133,7 +133,7 @@ class Leases(Generic[_Held]):
             raise TooMuch(f"{self._most_each} leases of {owner} run already; end some or wait")
 
     def grant_lease(self, held: _Held, seconds: float, owner: str = "") -> Lease[_Held]:
-        """Lend `held` to `owner`. Raises InvalidBlock for a wrong duration, and as `check_room`."""
+        """Lend `held` to `owner`. Raises InvalidBlock for a wrong duration, TierBusy, TooMuch."""
         deadline = self._deadline(seconds)
         self.check_room(owner)
         lease = Lease(next(self._numbers), owner, held, deadline)

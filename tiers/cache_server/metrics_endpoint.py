@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MetricsEndpoint: GET /metrics over HTTP; a few connections, a small request, one answer."""
+"""GET /metrics over HTTP: few connections, each with one small request and one answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MetricsEndpoint:
             )
         except OSError as error:
             raise TierConfigError(explain_bind(error, host, port, "--metrics-port")) from error
-        # On loopback, a page whose name resolves to this machine would have this server's origin.
+        # On loopback, a page whose name resolves to this machine could otherwise read the metrics.
         self._is_checking_hosts = is_loopback(host)
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
@@ -83,7 +83,7 @@ class MetricsEndpoint:
 
 
 def _host_of(head: bytes) -> str:
-    """The request's Host; localhost if it has none, since every browser sends one."""
+    """The request's Host, or localhost without this header: every browser sends it."""
     for line in head.split(b"\r\n")[1:]:
         name, _, value = line.partition(b":")
         if name.strip().lower() == b"host":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The secret of a cache server, which salts the keys of stored blocks: read from its file, or made.
+"""The secret of a cache server, read from its file or made. It salts the keys of stored blocks.
 
 A process with the secret can tell which prompts have blocks on a disk. Without the secret a server
 does not find the blocks on its disk.

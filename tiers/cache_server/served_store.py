@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of stores to the calls and transports of a cache server.
+"""The interface between stores and the calls and transports of a cache server.
 
     TenantStore    a tenant's own slab and disk, in this process
     PeerStore      the slab of an engine, in another process
@@ -25,8 +25,8 @@ from .leases import Lease, ReadLease, WriteLease
 
 
 class Listener(Protocol):
-    """A listener to stored and removed blocks, by the tenant's own keys. The store calls it with
-    its lock held, so it must return at once."""
+    """A listener to stored and removed blocks, by the tenant's own keys. The store holds its lock
+    while it calls the listener, so each method must return at once."""
 
     def stored(self, keys: Sequence[bytes]) -> None:
         """Note blocks that can be found from now on."""
@@ -39,7 +39,7 @@ class Listener(Protocol):
 
 
 class ServedStore(ABC):
-    """Blocks of one layout, by the keys that clients use."""
+    """A store of blocks of one layout, by the keys that clients use."""
 
     layout: BlockLayout
     num_slots: int
@@ -70,7 +70,7 @@ class ServedStore(ABC):
 
     @abstractmethod
     def try_hold(self) -> bool:
-        """Take the store's lock if it is free; then no call of this thread waits until `let_go`."""
+        """Take the store's lock if it is free: calls of this thread do not wait until `let_go`."""
 
     @abstractmethod
     def let_go(self) -> None:
@@ -85,7 +85,7 @@ class ServedStore(ABC):
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes], *, asked: bool = False) -> list[State]:
-        """HIT, MISS or PENDING for each key. `asked`: an engine asks for a prompt."""
+        """HIT, MISS or PENDING for each key. `asked`: an engine asks about a prompt."""
 
     @abstractmethod
     def begin_load(self, keys: Sequence[bytes]) -> ReadLease:
@@ -116,15 +116,16 @@ class ServedStore(ABC):
     def end_store(
         self, write_lease: WriteLease, proofs: Proofs, aborted: Collection[int] = ()
     ) -> list[State]:
-        """End a write lease. `proofs[i]` came with the i-th block, whose bytes have its digest; it
-        is None if they have another digest, or if the sender left the block incomplete, for those
-        at `aborted`. Returns the state of each block: KEPT, NO_ROOM, CORRUPT, or MISS for one that
-        did not arrive, that another client did not store in the end, or that was cleared."""
+        """End a write lease. `proofs[i]` came with the i-th block, and the block's bytes have its
+        digest. `proofs[i]` is None if the digests differ, or if the sender left the block
+        incomplete (then i is in `aborted`). Returns the state of each block: KEPT, NO_ROOM,
+        CORRUPT, or MISS for a block that did not arrive, that another client failed to store, or
+        that was cleared."""
 
     @abstractmethod
     def abandon_store(self, write_lease: WriteLease) -> list[int]:
-        """End a write lease past its deadline whose writer may still write. No block is stored, and
-        the slots, which are returned, are withheld until `restore_slots`."""
+        """End a write lease whose deadline has passed and whose writer may still write. Stores no
+        block. Returns the slots, which are withheld until `restore_slots`."""
 
     @abstractmethod
     def restore_slots(self, slots: Sequence[int]) -> None:
@@ -132,24 +133,24 @@ class ServedStore(ABC):
 
     @abstractmethod
     def check_digests(self, write_lease: WriteLease, proofs: Proofs) -> list[Proof | None]:
-        """`proofs`, with None for a slot whose bytes have another digest. Needed for bytes that
-        were not hashed on arrival."""
+        """Return `proofs`, with None for a slot whose bytes have another digest. Call it for bytes
+        that were not hashed on arrival."""
 
     @abstractmethod
     def pin(
         self, keys: Sequence[bytes], seconds: float, deadline: float, owner: str = ""
     ) -> Lease[list[bytes]]:
-        """Lease the leading blocks that are here to `owner`, after loading those on the disk; a
-        lease without blocks has ended. Raises InvalidBlock for a duration out of range, TierBusy if
-        there are too many leases, TooMuch if the owner has too many, or if leases would hold more
-        than their share of the memory."""
+        """Load the blocks that are on the disk, then lease the leading run of blocks in memory to
+        `owner`. A lease without blocks ends at once. Raises InvalidBlock for a duration out of
+        range, TierBusy if there are too many leases, TooMuch if the owner has too many leases, or
+        if leases would hold more than their share of the memory."""
 
     @abstractmethod
     def unpin(self, number: int, owner: str = "") -> bool:
-        """End a lease early; False if the owner has none of that number."""
+        """End a lease early; False if the owner has no lease of that number."""
 
     def count_expired_lease(self) -> None:  # noqa: B027 - not every store counts them
-        """Count a lease that reached its deadline in a transport's table, not the store's."""
+        """Count an expired lease of a transport's own table, which the store does not see."""
 
     @property
     @abstractmethod
@@ -162,12 +163,12 @@ class ServedStore(ABC):
 
     @abstractmethod
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Forget blocks, except those that a lease holds; return how many were known. Forgets
-        blocks being read or written too. Waits for the disk: none returns after a restart."""
+        """Forget blocks, even blocks being read or written, except blocks that a lease holds;
+        return how many were known. Waits for the disk, so that no block returns after a restart."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every block. Waits for the disk, so that they stay forgotten."""
+        """Forget every block. Waits for the disk, so that no block returns after a restart."""
 
     @abstractmethod
     def subscribe(self, listener: Listener) -> None:
@@ -183,8 +184,8 @@ class ServedStore(ABC):
 
     @abstractmethod
     def close(self, timeout_seconds: float) -> bool:
-        """Write the blocks that the stores lack and close everything, within the time. False if a
-        store still uses the memory, which then stays. Idempotent."""
+        """Write the blocks that lower tiers lack and close everything, within the time. False if a
+        store still uses the memory; the memory then stays. Idempotent."""
 
 
 class ServedStores(ABC):
@@ -196,12 +197,12 @@ class ServedStores(ABC):
 
     @abstractmethod
     def attach(self, name: str, layout: BlockLayout) -> ServedStore:
-        """The store, if it has this layout. Raises NotReady while it is being made, WrongLayout,
-        and the error for which it could not be made."""
+        """The store, if it has this layout. Raises NotReady while it is being made, WrongLayout, or
+        the error that stopped its making."""
 
     @abstractmethod
     def ready(self, name: str) -> ServedStore:
-        """The store. Raises NotAttached, NotReady, or the error for which it could not be made."""
+        """The store. Raises NotAttached, NotReady, or the error that stopped its making."""
 
     @abstractmethod
     def layout(self, name: str) -> BlockLayout | None:
@@ -212,10 +213,10 @@ class ServedStores(ABC):
         """The stores that are ready, by name."""
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> list[str]:
-        """Change the set of stores: others are closed, new ones made when they are needed. Returns
-        the names of those that keep another size until the next start."""
+        """Change the set of stores: stores not in `quotas` are closed, new ones made when they are
+        needed. Returns the names of stores whose size changes only at the next start."""
         raise NotImplementedError(f"{type(self).__name__} has the same stores for ever")
 
     @abstractmethod
     def close(self, timeout_seconds: float) -> bool:
-        """Close every store within the time. False if one could not be closed. Idempotent."""
+        """Close every store within the time. False if a store could not be closed. Idempotent."""

@@ -5,8 +5,8 @@
     reload  tenants, tokens and certificates change; memory, ports and connections stay
     drain   NOT_SERVING, new calls refused; running ones may finish; tenant stores are written down
 
-The server checks all its addresses before it starts any part, and refuses one that is in use or
-that clients of other machines could use without TLS and credentials.
+The server checks all its addresses before it starts any part. It refuses an address that is in use,
+or that clients of other machines could use without TLS and credentials.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DEFAULT_PORT = 9400
 _LAST_SECONDS = 0.2  # for the last messages of calls that are ended
 _LOOK_AT_CERTIFICATES_SECONDS = 6 * 3600.0
 _LOOK_AT_TOKEN_SECONDS = 15.0
-# The fields that `reload` changes. It ignores the second set, which always differs when read again.
+# `reload` changes the first fields. It ignores the second ones, which differ at each reading.
 _RELOADED = frozenset({"tenants", "tls"})
 _LEFT_ALONE = frozenset({"own_token", "secret", "mac_key"})
 _REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
@@ -58,7 +58,7 @@ _REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings(StoreSettings):
-    """The settings of a server. Port 0 takes any free one; None turns the part off."""
+    """The settings of a server. Port 0 takes any free port; a port of None turns that part off."""
 
     tenants: Tenants
     # A tenant's token, which the server writes to a file for this user's clients on this machine.
@@ -87,7 +87,7 @@ class CacheServer:
         self.data_plane = DataPlane()
         self.metrics_port = 0
         self.token_path: Path | None = None  # of `own_token`
-        self._has_told_of_token = False  # whether the failure to write it again was logged
+        self._has_told_of_token = False  # whether a failure to write the token again was logged
         limits = settings.limits
         self.tenant_stores: ServedStores = tenant_stores or TenantStores(
             settings.tenants.quotas, settings
@@ -124,8 +124,8 @@ class CacheServer:
             raise
 
     async def drain(self, seconds: float | None = None) -> bool:
-        """End in order, within about `seconds`: new calls are refused, running ones may finish in
-        half of the time, and the rest is for writing tenant stores to the disk. False if a tenant
+        """End in order, within about `seconds`. New calls are refused, and running calls may finish
+        in half of the time; the rest is for writing tenant stores to the disk. False if a tenant
         store could not be closed. Idempotent."""
         if seconds is None:
             seconds = self.settings.drain_seconds
@@ -156,10 +156,10 @@ class CacheServer:
         return closed
 
     async def reload(self, read: Callable[[], ServerSettings]) -> list[str]:
-        """Take over the tenants, their credentials and the certificates of the settings that `read`
-        returns (on a thread). A removed token is not valid any more: calls, tickets and connections
-        that it opened are refused at their next request. Returns sentences about the changes that
-        need a restart. Raises TierConfigError, or the errors of `read`, and then changes nothing.
+        """Apply the tenants, credentials and certificates of the settings that `read` returns (on a
+        thread). A removed token becomes invalid: calls, tickets and connections that it opened are
+        refused at their next request. Returns sentences about changes that need a restart. Raises
+        TierConfigError or the errors of `read`, and then changes nothing.
         """
         old = self.settings
         try:
@@ -237,7 +237,7 @@ class CacheServer:
         server = grpc.aio.server(
             interceptors=(self._guard,),
             options=_options(settings.limits),
-            # The guard limits its calls; this limit also covers those that it does not see.
+            # The guard limits the calls that it sees; this limit covers all calls.
             maximum_concurrent_rpcs=2 * (settings.limits.max_calls + MAX_WATCHERS + MAX_CHECKS),
         )
         service = generic_handler(self._service, settings.limits.stall_seconds)
@@ -269,7 +269,7 @@ class CacheServer:
                 log.exception("the token for clients of this user cannot be looked at")
 
     async def look_at_token(self, token: str) -> None:
-        """Write the token for this user's clients anew if its file is gone; other servers' stay."""
+        """Write the token for this user's clients again if no file is at its path."""
         path = self.token_path
         if path is None or await asyncio.to_thread(os.path.lexists, path):
             return

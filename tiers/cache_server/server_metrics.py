@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache server's metrics for Prometheus: by tenant store, by call and as a whole.
-
-Label values come from the tenants file, the protocol and grpc, so their number is bounded. Each
-scrape asks the tenant stores.
+"""The cache server's metrics for Prometheus: by tenant store, by call and as a whole. Label values
+come from the tenants file, the protocol and grpc, so their number is bounded. Each scrape reads the
+statistics of the tenant stores.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _CALL_SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
 
-# Metric, is it a counter, help, field of TierStats.
+# Metric name, whether it is a counter, help text, field of TierStats.
 _TIERS = (
     ("tier_capacity_bytes", False, "Bytes the tier may hold.", "capacity_bytes"),
     ("tier_used_bytes", False, "Bytes it holds.", "used_bytes"),
@@ -50,8 +49,8 @@ _TIERS = (
 
 
 class ServerMetrics:
-    """All metrics, in a registry of their own. `tenant_stores` returns the open stores, `gauges`
-    the current values of the rest of the server: name without prefix → help and value."""
+    """All metrics, in a registry of their own. `tenant_stores` returns the open stores. `gauges`
+    returns the server's other current values: name without prefix → help and value."""
 
     def __init__(
         self,
@@ -93,7 +92,7 @@ class ServerMetrics:
             PREFIX + "call_seconds", "From a call's arrival to its end.", ("method",),
             buckets=_CALL_SECONDS, registry=self.registry,
         )  # fmt: skip
-        # The children are kept: a look-up by label values costs as much as the observation.
+        # Keep the labelled histograms: finding one by its label costs as much as the observation.
         self._seconds = {name: seconds.labels(name) for name in (*self._names.values(), _OTHER)}
         self._received = Counter(
             PREFIX + "stream_received_bytes", "Bytes of blocks that came by gRPC streams.",
@@ -105,7 +104,7 @@ class ServerMetrics:
         )  # fmt: skip
 
     def call_ended(self, path: str, code: str, seconds: float) -> None:
-        """Count a call that ended with the code of this name, after so many seconds."""
+        """Count a call that ended with the status `code` after `seconds`."""
         name = self._names.get(path, _OTHER)
         self._calls.labels(name, code).inc()
         self._seconds[name].observe(seconds)
@@ -114,7 +113,7 @@ class ServerMetrics:
         self._turned_away.labels(reason).inc()
 
     def data_refused(self, reason: str) -> None:
-        """Count a data connection that was refused or ended, for one of REFUSALS."""
+        """Count a data connection that was refused or ended. `reason` is one of REFUSALS."""
         self._refused.labels(reason).inc()
 
     def reloaded(self, result: str) -> None:
@@ -141,7 +140,7 @@ class _State(Collector):
     ) -> None:
         self._tenant_stores = tenant_stores
         self._gauges = gauges
-        self._started = time.time()  # a moment, not a duration: Prometheus compares wall clocks
+        self._started = time.time()  # the wall clock: Prometheus compares it with its own
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Yield every family; the registry calls this."""

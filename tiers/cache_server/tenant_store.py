@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tenant's store: its own slab, its own stores below it, its own salted keys.
 
-A hierarchy belongs to one thread at a time; a tenant store takes calls from any thread, one after
-the other. Its lock is free while bytes are read, moved or hashed.
+One thread at a time may use a hierarchy, so a tenant store takes a lock for each call; calls may
+come from any thread. The lock is free while bytes are read, moved or hashed.
 
     begin_load → wait_loaded → (bytes go out) → end_load   blocks stay pinned in between
     begin_store → (bytes come in, checked) → end_store     every later look-up finds them
-                └ (the writer is late) → abandon_store     slots are withheld until it ends
+                └ (the writer is late) → abandon_store     slots are withheld until the writer ends
 
 Blocks move in and out of `buffer(slot)`. Calls take the tenant's own keys; blocks are kept under
-salted ones. Only engines make and compare tags: the store keeps a tag beside its block in memory
-and on the disk, and sends it out with the block.
+salted keys. Only engines make and compare tags. The store keeps a block's tag beside the block, in
+memory and on the disk, and sends both.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .served_store import Listener, ServedStore
 
 log = logging.getLogger(__name__)
 
-# The time for a disk to write down deletions. Clients wait longer for the answer
-# (`RemoteSettings.store_seconds`), and would otherwise take the server for lost.
+# The time for a disk to record deletions, which is shorter than a client waits for the answer
+# (`RemoteSettings.store_seconds`). Otherwise the client would take the server for lost.
 FORGET_SECONDS = 3.0
 # The share of the slab that leases by gRPC may hold; the rest is left to stores and loads.
 LEASED_SHARE = 0.5
 KEEPER_FAILED = "keeper"  # the key in `TierStats.errors` of the slab
-_KEEPER_PAUSES = (0.01, 0.1, 1.0)  # seconds after each failure of the keeper in a row
+_KEEPER_PAUSES = (0.01, 0.1, 1.0)  # seconds to wait after failures of the keeper in a row
 
 SWEPT_BLOCKS = 1024  # forgotten blocks whose slots are freed in one hold of the lock
 
@@ -79,7 +79,7 @@ class TenantStore(ServedStore):
         self._observes = admission.learns
         self._pins = PinnedBlocks(slab)
         self._leases = Leases[list[bytes]](self._lease_expired, max_leases)
-        self._listening = threading.Lock()  # for changes of `_listeners`, which make a new list
+        self._listening = threading.Lock()  # held to change `_listeners`; a change makes a new list
         self._listeners: list[Listener] = []
         self._corrupt_blocks = 0
         self._keeper_failures = 0
@@ -173,7 +173,7 @@ class TenantStore(ServedStore):
             slots.append(slot)
             if slot is not None:
                 states.append(State.WANTED)
-                answers[key] = Answer.PENDING  # for a repetition of the key
+                answers[key] = Answer.PENDING  # if the key is repeated
             elif answers[key] is Answer.HIT:
                 states.append(State.KEPT)
             else:
@@ -258,10 +258,8 @@ class TenantStore(ServedStore):
     def pin(
         self, keys: Sequence[bytes], seconds: float, deadline: float, owner: str = ""
     ) -> Lease[list[bytes]]:
-        """Lease the leading blocks that are here to `owner`, after loading those on the disk; a
-        lease without blocks has ended. Raises InvalidBlock for a duration out of range, TierBusy if
-        there are too many leases, TooMuch if the owner has too many, or if leases would hold more
-        than LEASED_SHARE of the slab."""
+        """Lease the leading run of blocks to `owner`, after loading the blocks on the disk. Raises
+        the errors of `ServedStore.pin`; leases may hold up to LEASED_SHARE of the slab."""
         with self._changed:
             self._check_open()
             self._leases.check_room(owner)
@@ -378,7 +376,7 @@ class TenantStore(ServedStore):
             raise TierClosed("the tenant store was closed")
 
     def _keep(self) -> None:
-        """Run the keeper, which takes in finished work of stores and ends leases in time."""
+        """Run the keeper: it collects the stores' finished work, and ends leases on time."""
         failures = 0  # in a row
         while not self._closed:
             try:

@@ -4,7 +4,7 @@
     run_quick   on the loop if the tenant store's lock is free, else on a thread
     run         on a thread, for work that may wait or take long
 
-The threads of each tenant are limited, so that one with a slow store leaves the others theirs.
+Each tenant has a limited number of threads, so a slow store leaves threads to other tenants.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TenantStoreCalls:
         self._places: dict[str, asyncio.Semaphore] = {}
 
     async def submit(self, tenant: str, work: Callable[[], _Result]) -> Future[_Result]:
-        """Begin `work` on a thread, once one of the tenant's is free."""
+        """Begin `work` on a thread, once one of the tenant's threads is free."""
         places = self._places.setdefault(tenant, asyncio.Semaphore(self._share))
         await places.acquire()
         loop = asyncio.get_running_loop()
@@ -47,7 +47,7 @@ class TenantStoreCalls:
         except BaseException:
             places.release()
             raise
-        # The place is free once the thread is, which may be later than the end of the call.
+        # Free the place with the thread, which may run longer than the call.
         future.add_done_callback(ended)
         return future
 
@@ -57,7 +57,7 @@ class TenantStoreCalls:
         work: Callable[[], _Result],
         undo: Callable[[_Result], object] | None = None,
     ) -> _Result:
-        """Do `work` on a thread; if the call is cancelled first, then `undo` with the result."""
+        """Do `work` on a thread. If the call is cancelled first, `undo` gets the result later."""
         future = await self.submit(tenant, work)
         try:
             return await asyncio.wrap_future(future)

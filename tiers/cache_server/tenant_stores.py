@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tenant stores of a server: each is made when a first engine attaches a layout, and stays.
+"""The tenant stores of a server: each is made when the first engine attaches a layout, and stays.
 
     unknown ──attach──► making ──► ready
        ▲                  └──► failed (callers get the reason; tried again after a while)
        └── no layout is known ──┘
 
-A thread of its own makes a tenant store, since allocating its memory takes long. A tenant store
-with blocks on the disk is made when the server starts; if the disk is full or missing, it begins
-without the disk, which is added once it can be opened. Thread-safe; only `close` waits.
+A thread makes each tenant store, because allocating its memory takes long. A tenant store with
+blocks on the disk is made when the server starts. If the disk is full or missing, the store begins
+without it, and adds the disk once it can be opened. Thread-safe. Only `close`, and `start` with
+required disks, wait.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class StoreSettings:
     """The settings that all tenant stores of a server share; each has its own quota."""
 
     secret: bytes
-    # The folder of all stores, or those on several disks, divided by commas; None: memory only.
+    # The folder of all stores, or one folder on each disk, divided by commas. None: memory only.
     ssd_path: Path | None = None
     require: bool = False  # the start fails if a disk, or a store on it, cannot be opened
     mac_key: MacKey | None = None  # seals the blocks on the disk
@@ -172,8 +173,8 @@ class TenantStores(ServedStores):
             }
 
     def close(self, timeout_seconds: float) -> bool:
-        """Close all tenant stores at the same time, and write the blocks that their disks lack
-        within the time. False if one could not be closed. Idempotent."""
+        """Close all tenant stores at the same time, and write the blocks that their disks lack,
+        within the time. False if a tenant store could not be closed. Idempotent."""
         deadline = time.monotonic() + timeout_seconds
         with self._lock:
             self._closed = True
@@ -228,7 +229,7 @@ class TenantStores(ServedStores):
         failure: Exception | None = None
         try:
             tenant_store = self._build(name, place.quota, layout)
-        except Exception as error:  # noqa: BLE001 - callers get it, other tenants are served
+        except Exception as error:  # noqa: BLE001 - callers get the error, other tenants are served
             failure = error
             log.warning("the memory of %s cannot be made ready: %s", name, error)
         with self._lock:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The events of watchers: blocks stored and removed in their tenant store, from now on.
+"""Events for watchers: the blocks that are stored in and removed from their tenant store.
 
     store ──stored, removed, cleared──► every watcher's queue ──► its stream
     once a second, while there are watchers: some of the blocks reported as stored are looked up
@@ -29,7 +29,7 @@ _SLICE_KEYS = 8192  # looked up at once
 
 @dataclass(slots=True)
 class Happening:
-    """An event for watchers. `lost` events are missing before it."""
+    """An event for watchers. `lost` is the number of events that are missing before it."""
 
     stored: Sequence[bytes] = ()
     removed: Sequence[bytes] = ()
@@ -38,7 +38,7 @@ class Happening:
 
     @property
     def num_keys(self) -> int:
-        """The size of the event in a queue; one without keys counts as one key."""
+        """The size of the event in a queue. An event without keys counts as one key."""
         return len(self.stored) + len(self.removed) or 1
 
 
@@ -74,7 +74,7 @@ class Watcher:
         self._wake()
 
     async def next_event(self) -> Happening | None:
-        """The next event, once there is one; None after the end."""
+        """Wait for the next event and return it; None after the end."""
         while True:
             with self._lock:
                 if self._queue:
@@ -95,8 +95,8 @@ class Watcher:
 
 @dataclass(slots=True, eq=False)
 class TenantStoreWatch:
-    """The listener of one tenant store, which passes events on to watchers. `told` are the blocks
-    that it has reported as stored."""
+    """The listener of one tenant store: it passes events on to watchers. `told` are the blocks that
+    the listener has reported as stored."""
 
     tenant_store: ServedStore
     max_told: int
@@ -129,7 +129,7 @@ class TenantStoreWatch:
             watcher.tell(Happening(cleared=True))
 
     def look_again(self) -> None:
-        """Look up some of the blocks reported as stored, and report those that are gone."""
+        """Look up some of the blocks reported as stored, and report the missing ones as removed."""
         with self.lock:
             some = [key for key, _ in zip(self.told, range(_SLICE_KEYS), strict=False)]
         if not some:
@@ -154,7 +154,7 @@ class TenantStoreWatch:
 
 
 class Watches:
-    """All watchers of a server, at most `limits.max_watchers`, of which one tenant has a share.
+    """All watchers of a server, at most `limits.max_watchers`; each tenant has a share of them.
     Belongs to one event loop."""
 
     def __init__(
@@ -208,14 +208,14 @@ class Watches:
         self._shares.set_tenants(num_tenants)
 
     def end_of(self, tenants: Collection[str]) -> None:
-        """End the streams of these tenants after the queued events; they may begin new ones."""
+        """End these tenants' streams after their queued events. The tenants may begin new ones."""
         for watch in self._tenant_stores.values():
             for watcher in watch.watchers:
                 if watcher.tenant in tenants:
                     watcher.end_events()
 
     def end_all(self) -> None:
-        """End every stream after its queued events, and new ones at once."""
+        """End every stream after its queued events, and every later stream at once."""
         self._ended = True
         for watch in self._tenant_stores.values():
             for watcher in watch.watchers:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a codec: a block's bytes in fewer bytes, and back.
+"""The contract of a codec, which turns a block's bytes into fewer bytes and back.
 
 Slots keep their size: a codec saves moved bytes. It knows no files, sockets, keys or checksums.
 
 A caller may rely on this:
-- `decode` of what `encode` wrote gives the block back: every bit of it where `is_lossless`, else
-  within the bound that the codec's class states;
+- `decode` returns the block that `encode` wrote: every bit of it if `is_lossless`, else within the
+  bound that the codec's class states;
 - `encode` writes nothing behind the end of `out`, and `decode` reads nothing behind the end of
   `encoded`;
 - for any bytes `decode` ends with the block or with ValueError, in memory bounded by the size of a
   block;
-- all of it may be called from several threads at once.
+- several threads may call all methods at once.
 
 The caller must give buffers of bytes (`memoryview` of format B), payloads `layout.page_bytes` long.
 """
@@ -40,8 +40,8 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, payload: memoryview, out: memoryview) -> int | None:
-        """Encode a block to the beginning of `out`. Return the number of bytes; None where it does
-        not fit or has no encoding: the caller stores it as it is, and `out` is undefined."""
+        """Encode a block to the beginning of `out`. Return the number of bytes; None if the block
+        does not fit or has no encoding: the caller stores it as it is, and `out` is undefined."""
 
     @abstractmethod
     def decode(self, encoded: memoryview, payload: memoryview) -> None:

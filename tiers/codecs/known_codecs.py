@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codecs by name: the values of the flag, and the factories.
 
-It has the codecs of plain bytes. Modules above pass in others, as connector/device/fp8_codec.py.
+Has the codecs of plain bytes; modules above pass in others (connector/device/fp8_codec.py).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def make_codec(
 
 
 def readable_codecs(layout: BlockLayout, codec: Codec | None) -> dict[int, Codec]:
-    """The codecs, by number, whose records a tier can read that writes with `codec`: that one and
-    all lossless ones, so that a store can be opened with and without a lossless codec."""
+    """The codecs, by number, whose records a tier that writes with `codec` can read: `codec` and
+    all lossless codecs, so that a store can be opened with and without a lossless codec."""
     found: dict[int, Codec] = {}
     for factory in CODECS.values():
         try:

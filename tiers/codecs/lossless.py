@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every bit of a block in fewer bytes: byte planes of its numbers, then zstd.
+"""A lossless encoding of blocks: byte planes of their numbers, then zstd.
 
-Neighbouring numbers have similar exponents and unrelated mantissas. So their high bytes are laid
-side by side, where zstd finds repetitions, and their low bytes apart from them. bfloat16 from a
-normal distribution becomes 0.68 of its size, float16 and float32 0.85.
+Neighbouring numbers have similar exponents and unrelated mantissas. So the high bytes of numbers
+are laid side by side, where zstd finds repetitions, and the low bytes apart from them. bfloat16
+from a normal distribution becomes 0.68 of its size, float16 and float32 0.85.
 
     encoded = for each 256 KiB of the block: for each plane, lowest byte first:
               length u32 little-endian | one zstd frame of so many bytes
 
-One stretch at a time is encoded: memory is bounded, and no thread waits long for the interpreter.
+One stretch is encoded at a time: memory is bounded, and no thread waits long for the GIL.
 """
 
 from __future__ import annotations

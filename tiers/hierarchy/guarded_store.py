@@ -42,9 +42,8 @@ REFUSED, DAMAGED, WRONG_TAG = "refused", "damaged_in_slab", "wrong_tag"
 
 @dataclass(slots=True)
 class Traffic:
-    """The traffic of the slab with one store, in numbers since start. A *promotion* is a batch of
-    blocks read from the store, a *cascade* is a batch written to it. Changed by the hierarchy's
-    thread."""
+    """The traffic of the slab with one store, in numbers since start. A *promotion* is a batch read
+    from the store, a *cascade* a batch written to it. Changed by the hierarchy's thread."""
 
     active_promotions: int = 0  # now
     active_cascades: int = 0  # now
@@ -117,8 +116,7 @@ class GuardedStore:
         self.attempt(lambda: self.tier.drop(keys), writing=True)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        """The store's answers; all misses behind an open breaker or after a failure, which is
-        counted."""
+        """The store's answers; all misses behind an open breaker or after a (counted) failure."""
         if not self.breaker.allows:
             return [Answer.MISS] * len(keys)
         try:
@@ -159,8 +157,7 @@ class GuardedStore:
         self, keys: Sequence[bytes], seconds: float, done: Callable[[list[bool]], None]
     ) -> None:
         """Lease blocks for `seconds`. The owner's thread calls `done`, perhaps at once, with a bool
-        for each block: True if the store has it and keeps it. All are False if the store does not
-        answer."""
+        for each block: the store has and keeps it. All are False if the store does not answer."""
         none = [False] * len(keys)
         try:
             future = self.tier.lease(keys, seconds) if self.breaker.allows else None

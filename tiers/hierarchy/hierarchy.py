@@ -100,8 +100,7 @@ class Hierarchy:
 
     @property
     def others_are_up(self) -> bool:
-        """Whether a store that other engines fill can be asked now: it is up, its breaker
-        closed."""
+        """Whether a store that others fill can be asked now: it is up, its breaker closed."""
         stores = (store for store in self._stores if store.is_shared or store.is_read_only)
         return any(store.breaker.allows and store.tier.is_up for store in stores)
 
@@ -191,10 +190,9 @@ class Hierarchy:
         proofs: Proofs | None = None,
         digests: Sequence[bytes] | None = None,
     ) -> None:
-        """End a ticket. `ok`, for all blocks or for each: the bytes are in the slots, or never will
-        be. `proofs[i]` came with the i-th block or was made when the block was copied. With a
-        tagger, proofs are made here from `digests`, 16 bytes for each block that an engine
-        copied."""
+        """End a ticket. `ok` (of all or of each): the bytes are in the slots, or never will be.
+        `proofs[i]` came with the i-th block or was made when the block was copied. With a tagger,
+        proofs are made here from `digests`, 16 bytes of each block an engine copied."""
         self._mailbox.is_due = True
         verdicts = [ok] * len(ticket.keys) if isinstance(ok, bool) else list(ok)
         if ticket.epoch != self._epoch:
@@ -311,9 +309,8 @@ class Hierarchy:
     def lease(
         self, keys: Sequence[bytes], seconds: float, done: Callable[[list[bool]], None]
     ) -> None:
-        """Lease these blocks for `seconds` in the shared store, or without one in the slab. `done`
-        is called, by `poll` or at once, with a bool for each block: whether it is there and
-        kept."""
+        """Lease these blocks for `seconds` in the shared store, or else in the slab. `done` is
+        called, by `poll` or at once, with a bool for each block: it is there and kept."""
         for store in self._stores:
             if store.is_shared:
                 store.lease(keys, seconds, done)

@@ -238,8 +238,7 @@ class Promotions:
         return [None if k in wrong else p for k, p in zip(promotion.keys, proofs, strict=True)]
 
     def _finish_promotion(self, promotion: Promotion, proofs: Proofs, fault: str = MISSED) -> None:
-        """Publish the blocks that came, pinned for waiting loads. `fault`: why blocks did not
-        come."""
+        """Publish the blocks that came, pinned for waiting loads. `fault`: why some did not."""
         ok = [promotion.wanted and proof is not None for proof in proofs]
         store = promotion.store
         self._write_backs.promoted(store, self._slab.commit(promotion.keys, ok, proofs))

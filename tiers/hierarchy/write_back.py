@@ -322,8 +322,7 @@ class WriteBacks:
             self._all[0].added(keys)
 
     def reserve(self, keys: list[bytes], *, optional: bool = False) -> list[int | None]:
-        """Reserve slots of the slab for these blocks; count evicted blocks that were not
-        written."""
+        """Reserve slots of the slab for these blocks; count blocks evicted unwritten."""
         excess = len(keys) - self._slab.free_slots()
         evicted: list[bytes] = []
         slots = self._slab.reserve(keys, optional=optional, spared=self._spared, evicted=evicted)

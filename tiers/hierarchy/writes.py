@@ -77,8 +77,7 @@ class Writes:
         return max(0, size)
 
     def start(self, keys: list[bytes], slots: list[int]) -> bool:
-        """Start to write pinned blocks. False if the store is busy; the blocks are then
-        unpinned."""
+        """Start to write pinned blocks. False if the store is busy; they are unpinned then."""
         deadline = time.monotonic() + self._store.write_seconds
         batch = Batch(keys, deadline, is_probe=not self._breaker.allows)
         if batch.is_probe:

@@ -12,10 +12,10 @@ An entry holds the state of the file at that time and its digest:
         88     32  SHA-256 of the 88 bytes before
 
 A program that may write a file can set its mtime back, but not its ctime, which the kernel advances
-with each change of content. So an entry counts only if all six numbers are those of the file now.
-It is written only if they cannot hide a later change: not while ctime is young, since its grain is
-up to two seconds. It is written and read only on file systems that are known to advance ctime, and
-not on read-only images, whose times come from the image's maker.
+with each change of content. So an entry counts only if all six numbers equal those of the file now.
+An entry is written only if no later change can leave these numbers as they are: not while ctime is
+young, because its grain is up to two seconds. Entries are written and read only on file systems
+that are known to advance ctime, and not on read-only images, whose times come from their maker.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ MOST_ENTRIES = 4096
 _FORM = struct.Struct("<8s6Q32s32s")
 _CHECK_BYTES = 32
 _U64 = 2**64 - 1
-# Other file systems pass on the times of a server, a program or an image, or do not count writes
-# through a mapping, as tmpfs.
+# Other file systems pass on the times of a server, a program or an image, or (as tmpfs) do not
+# count writes through a mapping.
 _WITH_CTIME = re.compile(r"ext[234]|xfs|btrfs|zfs|f2fs|bcachefs|jfs|nfs4?|overlay")
 _LAZY = "lazytime"  # after a loss of power, times may be older than the content
 
@@ -60,8 +60,9 @@ class DigestCache:
         return cls(Path(parent) / "stratakv" / "digests" if os.path.isabs(parent) else None)
 
     def load_digest(self, state: FileState, file_system: int = 0) -> bytes | None:
-        """Return the digest of a file in this state; None without an entry, or if it is damaged or
-        may be another user's. `file_system` is its `f_fsid`; `trusts` has allowed the file."""
+        """Return the digest of a file in this state; None without an entry, or if the entry is
+        damaged or may be another user's. `file_system` is the file's `f_fsid`; `trusts` has allowed
+        the file."""
         if self._folder is None:
             return None
         try:
@@ -89,7 +90,7 @@ class DigestCache:
 
     def takes(self, state: FileState, now_ns: int) -> bool:
         """Whether the digest of a trusted file, hashed from `now_ns` on (since the epoch), may be
-        remembered: each later change will give the file another ctime."""
+        remembered. It may if each later change gives the file another ctime."""
         return now_ns - state.ctime_ns >= YOUNG_NS
 
     def add(self, state: FileState, digest: bytes, file_system: int = 0) -> None:

@@ -58,7 +58,7 @@ def digest_files(
     """Return the digest of each file, in the order of the paths. `cache` defaults to this user's.
     `progress` is called with a line every two seconds.
 
-    Raises ConfigError for a file that cannot be read to its end, or that changes meanwhile.
+    Raises ConfigError for a file that cannot be read to its end, or that changes while it is read.
     """
     cache = DigestCache.of_user() if cache is None else cache
     told = _Told(progress)
@@ -128,8 +128,8 @@ def _digest_file(
 
 
 def _write_back(descriptor: int) -> tuple[bool, FileState]:
-    """Write the file's dirty pages back: a mapping advances ctime only with the first write to a
-    page after its write-back. Return whether that succeeded, and the file's state afterwards."""
+    """Write back the file's dirty pages: only the first write to a mapped page after its write-back
+    advances ctime. Return whether this succeeded, and the file's state afterwards."""
     is_written = True
     try:
         os.fsync(descriptor)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class FileState(NamedTuple):
-    """Five numbers of a file; equal ones mean the same, unchanged file."""
+    """Five numbers of a file. Equal states mean the same, unchanged file."""
 
     device: int
     inode: int

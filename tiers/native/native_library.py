@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled library of `bytes.cpp` and `names.cpp`: its file, its fitness here, its functions.
+"""The compiled library of `bytes.cpp` and `names.cpp`: its file, its checks, its functions.
 
-It is a plain shared library, called with addresses, for any version of Python. Code without it
-gives the same results. STRATAKV_BYTES=none keeps it from being used.
+It is a plain shared library, called with addresses, for any version of Python. The callers have
+code for its absence, which gives the same results. STRATAKV_BYTES=none switches the library off.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PART_BYTES = 256 * 1024  # copied, then hashed while it is in the cache
 _DIGEST_BYTES = 16
 _NO_DIGEST = bytes(_DIGEST_BYTES)
 MOST_NAME_BYTES = 112
-_LEFT, _LATE = -1, -2  # in place of an error number
+_LEFT, _LATE = -1, -2  # the peer left, the deadline passed; in place of an error number
 
 
 class PeerLeft(OSError):
@@ -124,9 +124,9 @@ class Rows(NamedTuple):
 def copy_rows_and_digest(
     target: Rows, target_rows: Sequence[int], source: Rows, source_rows: Sequence[int]
 ) -> list[bytes]:
-    """`copy_and_digest` of row `source_rows[i]` to row `target_rows[i]` for each i, in one call
-    without the interpreter. The row numbers are not checked. Only where `has_digests`, and for rows
-    of LEAST_BYTES or more."""
+    """Copy row `source_rows[i]` to row `target_rows[i]` for each i, in one call without the
+    interpreter's lock. Return the digests, as `copy_and_digest` does. The row numbers are not
+    checked. Only where `has_digests`, and for rows of LEAST_BYTES or more."""
     found, count = library(), len(target_rows)
     assert found is not None and source.size == target.size >= LEAST_BYTES
     assert len(source_rows) == count
@@ -167,9 +167,9 @@ class ProvenRecords:
             )
 
     def make(self, run: range, pages: int, pieces: int) -> list[int]:
-        """Hash the payloads of a run and write their headers to the pages at the address `pages`;
-        write address and length of each header page and payload to the address `pieces`. Return the
-        positions of payloads with wrong digests, whose headers are zeros. Releases the GIL."""
+        """Hash the payloads of a run and write their headers to the pages at the address `pages`.
+        Write address and length of each header page and payload to the address `pieces`. Return the
+        positions of payloads with wrong digests; their headers are zeros. Releases the GIL."""
         found, count = library(), len(run)
         assert found is not None
         start, stop = run.start, run.stop
@@ -187,8 +187,8 @@ class ProvenRecords:
 
 
 class Received(NamedTuple):
-    """Results for the payloads that came whole, in their order: digests, the bytes behind each, and
-    tags where names were given."""
+    """Results for the payloads that came whole, in order: their digests, the bytes behind each
+    payload, and tags if names were given."""
 
     digests: list[bytes]
     trailers: list[bytes]
@@ -204,7 +204,7 @@ def receive_and_digest(
     names: bytes = b"",
 ) -> Received:
     """Fill payloads, all of one length of LEAST_BYTES or more, from a blocking socket, by
-    `deadline` (monotonic seconds). `names` as in `send_proven`. Only where `has_digests`."""
+    `deadline` (monotonic seconds). `names`: see `send_proven`. Only where `has_digests`."""
     found, count = library(), len(payloads)
     assert found is not None
     places = _Places(payloads)
@@ -225,9 +225,9 @@ def receive_and_digest(
 def send_payloads(
     descriptor: int, head: bytes, payloads: Sequence[memoryview], trailers: bytes, deadline: float
 ) -> None:
-    """Send `head`, then payloads of one length, each with its equal share of `trailers` behind it,
-    to a blocking socket, by `deadline` (monotonic seconds). Only where `has_digests`, and for
-    writable memory. Raises OSError."""
+    """Send `head`, then payloads of one length, to a blocking socket, by `deadline` (monotonic
+    seconds). Each payload is followed by its equal share of `trailers`. Only where `has_digests`,
+    and for writable memory. Raises OSError."""
     found, count = library(), len(payloads)
     assert found is not None
     places = _Places(payloads)
@@ -249,9 +249,10 @@ def send_proven(
     deadline: float,
 ) -> list[int]:
     """Send payloads, all of one length of LEAST_BYTES or more, each followed by its tag and digest.
-    `names` are joined, all of one length up to MOST_NAME_BYTES: a tag is the digest of name and
-    digest. `digests`: the expected ones, where known. Payloads with other digests have zeros behind
-    them; return their positions. Sockets and memory as in `send_payloads`. Raises OSError."""
+    `names` are joined, all of one length up to MOST_NAME_BYTES; a tag is the digest of name and
+    digest. `digests`: the expected ones, None if unknown. Zeros follow a payload that has another
+    digest; return the positions of these. Sockets and memory as in `send_payloads`. Raises
+    OSError."""
     found, count = library(), len(payloads)
     assert found is not None
     name_bytes = _length_of_one(names, count)

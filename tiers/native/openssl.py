@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of OpenSSL that Python's hashlib uses, for many digests in one call of the compiled
-library: for one name hashlib copies a state four times and makes four objects.
+"""The functions of OpenSSL that Python's hashlib uses. The compiled library calls them for many
+digests at once; for one name hashlib copies a state four times and makes four objects.
 
-They are looked up by name in the library that hashlib is linked to. `name_maker` returns None, and
-hashlib does the work, where that library is missing (a Python with OpenSSL built in), where there
-is no compiled library, or where the first name comes out wrong.
+The functions are looked up by name in the library that hashlib is linked to. `name_maker` returns
+None, and hashlib does the work, if that library is missing (a Python with OpenSSL built in), if
+there is no compiled library, or if the first name comes out wrong.
 """
 
 from __future__ import annotations

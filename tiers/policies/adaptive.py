@@ -2,14 +2,14 @@
 """Adaptive: keeps the blocks that save the most time for each second in a slot.
 
 It learns from observed prompts how soon blocks are used again, by turn, pace and kind
-(`history.py`), as a function of age (`reuse_model.py`); the expected gain is weighed by the cost of
-a miss. Nothing is tuned beforehand: until it has seen enough prompts, and whenever LRU would have
-served more (`Trial`), it is LRU. Tails go before heads: a block whose followers in some chain are
-held goes after them, as far as others may go. Until the first `observe` it is LRU at the cost of
-LRU, for owners that do not pass prompts on.
+(`history.py`) and as a function of age (`reuse_model.py`), and weighs the expected gain by the cost
+of a miss. Nothing is tuned beforehand: the policy acts as LRU until it has seen enough prompts, and
+whenever LRU would have served more blocks (`Trial`). Tails go before heads: a held block goes after
+its followers in a chain, except where these may not go. Until the first `observe` it is LRU at the
+cost of LRU, for owners that do not pass prompts on.
 
-It also remembers blocks that are gone: three times its owner's number plus `MIN_GONE`, but no more
-than `MAX_GONE`. A block takes about 400 bytes.
+It also remembers blocks that are gone: three times its owner's number of blocks plus `MIN_GONE`,
+but at most `MAX_GONE`. A block takes about 400 bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .runs import Block, Run
 
 # Prompts that are seen before the policy is trusted for the first time.
 WARM_UP = 128
-# Prompts for which the policy is set aside after it fell behind: the first time, and at most.
+# Prompts for which a policy that fell behind is set aside: the first time, and at most.
 SUSPEND = 512
 MAX_SUSPEND = 1 << 14
 # Prompts after which a result counts half.
@@ -42,11 +42,11 @@ MAX_GONE = 262_144
 
 
 class Trial:
-    """A comparison of a policy with LRU: whether it serves at least as many of the same blocks.
+    """Compares a policy with LRU: whether the policy serves at least as many blocks.
 
-    An LRU of the same capacity is kept beside it, in keys only. Where the policy falls behind by
-    more than chance, it is set aside for a while, each time for twice as long. `is_trusted` says
-    whether it is to be followed now."""
+    An LRU of the same capacity runs beside the policy, with keys only. A policy that falls behind
+    by more than chance is set aside for a while, each time for twice as long. `is_trusted` says
+    whether to follow the policy now."""
 
     def __init__(self, capacity: int) -> None:
         self.is_trusted = False
@@ -55,7 +55,7 @@ class Trial:
         self._decide_at = WARM_UP
         self._suspend = SUSPEND
         self._prompts = 0
-        # Blocks, older prompts counting less: asked for; served by LRU only; squares of the latter.
+        # Blocks, with older prompts weighing less: requested; served by LRU only; squares of these.
         self._asked = self._lost = self._variance = 0.0
 
     def compare_prompt(self, chain: Sequence[bytes], hits: int) -> None:
@@ -93,13 +93,13 @@ def take_tails_first(
     runs: Iterable[Run], count: int, may_go: Callable[[bytes], bool]
 ) -> dict[Block, None]:
     """Up to `count` blocks of the runs, the first run first; changes nothing. No block goes before
-    its followers in a chain, since a block without the blocks before it is useless: a block whose
-    followers are held and stay is passed over, with all before it in its run, and taken as soon as
-    they are taken."""
+    its followers in a chain, because these are useless without it. A block whose followers are held
+    and stay is passed over, with all blocks before it in its run. It is taken as soon as its
+    followers are taken."""
     taken: dict[Block, None] = {}
     if count <= 0:
         return taken
-    left: dict[Block, int] = {}  # of parents of taken blocks: the followers that stay
+    left: dict[Block, int] = {}  # by parent of taken blocks: its followers that stay
     waiting: set[Run] = set()  # passed over because of their followers
     for first in runs:
         to_do = [first]
@@ -129,7 +129,7 @@ def take_tails_first(
 
 class AdaptivePolicy(EvictionPolicy):
     """The policy of an owner of `capacity` blocks. A key costs O(1) on average; `victims` is linear
-    in the number of blocks it visits, and in the number of classes."""
+    in the number of blocks that it visits, and in the number of classes."""
 
     learns = True
 
@@ -174,7 +174,7 @@ class AdaptivePolicy(EvictionPolicy):
         return self._choose(count, may_evict, inf)
 
     def may_be_next(self, keys: KeysView[bytes], count: int) -> bool:
-        """See EvictionPolicy. Compares whole runs: the next victims', if all of a run may go."""
+        """See EvictionPolicy. Compares whole runs, as if every block of a run may go."""
         if self._untold is not None:
             return self._untold.may_be_next(keys, count)
         for run in self._runs(inf):

@@ -4,13 +4,13 @@
     evicted ── b1 ◄── t1 │ t2 ──► b2 ── evicted       t1: came once     b1, b2: names of what was
                   cold   │   cold                     t2: used again    evicted from t1, t2
 
-A key that comes back while b1 has its name means that t1 should have been larger; one in b2 means
+A key that comes back while b1 has its name means that t1 should have been larger; a key in b2 means
 the opposite. `target` is the resulting share of t1.
 
-Two details differ from the paper, because an owner makes room before it inserts the new key: a key
-that comes back moves the target after that eviction instead of before it, and a tie between t1 and
-the target is not broken by the new key. Keys that the owner removes for another reason become
-ghosts as well. Ghosts never outnumber the capacity, and t1 with b1 stays within it.
+Two details differ from the paper, because an owner makes room before it inserts the new key. A key
+that comes back moves the target after that eviction instead of before it. The new key breaks no tie
+between t1 and the target. Keys that the owner removes for another reason become ghosts as well.
+Ghosts never outnumber the capacity, and t1 with b1 stays within it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Keys = OrderedDict[bytes, None]
 
 
 class ArcPolicy(EvictionPolicy):
-    """Every operation on a key is O(1); `victims` is linear in the number of keys it visits. Holds
-    the names of at most `capacity` keys beside those of its owner."""
+    """Every operation on a key is O(1); `victims` is linear in the number of keys that it visits.
+    Holds the names of at most `capacity` keys beside the keys of its owner."""
 
     def __init__(self, capacity: int) -> None:
-        self.target = 0.0  # keys that t1 may hold before it is the one to lose
+        self.target = 0.0  # keys that t1 may hold before it loses keys first
         self._capacity = capacity
         self._t1: Keys = OrderedDict()
         self._t2: Keys = OrderedDict()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of an eviction policy: it orders keys from cold to hot, and nothing more.
 
-It knows no bytes, slots, pins or disks. Its owner reports keys that came, were used and went, and
+It knows no bytes, slots, pins or disks. Its owner reports keys that came, were used or left, and
 asks for the next victims. Not thread-safe: the owner calls it under its own lock.
 
 The owner may rely on this:
-- `victims` changes nothing, so a list that is too short costs nothing: the owner can take all of
-  it, part of it, or none (all or nothing is then one comparison of lengths);
+- `victims` changes nothing, so the owner may take all of a list, a part of it, or none (as where
+  the list is too short and only the whole of it would help);
 - keys given together are ordered as given, the last one hottest.
 The owner must do this: insert each key once, and remove the keys that it evicts.
 """
@@ -39,23 +39,23 @@ class EvictionPolicy(ABC):
         """Remove keys that went; unknown ones are ignored."""
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
-        """Learn from a prompt whose blocks are `chain`, head first, whether the owner holds them or
-        not, at `now` seconds of a monotonic clock. Calls of `touch` and `insert` for its blocks
-        follow, if any. Only policies that learn which blocks are used again need it."""
+        """Learn from a prompt at `now` seconds of a monotonic clock. Its blocks are `chain`, head
+        first, whether the owner holds them or not. Calls of `touch` and `insert` for its blocks may
+        follow. Only policies that learn which blocks are used again need this call."""
 
     @abstractmethod
     def victims(self, count: int, may_evict: Callable[[bytes], bool]) -> list[bytes]:
-        """The `count` keys to evict next, coldest first, of those that `may_evict` allows; fewer
-        where there are fewer. Changes nothing."""
+        """The `count` keys to evict next, coldest first, among the keys that `may_evict` allows;
+        fewer if it allows fewer. Changes nothing."""
 
     def may_be_next(self, keys: KeysView[bytes], count: int) -> bool:
-        """Whether one of `keys` may be among the next `count` victims, if every key may be evicted;
-        also True for keys just behind the last victim, where that is quicker. Changes nothing."""
+        """Whether one of `keys` may be among the next `count` victims if every key may be evicted.
+        Also True for keys just behind the last victim, where that is quicker. Changes nothing."""
         return not keys.isdisjoint(self.victims(count, lambda _key: True))
 
     def displaced_by(
         self, keys: Sequence[bytes], count: int, may_evict: Callable[[bytes], bool]
     ) -> list[bytes]:
-        """The `victims` that make room for `keys`, which are about to come in and are optional for
-        the owner: fewer where the policy values the held keys more. Changes nothing."""
+        """The victims that make room for `keys`, which are about to come in and are optional for
+        the owner. Fewer victims if the policy values the held keys more. Changes nothing."""
         return self.victims(count, may_evict)

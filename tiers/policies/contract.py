@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of `base.py` as a function that any eviction policy has to pass.
 
-Authors of policies, also outside this project, call it with the policy's factory. It acts as an
-owner that prompts, evicts, drops and asks in every allowed way, the same in every run, and takes
-some tens of milliseconds. It does not judge which order is a good one.
+Authors of policies, also outside this project, call it with the policy's factory. The check acts as
+an owner that prompts, evicts, drops and asks in every allowed way. It is the same in every run and
+takes some tens of milliseconds. It does not judge which order is a good one.
 """
 
 from __future__ import annotations

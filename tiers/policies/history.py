@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The history: the blocks that prompts used and when, whether their owner holds them or not.
 
-Evicted blocks teach as much as held ones, so blocks are remembered beyond their eviction, up to a
-limit; one takes about 400 bytes. The history tells the model when blocks are used again.
+Evicted blocks teach as much as held ones, so the history remembers blocks beyond their eviction, up
+to a limit; a block takes about 400 bytes. It tells the model when blocks are used again.
 
-It keeps them in runs: blocks that were last used by the same prompt and are alike age together. A
+It keeps blocks in runs: blocks that were last used by the same prompt and are alike age together. A
 prompt uses a chain from its head on, so it takes leading blocks away from the runs of earlier
-prompts. Each block is in one run, that of the last prompt which used it:
+prompts. Each block is in one run, which belongs to the last prompt that used the block:
 
     prompt 1 uses a b c d e, then prompt 2 uses a b c f g:    [a b c f g]   left behind: [d e]
 
 Runs are ordered: there is a queue for each class and age, ranked by the model. Runs of one class
 and one bin of ages are worth the same, and the oldest goes first. A run moves on to the next queue
-when its age leaves the bin. That happens a few dozen times in its life at most, so no work recurs
-for each block or at short intervals.
+when its age leaves the bin, a few dozen times in its life at most. So no work recurs for each block
+or at short intervals.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .runs import Block, Prompt, Run
 
 # Runs of blocks that no prompt announced are cut at this length, which bounds the cost of sorting.
 UNANNOUNCED_BLOCKS = 64
-# The model learns after so many prompts, and after an eighth of the runs that are watched.
+# The model learns after so many prompts, or an eighth of the number of runs if that is more.
 LEARN_PROMPTS = 64
 # With more runs than this it samples them, so that learning takes a few milliseconds.
 LEARN_RUNS = 4096
@@ -60,7 +60,7 @@ class History:
     ) -> None:
         self.blocks: dict[bytes, Block] = {}
         self.queues = RunQueues(model)
-        self.num_held = 0  # of `blocks`, by the owner
+        self.num_held = 0  # those of `blocks` that the owner holds
         self.num_prompts = 0
         self.now = 0.0
         self._limit = limit
@@ -86,7 +86,7 @@ class History:
         before = matched[-1].run.prompt if matched else None
         if before is not None and not before.length:
             before = None  # no prompt announced those
-        # A prompt with more than half of an earlier one continues it; with less it begins alike.
+        # A prompt that has more than half of an earlier one continues it, else it begins alike.
         goes_on = before is not None and 2 * len(matched) > before.length
         prompt = Prompt(now, len(chain), before if goes_on else None)
         if before is not None and not goes_on:
@@ -130,7 +130,7 @@ class History:
                 self._drop_if_empty(block.run)
 
     def trim_to_limit(self) -> None:
-        """Forget blocks that the owner does not hold to meet the limit, the oldest runs first."""
+        """Meet the limit: forget blocks that the owner does not hold, the oldest runs first."""
         for _ in range(len(self._runs)):
             if len(self.blocks) <= self._limit:
                 break
@@ -182,7 +182,7 @@ class History:
             self.queues.link(run, self.now)
 
     def _used(self, run: Run, count: int, prompt: Prompt) -> None:
-        """Count the use of `count` blocks of a run by a prompt, whose own runs have them now."""
+        """Count the use of `count` blocks of a run by a prompt; its own runs have them now."""
         age = self.now - run.time
         self._model.used(run.name, age, run.weight(count))
         self._drop_if_empty(run)
@@ -209,7 +209,7 @@ class History:
 
     def _class_of(self, prompt: Prompt, sharers: int) -> Class:
         """The class of blocks in a prompt: by `sharers`, the number of other conversations that
-        began with them, or else by turn and gap."""
+        began with these blocks, or without sharers by turn and gap."""
         if sharers:
             return (_SHARED, min(MAX_SHARED, sharers.bit_length() - 1))
         gap = 0

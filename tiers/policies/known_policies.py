@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eviction policies by name: the values of the flags, and the factories.
 
-A package brings one in its own `pyproject.toml`:
+Another package adds a policy in its own `pyproject.toml`:
 
     [project.entry-points."stratakv.policies"]
     mine = "mypackage.policy:MyPolicy"
@@ -38,8 +38,8 @@ POLICIES: Mapping[str, PolicyFactory] = {
     "adaptive": AdaptivePolicy,
 }
 DEFAULT_POLICY = "adaptive"
-# Of the ssd tier. Replayed below a slab, `adaptive` lost more than it won: it judges itself by the
-# prompts' hits in its own tier, and those begin with blocks that the slab has too.
+# For the ssd tier. In replays below a slab `adaptive` lost more than it won: it judges itself by
+# the hits in its own tier, and prompts begin with blocks that the slab has too.
 DEFAULT_SSD_POLICY = LRU
 
 
@@ -61,13 +61,13 @@ def policy_factory(name: str) -> PolicyFactory:
     try:
         make: PolicyFactory = point.load()
         check_policy_contract(make)
-    except Exception as error:  # another package's code, at start: any error names it
+    except Exception as error:  # another package may raise any error
         raise _unusable(point, error) from error
 
     def make_or_say(blocks: int) -> EvictionPolicy:
         try:
             return make(blocks)
-        except Exception as error:  # the same, at another capacity
+        except Exception as error:  # the policy may fail at another capacity
             raise _unusable(point, error) from error
 
     return make_or_say

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Least recently used: the key that was used longest ago goes first.
 
-An OrderedDict rather than a plain dict: taking from the cold end of a dict walks over the holes
+The order is an OrderedDict, because taking from the cold end of a plain dict walks over the holes
 that earlier evictions left there.
 """
 

@@ -14,8 +14,8 @@ LEVELS_PER_OCTAVE = 2
 
 @dataclass(frozen=True, slots=True)
 class MissCost:
-    """Seconds that a missing block costs: to compute it, longer the more blocks come before it, or
-    to load it from the tier below where that is faster. By default all cost the same."""
+    """Seconds that a missing block costs: to compute it, which takes longer behind more blocks, or
+    to load it from the tier below if that is faster. By default all blocks cost the same."""
 
     compute_seconds: float = 1.0
     compute_seconds_per_depth: float = 0.0

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reuse model: learns how soon blocks of a class are used again, as a rate that depends on age.
 
-For each class, time since the last use is cut into bins that grow with age. A bin has the uses that
-fell into it and the seconds waited in it. Blocks that still wait, or were given up, count as
-waiting, so a class that is never used again gets low rates. A class is a tuple, and its parent the
-tuple without its last part: the rates of a class with few uses are those of its parent times one
-factor, until its own bins have enough uses.
+For each class, the time since the last use is cut into bins that grow with age. A bin counts the
+uses and the seconds waited in it. Blocks that still wait, or were given up, count as waiting, so a
+class that is never used again gets low rates. A class is a tuple, and its parent is the tuple
+without the last part. A class with few uses has the rates of its parent times one factor, until its
+own bins have enough uses.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ UPPER = [FIRST_SECONDS * 2 ** (i / BINS_PER_OCTAVE) for i in range(NUM_BINS)]
 LOWER = [0.0, *UPPER[:-1]]
 WIDTH = [high - low for low, high in zip(LOWER, UPPER, strict=True)]
 DECLINE = [1.0, *(low / high for low, high in pairwise(WIDTH))]
-# The parent's rate of a bin, and of a class as a whole, weighs as much as so many uses.
+# Weight of the parent's rate, for a bin and for a class as a whole, in uses.
 PRIOR_USES = 10.0
 # Above this total all weights are halved, so that old uses fade.
 MEMORY_WEIGHT = 50_000.0
 
 
 def bin_of(age: float) -> int:
-    """The bin of an age in seconds; the last one is open."""
+    """The bin of an age in seconds; the last bin has no upper end."""
     if age < FIRST_SECONDS:
         return 0
     return min(NUM_BINS - 1, 1 + int(BINS_PER_OCTAVE * log2(age / FIRST_SECONDS)))
@@ -43,8 +43,8 @@ def _zeros() -> list[float]:
 
 @dataclass(slots=True)
 class _Tally:
-    """Sums by bin: weight used again there, weight whose wait ended there, and the seconds (times
-    weight) that the latter had waited within the bin."""
+    """Sums by bin: weight used again in the bin, weight whose wait ended in the bin, and the
+    seconds (times weight) that the ended waits had spent in the bin."""
 
     used: list[float] = field(default_factory=_zeros)
     ended: list[float] = field(default_factory=_zeros)
@@ -78,7 +78,7 @@ class _Tally:
 
 
 class ReuseModel:
-    """Rates by class and bin. `index` ranks by expected gain: uses a second of waiting, at best."""
+    """Rates by class and bin. `index` ranks by expected gain: most uses per second of waiting."""
 
     def __init__(self) -> None:
         self._tallies: dict[Class, _Tally] = {}
@@ -99,7 +99,7 @@ class ReuseModel:
         self._weight += weight
 
     def refresh(self, waiting: Iterable[tuple[Class, float, float]]) -> None:
-        """Fit the model to all counts, and to those that still wait (class, age, weight)."""
+        """Fit the model to all counts and to the blocks that still wait (class, age, weight)."""
         if self._weight > MEMORY_WEIGHT:
             self._weight /= 2
             for tally in self._tallies.values():
@@ -126,7 +126,7 @@ class ReuseModel:
         return indexes[at]
 
     def chance(self, name: Class, age: float, horizon: float) -> float:
-        """The probability of a use between two ages, for a block that waited until the first."""
+        """The probability of a use between two ages, if a block waited until the first age."""
         hazard = 0.0
         for at, rate in enumerate(self._rate(name)):
             seconds = min(horizon, UPPER[at]) - max(age, LOWER[at])
@@ -154,7 +154,7 @@ class ReuseModel:
         else:
             prior = []
         rates = self._rates[name] = []
-        # The prior of all classes together: a bin sees as many uses as the shorter one before it.
+        # The prior of all classes together: a bin sees as many uses as the shorter bin before it.
         rate = (sum(tally.used) + 1) / (sum(seconds) + 1)
         for at in range(NUM_BINS):
             believed = prior[at] if prior else rate * DECLINE[at]
@@ -165,8 +165,8 @@ class ReuseModel:
 
 def _best_ratios(rates: list[float]) -> list[float]:
     """The Gittins index of each bin: the largest ratio, over all later ends, of the probability of
-    a use to the seconds waited. Computed from the last bin back: stretches join those behind them
-    as long as that raises their ratio."""
+    a use to the seconds waited. Computed from the last bin back: a stretch joins the stretch behind
+    it as long as that raises its ratio."""
     ratios = _zeros()
     stretches: list[tuple[float, float, float]] = []  # probability of a use, seconds, of no use
     for at in reversed(range(NUM_BINS)):

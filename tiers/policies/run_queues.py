@@ -27,7 +27,7 @@ class RunQueues:
         self._advanced = -math.inf
 
     def link(self, run: Run, now: float) -> None:
-        """Add a run, unless none of its blocks is held or it is in a queue already."""
+        """Add a run, unless the owner holds none of its blocks or it is in a queue already."""
         if not run.blocks or run.queue is not None:
             return
         place = (run.name, run.level, bin_of(now - run.time))

@@ -20,7 +20,7 @@ class Run:
         self.prompt = prompt
         self.time = prompt.time
         self.blocks: dict[bytes, Block] = {}  # that the owner holds; head first where `in_order`
-        self.gone: dict[bytes, Block] = {}  # that it does not
+        self.gone: dict[bytes, Block] = {}  # that the owner does not hold
         self.born = 0  # blocks at `time`
         self.in_order = True
         self.queue: OrderedDict[Run, None] | None = None
@@ -29,8 +29,8 @@ class Run:
         return len(self.blocks) + len(self.gone)
 
     def weight(self, num_blocks: int) -> float:
-        """The weight of `num_blocks` of the run, between 1 for a run and 1 for each of its blocks:
-        a run is one observation, but a long one brings more gain."""
+        """The weight of `num_blocks` of the run. A whole run weighs between 1 and its number of
+        blocks: it is one observation, but a long run brings more gain."""
         return float(num_blocks / self.born**0.5)
 
     def mark_held(self, block: Block) -> None:
@@ -51,8 +51,8 @@ class Run:
             block.parent.children -= 1
 
     def add_block(self, block: Block, depth: int, parent: Block | None = None) -> None:
-        """Move a block here from its run, or add a new one; head first. `depth` is its position in
-        the chain of the prompt that used it, behind `parent`."""
+        """Move a block here from its run, or add a new block; head first. `depth` is its position
+        in the chain of the prompt that used it, behind `parent`."""
         before = block.run
         (before.blocks if block.held else before.gone).pop(block.key, None)
         (self.blocks if block.held else self.gone)[block.key] = block
@@ -98,7 +98,7 @@ class Block:
 
 class Prompt:
     """A remembered prompt. `turn`: the number of earlier prompts that its chain continues. `gap`:
-    the average seconds between them, in which each next one halves the weight of those before."""
+    the average seconds between these prompts; each gap halves the weight of the earlier gaps."""
 
     __slots__ = ("gap", "length", "time", "turn")
 

@@ -4,11 +4,11 @@
     new ──► small ──(used more than once)──► main ──► again, while it was used
               └──► ghost: a name only; a key that comes back while it is there goes to main
 
-Nothing moves when a key is used, only its count up to three; keys move when room is made. Here they
-move when the owner removes the victims that it was told: until then the moves are a plan, since
-`victims` changes nothing. A plan is forgotten when a key comes in or is used; a key that is removed
-without one only leaves its queue, and becomes a ghost if that was the small one. Where moving keys
-fills main, the paper evicts from main too; here that is one of the requested victims.
+A use moves no key and only raises the key's count, up to three; keys move when room is made. Here
+they move when the owner removes the victims that it was told. Until then the moves are a plan,
+because `victims` changes nothing. A plan is forgotten when a key comes in or is used. A key that is
+removed without a plan only leaves its queue, and becomes a ghost if that was the small queue. When
+main is full of moved keys, the paper evicts from main too; here that is a requested victim.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class S3FifoPolicy(EvictionPolicy):
         self._small: OrderedDict[bytes, int] = OrderedDict()
         self._main: OrderedDict[bytes, int] = OrderedDict()
         self._ghost: OrderedDict[bytes, None] = OrderedDict()
-        # By victim: the keys that go to the end of main before it goes, with their counts.
+        # By victim: the keys that go to the end of main before the victim goes, with their counts.
         self._plan: dict[bytes, list[tuple[bytes, int]]] = {}
 
     def __len__(self) -> int:

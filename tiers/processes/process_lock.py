@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A lock of one process on a file.
 
-flock belongs to the open file, and a fork copies the descriptor: a child would hold the lock for as
-long as it lives, also when its parent has closed it or was killed, and could give it up or change
-it for its parent. So a forked child closes its copy at once.
+flock belongs to the open file, and a fork copies the descriptor. A child would hold the lock as
+long as it lives, even after its parent has closed it or was killed, and could release or change it
+for the parent. So a forked child closes its copy at once.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ProcessLock:
         return self.descriptor >= 0 and self._owner == os.getpid()
 
     def close(self) -> None:
-        """Give the lock up, also where a process that is just being started has a copy of the
-        descriptor. Does nothing to the lock in a child. Idempotent."""
+        """Give the lock up, even if a process that is just being started has a copy of the
+        descriptor. In a child, leave the lock as it is. Idempotent."""
         descriptor, is_ours = self.descriptor, self.is_ours
         self.descriptor = -1
         if descriptor >= 0:

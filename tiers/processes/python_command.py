@@ -2,8 +2,8 @@
 """Command lines of Python processes that do not import from their working directory.
 
 `python -m` and `python -c` put the working directory first on the path, so a file there, such as a
-`msgspec.py`, would run in place of a package. -P keeps it out; PYTHONSAFEPATH does the same for
-processes whose command line the standard library writes.
+`msgspec.py`, would run in place of a package. -P keeps the directory off the path; PYTHONSAFEPATH
+does the same for processes whose command line the standard library writes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ _VARIABLE = "PYTHONSAFEPATH"
 
 
 def python_command(*words: str, python: str | None = None) -> list[str]:
-    """The command line of `python WORDS`, by default of this Python; another is 3.11 or later."""
+    """The command line of `python WORDS`: of this Python, or of `python`, which is 3.11 or
+    later."""
     return [python or sys.executable, "-P", *words]
 
 
 @contextmanager
 def spawn_context() -> Iterator[SpawnContext]:
     """Yield multiprocessing's spawn context, which starts `python -c` for each child and for its
-    resource tracker. The caller starts children and makes semaphores inside the block: only there
-    is the variable set, so no program that this process starts later has it."""
+    resource tracker. The caller starts children and makes semaphores inside the block. Only there
+    PYTHONSAFEPATH is set, so no program that this process starts later has it."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = "1"
     try:

@@ -31,7 +31,7 @@ NAME = "peer"
 
 
 class _Peer:
-    """The link to one engine, and the lane of its loads."""
+    """The link to one engine, and the queue of its loads."""
 
     def __init__(
         self, address: ServerAddress, layout: BlockLayout, settings: RemoteSettings

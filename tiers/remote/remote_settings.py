@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .credentials import Credentials
 
-# A request waits for its look-up. For a whole prompt it takes 1 to 5 ms on a quiet network.
+# A request waits for its look-up. A whole prompt's look-up takes 1 to 5 ms on a quiet network.
 LOOKUP_SECONDS = 0.1
 
 
@@ -21,7 +21,7 @@ class RemoteSettings:
     # The tiers above give up a read after 5 s; a block that comes later is not used.
     load_seconds: float = 3.0
     store_seconds: float = 5.0
-    queue_bytes: int = 256 * 1024**2  # the limit of queued loads, and another one of queued stores
+    queue_bytes: int = 256 * 1024**2  # of queued loads, and as many bytes of queued stores
     stores: bool = True  # False: only load other engines' blocks
     shares_memory: bool = True  # with a server on this host
     # All engines that share blocks use one key. A block whose tag was made without it is a miss.

@@ -37,7 +37,7 @@ _OUTCOMES = {State.KEPT: Stored.KEPT, None: Stored.DAMAGED}
 
 
 class _Server:
-    """The link to one server, with a lane for loads and one for stores."""
+    """The link to one server, with a queue of loads and a queue of stores."""
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ class Transfers(Generic[_T]):
         self._size = size
         self._seconds = seconds
         # Only the queue's thread closes the connection. If another thread closed it during a call,
-        # its descriptor could then belong to another file.
+        # the call could use a descriptor that belongs to another file.
         self._queue = TransferQueue(f"stratakv-remote-{name}", most_bytes, self._drop_connection)
         self._is_ending = False  # no connection is opened and no transfer tried any more
         self._connection: BlockConnection | None = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer of a file: flat YAML or TOML, by the ending of its name.
 
-Keys are options with `-` or `_`, each once. Values are plain: not nested, and of no type made by a
-tag. Raises ConfigError with the file and the key.
+Each key is an option's name with `-` or `_`, and occurs once. Values are plain: not nested, and of
+no type made by a tag. Raises ConfigError with the file and the key.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .values import ConfigError
 MAX_BYTES = 256 * 1024
 MAX_KEY_CHARACTERS = 64
 
-# Text of the file quoted in PyYAML's messages; its own token names and single characters stay.
+# Quotes of the file in PyYAML's messages, but not PyYAML's token names or single characters.
 _QUOTED = re.compile(r" (['\"])(?!<)[^'\"]{4,}\1")
 _NULL = "tag:yaml.org,2002:null"
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Options by name with `_`, unread, in the order of the file."""
+    """Options by name with `_`, in the order of the file; no reader has read the values."""
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
         raise ConfigError(
@@ -39,7 +39,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def called(path: Path, key: str) -> str:
-    """A key as messages name it: in one line, and cut at a colon. After a colon without a space
+    """A key as messages name it: in one line, and cut at a colon. If no space follows the colon,
     YAML takes the value, perhaps a secret, for a part of the key."""
     return f"{format_name(key.partition(':')[0][:MAX_KEY_CHARACTERS])} of {path}"
 

@@ -8,7 +8,7 @@ import re
 MAX_VALUE_CHARACTERS = 80
 MAX_LINE_CHARACTERS = 2000
 
-# They would begin another line, or control a terminal.
+# Characters that begin another line or control a terminal.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -22,13 +22,13 @@ def format_value(value: object) -> str:
 
 
 def format_name(name: str) -> str:
-    """The name unchanged if it is short and plain, else as `format_value`."""
+    """The name unchanged if it is short and plain, else as `format_value` shows it."""
     is_plain = name.isprintable() and name == name.strip() != ""
     return name if is_plain and len(name) <= MAX_VALUE_CHARACTERS else format_value(name)
 
 
 def one_line(text: str) -> str:
-    """A message or a path as one line. A long one loses its middle: the cure stands at the end."""
+    """A message or a path as one line. A long text loses its middle: the cure stands at the end."""
     escaped = _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
     half = MAX_LINE_CHARACTERS // 2
     return _cut(escaped, MAX_LINE_CHARACTERS, f" ... {escaped[-half:]}")

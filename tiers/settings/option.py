@@ -34,12 +34,12 @@ MASK = "***"
 class Option:
     """An option: the field that it sets, its reader, its bounds and its help."""
 
-    section: str  # the value object that has the field, below the one with all settings: "cache"
+    section: str  # the value object of the field, within the object of all settings: "cache"
     field: str
     read: Reader
     help: str
     metavar: str = ""  # empty: a switch with --no-
-    unset: str = "none"  # the default in words, where the value object's has no text form
+    unset: str = "none"  # the default in words, if its value has no text form
     is_secret: bool = False
     least_bytes: int | None = None  # of a size
     bounds: tuple[int, int] | None = None  # of a whole number, both within
@@ -51,7 +51,7 @@ class Option:
         return f"{self.section}.{self.field}" if self.section else self.field
 
     def check_value(self, called: str, value: Any) -> None:
-        """Raise ConfigError for an invalid value, read before or given in Python."""
+        """Raise ConfigError for an invalid value, made by a reader or given in Python."""
         if value is None or value == self.default:
             return
         read = self.read(called, value)
@@ -101,18 +101,18 @@ def setting(
     name: str = "",
     **more: Any,
 ) -> Any:
-    """Return a field of a frozen dataclass that is an option. `name` is the option's name if the
-    field's differs. A callable default makes the default, and `MISSING` is none. `more` are further
-    fields of the Option; the object's repr leaves secrets out."""
+    """Return a field of a frozen dataclass that is an option. `name` is the option's name if it
+    differs from the field's. A callable `default` makes the default; `MISSING` means none. `more`
+    are further fields of the Option. The object's repr leaves secrets out."""
     option = Option("", name, read, help, metavar, unset, **more)
     made = {"default_factory": default} if callable(default) else {"default": default}
     return dataclasses.field(metadata={Option: option}, repr=not option.is_secret, **made)
 
 
 def options_of(kind: type, section: str, prefix: str = "") -> dict[str, Option]:
-    """The options among the fields of a class, by name, in the order of declaration; a field that a
-    subclass declares anew has its place there. `{them}` in a help becomes the class's `THEM`, for
-    fields that several classes share."""
+    """The options among the fields of a class, by name, in the order of declaration. A field that a
+    subclass declares anew has the place of that declaration. In a help, `{them}` becomes the
+    class's `THEM`, for fields that several classes share."""
     table, them = {}, getattr(kind, "THEM", "")
     declared: dict[str, None] = {}
     for base in reversed(kind.__mro__):
@@ -142,9 +142,9 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 def build_settings(
     kind: type[Kind], values: Mapping[str, Mapping[str, Any]], section: str = "", **given: Any
 ) -> Kind:
-    """Build the value object of a class from the values of its fields by section: "offload.ssd" has
-    those of the field `ssd` of the field `offload`. `given` are further fields. Raises ConfigError
-    for values that do not work together."""
+    """Build the value object of a class from the values of its fields, by section: "offload.ssd"
+    has those of the object `ssd` in the object `offload`. `given` are further fields. Raises
+    ConfigError for values that do not work together."""
     made = {**values.get(section, {}), **given}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         part: Any = field.default_factory
@@ -154,8 +154,8 @@ def build_settings(
 
 
 def read_fields(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the given values of these options, by field; other names are ignored. Raises
-    ConfigError, which names the flag."""
+    """Read the values that `given` has for these options. Return them by field; other names are
+    ignored. Raises ConfigError, which names the flag."""
     return {
         option.field: option.read(flag_of(name), given[name])
         for name, option in table.items()
@@ -164,8 +164,8 @@ def read_fields(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[s
 
 
 def check_options(table: Mapping[str, Option], settings: object) -> None:
-    """Check the values of these options in the object at the root of their paths. Raises
-    ConfigError, which names the flag."""
+    """Check the values of these options in `settings`, the object at the root of their paths.
+    Raises ConfigError, which names the flag."""
     for name, option in table.items():
         option.check_value(flag_of(name), attrgetter(option.path)(settings))
 

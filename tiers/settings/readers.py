@@ -172,7 +172,7 @@ def model(called: str, value: Any) -> str:
 
 
 def one_of(*known: str, synonyms: Mapping[str, str] | None = None) -> Callable[[str, Any], str]:
-    """A reader of one word out of several; `synonyms` maps other projects' names to them."""
+    """A reader of one of several words; `synonyms` maps names of other projects to them."""
 
     def read(called: str, value: Any) -> str:
         if synonyms and isinstance(value, str):
@@ -188,8 +188,8 @@ def one_of(*known: str, synonyms: Mapping[str, str] | None = None) -> Callable[[
 
 
 def one_of_these_or(known: Collection[str], all_known: Callable[[], list[str]]) -> Reader:
-    """A reader of one word out of `known`, or else out of `all_known`, which looks up the names of
-    other packages too."""
+    """A reader of one word out of `known`, or else out of `all_known`, which also looks up the
+    names of other packages."""
 
     def read(called: str, value: Any) -> str:
         if isinstance(value, str) and value in known:

@@ -13,7 +13,7 @@ KIB = 1024
 MIB = 1024**2
 _BINARY = (("TiB", KIB**4), ("GiB", KIB**3), ("MiB", KIB**2), ("KiB", KIB))
 _UNITS = (*_BINARY, ("TB", 1000**4), ("GB", 1000**3), ("MB", 1000**2), ("kB", 1000))
-_DECIMALS = 3  # of units above KiB
+_DECIMALS = 3  # in a text with a unit above KiB
 _MANY_BYTES = 10_000  # fewer need no rough size
 _MOST_DIGITS = 4  # of a text with a unit
 

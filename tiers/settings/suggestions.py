@@ -12,8 +12,8 @@ _MOST_BEGINNINGS = 3
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `"; did you mean X?"`, or an empty text where no known word is near.
 
-    Words that begin with the wrong one are nearest, since it may be cut short; if more than
-    `_MOST_BEGINNINGS` do, the likeness decides.
+    Known words that begin with the wrong word are nearest, because it may be cut short. If there
+    are more than three of them, the likeness decides.
     """
     # The dashes of flags are ignored: they make any two flags alike.
     stem, words = word.lstrip("-"), {each.lstrip("-"): each for each in known}

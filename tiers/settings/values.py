@@ -27,7 +27,7 @@ class ConfigError(ValueError):
 
 
 def check_device(called: str, value: str) -> str:
-    """Return `cpu`, `cuda` or `cuda:1`. Raises ConfigError for others, such as several GPUs."""
+    """Return `cpu`, `cuda` or `cuda:1`. Raises ConfigError for other values, as several GPUs."""
     if _DEVICE.fullmatch(value):
         return value
     if value.startswith("cuda") and ("," in value or "+" in value):

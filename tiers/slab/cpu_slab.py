@@ -55,8 +55,7 @@ class _Slot:
 
 
 class CpuSlab(SlabTier):
-    """Slots of `layout.slot_bytes` in shared memory. Calls are thread-safe and take O(1) for each
-    key.
+    """Slots of `layout.slot_bytes` in shared memory. Calls are thread-safe and O(1) for each key.
 
     Raises TierConfigError where the capacity holds no block or the host lacks the memory.
     """
@@ -226,8 +225,7 @@ class CpuSlab(SlabTier):
                     self._free_forgotten([key])
 
     def keep(self, keys: Sequence[bytes], seconds: float) -> list[bool]:
-        """See SlabTier. At most KEPT_SHARE of the slots are kept; further blocks are only
-        reported."""
+        """See SlabTier. At most KEPT_SHARE of the slots are kept; the rest is only reported."""
         with self._lock:
             index = self.index
             if index is None or not index.is_read:

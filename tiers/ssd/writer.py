@@ -483,8 +483,7 @@ class Writer:
         index, stats = self._state.index, self._state.stats
         index.publish([entry for _, entry in kept])
         for write, entry in batch.placed:
-            # Forgotten while it was being written. If it is not kept, its record may be on the
-            # disk.
+            # Forgotten while it was written: if it is not kept, its record may be on the disk.
             if write.dropped and not index.remove_entry(entry, by_name=True):
                 index.note_dropped(entry)
             self._woken |= write.dropped

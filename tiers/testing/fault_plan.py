@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a drill: the calls of a store that fail, how, and how often.
+"""The plan of a drill: which calls of a store fail, how, and how often.
 
 Its text form is rules with a comma between them, each CALL:KIND=VALUE:
 
     load:error=0.1          a tenth of the calls raise InjectedFault, or their futures do
-    lookup:every=7          every seventh call raises it
-    store:busy=0.2          TierBusy, as from a full queue
-    load:delay=0.01..0.2    the call begins so much later: seconds, a range, or a mean: exp(0.05)
-    load:hang=0.01          the future does not end before the store is closed
-    load:miss=0.3           so many of the blocks are answered MISS; not stored, for `store`
-    store:partial=0.5       of so many batches only a leading part is done
-    load:reorder=0.5        so many completions stand back until a later one has passed them
+    lookup:every=7          every seventh call raises InjectedFault
+    store:busy=0.2          a fifth of the calls raise TierBusy, as from a full queue
+    load:delay=0.01..0.2    each call begins later by seconds, a range, or a mean: exp(0.05)
+    load:hang=0.01          so many futures do not end before the store is closed
+    load:miss=0.3           so many of the blocks are answered MISS, or not stored by `store`
+    store:partial=0.5       in so many batches only a leading part is done
+    load:reorder=0.5        so many completions wait until a later completion has passed them
 
-`faulty_store.py` carries it out.
+`faulty_store.py` carries out the plan.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DELAYS = [
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A kind of fault of a kind of call. `value` is a probability; for `every` a number of calls;
-    for `delay` seconds: the least with an `upper`, the mean where `exponential`, else exact."""
+    for `delay` seconds: the least if `upper` is set, the mean if `exponential`, else exact."""
 
     call: str
     kind: str

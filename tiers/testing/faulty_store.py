@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store that fails on purpose: any store, wrapped, with seeded faults, for tests and drills.
+"""A store that fails on purpose: wraps any store and adds seeded faults, for tests and drills.
 
 A drill shows that a broken tier costs misses and nothing else. So the wrapper keeps the contract of
 `StoreTier`: a HIT still means the exact bytes, and buffers are touched only until the future ends.
@@ -62,9 +62,9 @@ class _Batch(Generic[_T]):
 
 
 class FaultyStore(ForwardingStore):
-    """`inner` with the faults of `plan`, which may be replaced at any time. Thread-safe. Takes
-    over the store: `close` closes it. The same seed and calls give the same choice of faults.
-
+    """`inner` with the faults of `plan`, which may be replaced at any time. Thread-safe. Owns the
+    store: `close` closes it. The same seed and calls give the same faults. Counts each fault in
+    `stats().errors`, as `injected_<call>_<kind>`.
     Counts each fault in `stats().errors`, as `injected_<call>_<kind>`.
     """
 
@@ -181,7 +181,7 @@ class FaultyStore(ForwardingStore):
         return batch.future
 
     def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        """Raise InvalidBlock at once for wrong buffers; the store would refuse them late."""
+        """Raise InvalidBlock at once for wrong buffers; the store would refuse them later."""
         size = self.layout.page_bytes
         if len(keys) != len(buffers) or any(buffer.nbytes < size for buffer in buffers):
             raise InvalidBlock(
@@ -260,7 +260,7 @@ class FaultyStore(ForwardingStore):
         return True
 
     def _choose(self, call: str, count: int) -> list[int]:
-        """The positions of a batch that are passed on."""
+        """The positions of a batch that are passed on to the inner store."""
         missing = self._choose_missing(call, count)
         length = count
         if count and self._happens(call, "partial"):
@@ -298,15 +298,15 @@ class Drill:
     be the seed of the choice of faults:
 
         load:error=0.1                       every tier below the slab
-        ssd:load:delay=0.2,net:store:hang=1  one each
-        load:error=0.1,seed=7                the same calls give the same faults again; else 0
+        ssd:load:delay=0.2,net:store:hang=1  one fault in each of two tiers
+        load:error=0.1,seed=7                the same calls give the same faults again; default 0
     """
 
     plans: Mapping[str, FaultPlan]
     seed: int = 0
 
     def wrap(self, store: StoreTier) -> StoreTier:
-        """Wrap the store in its faults; a store without any is returned as it is."""
+        """Wrap the store in its faults; a store without faults is returned as it is."""
         plan = self.plans.get(store.name)
         return store if plan is None else FaultyStore(store, plan, seed=self.seed)
 

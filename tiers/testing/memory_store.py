@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store in a dict: the simplest tier that keeps the whole promise of `StoreTier`.
+"""A store in a dict: the simplest tier that keeps the whole contract of `StoreTier`.
 
 It is the test double of every tier below the slab, and so part of the product: `fault` makes it
 slow, busy or broken at the calls that a test chooses. Its only threads are the timers of delays.

@@ -83,7 +83,7 @@ class State(IntEnum):
 
 
 class Status(IntEnum):
-    """The outcome of a request or a greeting. Only OK comes with states."""
+    """The outcome of a request or a greeting. Only a reply with OK has states."""
 
     OK = 0
     BAD_TICKET = 1  # unknown, used or expired; the connection ends

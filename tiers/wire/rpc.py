@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of the cache service, from its descriptor, for servers and clients.
+"""The handlers and stubs for the calls of the cache service, made from its descriptor.
 
 A servicer has one coroutine for each call, with a Python name (`OpenData` is `open_data`). The
 coroutine takes a request (or an iterator of requests) and grpc's context. It returns the response,

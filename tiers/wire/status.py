@@ -166,7 +166,7 @@ _BY_REASON = {row.reason: Verdict(row.reason, row.retry) for row in reversed(TAB
 
 
 def ending_of(error: BaseException) -> Ending:
-    """The ending of a call that raised `error`. It omits the text of an unexpected error."""
+    """The ending of a call that raised `error`. Texts of unexpected errors are left out."""
     row = next(row for row in TABLE if isinstance(error, row.error))
     says_nothing = row.error in (Exception, OSError, MemoryError)
     what = f"the server failed ({row.reason})" if says_nothing else str(error)

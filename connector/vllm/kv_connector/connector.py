@@ -91,7 +91,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Write unwritten blocks, and release everything. Idempotent. No effect in a forked
-        process, because it has none of the threads."""
+        process, where the threads do not run."""
         atexit.unregister(self.shutdown)
         if self._process_id != os.getpid():
             return
@@ -171,7 +171,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        """Counts of the external tokens by vLLM's CacheHitSource."""
+        """Counts of the external tokens by vLLM's CacheHitSource. Called since vLLM 0.32."""
         num_near, tiers = self._role_in_scheduler.hits_of(request.request_id)
         return versions.hit_sources(num_near, num_external_tokens, tiers)
 
@@ -199,7 +199,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._role_in_scheduler.take_events()
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must step although it has no requests."""
+        """Whether vLLM must step although it has no requests, to store or report blocks."""
         return self._role_in_scheduler.has_pending_work()
 
     def reset_cache(self) -> bool | None:
@@ -213,7 +213,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Take vLLM's tensors. Raises ConfigError for an unknown layout."""
+        """Take vLLM's tensors, by layer name. Raises ConfigError for an unknown layout."""
         self._role_in_worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -243,7 +243,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that these loads did not fill."""
+        """The blocks that the loads of the last `get_transfer_results` did not fill."""
         return self._role_in_worker.invalid_blocks()
 
     def build_connector_worker_meta(self) -> StrataWorkerMetadata:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches vLLM's block pool for blocks that get a name or lose it.
+"""Watches vLLM's block pool: blocks that get a name, that lose it, or that are evicted next.
 
 vLLM does not report these events to a connector. But it hands over the pool
 (`bind_kv_cache_manager`), and the watch wraps four public methods of this pool object:

@@ -74,8 +74,6 @@ def params_for_decode(request: Any) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Step:
-    """A step that has been scheduled."""
-
     began: float
     num_tokens: int
     num_context_tokens: int

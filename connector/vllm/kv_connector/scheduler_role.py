@@ -71,8 +71,6 @@ class _Load:
 
 
 class _LoadJob(NamedTuple):
-    """A copy job of a load."""
-
     request_id: str
     keys: list[bytes]
 

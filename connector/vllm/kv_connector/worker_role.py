@@ -62,8 +62,6 @@ class _Waiting:
 
 
 class _Checked(NamedTuple):
-    """A copy job of a load under way."""
-
     request_id: str
     part: PartLoad
     damaged: Future[list[int]]

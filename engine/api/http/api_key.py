@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..api_errors import ApiError, error_response
 
-HEALTH_PATH = "/health"  # for probes, which hold no key
-NODE_PATH = "/node"  # for routers, which hold no key either
+HEALTH_PATH = "/health"  # probes use it without a key
+NODE_PATH = "/node"  # routers use it without a key
 ASKING = ("http", "websocket")  # scopes of clients; other scopes are the server's own
 
 

@@ -57,7 +57,7 @@ class HostMiddleware:
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on requests to allowed hosts; answer the others with an error."""
+        """Pass on requests to allowed hosts; answer all other requests with an error."""
         if scope["type"] in ASKING:
             try:
                 check_host(scope, self._allowed)

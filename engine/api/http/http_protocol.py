@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 # The only path at which a request may become a websocket; other paths ignore `Upgrade`.
 PARTS_PATH = "/v1/completions/parts"
 
-# Limit on the request line and all headers together, also before they are complete.
+# Limit on the request line and all headers together, even while they are incomplete.
 MAX_HEADER_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
 # A client must read some waiting bytes within this time. The kernel reports reading in large steps,
@@ -86,7 +86,7 @@ class HttpProtocol(H11Protocol):
         self._reader.start_watching(STALL_SECONDS)
 
     def resume_writing(self) -> None:
-        """Stop watching the reader, which took most bytes, unless the connection is closing."""
+        """Stop watching the reader: it took most bytes. A closing connection stays watched."""
         if not self.transport.is_closing():
             self._reader.stop_watching()
         super().resume_writing()

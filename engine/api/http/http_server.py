@@ -42,8 +42,8 @@ def make_server(
     tls: ssl.SSLContext | None = None,
     max_message_bytes: int = 16 * MIB,
 ) -> HttpServer:
-    """A server that does not run yet. `log_level` is one of uvicorn's names; at `info` the server
-    does not log its start and end, which its caller logs. At shutdown, running requests have
+    """A server that does not run yet. `log_level` is one of uvicorn's names; at `info` the caller,
+    not the server, logs the server's start and end. At shutdown, running requests have
     `shutdown_seconds` to finish. With `tls`, from `make_tls_context`, it speaks only https. A
     websocket message has at most `max_message_bytes` and may not be compressed, because a few bytes
     could expand to that size."""

@@ -49,7 +49,8 @@ def make_tls_context(server: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _read_certificates(flag: str, path: Path, context: ssl.SSLContext) -> None:
-    """Make `context` trust the certificates in a file. Raises ConfigError if it holds none."""
+    """Make `context` trust the certificates in a file. Raises ConfigError if the file holds no
+    certificate."""
     _check_readable(flag, path)
     try:
         context.load_verify_locations(path)

@@ -174,7 +174,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self._next_parse = self.loop.call_soon(self._parse)
 
     def _parse(self) -> None:
-        """Parse one piece; resume reading after the last one."""
+        """Parse one piece of the bytes; resume reading after the last piece."""
         if self._next_parse is not None:
             self._next_parse.cancel()
             self._next_parse = None

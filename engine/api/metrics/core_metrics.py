@@ -2,7 +2,8 @@
 """The metrics of the core and its tiers, translated from their `stats` into metric families.
 
 `metric_tables.py` maps the figures of `stats` to metrics. Each scrape asks the core for figures; if
-the core is busy or dead, the scrape shows the last ones, their age, and whether the core is alive.
+the core is busy or dead, the scrape shows the last figures, their age, and whether the core is
+alive.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class CoreCollector(Collector):
         yield self._info(tables.CACHE_CONFIG, figures["cache_config"])
         if figures["offload_config"] is not None:
             yield self._info(tables.OFFLOAD_CONFIG, figures["offload_config"])
-        # Without a price the saving is unknown; a 0 would say that there is none.
+        # Without a price the saving is unknown; 0 would mean that nothing was saved.
         if figures["seconds_per_token"] is not None:
             yield self._one(tables.PRICE, figures["seconds_per_token"])
             saved = figures["saved_seconds"]

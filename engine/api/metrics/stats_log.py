@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 10.0
 
-Stats = Mapping[str, Any]  # as the core answers the call `stats`
+Stats = Mapping[str, Any]  # the core's answer to the call `stats`
 
 
 class StatsLog:
@@ -53,7 +53,7 @@ class StatsLog:
 
 
 def describe(before: Stats, after: Stats, seconds: float) -> str:
-    """The work between two stats, in one line; empty if there was none."""
+    """The work between two stats, in one line; empty if there was no work."""
     scheduler = after["scheduler"]
     gained = _gained(before["scheduler"], scheduler)
     waiting = scheduler["num_waiting"]  # includes requests whose blocks are being loaded

@@ -138,8 +138,7 @@ class ChatAnswer(Answer):
 
 
 async def create_chat_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """Answer the route. `follows`: the request comes later; now the core only follows its
-    prompt."""
+    """Answer the route. `follows`: the request comes later; the core only follows its prompt."""
     arrival_seconds = time.monotonic()
     request = await read_chat(front, http)
     tools = tools_of(front, request)

@@ -70,7 +70,7 @@ _part_decoder = msgspec.json.Decoder(FurtherPart)
 
 @dataclass(slots=True)
 class PartReader:
-    """The reader of one prompt's parts. It makes the engine's request and the answering choice."""
+    """The reader of one prompt's parts. It makes the engine's request and the choice."""
 
     front: Front
     http: HTTPConnection
@@ -156,8 +156,8 @@ async def create_completion_of_parts(front: Front, http: Request) -> ASGIApp:
 async def read_parts(
     front: Front, http: HTTPConnection, messages: AsyncIterator[bytes]
 ) -> CompletionAnswer:
-    """Compute the parts as `messages` yields them, up to the end or to one with `is_last`. Returns
-    the answer, which has not begun. Raises ApiError for an invalid part, and the errors of
+    """Compute the parts as `messages` yields them, up to the end or to a part with `is_last`.
+    Returns the answer, which has not begun. Raises ApiError for an invalid part, and the errors of
     `messages`. After an error the engine's request is dropped."""
     first = await anext(messages, b"")
     request = decode_body(first, _first_decoder)
@@ -216,10 +216,10 @@ async def _read_lines(front: Front, http: Request) -> AsyncIterator[bytes]:
     """The non-empty lines of the body. Raises ApiError if a line is too long or too late or the
     server ends, and ClientGone."""
     settings, ended = front.settings, front.in_flight.ended
-    pieces: list[bytes] = []  # of the unfinished line
+    pieces: list[bytes] = []  # the unfinished line
     num_bytes = 0
     stream, clock = http.stream(), asyncio.get_running_loop().time
-    seconds = settings.body_timeout_seconds  # for the first part
+    seconds = settings.body_timeout_seconds  # limit of the first part
     deadline = clock() + seconds
     while True:
         try:

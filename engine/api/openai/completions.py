@@ -49,7 +49,7 @@ class CompletionAnswer(Answer):
 
     request: CompletionRequest
     echoes: list[str]
-    _forms: dict[int, CompletionForm] = field(default_factory=dict)  # by choice
+    _forms: dict[int, CompletionForm] = field(default_factory=dict)  # the form of each choice
 
     def whole(self, parts: list[Part], usage: Usage) -> Completion:
         return self.chunk(parts, usage)
@@ -119,8 +119,7 @@ class CompletionAnswer(Answer):
 
 
 async def create_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """Answer the route. `follows`: the request comes later; now the core only follows its
-    prompt."""
+    """Answer the route. `follows`: the request comes later; the core only follows its prompt."""
     arrival_seconds = time.monotonic()
     request = await read_completion(front, http)
     embeds: list[bytes] = []
@@ -184,7 +183,7 @@ async def _resolve_embeds(
 
     try:
         files = await front.off_loop(read, sum(map(len, given)))
-    except ValueError as error:  # no base64, or no such embeddings
+    except ValueError as error:  # invalid base64 or invalid embeddings
         message = f"`prompt_embeds` cannot be used: {error}"
         raise ApiError(message, param="prompt_embeds", code="invalid_value") from None
     return [data for data, _ in files], [bytes(BYTES_PER_TOKEN * count) for _, count in files]
@@ -233,7 +232,7 @@ def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
 
 
 def _echoes(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) -> list[str]:
-    """The texts of the prompts: an uncut text of the client as it is, any other decoded."""
+    """The texts of the prompts: the client's text if it was not cut, else decoded tokens."""
     tokenizer = front.need_tokenizer("echo", "leave out `echo`")
     assert request.prompt is not None
     return [

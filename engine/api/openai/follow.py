@@ -30,7 +30,7 @@ class Followed(msgspec.Struct):
 
 
 async def follow(front: Front, generations: Iterable[Generation]) -> ASGIApp:
-    """Make the core follow each prompt once. Raises ApiError if it refuses one."""
+    """Make the core follow each prompt once. Raises ApiError if the core refuses a prompt."""
     count = 0
     for generation in generations:
         if generation.child:

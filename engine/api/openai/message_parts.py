@@ -24,7 +24,7 @@ def text_of(message: ChatMessage) -> str:
 
 
 def thought_of(message: ChatMessage) -> str:
-    """The thought of an earlier answer; empty if it has none."""
+    """The thought of an earlier answer; empty if the answer has no thought."""
     content = message.content
     parts = [] if isinstance(content, str) else _texts_in(content, _THOUGHTS)
     return message.reasoning_content or message.reasoning or "\n".join(parts)

@@ -73,7 +73,7 @@ async def _read_messages(front: Front, receive: Receive) -> AsyncIterator[bytes]
     """The messages. Raises ApiError if a message is no text, too long or too late, or the server
     ends, and ClientGone."""
     clock, ended = asyncio.get_running_loop().time, front.in_flight.ended
-    seconds = front.settings.body_timeout_seconds  # for the first part
+    seconds = front.settings.body_timeout_seconds  # limit of the first part
     while True:
         try:
             message = await before(receive(), clock() + seconds, ended)

@@ -51,7 +51,7 @@ class HostCase:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether the `device` is a GPU, or is not given on a machine that has one."""
+        """Whether the `device` is a GPU, or is not given on a machine with a GPU."""
         if self.device:
             return self.device != "cpu"
         return self.gpu_file.exists()
@@ -95,7 +95,7 @@ def check_tier_memory(case: HostCase) -> Iterator[Finding]:
     try:
         setting = case.shared_huge_pages.read_text()
     except OSError:
-        return  # no such setting in this kernel
+        return  # this kernel lacks the setting
     if "[deny]" in setting:
         yield warning(
             "huge pages", f"{case.shared_huge_pages} denies them, so that the cpu tier lies on "
@@ -190,7 +190,7 @@ def check_host_clock(case: HostCase) -> Iterator[Finding]:
 
 
 def check_gpu(case: HostCase) -> Iterator[Finding]:
-    """Check that an engine can compute on the GPU, if it will use one."""
+    """Check that an engine can compute on the GPU, if it will use a GPU."""
     if not case.uses_gpu:
         yield ok("gpu", "none was asked for")
         return

@@ -15,7 +15,7 @@ from ....tiers.slab.shared_memory import HUGE_PAGE_BYTES
 from .base import Finding, ok, problem, warning
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where engines make their regions
-# Share of the available memory beyond which the host has almost none left for other processes.
+# Share of the available memory; beyond it other processes would have almost no memory.
 TIGHT_SHARE = 0.9
 
 _TIMEX_BYTES = 512  # more than struct timex has

@@ -262,7 +262,7 @@ def check_disk(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_remote(case: VllmCase) -> Iterator[Finding]:
-    """Check the cache servers, and the clock if one uses a certificate."""
+    """Check the cache servers, and the clock if a server uses a certificate."""
     settings = case.settings
     if settings is not None and settings.cache_servers:
         yield from check_servers(settings)

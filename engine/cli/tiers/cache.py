@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv cache ls|du|rm`: the SSD tiers on this machine, their sizes, and their removal.
 
-The command looks into the default cache folder and the given ones. It reads no block and opens no
-store.
+It looks into the default cache folder and the given folders. It reads no block and opens no store.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ def _store_at(path: Path) -> StoreEntry:
 
 def _default_folders(*, is_needed: bool) -> tuple[Path, ...]:
     """Return the default folders of tiers; empty for a user without a home directory. Raises
-    ConfigError for a user without one if a folder `is_needed`."""
+    ConfigError for such a user if a folder `is_needed`."""
     try:
         return (default_ssd_path().parent,)
     except ConfigError:

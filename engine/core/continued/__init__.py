@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that continue others in the blocks that these have left: beam searches, sessions."""
+"""Requests that continue ended requests in their kept blocks: beam searches, prompt sessions."""

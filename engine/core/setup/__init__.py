@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked, chosen and measured before an engine's first step."""
+"""Checks, choices and measurements before an engine's first step."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calibration at start: seconds of prefill and of loads, measured before the first request.
 
-       one prompt, doubled in length until the time is used up           cost of a token
-       as many tokens after a context that was never computed            cost of context
-       a few loads that the connector plans                              cost of loading
+    one prompt, doubled in length until the time is used up           cost of a token
+    as many tokens after a context that was never computed            cost of context
+    a few loads that the connector plans                              cost of loading
 
 The calibration runs through the worker like steps. It writes only to blocks without a name, and
 later measurements go on changing the estimates that it seeds.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model in a process of its own: its executor, its loop and their messages."""
+"""Runs the model in another process: the executor, the worker's loop, and their messages."""

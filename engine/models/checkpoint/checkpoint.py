@@ -15,8 +15,8 @@ CPU = torch.device("cpu")
 
 
 class Checkpoint(StoredTensors):
-    """Open shards, read to `device` without a copy in between. Tensors stay valid after it ends,
-    since a mapping lives as long as the tensors over it."""
+    """Open shards, read to `device` without an extra copy. Tensors stay valid after the checkpoint
+    is closed, because the file mapping lives as long as they do."""
 
     def __init__(
         self,
@@ -31,6 +31,6 @@ class Checkpoint(StoredTensors):
         return name in self._where
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Read a tensor in `dtype`: on the CPU a view of the mapped file if it has that type."""
+        """Read a tensor as `dtype`; on the CPU a view of the mapped file if the types agree."""
         tensor: Tensor = self._where[name].get_tensor(self._stored[name])
         return tensor.to(dtype)

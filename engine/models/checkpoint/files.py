@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the files in a model directory, before a reader opens them.
 
-A reader would wait for ever at a pipe, take a link to a deleted file (from a half-cleared download
-cache) for an optional file that the model lacks, and fail with a traceback at a file that it may
-not look up. All three are ConfigErrors here.
+Without these checks a reader would wait for ever at a pipe. It would take a link to a deleted file
+(from a half-cleared download cache) for an absent optional file, and show a traceback for a file
+without permission. All three are ConfigErrors here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_there(path: Path) -> bool:
 
 
 def _mode(path: Path) -> int | None:
-    """Return the file mode behind links; None: the path does not exist."""
+    """Return the file mode after links are followed, or None if the path does not exist."""
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fingerprint of a model, a name for all bytes that decide its K and V.
+"""The fingerprint of a model: a name for all bytes that decide its K and V.
 
     fingerprint = SHA-256( canonical CBOR { spec, config, weights } )
 
-`spec` has the fields of the specification, `config` the digest of config.json, and `weights` name
-and digest of each safetensors file, in the order in which they are opened. Each digest is of the
-whole file (tiers/identity). So two checkpoints have the same fingerprint only if all their bytes
-are equal; a copy elsewhere has the same one. This module does not read tensors.
+`spec` has the fields of the specification, `config` the digest of config.json, and `weights` the
+name and digest of each safetensors file, in the order of opening. Digests cover whole files
+(tiers/identity). So two checkpoints have the same fingerprint only if all their bytes are equal;
+copies have the same fingerprint. This module does not read tensors.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .shards import find_shards
 CONFIG = "config.json"
 MAX_HEADER_BYTES = 100 * 1000 * 1000  # the limit of the format
 
-# Fields without an effect on K and V: the ends of generation, and the form of the weights. Those
-# of config.json still count with its digest.
+# Fields of the specification without an effect on K and V: end tokens and the form of the weights.
+# The digest of config.json still includes them.
 _NOT_NUMBERS = ("eos_token_ids", "bos_token_id", "stored_dtype", "is_text_part")
 _U64 = struct.Struct("<Q")
 
@@ -54,9 +54,9 @@ class ModelFiles:
         cache: DigestCache | None = None,
         progress: Progress | None = None,
     ) -> ModelFiles:
-        """Hash the files whose digests `cache` does not have; its default is the user's cache.
-        `random_for` names random weights, with all that decides them; then no file of weights is
-        read. Raises ConfigError for a directory that cannot be read."""
+        """Hash the files whose digests are not in `cache` (default: the user's cache). `random_for`
+        names random weights and all that decides them; no weight file is read then. Raises
+        ConfigError for a directory that cannot be read."""
         spec = spec or load_model_spec(path)
         paths = [path / CONFIG]
         if random_for is None:
@@ -77,14 +77,14 @@ class ModelFiles:
 
 
 def fingerprint(path: Path, spec: ModelSpec | None = None, *, random_for: str | None = None) -> str:
-    """Return the fingerprint of the model in a directory, 64 hexadecimal digits. Raises as
+    """Return the fingerprint of the model in a directory, 64 hexadecimal digits. Raises like
     `ModelFiles.read`."""
     return ModelFiles.read(path, spec, random_for=random_for).fingerprint
 
 
 def _fields(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a spec that are not None, so that a field added later renames no model
-    without it."""
+    """Return the fields of a spec that are not None. So a new field does not rename models without
+    it."""
     fields = dataclasses.asdict(spec)
     return {
         name: value
@@ -94,8 +94,8 @@ def _fields(spec: ModelSpec) -> dict[str, Any]:
 
 
 def check_headers(path: Path) -> tuple[Path, ...]:
-    """Return the files of weights under `path`. Raises ConfigError if one is missing, or if a
-    header shows that its file is cut off."""
+    """Return the weight files under `path`. Raise ConfigError if one is missing, or if its header
+    shows that the file is cut off."""
     files = find_shards(path).files
     for file in files:
         _check_header(file)
@@ -103,7 +103,7 @@ def check_headers(path: Path) -> tuple[Path, ...]:
 
 
 def _check_header(path: Path) -> None:
-    """Raise ConfigError for a file whose header shows that it is cut off, before it is hashed."""
+    """Raise ConfigError, before hashing, for a file whose header shows that it is cut off."""
     is_there(path)
     try:
         size = path.stat().st_size

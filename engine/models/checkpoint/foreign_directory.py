@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Explanations for directories that do not hold a model in the supported form.
 
-Each sentence says what the directory is, and what to give instead.
+Each text says what the directory is and what to give instead.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from pathlib import Path
 
 from ....tiers.settings.format import format_name, format_value
 
-_MOST_NAMES = 2000  # entries of a directory that are read
+_MOST_NAMES = 2000  # most entries of a directory that are read
 _MOST_BYTES = 64 * 1024
 CHECKPOINT = "checkpoint-"
 
 
 def explain_no_config(path: Path) -> str:
-    """Return why a directory without config.json is no model, and what to give instead."""
+    """Explain why a directory without config.json is not a model, and what to give instead."""
     names = sorted(_names(path))
     found = next(_kinds(path, names), None)
     return found or f"{path / 'config.json'} is missing; the model must be a Hugging Face directory"
 
 
 def explain_no_weights(path: Path) -> str:
-    """Return what a directory with config.json holds in place of safetensors, in a sentence; empty
-    if it holds no known form."""
+    """Explain what a directory with config.json has instead of safetensors; empty if it has no
+    known form of weights."""
     names = sorted(_names(path))
     if "adapter_config.json" in names:
         return _adapter(path)
@@ -43,7 +43,7 @@ def explain_no_weights(path: Path) -> str:
 
 
 def explain_file(path: Path) -> str:
-    """Return why a file is no model directory, and what to give instead."""
+    """Explain why a file is not a model directory, and what to give instead."""
     if path.suffix == ".gguf":
         return (
             f"{path} is a GGUF file, which is not read; give the directory of the model it was "

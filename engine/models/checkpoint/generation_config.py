@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampling parameters that a model's authors recommend, from its generation_config.json.
 
-Only keys with a number count that requests may have too. `do_sample: false` in the file does not
-make a server greedy, since exporters write it for every model. This module imports no torch. The
-front decides when a recommendation applies to a request.
+Only numeric keys that requests may set too are read. `do_sample: false` in the file does not make a
+server greedy, since exporters write it for every model. The front end decides when a recommendation
+applies to a request. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ _READERS: Mapping[str, Callable[[JsonFields, str], float | int]] = {
 
 
 def load_default_sampling(path: Path) -> dict[str, float | int]:
-    """Read the recommendations in the model directory `path`, by Hugging Face's names; empty
-    without a file. Raises ConfigError, which names the file and the key, for a value that no
-    request may have."""
+    """Read the recommendations in the model directory `path`, with Hugging Face's names; empty
+    without a file. Raises ConfigError, with file and key, for a value that no request may have."""
     if not is_there(path / GENERATION_CONFIG):
         return {}
     fields = read_json(path / GENERATION_CONFIG)

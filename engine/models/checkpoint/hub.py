@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by their id on the Hugging Face Hub: from the local cache, or downloaded into it.
+"""Models by id on the Hugging Face Hub: from the local cache, or downloaded into it.
 
-`huggingface_hub` does the work, so its cache is shared with other programs and its variables hold:
-HF_HOME and HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only files that the engine reads
-are downloaded, by a list of names: never code, never pickled weights. Weights come last, so a
-directory that has them is complete, and an interrupted download is continued.
+`huggingface_hub` does the work, so the cache is shared with other programs, and its environment
+variables apply: HF_HOME and HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only files that
+the engine reads are downloaded, by a list of names; never code or pickled weights. Weights come
+last, so a directory with weights is complete, and an interrupted download continues.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _ANSWER_SECONDS = 10.0
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text has the form of an id, `org/model`; it may still be a path."""
+    """Whether a text has the form of an id, `org/model`; it may also be a path."""
     return _ID.fullmatch(text) is not None
 
 
 def fetch_model(repo_id: str, revision: str = "", *, needs_weights: bool = True) -> Path:
-    """Return the complete directory of a model: from the cache without any request to the Hub, or
-    downloaded, with a progress bar on standard error. Without `needs_weights` it may have only the
-    configuration.
+    """Return the complete directory of a model, from the cache without any request to the Hub, or
+    downloaded with a progress bar on standard error. Without `needs_weights` the directory may have
+    only the configuration.
 
     Raises ConfigError with a remedy if the model cannot be downloaded.
     """
@@ -56,7 +56,7 @@ def fetch_model(repo_id: str, revision: str = "", *, needs_weights: bool = True)
     try:
         return _download(repo_id, revision, needs_weights=needs_weights)
     except _Unreachable as error:
-        # All but the tokenizer: programs that need none leave such directories.
+        # The tokenizer may be missing: programs that need none leave such directories.
         if cached is not None and _has_weights(cached):
             return cached
         raise ConfigError(str(error)) from error
@@ -82,7 +82,7 @@ def _is_whole(folder: Path) -> bool:
 def _has_weights(folder: Path) -> bool:
     try:
         return bool(find_shards(folder).files)
-    except ConfigError:  # an index without its files, a link to what is gone
+    except ConfigError:  # an index without its files, or a link to a missing file
         return False
 
 
@@ -139,7 +139,7 @@ def _check_names(repo_id: str, names: set[str], *, needs_weights: bool) -> None:
 
 @contextmanager
 def _explained(repo_id: str, revision: str) -> Iterator[None]:
-    """Turn errors of huggingface_hub raised inside into ConfigError or _Unreachable."""
+    """Turn errors of huggingface_hub in the body into ConfigError or _Unreachable."""
     from huggingface_hub import constants, errors
 
     at = "" if revision == _MAIN else f" --revision {revision}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checked reading of the JSON files of a model directory: bounded in size, typed field by field.
+"""Reads the JSON files of a model directory, with a size limit and a type check for each field.
 
 Every fault is a ConfigError that names the file and the key.
 """
@@ -22,8 +22,8 @@ _MISSING = object()
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> JsonFields:
-    """Read the object in `path`. Raises ConfigError if it is missing, too large or no
-    JSON object."""
+    """Read the JSON object in `path`. Raise ConfigError if it is missing, too large, or not an
+    object."""
     if not is_there(path):
         raise ConfigError(f"{path} is missing; the model must be a Hugging Face directory")
     try:
@@ -49,8 +49,8 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> JsonFields:
 
 
 class JsonFields:
-    """A JSON object, and the name of its source. A null counts as absent, since Hugging Face writes
-    both."""
+    """A JSON object with the name of its source. A null counts as an absent key, since Hugging Face
+    writes both."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values = values
@@ -62,7 +62,7 @@ class JsonFields:
     def integer(
         self, name: str, default: object = _MISSING, *, minimum: int = 1, maximum: int = MAX_COUNT
     ) -> int:
-        """A whole number between the bounds."""
+        """Read a whole number between the bounds, both included."""
         value = self._get(name, default)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not whole or not minimum <= value <= maximum:  # type: ignore[operator]
@@ -77,7 +77,7 @@ class JsonFields:
         above: float = 0.0,
         at_most: float | None = None,
     ) -> float:
-        """A finite number greater than `above`, and not greater than `at_most`."""
+        """Read a finite number greater than `above` and not greater than `at_most`."""
         value = self._get(name, default)
         good = _is_number(value) and value > above  # type: ignore[operator]
         if not good or (at_most is not None and value > at_most):  # type: ignore[operator]
@@ -86,7 +86,7 @@ class JsonFields:
         return float(value)  # type: ignore[arg-type]
 
     def number_from(self, name: str, low: float, high: float) -> float:
-        """A number from `low` to `high`, both included."""
+        """Read a number from `low` to `high`, both included."""
         value = self._get(name, _MISSING)
         if not _is_number(value) or not low <= value <= high:  # type: ignore[operator]
             raise self.fault(name, f"a number from {low:g} to {high:g}", value)
@@ -96,7 +96,7 @@ class JsonFields:
         return self.number(name) if self.has(name) else None
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """A list of exactly `count` numbers above zero."""
+        """Read a list of exactly `count` numbers above zero."""
         value = self._get(name, _MISSING)
         ok = isinstance(value, list) and all(_is_number(v) and v > 0 for v in value)
         if not ok or len(value) != count:  # type: ignore[arg-type]
@@ -116,14 +116,14 @@ class JsonFields:
         return value
 
     def inner(self, name: str) -> JsonFields:
-        """The object under `name`; an absent one is empty."""
+        """Return the object under `name`; an absent key gives an empty object."""
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self.fault(name, "an object", value)
         return JsonFields(value, f"{self.where}: {name}")
 
     def layer_kinds(self, name: str, known: Sequence[str], num_layers: int) -> list[str]:
-        """The kind under `name` for each layer, one of `known`; empty where the key is absent."""
+        """Read the list of a kind, one of `known`, for each layer; empty if the key is absent."""
         kinds = self.values.get(name)
         if kinds is None:
             return []
@@ -139,8 +139,7 @@ class JsonFields:
         return kinds
 
     def fault(self, name: str, expected: str, got: object) -> ConfigError:
-        """Make the error for a key with an unusable value, with the source and the
-        expected form."""
+        """Make the error for an unusable value, with the source, the key and the expected form."""
         return ConfigError(f"{self.where}: {name} must be {expected}, not {format_value(got)}")
 
     def _get(self, name: str, default: object) -> object:
@@ -157,5 +156,5 @@ def _is_number(value: object) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer that no float can hold
+    except OverflowError:  # an integer too large for a float
         return False

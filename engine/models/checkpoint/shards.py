@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight files of a Hugging Face directory, and the tensors that each must hold.
+"""The weight files of a Hugging Face directory, and the tensors that each file must hold.
 
-`checkpoint.py` opens the files, `fingerprint.py` reads their bytes.
+`checkpoint.py` opens the files; `fingerprint.py` reads their bytes.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 * 1024**2
 
 
-# Rotary frequencies, which older exports hold or name; the configuration determines them.
+# Rotary frequencies: older exports store or name them, but the configuration determines them.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The weight files, by name; `weight_map` (tensor → file) only if there are several."""
+    """The weight files, by name. `weight_map` (tensor → file) exists only for several files."""
 
     files: tuple[Path, ...]
     weight_map: dict[str, Path] | None
 
 
 def find_shards(path: Path) -> Shards:
-    """Find the safetensors files under `path`. Raises ConfigError, which names a missing one."""
+    """Find the safetensors files under `path`. ConfigError names a missing file."""
     if is_there(path / SINGLE_FILE):
         return Shards((path / SINGLE_FILE,), None)
     if not is_there(path / INDEX_FILE):
@@ -59,8 +59,8 @@ def find_shards(path: Path) -> Shards:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Read the index under `path`: tensor → name of its file. Raises ConfigError for an index
-    without files, and for a name outside the directory."""
+    """Read the index under `path`: tensor → file name. Raise ConfigError for an index without
+    files, or with a file outside the directory."""
     index = read_json(path / INDEX_FILE, MAX_INDEX_BYTES)
     names = index.inner("weight_map").values
     if not names:

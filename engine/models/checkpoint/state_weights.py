@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StateWeights: the weights of the mixer of a layer that carries a state.
+"""StateWeights: the weights of a mixer with a state.
 
-The weights show the kind of recurrence: a vector that a kind does not have is None. All matrices
-into a layer are joined into one, with rows in the order in which the mixer splits them. Vectors of
-a recurrence are in float32 at least, like the recurrence.
+The weights determine the kind of recurrence: a vector that a kind lacks is None. All matrices into
+a layer are joined to one, with rows in the order in which the mixer splits them. Vectors of a
+recurrence are float32 or wider, like the recurrence.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class StateWeights:
     in_bias: Tensor | None
     conv: Tensor  # [channels, 1, width]
     conv_bias: Tensor | None
-    # Of a recurrence: the bias of time steps, minus the exponential of what is stored as A_log,
-    # both [heads], and the norm of its output.
+    # For a recurrence: the bias of time steps and the decay, `-exp(A_log)`, both [heads], and the
+    # norm of the output.
     dt_bias: Tensor | None = None
     decay: Tensor | None = None
     norm: Tensor | None = None
     skip: Tensor | None = None  # [heads]: D of Mamba-2
-    # Factors of Mamba-2: of its gate and its time steps, and of an output without a norm.
+    # For Mamba-2: factors of its gate and its time steps, and of an output without a norm.
     gate_factor: float = 1.0
     time_factor: float = 1.0
     output_factor: float = 1.0
 
     def multiply(self, factors: Multipliers, spec: StateSpec) -> None:
-        """Multiply the weights of Mamba-2 by a family's factors. The convolution and the norm are
-        computed in float32 at least, so their weights may become as wide."""
+        """Multiply the weights of Mamba-2 by a family's factors. Convolution and norm are computed
+        in float32 or wider, so their weights may become as wide."""
         gate, x, b, c, self.time_factor = factors.state_inputs
         self.gate_factor = gate
         shared = spec.num_groups * spec.state_size
@@ -73,8 +73,8 @@ def read_state_weights(
     spec: StateSpec,
     family: StateFamily,
 ) -> StateWeights:
-    """Make the weights of one layer from its tensors. `read` reads them by their names in the
-    layer, `read_wide` does so in float32 at least."""
+    """Make the weights of one layer from its tensors. `read` and `read_wide` read a tensor by its
+    name in the layer; `read_wide` returns float32 or wider."""
     weights = StateWeights(
         in_proj=_read_in(read, spec, family),
         in_bias=read(STATE_IN_BIAS) if spec.has_bias else None,
@@ -92,8 +92,8 @@ def read_state_weights(
 
 
 def _read_in(read: Callable[[str], Tensor], spec: StateSpec, family: StateFamily) -> Tensor:
-    """Read the matrix into a layer. Its rows for a gated delta rule are queries, keys, values,
-    gate, beta, and time steps."""
+    """Read the matrix into a layer. For a gated delta rule its rows are queries, keys, values,
+    gate, beta and time steps."""
     if family.projections is Projections.ONE:
         return read(STATE_IN)
     parts = [read(name) for name in STATE_IN_PARTS[family.projections]]
@@ -103,8 +103,8 @@ def _read_in(read: Callable[[str], Tensor], spec: StateSpec, family: StateFamily
 
 
 def _ungroup(matrix: Tensor, scalars: Tensor, spec: StateSpec) -> list[Tensor]:
-    """Split matrices in which all parts of a head of keys are contiguous into their parts, each
-    with all heads."""
+    """Split matrices that store all parts of a key head together. Return the parts, each with all
+    heads."""
     heads = spec.num_heads // spec.num_groups
     values = heads * spec.head_dim
     by_group = matrix.view(spec.num_groups, -1, matrix.shape[1])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors in the files of a safetensors model, each checked by name, shape and type.
+"""The tensors in the files of a safetensors model, checked by name, shape and type.
 
-It reads headers only, and needs no torch; `checkpoint.py` reads the numbers. The caller says which
-names and shapes it expects.
+It reads headers only and needs no torch; `checkpoint.py` reads the numbers. The caller gives the
+expected names and shapes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ....tiers.settings.values import ConfigError
 from .shards import DERIVED, INDEX_FILE, find_shards
 
 FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
-# A head that reward training leaves in checkpoints; text generation does not use it.
+# A head of reward training that checkpoints may still have; text generation does not use it.
 _VALUE_HEAD = "v_head."
 _QUANTISED = (".qweight", ".qzeros")
 
 
 class StoredTensors:
-    """Open shards. A context manager."""
+    """The open shards of a model, as a context manager."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class StoredTensors:
         device: str = "cpu",
     ) -> None:
         """Open every shard under `path`. `name_of` maps the stored name of a tensor to its name
-        here, None for a tensor to ignore. Raises ConfigError, which names the file, if a file is
-        missing, damaged, or lacks a tensor of the index."""
+        here, or to None to ignore it. Raises ConfigError with the file's name if a file is missing,
+        damaged, or lacks a tensor of the index."""
         self.path = path
         self._opened_as = {"framework": framework, "device": device}
         self._where: dict[str, Any] = {}  # name here → its file
@@ -62,7 +62,7 @@ class StoredTensors:
 
     @property
     def tensor_names(self) -> list[str]:
-        """The names here of all tensors, without the ignored ones."""
+        """The names of all tensors in this project, without ignored ones."""
         return [
             name
             for name in self._where
@@ -70,13 +70,13 @@ class StoredTensors:
         ]
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a tensor; None: it does not exist."""
+        """Return the shape of a tensor; None if it does not exist."""
         if name not in self._where:
             return None
         return tuple(self._where[name].get_slice(self._stored[name]).get_shape())
 
     def check_expected(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ConfigError unless exactly the expected tensors are there, in their shapes."""
+        """Raise ConfigError unless exactly the expected tensors exist, in their shapes."""
         missing = [name for name in expected if name not in self._where]
         if missing and any(name.endswith(_QUANTISED) for name in self._where):
             raise ConfigError(

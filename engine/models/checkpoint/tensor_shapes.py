@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that a checkpoint must hold by its specification, with names and shapes. Needs no
-torch, so that a plan and a refusal need none."""
+"""The names and shapes of the tensors that a checkpoint must hold by its specification. Needs no
+torch, so plans and refusals need none either."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ HEAD = "lm_head.weight"
 QUERY_NORM = "self_attn.q_norm.weight"
 KEY_NORM = "self_attn.k_norm.weight"
 ATTENTION_OUT = "self_attn.o_proj"
-# Of a family that joins projections: queries, keys and values; gate and up.
+# For families that join projections: queries, keys and values; gate and up.
 QKV = "self_attn.qkv_proj.weight"
 GATE_UP = "mlp.gate_up_proj.weight"
-# Of a layer with experts: the router; all experts as one, `[experts, out, in]`, in which gate lies
-# before up; the matrices of one expert.
+# For a layer with experts: the router; all experts as one tensor `[experts, out, in]`, gate before
+# up; the matrices of one expert.
 ROUTER = "mlp.gate.weight"
 EXPERTS_GATE_UP = "mlp.experts.gate_up_proj"
 EXPERTS_DOWN = "mlp.experts.down_proj"
 EXPERT = "mlp.experts.{}.{}_proj.weight"
 SHARED = "mlp.shared_expert.{}_proj.weight"
 SHARED_GATE = "mlp.shared_expert_gate.weight"
-# Of a layer that carries a state: the matrices into it and out of it, and its convolution.
+# For a layer that carries a state: the matrices into it and out of it, and its convolution.
 STATE_IN = "mixer.in_proj.weight"
 STATE_IN_BIAS = "mixer.in_proj.bias"
 STATE_CONV = "mixer.conv1d.weight"
 STATE_CONV_BIAS = "mixer.conv1d.bias"
 STATE_OUT = "mixer.out_proj"
-# And of its recurrence: the logarithm of its decay, the bias of its time steps, the norm of its
+# And for its recurrence: the logarithm of the decay, the bias of time steps, the norm of the
 # output.
 STATE_DECAY = "mixer.A_log"
 STATE_TIME_BIAS = "mixer.dt_bias"
 STATE_NORM = "mixer.norm.weight"
 STATE_SKIP = "mixer.D"  # of Mamba-2
-# In place of one matrix into such a layer: queries, keys, values and gate, then the scalars of a
-# head; or these one by one.
+# Instead of one matrix into such a layer: queries, keys, values and gate, then each head's scalars;
+# or all of these one by one.
 STATE_IN_PARTS = {
     Projections.BY_GROUP: ("mixer.in_proj_qkvz.weight", "mixer.in_proj_ba.weight"),
     Projections.APART: tuple(f"mixer.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
 }
-# Of an EAGLE head: the matrix over an embedding and a hidden state.
+# For an EAGLE head: the matrix over an embedding and a hidden state.
 FUSION = "fc.weight"
 FUSION_BIAS = "fc.bias"
 
 
-# For checkpoints with more than text, in each of two spellings: the prefix of the text part's names
-# and the prefix here; the other parts are ignored.
+# For checkpoints with more than text, in two spellings: the prefix of the text part's names, and
+# the prefix here. The other parts are ignored.
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-# The names of parts of a layer with experts in other families, and the names here.
+# Names in layers with experts: the names of other families, and the names here.
 _EXPERT_PARTS = (
     ("block_sparse_moe.gate.", "mlp.gate."),
     ("block_sparse_moe.router.layer.", "mlp.gate."),
@@ -79,7 +79,7 @@ _OTHER_PARTS = tuple(
 
 
 def family_name(spec: ModelSpec, stored: str) -> str | None:
-    """Return the name here of a tensor of a model's family; None: it is ignored."""
+    """Map a stored name of the model's family to the name here; None: ignore the tensor."""
     family = spec.family
     if family.left_alone and stored.startswith(family.left_alone):
         return None
@@ -89,20 +89,20 @@ def family_name(spec: ModelSpec, stored: str) -> str | None:
     name = plain_name(name)
     if family.experts is None:
         return name
-    # A model without experts, of a family with experts, names its MLP like the shared expert.
+    # In a family with experts, a model without experts stores its MLP as the shared expert.
     name = expert_name(name)
     return name if spec.experts is not None else name.replace(".mlp.shared_expert.", ".mlp.")
 
 
 def plain_name(stored: str) -> str:
-    """Return the name here of a tensor of a text checkpoint. A checkpoint that was saved without
-    its head has names without a prefix."""
+    """Map a stored name of a text checkpoint to the name here. A checkpoint saved without its head
+    has names without a prefix."""
     bare = stored.startswith(("embed_tokens.", "layers.")) or stored == "norm.weight"
     return f"model.{stored}" if bare else stored
 
 
 def expert_name(stored: str) -> str:
-    """Return the name here of a tensor of a model with experts; families use different names."""
+    """Map a stored name of a model with experts to the name here. Families differ in these."""
     name = plain_name(stored)
     for theirs, ours in _EXPERT_PARTS:
         if theirs in name:
@@ -116,8 +116,7 @@ def expert_name(stored: str) -> str:
 
 
 def text_part_name(stored: str) -> str | None:
-    """Return the name here of a tensor of a checkpoint with more than text; None: it is
-    not text."""
+    """Map a stored name of a checkpoint with more than text to the name here; None: not text."""
     if stored.startswith(_OTHER_PARTS):
         return None
     for prefix, ours in _TEXT_PREFIXES.items():
@@ -127,8 +126,8 @@ def text_part_name(stored: str) -> str | None:
 
 
 def eagle_name(stored: str) -> str | None:
-    """Return the name here of a tensor of an EAGLE head; None for an embedding and an output
-    matrix, which are replaced by the model's."""
+    """Map a stored name of an EAGLE head to the name here. None for an embedding and an output
+    matrix: the head uses the model's."""
     name = plain_name(stored)
     if name in (EMBEDDING, HEAD):
         return None
@@ -136,7 +135,7 @@ def eagle_name(stored: str) -> str | None:
 
 
 def name_of(spec: ModelSpec) -> Callable[[str], str | None]:
-    """Return the function from the stored name of a tensor to its name here."""
+    """Return the function that maps stored tensor names to the names here."""
     if spec.is_eagle:
         return eagle_name
     if not spec.is_text_part:
@@ -150,9 +149,8 @@ def name_of(spec: ModelSpec) -> Callable[[str], str | None]:
 
 
 def expected_tensors(spec: ModelSpec, stored: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the checkpoint. A head that is tied to the embedding is
-    among them only if `stored` names it. The experts of a layer are one tensor unless `stored` has
-    a tensor for each."""
+    """Return the shape of every tensor of the checkpoint. A head tied to the embedding is included
+    only if `stored` names it. A layer's experts are one tensor unless `stored` has one for each."""
     if spec.is_eagle:
         return _eagle_tensors(spec, stored)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
@@ -178,13 +176,13 @@ def _all_layers(spec: ModelSpec, stored: Collection[str]) -> dict[str, tuple[int
 
 
 def has_experts_apart(layer: int, stored: Collection[str]) -> bool:
-    """Whether each expert of a layer has tensors of its own among the `stored` ones. If `stored` is
-    empty, joined experts are expected."""
+    """Whether each expert of a layer has its own tensors in `stored`. If `stored` is empty, joined
+    experts are expected."""
     return bool(stored) and in_layer(layer, EXPERTS_GATE_UP) not in stored
 
 
 def _eagle_tensors(spec: ModelSpec, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of an EAGLE head, which has no embedding, and no norm or matrix behind its
+    """Return the tensors of an EAGLE head. It has no embedding, and no norm or matrix after its
     layers."""
     shapes: dict[str, tuple[int, ...]] = {FUSION: (spec.hidden_size, 2 * spec.hidden_size)}
     if FUSION_BIAS in stored:
@@ -195,8 +193,7 @@ def _eagle_tensors(spec: ModelSpec, stored: Collection[str]) -> dict[str, tuple[
 def layer_tensors(
     spec: ModelSpec, layer: int, *, is_apart: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a layer by their names in it; with `is_apart` each expert has
-    its own."""
+    """Return the tensors of a layer by name; with `is_apart` each expert has tensors of its own."""
     hidden, mlp = spec.hidden_size, spec.intermediate_size
     joins = spec.family.joins_gate
     shapes: dict[str, tuple[int, ...]] = {
@@ -246,7 +243,7 @@ def _attention_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     matrices: dict[str, tuple[int, ...]] = {ATTENTION_OUT: (hidden, queries)}
     if spec.family.joins_projections:
         return matrices | {QKV.removesuffix(".weight"): (queries + 2 * keys, hidden)}
-    # A gate has as many rows as queries.
+    # A gate has as many rows as the queries.
     rows = {"q": queries * (2 if spec.family.gates_attention else 1), "k": keys, "v": keys}
     return matrices | {f"self_attn.{part}_proj": (rows[part], hidden) for part in rows}
 
@@ -300,7 +297,7 @@ def _expert_tensors(
 def _shared_tensors(
     size: int, hidden: int, *, joins: bool, is_gated: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of an expert that every token uses; a size of 0: there is none."""
+    """Return the tensors of the expert that every token uses; empty if `size` is 0."""
     if not size:
         return {}
     shapes: dict[str, tuple[int, ...]] = {SHARED.format("down"): (hidden, size)}
@@ -323,9 +320,9 @@ class NormNames(NamedTuple):
 
 
 def norm_names(spec: ModelSpec, layer: int) -> NormNames:
-    """Return a layer's norms by name. post_attention_layernorm is the MLP's norm in most families,
-    and the norm behind the attention in families that have one there. The first layer of an EAGLE
-    head has none before its attention. A layer with one part has one norm."""
+    """Return the names of a layer's norms. `post_attention_layernorm` is the MLP's norm in most
+    families; in families with a norm after the attention it is this one. The first layer of an
+    EAGLE head has no norm before its attention. A layer with one part has one norm."""
     if spec.family.norms is Norms.SINGLE:
         name = "norm.weight"
         has_mixer = spec.has_mixer(layer)

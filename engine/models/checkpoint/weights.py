@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of a decoder: their names in Hugging Face's form, and the matrices made of them.
 
-Query, key and value become one matrix, so that a step rotates queries and keys together and makes
-one call for three. Gate and up become one on request, which saves a launch on a GPU. On the CPU
-they stay separate: by measurement one matrix is not faster there, and separate ones need no copy.
+Query, key and value matrices become one, so that a step makes one call for three and rotates
+queries and keys together. Gate and up become one on request, which saves a launch on a GPU. On the
+CPU they stay separate: one matrix measured no faster there, and separate ones need no copy.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ from .tensor_shapes import (
 logger = logging.getLogger(__name__)
 
 SEED = 20261
-SPREAD = 0.02  # standard deviation with which models are initialised
+SPREAD = 0.02  # standard deviation of random matrices, as at the start of training
 _OF_STATES = (STATE_CONV, STATE_DECAY, STATE_NORM, STATE_SKIP, STATE_TIME_BIAS)
 
 
 class RandomTensors:
-    """Random weights, read like a checkpoint's and made on the device, for benchmarks and trials: a
+    """Random weights for benchmarks and trials, read like a checkpoint's and made on the device. A
     directory with only a config.json is then a model.
 
-    The order of the reads decides the numbers. They are the same in every start on one kind of
-    device, so blocks in the tiers stay valid, and differ between kinds.
+    The order of the reads decides the numbers. They are the same at every start on one kind of
+    device, so blocks in the tiers stay valid. They differ between kinds of devices.
     """
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, norm: float = 1.0
     ) -> None:
-        """`norm` is the weight of every norm, as a checkpoint stores it."""
+        """`norm` is the weight of every norm, in the form that a checkpoint stores."""
         self.device, self._norm = device, norm
         self._shapes = shapes
         self._generator = torch.Generator(device).manual_seed(SEED)
@@ -89,8 +89,8 @@ class RandomTensors:
         return made.normal_(0.0, SPREAD, generator=self._generator)
 
     def _read_of_state(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Make numbers like those that training of layers with a state begins with: heads with
-        different decay rates, short time steps, and a convolution with about even weights."""
+        """Make numbers like the start values of training for layers with a state: different decay
+        rates of heads, short time steps, and nearly even weights of the convolution."""
         made = torch.empty(shape, dtype=torch.float32, device=self.device)
         if name.endswith((STATE_NORM, STATE_SKIP)):
             return made.fill_(1.0)
@@ -98,7 +98,7 @@ class RandomTensors:
         if name.endswith(STATE_DECAY):
             return made.mul_(15.0).add_(1.0).log_()
         if name.endswith(STATE_TIME_BIAS):
-            # The time steps, 0.001 to 0.1, are the softplus of this.
+            # softplus of the result gives the time steps, 0.001 to 0.1.
             return made.mul_(math.log(100.0)).add_(math.log(0.001)).exp_().expm1_().log_()
         return made.sub_(0.5).mul_(2.0 * shape[-1] ** -0.5)
 
@@ -126,12 +126,12 @@ class DenseWeights:
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    # Gate and up as one, of which these two are views; None: they are separate.
+    # Gate and up in one matrix; `gate` and `up` are then views of it. None: separate.
     gate_up: Tensor | None = None
     gate_up_bias: Tensor | None = None
 
     def join_gate(self) -> None:
-        """Make gate and up one matrix, and of their biases one vector."""
+        """Join gate and up to one matrix, and their biases to one vector."""
         if self.gate is None:
             return
         self.gate_up = torch.cat((self.gate, self.up))
@@ -143,20 +143,20 @@ class DenseWeights:
 
 @dataclass(slots=True)
 class ExpertWeights:
-    """A mixture of experts, each with three matrices, as in `DenseWeights`."""
+    """A mixture of experts; each has the three matrices of `DenseWeights`."""
 
     router: Tensor  # [experts, hidden]
     gates: Sequence[Tensor]
     ups: Sequence[Tensor]
     downs: Sequence[Tensor]
-    shared: DenseWeights | None = None  # an expert that every token uses, times its own gate
+    shared: DenseWeights | None = None  # an expert that every token uses, times its gate
     shared_gate: Tensor | None = None  # [1, hidden]
-    # All experts as one, of which the others are views; None: they are separate.
+    # All experts in one tensor; the lists above are then views of it. None: separate.
     gate_ups: Tensor | None = None  # [experts, 2 * size, hidden]
     all_downs: Tensor | None = None  # [experts, hidden, size]
 
     def join_gate(self) -> None:
-        """Join the matrices of all experts into two."""
+        """Join the matrices of all experts to two."""
         if self.gate_ups is None:
             self.gate_ups = torch.stack(
                 [torch.cat(pair) for pair in zip(self.gates, self.ups, strict=True)]
@@ -176,28 +176,27 @@ class AttentionWeights:
 
     qkv: Tensor  # [(heads + 2 kv heads) * head_dim, hidden]: queries, keys, values
     qkv_bias: Tensor | None
-    # [heads + kv heads, head_dim]: of queries, then of keys; the norm is computed for each head, or
-    # over all heads of queries and over all of keys (`HeadNorms`).
+    # [heads + kv heads, head_dim]: weights for queries, then for keys. The norm is computed for
+    # each head, or over all query heads and over all key heads (`HeadNorms`).
     head_norms: Tensor | None
-    # [heads * head_dim, hidden]: of the gate that an attention's output is multiplied by.
+    # [heads * head_dim, hidden]: the matrix of a gate that multiplies the attention's output.
     gate: Tensor | None = None
     gate_bias: Tensor | None = None
 
 
 @dataclass(slots=True)
 class ParallelWeights:
-    """Attention and a state side by side. The columns of the matrix out of them are in
-    this order."""
+    """Attention and a state side by side. The output matrix has their columns in this order."""
 
     attention: AttentionWeights
     state: StateWeights
-    attention_factor: float  # of the attention's output
+    attention_factor: float  # factor of the attention's output
 
 
 @dataclass(slots=True)
 class LayerWeights:
-    """The weights of a layer. Matrices are `[out, in]`. A bias or norm may be None, and so may the
-    MLP, or the mixer with the matrix out of it."""
+    """The weights of a layer. Matrices are `[out, in]`. A bias or norm may be None; so may the MLP,
+    or the mixer together with its output matrix."""
 
     attention_norm: Tensor | None
     mixer: AttentionWeights | StateWeights | ParallelWeights | None
@@ -221,7 +220,7 @@ class DecoderWeights:
 
 @dataclass(slots=True)
 class EagleWeights:
-    """An EAGLE head: a matrix over an embedding and a hidden state, and the layers behind it."""
+    """An EAGLE head: a matrix over an embedding and a hidden state, and its layers."""
 
     fusion: Tensor  # [hidden, 2 * hidden]
     fusion_bias: Tensor | None
@@ -236,10 +235,10 @@ def load_weights(
     *,
     joins_gate: bool = False,
 ) -> DecoderWeights:
-    """Map, check and cast the weights under `path`, on `device`; with `joins_gate`, gate and up of
-    a layer are one matrix.
+    """Map, check and cast the weights under `path`, on `device`. With `joins_gate`, gate and up of
+    a layer become one matrix.
 
-    Raises ConfigError, which names the tensor or file that is missing, unknown or misshapen.
+    Raises ConfigError with the name of a missing, unknown or misshapen tensor or file.
     """
     with Checkpoint(path, device, name_of(spec)) as checkpoint:
         expected = expected_tensors(spec, checkpoint.tensor_names)
@@ -269,8 +268,8 @@ def load_eagle_weights(
     joins_gate: bool = False,
     is_random: bool = False,
 ) -> EagleWeights:
-    """Load the weights of the EAGLE head under `path`, or make random ones. Raises ConfigError,
-    like `load_weights`."""
+    """Load the weights of the EAGLE head under `path`, or make random ones. Raises ConfigError like
+    `load_weights`."""
     if is_random:
         tensors = RandomTensors(expected_tensors(spec), device)
         return _load_eagle(tensors, spec, dtype, joins_gate, has_bias=False)
@@ -287,7 +286,7 @@ def random_weights(
     *,
     joins_gate: bool = False,
 ) -> DecoderWeights:
-    """Make random weights of this shape, in the form of `load_weights`."""
+    """Make random weights for this specification, in the form of `load_weights`."""
     norm = 0.0 if spec.family.centred_norms else 1.0
     tensors = RandomTensors(expected_tensors(spec), device, norm)
     embedding = tensors.read(EMBEDDING, dtype)
@@ -317,14 +316,14 @@ def _load_layers(
     for index in range(spec.num_layers):
         layer = _load_layer(source, spec, dtype, index)
         if joins_gate and layer.mlp is not None:
-            layer.mlp.join_gate()  # before the next one is read, so that few are in memory twice
+            layer.mlp.join_gate()  # before the next layer, so that few are in memory twice
         layers.append(layer)
     return layers
 
 
 def _read_norm(source: Source, spec: ModelSpec, dtype: torch.dtype, name: str) -> Tensor:
-    """Read the weights of a norm. Wide norms, and weights that are stored minus one, are in float32
-    at least, since 16-bit types are too coarse near one."""
+    """Read the weights of a norm. Wide norms, and weights stored minus one, are float32 or wider,
+    since 16-bit types are too coarse near one."""
     wide = torch.promote_types(dtype, torch.float32)
     if spec.family.wide_norms:
         return source.read(name, wide)
@@ -348,7 +347,7 @@ def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int)
 
 
 class _LayerReader:
-    """A reader of the tensors of one layer, which makes the layer's weights from them."""
+    """Reads the tensors of one layer and makes the layer's weights from them."""
 
     def __init__(self, source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int) -> None:
         self._source, self._spec, self._dtype, self._layer = source, spec, dtype, layer
@@ -359,7 +358,7 @@ class _LayerReader:
         return self._source.read(in_layer(self._layer, name), self._dtype)
 
     def read_wide(self, name: str) -> Tensor:
-        """Read a tensor in float32 at least, as a recurrence needs it."""
+        """Read a tensor as float32 or wider, for a recurrence."""
         wide = torch.promote_types(self._dtype, torch.float32)
         return self._source.read(in_layer(self._layer, name), wide)
 
@@ -392,7 +391,7 @@ class _LayerReader:
         return ParallelWeights(attention, state, self.factors.attended)
 
     def out(self) -> Tensor | None:
-        """Read the matrix behind the mixer, or the joined matrices behind two mixers."""
+        """Read the mixer's output matrix, or the joined output matrices of two mixers."""
         matrices = [self.read(f"{name}.weight") for name in self._outs()]
         return torch.cat(matrices, 1) if len(matrices) > 1 else next(iter(matrices), None)
 
@@ -405,7 +404,7 @@ class _LayerReader:
         return total
 
     def _outs(self) -> dict[str, float]:
-        """Return the names of the matrices behind a layer's mixers, and the factors of biases."""
+        """Return the names of the mixers' output matrices, with the factors of their biases."""
         outs: dict[str, float] = {}
         if self._spec.has_attention(self._layer):
             outs[ATTENTION_OUT] = self.factors.attention_out_bias
@@ -431,14 +430,14 @@ class _LayerReader:
         )
 
     def gated_queries(self, kind: str) -> tuple[Tensor, Tensor]:
-        """Read queries and their gate, which are stored as one, head by head; returns copies."""
+        """Read queries and their gate, which are stored together for each head. Returns copies."""
         whole = self.read(f"self_attn.q_proj.{kind}")
         heads = whole.view(self._spec.num_heads, 2, self._spec.head_dim, *whole.shape[1:])
         return heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
 
     def qkv(self, kind: str) -> Tensor:
-        """Read queries, keys and values as one. The rotated elements of a head are in pairs of its
-        first half and its second."""
+        """Read queries, keys and values as one matrix. Rotation pairs elements of a head's first
+        and second half."""
         spec = self._spec
         if spec.family.joins_projections:
             whole = self.read(QKV)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """EagleHead: the layers of an EAGLE head between the embedding and the output matrix of its model.
 
-    fuse      embedding of a token, hidden state of the token before ──► [tokens, hidden]
-    forward   these, given as `Embeds`, through the layers ──► hidden states
-    logits    the model's own, of these
-
-The hidden state that it reads is the model's last one behind the last norm, the input of `logits`;
-heads in vLLM read the same. Its own layers have no norm behind them, and the first has none before
-its attention. Embedding and output matrix are the model's, and are in memory once; those in a
-checkpoint are copies that training did not change, and are not read.
+    fuse      embedding of a token, hidden state of the previous token ──► [tokens, hidden]
+    forward   the fused rows, given as `Embeds`, through the layers ──► hidden states
+    logits    the model's own output matrix, over these hidden states
+The head reads the model's last hidden state after the last norm, the input of `logits`; heads in
+vLLM read the same. There is no norm after its layers, and none before the attention of the first
+layer. The head uses the model's embedding and output matrix, which are in memory once. A checkpoint
+may have copies of them that training did not change; they are not read.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .eagle_spec import check_fusion
 
 
 class EagleHead(Decoder):
-    """A head in memory, beside its model. It takes over `weights`, like a decoder."""
+    """A head in memory, beside its model. It takes `weights` over, like a decoder."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class EagleHead(Decoder):
         *,
         is_random: bool = False,
     ) -> Self:
-        """Read the weights of a head straight to `device`, or make random ones. Raises ConfigError
+        """Read the weights of a head straight to `device`, or make random ones. Raise ConfigError
         if they do not fit its specification."""
         if not is_random:
             check_fusion(source.path)
@@ -80,6 +79,6 @@ class EagleHead(Decoder):
         return cls(source.spec, weights, model, max_model_len, dtype, elementwise)
 
     def fuse(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """Compute the layers' input `[tokens, hidden]` from each token, and from the hidden state
-        `[tokens, hidden]` of the token before it."""
+        """Compute the layers' input `[tokens, hidden]` from each token and from the hidden state
+        `[tokens, hidden]` of the previous token."""
         return self._fusion(torch.cat((self.embed(token_ids), hidden), -1))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config.json of an EAGLE head, in the forms of SafeAILab and vLLM for Llama.
 
-A head is one or a few layers of a Llama, over the hidden states of the model that it drafts for:
+A head is one or a few Llama layers over the hidden states of the model that it drafts for:
 
     embedding of a token ─┐
                           ├─► fc ─► layers ─► the model's own output matrix
     hidden state before ──┘
 
-It has the model's hidden size and vocabulary. EAGLE-3, which reads hidden states of three layers
-and has a vocabulary of its own, is refused by name.
+It has the model's hidden size and vocabulary. EAGLE-3 heads are refused by name: they read hidden
+states of three layers and have their own vocabulary.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ..model_spec import ModelSpec
 from ..spec.spec_parser import CONFIG, parse_model_spec
 
 _LLAMA = "LlamaForCausalLM"
-# Heads that their authors published have the name of a Llama.
+# Published heads often have the name of a Llama.
 _ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle", "EAGLEModel")
 _MODEL_TYPE = "eagle"
-# Keys that only the config.json of an EAGLE-3 head has.
+# Keys that occur only in the config.json of an EAGLE-3 head.
 _OF_EAGLE3 = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
 _OTHER_HEADS = "--speculative-method ngram or a draft model needs no head"
 
 
 def is_eagle_head(path: Path) -> bool:
-    """Whether the config.json under `path` is that of an EAGLE head of any generation. False for
-    one that cannot be read: loading it raises the error."""
+    """Whether the config.json under `path` is for an EAGLE head of any generation. False if it
+    cannot be read: loading it raises the error."""
     try:
         config = read_json(path / CONFIG)
     except ConfigError:
@@ -46,8 +46,8 @@ def is_eagle_head(path: Path) -> bool:
 
 
 def load_eagle_spec(path: Path) -> ModelSpec:
-    """Read the config.json of an EAGLE head. Raises ConfigError, naming the file and the key, for
-    anything missing or not supported."""
+    """Read the config.json of an EAGLE head. Raise ConfigError, with file and key, for a missing or
+    unsupported value."""
     check_directory(path)
     if not is_there(path / CONFIG):
         raise ConfigError(explain_no_config(path))
@@ -59,7 +59,7 @@ def load_eagle_spec(path: Path) -> ModelSpec:
         )
     values = dict(config.values)
     if _says_eagle(config):
-        # vLLM's own form has the layers' shape in an object of its own.
+        # vLLM's form has the shape of the layers in an inner object.
         inner = config.inner("model")
         values |= inner.values
         values |= {"architectures": [_LLAMA], "model_type": "llama"}
@@ -70,8 +70,7 @@ def load_eagle_spec(path: Path) -> ModelSpec:
 
 
 def check_head(model: ModelSource, head: ModelSource) -> None:
-    """Raise ConfigError if the head does not have the hidden size and the vocabulary of
-    the model."""
+    """Raise ConfigError unless the head has the hidden size and the vocabulary of the model."""
     for name, what in (("hidden_size", "numbers of a hidden state"), ("vocab_size", "tokens")):
         own, other = (int(getattr(each.spec, name)) for each in (model, head))
         if own != other:
@@ -82,8 +81,8 @@ def check_head(model: ModelSource, head: ModelSource) -> None:
 
 
 def check_fusion(path: Path) -> None:
-    """Raise ConfigError if the weights under `path` lack the matrix of an EAGLE head, or have that
-    of EAGLE-3."""
+    """Raise ConfigError if the weights under `path` lack an EAGLE head's matrix, or have the matrix
+    of an EAGLE-3 head."""
     with StoredTensors(path, eagle_name) as stored:
         shape = stored.shape_of(FUSION)
     if shape is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..checkpoint.json_fields import JsonFields
 
 MAX_EXPERTS = 4096
-# Both are the number of experts: transformers writes one or the other for the same family.
+# Both mean the number of experts: transformers writes either for the same family.
 COUNT_KEYS = ("num_experts", "num_local_experts")
 EXPERT_KEYS = (*COUNT_KEYS, "n_routed_experts")
 
@@ -21,30 +21,30 @@ class ExpertSpec:
     num_experts: int
     num_per_token: int
     size: int  # rows of an expert's gate
-    normalises: bool  # whether the weights of the chosen are divided by their sum
-    layers: tuple[int, ...]  # the others have an MLP of `intermediate_size`
-    shared_size: int = 0  # rows of the gate of an expert that every token uses; 0: there is none
+    normalises: bool  # whether the chosen weights are divided by their sum
+    layers: tuple[int, ...]  # other layers have an MLP of `intermediate_size`
+    shared_size: int = 0  # rows of the shared expert's gate; 0: no shared expert
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertFamily:
-    """The experts of a family: facts of its code, and defaults where config.json is silent."""
+    """The experts of a family: facts of its code, and defaults for keys that config.json lacks."""
 
     default_count: int
     default_per_token: int
     size_key: str = "moe_intermediate_size"
-    default_size: int | None = None  # None: config.json must say
-    normalises: bool | None = None  # None: as config.json's norm_topk_prob says
-    default_normalises: bool = False  # and this where it is silent
+    default_size: int | None = None  # None: config.json must have it
+    normalises: bool | None = None  # None: config.json's norm_topk_prob decides
+    default_normalises: bool = False  # its default
     default_shared_size: int = 0  # 0: the family has no shared expert
     shared_size_key: str = "shared_expert_intermediate_size"
-    gates_shared: bool = True  # whether it is multiplied by a gate of its own
+    gates_shared: bool = True  # whether a gate multiplies the shared expert's result
     may_lack: bool = False  # whether a model of the family may have no experts
-    mixes_dense: bool = False  # whether mlp_only_layers and decoder_sparse_step are heeded
+    mixes_dense: bool = False  # whether mlp_only_layers and decoder_sparse_step are read
 
 
 def parse_experts(config: JsonFields, family: ExpertFamily, num_layers: int) -> ExpertSpec | None:
-    """Read the experts; None: no layer has any. Raises ConfigError, which names the key."""
+    """Read the experts; None if no layer has any. Raises ConfigError with the key."""
     count_key = next((key for key in COUNT_KEYS if config.has(key)), COUNT_KEYS[0])
     least = 0 if family.may_lack else 1
     count = config.integer(count_key, family.default_count, minimum=least, maximum=MAX_EXPERTS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerParts: the part of each layer, in families whose layers are a mixer or an MLP alone."""
+"""LayerParts: the part of each layer, in families whose layers are only a mixer or only an MLP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..checkpoint.json_fields import JsonFields
 from .state_layers import TYPE_KEYS
 
-# In older files: one letter for each layer, in place of a list.
+# In older files: one letter for each layer, instead of a list.
 PATTERN = "hybrid_override_pattern"
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _STATES = ("mamba", "linear_attention")
@@ -19,7 +19,7 @@ _KNOWN = (*_STATES, *_ATTENTION, _MLP, _EXPERTS)
 
 
 class LayerParts(NamedTuple):
-    """Numbers of layers, ascending."""
+    """Layer numbers by part, ascending."""
 
     states: tuple[int, ...]
     attention: tuple[int, ...]
@@ -31,8 +31,7 @@ class LayerParts(NamedTuple):
 
 
 def parse_layer_parts(config: JsonFields) -> LayerParts:
-    """Read the part of each layer from a list or a pattern. Raises ConfigError, which names the
-    key."""
+    """Read the part of each layer from a list or a pattern. Raises ConfigError with the key."""
     key = next((key for key in (*TYPE_KEYS, PATTERN) if config.has(key)), TYPE_KEYS[1])
     given = config.values.get(key)
     kinds = _kinds(config, key)

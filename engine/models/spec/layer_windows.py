@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerWindows: the layers that attend to a window, and its width, from a model's config.json."""
+"""LayerWindows: the layers that attend to a window, and its width, read from config.json."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from ..checkpoint.json_fields import JsonFields
 from ..families import Family, Windows
 from .rope_spec import FULL, LAYER_KINDS, SLIDING
 
-# Defaults of the families for absent keys; a null is a value of its own.
+# Defaults of the families for absent keys; a null is different from an absent key.
 DEFAULT_MAX_WINDOW_LAYERS = 28
 DEFAULT_WINDOW_PATTERN = 6
 
 
 class LayerWindows(NamedTuple):
-    """The window in positions, the token's own included, and the layers that have it."""
+    """The window in positions, including the token's own, and the layers that have it."""
 
     window: int
     layers: tuple[int, ...]
 
 
 def parse_windows(config: JsonFields, family: Family, num_layers: int) -> LayerWindows | None:
-    """Read the window and its layers; None: no layer has one. Raises ConfigError, which names the
+    """Read the window and its layers; None if no layer has a window. Raises ConfigError with the
     key."""
     size = _window(config, family)
-    # In families with states, layer_types names the layers with a state, not those with a window.
+    # In families with states, layer_types says which layers have a state, not a window.
     kinds: list[str] = []
     if family.states is None:
         kinds = config.layer_kinds("layer_types", LAYER_KINDS, num_layers)
@@ -60,7 +60,7 @@ def _slides_by_number(config: JsonFields, family: Family) -> Callable[[int], boo
 
 
 def _window(config: JsonFields, family: Family) -> int | None:
-    """Read the width of the window, for the layers that have one; None: none do."""
+    """Read the width of the window; None if no layer has a window."""
     if family.windows is Windows.NONE:
         for name in ("sliding_window", "use_sliding_window"):
             if config.has(name) and config.values[name] is not False:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multipliers: the factors that a family has at many places of its layers, from its config.json.
+"""Multipliers: the factors that a family applies at many places of a layer, from config.json.
 
     attention   out * o_proj(attention of q, key * k and v of the rows times in)
     state       out * out_proj(mixer of the rows times in, with a factor for each of its five parts)
     MLP         down * down_proj(silu(gate * gate_proj(row)) * up_proj(row))
 
-They are applied where they round no matrix, and seldom take a pass over the rows. A factor before a
-matrix moves behind it, and a bias between is divided by it. The factors of keys move to the scores.
-That of the gate moves to the norm before the MLP, whose weights are wide then, and from there
-through `up_proj` to the output. The MLP's own factor is then `residual`, by which hidden states are
-kept divided (`ModelSpec.embedding_scale`); the mixers' additions are divided by it too.
+Factors are applied where they round no matrix, and seldom need a pass over the rows. A factor
+before a matrix moves after it, and a bias in between is divided by it. The factor of keys moves to
+the scores. The gate's factor moves to the norm before the MLP, whose weights become wide, and from
+there through `up_proj` to the output. The MLP's own factor is then `residual`: hidden states
+(`ModelSpec.embedding_scale`) and the mixers' additions are divided by it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEAST, MOST = 1e-6, 1e6
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """The factors in config.json, and as properties the factors that are applied."""
+    """The factors of config.json; the properties are the factors to apply."""
 
     embedding: float = 1.0
     logits: float = 1.0
@@ -32,44 +32,44 @@ class Multipliers:
     key: float = 1.0
     state_in: float = 1.0
     state_out: float = 1.0
-    # Of a mixer's gate, x, B, C and time steps.
+    # For a mixer's gate, x, B, C and time steps.
     state_parts: tuple[float, ...] = (1.0,) * 5
     gate: float = 1.0
     down: float = 1.0
 
     @property
     def scores(self) -> float:
-        """Factor of attention's scores; both sides of a score come from multiplied rows."""
+        """Factor of attention scores; queries and keys both come from multiplied rows."""
         return self.key * self.attention_in**2
 
     @property
     def residual(self) -> float:
-        """Factor of an MLP's addition; its input has been multiplied by `gate`."""
+        """Factor of an MLP's addition; its input is multiplied by `gate` already."""
         return self.down / self.gate
 
     @property
     def attended(self) -> float:
-        """The factor of an attention's output in front of its matrix, with that of its values."""
+        """Factor of an attention's output before its matrix, including the values' factor."""
         return self.attention_in * self.attention_out_bias
 
     @property
     def attention_out_bias(self) -> float:
-        """The factor of the bias of the matrix behind an attention."""
+        """Factor of the bias of an attention's output matrix, relative to `residual`."""
         return self.attention_out / self.residual
 
     @property
     def state_output(self) -> float:
-        """The factor of a state mixer's output, and of the bias of the matrix behind it."""
+        """Factor of a state mixer's output, and of the bias of its output matrix."""
         return self.state_out / self.residual
 
     @property
     def state_inputs(self) -> tuple[float, ...]:
-        """The factors of the five parts behind the matrix into a state mixer."""
+        """The factors of the five parts after the matrix into a state mixer."""
         return tuple(self.state_in * part for part in self.state_parts)
 
 
 def parse_multipliers(config: JsonFields) -> Multipliers:
-    """Read all factors, 1 for absent keys. Raises ConfigError, which names the key."""
+    """Read all factors; an absent key is 1. Raises ConfigError with the key."""
 
     def one(name: str) -> float:
         return config.number_from(name, LEAST, MOST) if config.has(name) else 1.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rotary positions in a model's configuration, in both of Hugging Face's spellings.
 
-The newer one is `rope_parameters` with `rope_theta` inside, the older `rope_scaling` beside a
-`rope_theta` of its own. `rope.py` computes the tables.
+The newer spelling is `rope_parameters` with `rope_theta` inside. The older one is `rope_scaling`
+with `rope_theta` beside it. `rope.py` computes the tables.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..checkpoint.json_fields import MAX_COUNT, JsonFields
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _OLD_KINDS = {"su": "longrope"}
 DEFAULT_THETA = 10000.0
-# Known factors are 2 to 128. Far larger ones lose the positions by rounding.
+# Known factors are 2 to 128. With far larger ones, rounding would destroy the positions.
 MAX_FACTOR = 1e6
-# Hugging Face's names of kinds of layers: those that see all tokens, and those with a window.
+# Hugging Face's names for layers that see all tokens, and for layers with a window.
 FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
-# Positions of several kinds of layers, of images, and queries that grow with their position.
+# Keys of partial rotation, of queries that grow with their position, and of image positions.
 PARTIAL, GROWTH = "partial_rotary_factor", "llama_4_scaling_beta"
 SECTIONS = "mrope_section"
 _UNSUPPORTED = (*LAYER_KINDS, SECTIONS, GROWTH)
@@ -27,7 +27,7 @@ _UNSUPPORTED = (*LAYER_KINDS, SECTIONS, GROWTH)
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions of some kind. Fields that the kind does not have keep their defaults."""
+    """Rotary positions of one kind. Fields that the kind does not use keep their defaults."""
 
     kind: str = "default"
     theta: float = DEFAULT_THETA
@@ -46,7 +46,7 @@ class RopeSpec:
     partial_rotary_factor: float = 1.0  # proportional only
 
 
-# Of layers without rotary positions.
+# For layers without rotary positions.
 STILL = RopeSpec("still")
 
 
@@ -59,7 +59,7 @@ def parse_rope(
     default_turning: float = 1.0,
 ) -> RopeSpec:
     """Read the rotary part of a config.json. `heeded` are keys that `turning_size` and
-    `parse_query_growth` read, or that have no effect here. Raises ConfigError, which names the key.
+    `parse_query_growth` read, or that have no effect here. Raises ConfigError with the key.
 
     If both spellings are given, a non-empty `rope_scaling` wins, as in transformers.
     """
@@ -71,7 +71,7 @@ def parse_rope(
 
 
 def turning_size(config: JsonFields, head_dim: int, default: float = 1.0) -> int:
-    """Read the number of elements of a head that rotate, which are its first ones."""
+    """Read how many elements of a head rotate, counted from the first."""
     fields = _rope_fields(config)
     source = fields if fields.has(PARTIAL) else config
     share = source.number(PARTIAL, default, at_most=1.0)
@@ -82,7 +82,7 @@ def turning_size(config: JsonFields, head_dim: int, default: float = 1.0) -> int
 
 
 def parse_query_growth(config: JsonFields, rope: RopeSpec) -> float | None:
-    """Read the growth of queries by position, `ModelSpec.query_growth`; None: there is none."""
+    """Read the growth of queries by position, for `ModelSpec.query_growth`; None without one."""
     fields = _rope_fields(config)
     if not fields.has(GROWTH):
         return None
@@ -100,12 +100,12 @@ def _rope_fields(config: JsonFields) -> JsonFields:
 def parse_two_ropes(
     config: JsonFields, head_dim: int, max_positions: int, thetas: tuple[float, float]
 ) -> tuple[RopeSpec, RopeSpec]:
-    """Read the rotary positions of layers that see all tokens, and of layers with a window;
-    `thetas` are their defaults. Raises ConfigError, which names the key.
+    """Read the rotary positions of layers that see all tokens, and of layers with a window.
+    `thetas` are their defaults. Raises ConfigError with the key.
 
-    The newer spelling has an object for each kind of layer in `rope_parameters`; in the older one
-    `rope_theta` and `rope_scaling` are those of layers that see all, and `rope_local_base_freq` is
-    the theta of the others. A `rope_scaling` beside the newer spelling overrides its fields.
+    In the newer spelling `rope_parameters` has an object for each kind of layer. In the older one
+    `rope_theta` and `rope_scaling` are for layers that see all tokens, and `rope_local_base_freq`
+    is the theta of the others. A `rope_scaling` beside the newer spelling overrides its fields.
     """
     new = config.inner("rope_parameters")
     for name in new.values:
@@ -134,7 +134,7 @@ def _parse_fields(
     max_positions: int,
     heeded: Collection[str] = (),
 ) -> RopeSpec:
-    """Read the rotary positions in `fields`; `config` is all of config.json, `theta` its theta."""
+    """Read the rotary positions in `fields`. `config` is the whole config.json, with `theta`."""
     kind = fields.text("rope_type", fields.text("type", "default"))
     kind = _OLD_KINDS.get(kind, kind)
     if kind not in ROPE_KINDS:
@@ -196,7 +196,7 @@ def _yarn(fields: JsonFields, theta: float, original: int, factor: float) -> Rop
         factor,
         original,
         attention_factor=fields.optional_number("attention_factor"),
-        # A zero means the default too; transformers reads both as "not given".
+        # Zero means the default too; transformers reads both as "not given".
         beta_fast=_number_or_zero(fields, "beta_fast") or 32.0,
         beta_slow=_number_or_zero(fields, "beta_slow") or 1.0,
         mscale=_number_or_zero(fields, "mscale"),
@@ -210,7 +210,7 @@ def _number_or_zero(fields: JsonFields, name: str) -> float | None:
 
 
 def _original_length(config: JsonFields, fields: JsonFields, max_positions: int) -> int:
-    # The key may stand beside the others at the top level, and then it wins.
+    # The key may stand at the top level, and wins there.
     name = "original_max_position_embeddings"
     source = config if config.has(name) else fields
     return source.integer(name, max_positions, minimum=2)
@@ -224,11 +224,11 @@ def _refuse_partial(config: JsonFields, fields: JsonFields, kind: str) -> None:
 
 
 def stable_length(rope: RopeSpec, max_positions: int) -> int:
-    """Return the positions up to which a token's rotation does not depend on the tokens after it.
+    """Return the length up to which a token's rotation does not depend on later tokens.
 
-    Beyond, `dynamic` and `longrope` rotate a token by the length of its sequence at the time of the
-    step. Its K would depend on the chunks of the prompt, and could not be shared. `yarn` stretches
-    the original length by its factor, even if `max_position_embeddings` was not raised to that.
+    Beyond it, `dynamic` and `longrope` rotate a token by the length of its sequence at the time of
+    the step. K would then depend on the chunks of the prompt, and could not be shared. `yarn`
+    stretches the original length by its factor, even if `max_position_embeddings` is lower.
     """
     if rope.kind == STILL.kind:
         return MAX_COUNT

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of a Hugging Face directory's config.json, which makes a ModelSpec.
+"""Makes a ModelSpec from a Hugging Face directory's config.json.
 
-It refuses models that this project cannot compute the way they were trained, with the name of the
-key.
+Models that this project cannot compute as they were trained are refused, with the name of the key.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from .rope_spec import (
 )
 from .state_layers import parse_states
 
-# Keys of a config.json that can change a model's numbers in ways that are not supported, each with
-# its values without an effect; an absent or null key never has one. A model with another value is
-# refused by the name of the key, since its answers would be wrong.
+# Keys of a config.json that can change a model's numbers in unsupported ways, each with the values
+# that have no effect; an absent or null key has none. Other values are refused with the name of the
+# key, because the answers would be wrong.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    # Weights that are not plain matrices. Code beside them (`auto_map`) is never run: a known
-    # architecture is computed as transformers computes it without that code.
+    # Weights that are not plain matrices. Code in the directory (`auto_map`) is never run: a known
+    # architecture is computed as transformers computes it without this code.
     "quantization_config": (),
     "compression_config": (),
     "pretraining_tp": (1,),
@@ -62,7 +61,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     # Layers that differ from each other, and mixtures of experts.
     **dict.fromkeys(EXPERT_KEYS, (0,)),
     "per_layer_config": (),
-    # Parts of layers that others have.
+    # Parts that layers of other models have.
     "block_use_swiglu": (True,),
     "normalization_function": ("rmsnorm",),
     "use_pos_enc": (True,),
@@ -75,22 +74,22 @@ CONFIG = "config.json"
 MAX_EOS_IDS = 64
 MAX_LAYERS = 4096
 DEFAULT_ADJUSTED_SIZE, MAX_MULTIPLIER = 12288, 1000.0
-# The number types of checkpoints that models can be computed in.
+# Number types of checkpoints in which models can be computed.
 STORED_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
-# Keys beside the text part of a config.json that concern the whole model and cannot be ignored.
+# Top-level keys, beside the text part, that concern the whole model and cannot be ignored.
 _OF_THE_WHOLE = ("quantization_config", "compression_config")
 _IN_BOTH = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype")
 _TIED = "tie_word_embeddings"
 
-# Names that early exports gave an architecture.
+# Names of an architecture in early exports.
 _SPELT = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 
 
 def load_model_spec(path: Path) -> ModelSpec:
-    """Read config.json and, if there is one, generation_config.json of a model directory.
+    """Read config.json and, if it exists, generation_config.json of a model directory.
 
-    Raises ConfigError, which names the file and the key, for missing and unsupported values.
+    Raises ConfigError, with file and key, for missing and unsupported values.
     """
     check_directory(path)
     if not is_there(path / CONFIG):
@@ -100,7 +99,7 @@ def load_model_spec(path: Path) -> ModelSpec:
 
 def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
     """Make the specification of the model under `path` from its config.json, `whole`. Raises
-    ConfigError, like `load_model_spec`."""
+    ConfigError like `load_model_spec`."""
     config = _text_part(whole)
     architecture = _architecture(config)
     family = FAMILIES[architecture]
@@ -176,8 +175,8 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
 
 
 def refuse_unsupported(config: JsonFields, family: Family) -> None:
-    """Raise ConfigError for the first key with an unsupported value, except for keys that the
-    family's code reads."""
+    """Raise ConfigError for the first key with an unsupported value. Keys that the family's code
+    reads are skipped."""
     heeded = _heeded_keys(family)
     known = _NEUTRAL | {
         family.activation_key: family.activation.value,
@@ -195,7 +194,7 @@ def refuse_unsupported(config: JsonFields, family: Family) -> None:
 
 
 def _heeded_keys(family: Family) -> set[str]:
-    """Return the keys among `_NEUTRAL` that the family's code reads."""
+    """Return the keys of `_NEUTRAL` that the family's code reads."""
     heeded = set()
     if family.query_scalar is not None:
         heeded.add("query_pre_attn_scalar")
@@ -216,7 +215,7 @@ def _heeded_keys(family: Family) -> set[str]:
         heeded.add("no_rope_layers")
     if family.experts is not None:
         heeded |= {"num_experts", "num_local_experts"}
-    if family.norms is Norms.SINGLE:  # the list of its layers says whether there are any
+    if family.norms is Norms.SINGLE:  # its list of layers decides about experts
         heeded |= set(EXPERT_KEYS)
     return heeded
 
@@ -239,7 +238,7 @@ def _text_part(whole: JsonFields) -> JsonFields:
         raise whole.fault("text_config", "an object, as this model has parts beside text", None)
     inner = whole.inner("text_config")
     values = {name: value for name, value in inner.values.items() if name != _TIED}
-    # The outer fields override the end tokens, and decide whether the head is tied.
+    # Outer fields override the end tokens and decide whether the head is tied.
     values |= {field: whole.values[field] for field in (*_IN_BOTH, _TIED) if whole.has(field)}
     kind = inner.values.get("model_type")
     of_kind = [name for name in part.architectures if FAMILIES[name].model_type == kind]
@@ -249,7 +248,7 @@ def _text_part(whole: JsonFields) -> JsonFields:
 
 
 def _architecture(config: JsonFields) -> str:
-    """Return the row of FAMILIES by name or, without a name, by model type."""
+    """Find the row of FAMILIES by the architecture's name, or else by model_type."""
     kind = config.values.get("model_type")
     known = "this version serves " + ", ".join((*ARCHITECTURES, *TEXT_PARTS))
     names = config.values.get("architectures") or [
@@ -275,7 +274,7 @@ def _stored_dtype(config: JsonFields) -> str | None:
 
 def _num_kv_heads(config: JsonFields, family: Family, num_heads: int) -> int:
     name = "num_key_value_heads"
-    # A null differs from an absent key here: it means as many as there are heads.
+    # A null differs from an absent key here: it means the number of heads.
     default = None if name in config.values else family.default_kv_heads
     count = config.integer(name, default or num_heads)
     if num_heads % count:
@@ -284,15 +283,15 @@ def _num_kv_heads(config: JsonFields, family: Family, num_heads: int) -> int:
 
 
 def _integer(config: JsonFields, name: str, default: int | None) -> int:
-    """Read a count; a `default` of None: config.json must have it."""
+    """Read a count. If `default` is None, config.json must have it."""
     return config.integer(name) if default is None else config.integer(name, default)
 
 
 def _ropes(
     config: JsonFields, family: Family, head_dim: int, max_positions: int
 ) -> tuple[RopeSpec, RopeSpec | None]:
-    """Read the rotary positions of layers that see all tokens and, if the family has two kinds,
-    those of layers with a window."""
+    """Read the rotary positions of layers that see all tokens and, in families with two kinds, of
+    layers with a window."""
     if family.never_turns:
         return RopeSpec(), None
     if family.default_thetas is not None:
@@ -315,7 +314,7 @@ def _query_scalar(config: JsonFields, family: Family) -> float | None:
 
 
 def _softcaps(config: JsonFields, family: Family) -> tuple[float | None, float | None]:
-    """Read the caps of logits and of attention's scores."""
+    """Read the caps of logits and of attention scores."""
     if not family.softcaps_logits:
         return None, None
     names, given = ("final_logit_softcapping", "attn_logit_softcapping"), family.default_softcaps
@@ -349,8 +348,8 @@ def _scales(
 
 
 def _still_layers(config: JsonFields, family: Family, num_layers: int) -> tuple[int, ...] | None:
-    """Return the layers without rotary positions: those with a 0 in config.json's no_rope_layers,
-    or each n-th."""
+    """Return the layers without rotary positions: layers with a 0 in config.json's no_rope_layers,
+    or each n-th layer."""
     if family.never_turns:
         return tuple(range(num_layers))
     if family.is_still:
@@ -376,7 +375,7 @@ def _still_layers(config: JsonFields, family: Family, num_layers: int) -> tuple[
 def _intermediate_size(
     config: JsonFields, family: Family, experts: ExpertSpec | None, num_layers: int
 ) -> int:
-    """Read the rows of the gate of a layer's MLP."""
+    """Read the size of a layer's MLP: the rows of its gate."""
     if not family.adjusts_mlp:
         default = family.default_mlp_size or _unused_size(experts, num_layers)
         return _integer(config, family.mlp_size_key, default)
@@ -393,7 +392,7 @@ def _intermediate_size(
 
 
 def _is_tied(config: JsonFields, family: Family) -> bool:
-    # An older spelling wins, as it does in transformers.
+    # An older spelling wins, as in transformers.
     key = _TIED
     if family.adjusts_mlp and config.has("tie_embedding"):
         key = "tie_embedding"
@@ -401,7 +400,7 @@ def _is_tied(config: JsonFields, family: Family) -> bool:
 
 
 def _unused_size(experts: ExpertSpec | None, num_layers: int) -> int | None:
-    """Return the default of intermediate_size. It is unused if every layer has experts."""
+    """Return the default of intermediate_size, which is unused if every layer has experts."""
     return experts.size if experts is not None and len(experts.layers) == num_layers else None
 
 
@@ -425,12 +424,12 @@ def _head_dim(config: JsonFields, family: Family, hidden_size: int, num_heads: i
 def _special_ids(
     path: Path, config: JsonFields, vocab_size: int
 ) -> tuple[tuple[int, ...], int | None]:
-    """Read the end and begin ids. Those of generation_config.json override config.json's."""
+    """Read the end and begin ids. generation_config.json overrides config.json."""
     sources = [config]
     if is_there(path / GENERATION_CONFIG):
         sources.insert(0, read_json(path / GENERATION_CONFIG))
     eos = next((s for s in sources if s.has("eos_token_id")), None)
-    # -1 is an older spelling of none.
+    # -1 is an older spelling of "none".
     bos = next((s for s in sources if s.has("bos_token_id")), None)
     if bos is not None and bos.values["bos_token_id"] == -1:
         bos = None
@@ -441,7 +440,7 @@ def _special_ids(
 
 
 def _eos_ids(source: JsonFields, vocab_size: int) -> tuple[int, ...]:
-    """Read the end tokens that the model can choose, without ids beyond the vocabulary and -1."""
+    """Read the end tokens, without -1 and ids beyond the vocabulary, which no model can choose."""
     value = source.values["eos_token_id"]
     given = value if isinstance(value, list) else [value]
     ids = [each for each in given if type(each) is int]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StateFamily: the layers of a family that carry a state, and the parser that makes a StateSpec."""
+"""StateFamily: a family's layers that carry a state. The parser makes a StateSpec."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Projections(Enum):
     """The form in which the matrices into a layer with a state are stored."""
 
     ONE = "one"
-    BY_GROUP = "by group"  # two matrices, in which all rows of a head of keys lie together
+    BY_GROUP = "by group"  # two matrices, with all rows of a key head together
     APART = "apart"
 
 
 class MambaKeys(Enum):
-    """The names that config.json has for the sizes of Mamba-2."""
+    """The names of Mamba-2's sizes in config.json."""
 
     PREFIXED = "mamba_"
     BARE = "bare"
@@ -35,23 +35,23 @@ class MambaKeys(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StateFamily:
-    """The layers with a state of a family: facts of its code, and defaults where config.json is
-    silent."""
+    """A family's layers with a state: facts of its code, and defaults for keys that config.json
+    lacks."""
 
     kind: StateKind
-    state_names: tuple[str, ...]  # names of a layer with a state in layer_types
-    attention_names: tuple[str, ...] = (FULL,)  # names of a layer with attention there
-    # The key that lists the layers with attention if config.json has no layer_types.
+    state_names: tuple[str, ...]  # names of layers with a state in layer_types
+    attention_names: tuple[str, ...] = (FULL,)  # names of layers with attention there
+    # The key that lists the layers with attention if there is no layer_types.
     attention_layers_key: str | None = None
-    # Without both keys each n-th layer has attention. This is n unless config.json has another in
-    # full_attention_interval; None: all layers have attention.
+    # Without both keys each n-th layer has attention: n is config.json's full_attention_interval,
+    # or this default. None: `is_default` decides for all layers.
     default_interval: int | None = None
-    # Whether all layers have a state, and not none, if config.json has no key of layers.
+    # Without any key of layers: whether all layers have a state, rather than none.
     is_default: bool = False
-    is_beside_attention: bool = False  # whether all layers have a state, and attention as well
+    is_beside_attention: bool = False  # whether every layer has both a state and attention
     keys: MambaKeys = MambaKeys.PREFIXED
-    has_own_size: bool = False  # whether mamba_d_ssm is heeded; else mamba_expand says the size
-    may_lack_norm: bool = False  # whether mamba_rms_norm and mamba_norm_before_gate are heeded
+    has_own_size: bool = False  # whether mamba_d_ssm is read; else mamba_expand gives the size
+    may_lack_norm: bool = False  # whether mamba_rms_norm and mamba_norm_before_gate are read
     default_state_size: int = 0  # of Mamba-2
     default_width: int = 4  # columns of the convolution's window
     projections: Projections = Projections.ONE
@@ -64,8 +64,8 @@ def parse_states(
     num_layers: int,
     listed: tuple[int, ...] | None = None,
 ) -> StateSpec | None:
-    """Read the state of a model; None: no layer carries one. `listed` are the layers with a state
-    if they are known. Raises ConfigError, which names the key."""
+    """Read a model's state; None if no layer carries one. `listed` are the layers with a state, if
+    known. Raises ConfigError with the key."""
     layers = _state_layers(config, family, num_layers) if listed is None else listed
     if len(layers) == num_layers and not family.is_beside_attention:
         names = " or ".join(family.attention_names)
@@ -184,7 +184,7 @@ def _parse_mamba2(
 def _has_biases(config: JsonFields, family: StateFamily) -> bool:
     """Whether the matrices into a layer and out of it have biases: both or neither."""
     has_bias = config.boolean("mamba_proj_bias", False)
-    key = "projectors_bias"  # of the matrix out of it
+    key = "projectors_bias"  # of the output matrix
     if family.is_beside_attention and config.boolean(key, False) != has_bias:
         raise config.fault(key, f"{has_bias}, as mamba_proj_bias is", config.values.get(key))
     return has_bias
@@ -232,7 +232,7 @@ def _parse_bare_mamba2(
 
 
 def _time_steps(config: JsonFields, key: str = "time_step_limit") -> tuple[float, float] | None:
-    """Read the bounds of time steps; None: they limit no time step."""
+    """Read the bounds of time steps; None if they limit nothing."""
     if not config.has(key):
         return None
     given = config.values[key]
@@ -246,7 +246,7 @@ def _time_steps(config: JsonFields, key: str = "time_step_limit") -> tuple[float
 
 
 def _unpacked(value: object) -> object:
-    """Return infinity for the object that newer files have in its place, since JSON has none."""
+    """Return infinity for the object by which newer files write it, since JSON has no infinity."""
     if isinstance(value, dict) and value == {"__float__": "Infinity"}:
         return inf
     return value

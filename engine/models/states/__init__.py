@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that carry a state: its shape, where it lies, what a step does to it, and their mixers."""
+"""Layers that carry a state: the state's shape, its slots, its use in a step, and the mixers."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CausalConv: a convolution of each channel by itself, over the rows of a sequence.
+"""CausalConv: a separate convolution for each channel, over the rows of a sequence.
 
-It is a sum over the columns of its window, always in the same order, so that its numbers are the
-same to the last bit for all divisions of a sequence into steps.
+It adds the columns of its window always in the same order. So its numbers are the same to the last
+bit, however a sequence is divided into steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CausalConv:
         self._bias = None if bias is None else bias.to(wide)
 
     def __call__(self, x: Tensor, plan: StatePlan, states: Tensor) -> Tensor:
-        """Return `[rows, channels]` for `x` `[rows, channels]`, in float32 at least; rows of no
+        """Return `[rows, channels]` for `x` `[rows, channels]`, in float32 or wider. Rows of no
         sequence are zeros. Writes the new states to `states` `[slots, channels, width - 1]`."""
         if len(plan.long) == 1 and plan.long[0].rows == slice(0, len(x)):
             return self._sequence(x, plan.long[0], states)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GatedDelta: a layer whose state is a matrix for each head, corrected by each token.
+"""GatedDelta: a layer whose state is a matrix for each head, which each token corrects.
 
-The matrix S of a head maps keys to values. A token makes it decay, reads its value for the token's
-key, and writes the difference to the token's value:
+The matrix S of a head maps keys to values. For each token S decays; then the value that S gives for
+the token's key is compared with the token's value, and the difference is written:
 
     S = exp(decay) * S
     S = S + key (beta * (value - key S))        out = query S
 
-`take_row` does so. `scan_rows` does it for chunks of rows: within a chunk all corrections come from
-one triangular system, whose solution is linear in the state that the chunk begins with.
+`take_row` does this for one row. `scan_rows` does it for chunks of rows: within a chunk all
+corrections are the solution of one triangular system, which is linear in the chunk's first state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .recurrence import run_recurrence, split_chunks
 from .state_spec import StateSpec
 
 CHUNK_ROWS = 64
-# Added to the sum of squares of a query or a key, before the division by its root.
+# Added to the sum of squares of a query or key before its root divides the vector.
 _NORM_EPS = 1e-6
 
 
@@ -80,9 +80,9 @@ def split_heads(mixed: Tensor, state: StateSpec) -> tuple[Tensor, Tensor, Tensor
 
 
 class DeltaRule:
-    """The recurrence. Rows are queries and keys `[rows, groups, state_size]`, values `[rows, heads,
-    head_dim]`, the logarithm of the decay, and beta, both `[rows, heads]`; a state is `[heads,
-    state_size, head_dim]`."""
+    """The recurrence. Its rows are queries and keys `[rows, groups, state_size]`, values `[rows,
+    heads, head_dim]`, the logarithm of the decay, and beta, the last two `[rows, heads]`. A state
+    is `[heads, state_size, head_dim]`."""
 
     def take_row(self, state: Tensor, rows: Sequence[Tensor], /) -> Tensor:
         q, k, v, decay, beta = rows
@@ -95,11 +95,11 @@ class DeltaRule:
     def scan_rows(self, state: Tensor, rows: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
         count, (heads, size) = len(rows[0]), rows[2].shape[1:]
         length = min(CHUNK_ROWS, count)
-        # Missing rows of the last chunk are zeros: they cause no decay and no correction.
+        # Missing rows of the last chunk are zeros: no decay and no correction.
         q, k, v = (split_chunks(each, length) for each in rows[:3])
         decay, beta = (split_chunks(each[..., None], length)[..., 0] for each in rows[3:])
         repeats = heads // len(k)
-        decay = decay.cumsum(-1)  # since the beginning of the chunk
+        decay = decay.cumsum(-1)  # since the first row of the chunk
         grown = decay.exp()[..., None]
         later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
         between = decay[..., :, None] - decay[..., None, :]

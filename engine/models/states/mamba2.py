@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba2: a layer whose state is a matrix for each head, to which each token adds an outer product.
+"""Mamba2: a layer whose state is a matrix for each head; each token adds an outer product to it.
 
     S = exp(decay) * S + x B        out = S C + D * x
 
-x is a head's part of the token times its time step, and B and C are the same for the heads of a
-group. `take_row` does so. `scan_rows` does it for chunks of rows: the effect of a chunk's rows on
-each other is one product with a triangular matrix, and the state is read once a chunk.
+x is a head's part of the token times its time step; B and C are the same for all heads of a group.
+`take_row` does this for one row. `scan_rows` does it for chunks of rows: the rows of a chunk affect
+each other by one product with a triangular matrix, and the state is read once per chunk.
 """
 
 from __future__ import annotations
@@ -77,20 +77,20 @@ class Mamba2:
         return self._norm_groups(out * gate, self._norm).to(normed.dtype)
 
     def _norm_groups(self, out: Tensor, weight: Tensor) -> Tensor:
-        """Apply the norm to `[rows, inner]`, to each group of a row by itself."""
+        """Apply the norm to `[rows, inner]`, to each group of a row separately."""
         groups = out.view(len(out), self._state.num_groups, -1)
         return F.rms_norm(groups, groups.shape[-1:], None, self._eps).flatten(1) * weight
 
 
 class OuterProducts:
-    """The recurrence. Rows are x `[rows, heads, head_dim]`, the logarithm of the decay `[rows,
-    heads]`, and B and C, `[rows, groups, state_size]`; a state is `[heads, head_dim,
+    """The recurrence. Its rows are x `[rows, heads, head_dim]`, the logarithm of the decay `[rows,
+    heads]`, and B and C, both `[rows, groups, state_size]`. A state is `[heads, head_dim,
     state_size]`."""
 
     def take_row(self, state: Tensor, rows: Sequence[Tensor], /) -> Tensor:
         x, decay, b, c = rows
         state.mul_(decay.exp()[..., None, None])
-        # The heads of a group are one matrix.
+        # The heads of a group form one matrix.
         groups = state.view(len(state), b.shape[1], -1, b.shape[2])
         groups += x.reshape(*groups.shape[:3], 1) * b[:, :, None]
         return (groups @ c[..., None]).view(x.shape)
@@ -98,7 +98,7 @@ class OuterProducts:
     def scan_rows(self, state: Tensor, rows: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
         count, heads, size = rows[0].shape
         length = min(CHUNK_ROWS, count)
-        # Missing rows of the last chunk are zeros: they cause no decay and add zero.
+        # Missing rows of the last chunk are zeros: no decay, and zero is added.
         x, b, c = (split_chunks(each, length) for each in (rows[0], *rows[2:]))
         decay = split_chunks(rows[1][..., None], length)[..., 0].cumsum(-1)
         num_groups, repeats = len(b), heads // len(b)
@@ -109,7 +109,7 @@ class OuterProducts:
         grown = decay.exp()[..., None]
         x.mul_((decay[..., -1:] - decay).exp_()[..., None])
         left = grown[..., -1:, :]
-        # From here on the heads of a group are one matrix: [groups, heads of one * size, ...].
+        # From here on the heads of a group form one matrix: [groups, heads of one * size, ...].
         x = x.view(num_groups, repeats, *x.shape[1:]).permute(0, 2, 1, 4, 3).flatten(2, 3)
         for chunk in range(out.shape[1]):
             known = state.view(num_groups, -1, state.shape[-1])

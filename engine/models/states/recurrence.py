@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrence: the rule by which a token changes the recurrent part of a state, and its use in a
+"""Recurrence: the rule by which a token changes the recurrent part of a state, applied in a
 step."""
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from .state_plan import StatePlan
 
-# Rows that are scanned at once; a bound of the memory for matrices between the rows of chunks.
+# Most rows scanned at once; this limits the memory of matrices between rows of chunks.
 MOST_ROWS = 1024
 
 
 class Recurrence(Protocol):
-    """A rule. Its rows are the inputs of each token, all in the type of the state."""
+    """A rule. Its rows are the inputs of each token, in the type of the state."""
 
     def take_row(self, state: Tensor, rows: Sequence[Tensor], /) -> Tensor:
-        """Move each of `state` `[batch, *shape]` on by one row, in place. Return the outputs
-        `[batch, heads, head_dim]`."""
+        """Advance each `state` `[batch, *shape]` by one row, in place. Return the outputs `[batch,
+        heads, head_dim]`."""
 
     def scan_rows(self, state: Tensor, rows: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
         """Return the outputs `[rows, heads, head_dim]` of the rows of one sequence, and the state
-        behind them. `state` `[*shape]`, with which they begin, stays unchanged; `rows` may be
+        after them. The first state, `state` `[*shape]`, stays unchanged; `rows` may be
         overwritten."""
 
 
@@ -37,7 +37,7 @@ def run_recurrence(
     shape: tuple[int, int],
 ) -> Tensor:
     """Compute the outputs `[rows, *shape]` of all rows of a step; rows of no sequence are zeros.
-    Reads and writes states in `states` `[slots, *state]` by the plan."""
+    The plan says which of `states` `[slots, *state]` are read and written."""
     out = states.new_zeros((plan.num_rows, *shape))
     for batch in plan.batches:
         state = states.index_select(0, batch.sources)
@@ -64,10 +64,10 @@ def run_recurrence(
 
 
 def split_chunks(rows: Tensor, length: int) -> Tensor:
-    """Turn `[rows, heads, size]` into `[heads, chunks, length, size]`, with zeros behind the last
-    row."""
+    """Turn `[rows, heads, size]` into `[heads, chunks, length, size]`, padded with rows of
+    zeros."""
     if missing := -len(rows) % length:
         rows = F.pad(rows, (0, 0, 0, 0, 0, missing))
     chunks = rows.reshape(-1, length, *rows.shape[1:])
-    # Contiguous, since otherwise each product would copy a chunk's rows of a head again.
+    # Contiguous, since otherwise each product would copy the rows of a chunk again.
     return chunks.permute(2, 0, 1, 3).contiguous()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RunningStates: the states of requests in slots, each of which is one run of bytes."""
+"""RunningStates: the states of requests in slots; a slot is one run of bytes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class LayerState(NamedTuple):
 
 
 class RunningStates:
-    """Slots of states; `raw` is uint8 `[slots, slot_bytes]`, zeros at first. A slot holds the state
-    behind some token of one request. The caller knows which token, and which slots are in use."""
+    """Slots of states. `raw` is uint8 `[slots, slot_bytes]`, zeros at first. A slot holds a
+    request's state after some token. The caller knows which token, and which slots are in use."""
 
     __slots__ = ("layers", "raw", "spec")
 
@@ -36,7 +36,7 @@ class RunningStates:
         *,
         slot_bytes: int | None = None,
     ) -> None:
-        """`slot_bytes` is the size of a slot, with padding behind its states; None: no padding."""
+        """`slot_bytes`: the size of a slot with padding after its states; None: no padding."""
         name = dtype_name(dtype)
         self.spec = spec
         shape = (num_slots, slot_bytes or spec.slot_bytes(name))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ShortConv: a layer whose state is the last columns of a gated convolution only.
+"""ShortConv: a layer whose state is only the last columns of a gated convolution.
 
 in ──► B | C | x        out = C * convolution(B * x)
 """

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """StatePlan: the rows of a step that change each request's state, and the slots of the states.
 
-    sequences of few rows with a save behind each  ──► batches: row 0 of all, then row 1 of all, …
-    all others                                     ──► pieces, which end where a save lies
+    few rows, with a save after each    ──► batches: row 0 of all sequences, then row 1 of all, …
+    all other sequences                 ──► pieces, which end at the saves
 
-A decode is of the first kind, with one row: all decodes of a step are one batch. Drafts that are
-verified are of that kind too, since any prefix of them may be accepted. The plan is made once a
-step and is the same for every layer.
+A decode is a sequence of the first kind with one row, so all decodes of a step are one batch.
+Drafts to verify are also of this kind, since any prefix of them may be accepted. The plan is made
+once per step and is the same for every layer.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 
 from .running_states import RunningStates
 
-# The most rows of a sequence that are computed one by one.
+# Most rows of a sequence that are computed one by one.
 MOST_SINGLE_ROWS = 16
 
 
 class StateSequence(NamedTuple):
-    """Rows [start, end) of a step, which belong to one request.
+    """Rows [start, end) of a step that belong to one request.
 
     Its state is read from the slot `source`; None: it begins with zeros. `saves` has (row, slot)
-    with ascending rows in (start, end]: the state behind all rows before `row` is written to that
-    slot. `source` may be among those slots. Other sequences of the step must not use them.
+    pairs with ascending rows in (start, end]: the state after all rows before `row` is written to
+    `slot`. `source` may be one of these slots. Other sequences of the step must not use them.
     """
 
     start: int
@@ -38,12 +38,12 @@ class StateSequence(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """A row of each of several sequences, computed together."""
+    """A row of each of several sequences; they are computed together."""
 
-    rows: Tensor | None  # int64 [batch]; None: all rows of the step, in its order
-    sources: Tensor  # int64 [batch]: slots to read; arbitrary for `fresh` ones
+    rows: Tensor | None  # int64 [batch]; None: all rows of the step, in order
+    sources: Tensor  # int64 [batch]: slots to read; any value for `fresh` rows
     slots: Tensor  # int64 [batch]: where the new states are written
-    fresh: Tensor | None  # int64: places in the batch whose state begins with zeros
+    fresh: Tensor | None  # int64: indices in the batch whose state begins with zeros
 
 
 class Piece(NamedTuple):
@@ -51,11 +51,11 @@ class Piece(NamedTuple):
 
     start: int
     end: int
-    slot: int | None  # slot for the state behind them; None: it is not written
+    slot: int | None  # slot for the state after them; None: not written
 
 
 class LongSequence(NamedTuple):
-    """A sequence that is computed by itself."""
+    """A sequence that is computed separately."""
 
     source: int | None
     pieces: tuple[Piece, ...]
@@ -66,14 +66,14 @@ class LongSequence(NamedTuple):
 
 
 class StatePlan:
-    """The sequences of a step, with the batches and pieces that they make."""
+    """The sequences of a step, and the batches and pieces made from them."""
 
     __slots__ = ("batches", "long", "num_rows", "sequences")
 
     def __init__(
         self, sequences: Sequence[StateSequence], num_rows: int, device: torch.device
     ) -> None:
-        """`num_rows` are those of the step. Raises ValueError for an invalid sequence."""
+        """`num_rows`: the rows of the step. Raises ValueError for an invalid sequence."""
         self.sequences, self.num_rows = tuple(sequences), num_rows
         self.long: list[LongSequence] = []
         single: list[StateSequence] = []
@@ -112,7 +112,7 @@ def _check_sequence(sequence: StateSequence, num_rows: int) -> None:
 
 
 def _is_single(sequence: StateSequence) -> bool:
-    """Whether each row has a save behind it, and there are at most MOST_SINGLE_ROWS."""
+    """Whether each row has a save after it, and there are at most MOST_SINGLE_ROWS."""
     count = sequence.end - sequence.start
     return len(sequence.saves) == count <= MOST_SINGLE_ROWS
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StateSpec: the state that some layers of a model carry from token to token, in numbers.
+"""StateSpec: the sizes of the state that some layers of a model carry from token to token.
 
-A layer with a state has K and V beside it in some families only. Its state has up to two parts:
-the last columns that its convolution reads, in the type of the computation, and a recurrent part,
-in float32, or in float64 if the computation is. Needs no torch, so that a plan and a refusal need
-none.
+Only in some families a layer with a state has K and V too. A state has up to two parts: the last
+columns that its convolution reads, in the type of the computation, and a recurrent part, in float32
+(in float64 if the computation is). Needs no torch, so plans and refusals need none either.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 from ....tiers.block import DTYPE_BYTES
 
-# Each part of a state begins at a multiple of so many bytes.
+# Each part of a state begins at a multiple of this number of bytes.
 ALIGNMENT = 64
 
 
@@ -40,7 +39,7 @@ class StatePart(NamedTuple):
     """A part of one layer's state in a slot."""
 
     layer: int
-    is_recurrent: bool  # False: the part of the convolution
+    is_recurrent: bool  # False: the convolution's part
     offset: int  # bytes from the beginning of the slot
     num_bytes: int
     shape: tuple[int, ...]
@@ -49,32 +48,32 @@ class StatePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The layers with a state, all of which have the same shape. The convolution is of each channel
-    by itself. A gated delta rule has `num_heads` heads of values of `head_dim` numbers, and
-    `num_groups` heads of queries and keys of `state_size`; Mamba-2 has `num_heads` heads of
-    `head_dim`, whose B and C, of `state_size`, are the same within each of `num_groups`."""
+    """The layers with a state, all of the same shape. The convolution treats each channel
+    separately. A gated delta rule has `num_heads` heads of values of `head_dim` numbers, and
+    `num_groups` heads of queries and keys of `state_size`. Mamba-2 has `num_heads` heads of
+    `head_dim`; its B and C, of `state_size`, are the same for all heads of one of `num_groups`."""
 
     kind: StateKind
     layers: tuple[int, ...]  # their numbers, ascending
     conv_channels: int
-    conv_width: int  # columns of the convolution's window: the state has all of them but the last
+    conv_width: int  # columns of its window; the state has all but the last
     num_heads: int = 0
     head_dim: int = 0
     num_groups: int = 0
     state_size: int = 0
     has_conv_bias: bool = False
     has_bias: bool = False  # of the matrices into the layer and out of it
-    time_steps: tuple[float, float] | None = None  # the bounds of a time step of Mamba-2
+    time_steps: tuple[float, float] | None = None  # bounds of a time step of Mamba-2
     output_norm: OutputNorm = OutputNorm.BEHIND_GATE  # of Mamba-2
 
     @property
     def inner_size(self) -> int:
-        """Numbers of a token at the input of the matrix out of the layer."""
+        """Numbers per token at the input of the layer's output matrix."""
         return self.num_heads * self.head_dim or self.conv_channels
 
     @property
     def in_size(self) -> int:
-        """Numbers of a token at the output of the matrix into the layer."""
+        """Numbers per token at the output of the matrix into the layer."""
         if self.kind is StateKind.SHORT_CONV:
             return 3 * self.conv_channels
         scalars = 2 if self.kind is StateKind.GATED_DELTA else 1
@@ -86,7 +85,7 @@ class StateSpec:
 
     @property
     def recurrent_shape(self) -> tuple[int, int, int] | None:
-        """Shape of the recurrent part of one layer; None: there is none."""
+        """Shape of one layer's recurrent part; None without one."""
         if self.kind is StateKind.SHORT_CONV:
             return None
         if self.kind is StateKind.GATED_DELTA:
@@ -94,7 +93,7 @@ class StateSpec:
         return (self.num_heads, self.head_dim, self.state_size)
 
     def parts(self, dtype: str) -> tuple[StatePart, ...]:
-        """Return the parts of a slot in their order, for a computation in `dtype`."""
+        """Return the parts of a slot in order, for a computation in `dtype`."""
         wide = "float64" if dtype == "float64" else "float32"
         shapes: list[tuple[bool, tuple[int, ...], str]] = [(False, self.conv_shape, dtype)]
         if self.recurrent_shape is not None:
@@ -109,7 +108,7 @@ class StateSpec:
         return tuple(parts)
 
     def slot_bytes(self, dtype: str) -> int:
-        """Return the bytes of the state of all layers, for a computation in `dtype`."""
+        """Return the bytes of all layers' states, for a computation in `dtype`."""
         last = self.parts(dtype)[-1]
         return last.offset + _aligned(last.num_bytes)
 

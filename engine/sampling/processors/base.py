@@ -77,7 +77,7 @@ class LogitsProcessor(ABC):
     A processor may rely on: one thread calls it; every BatchUpdate arrives before the next `apply`;
     an output list only grows while its request holds a row, and has every token sampled before;
     draft tokens are never in it; a request that returns after preemption is added again. It must
-    change none of its arguments but `logits`, and keep none of them after `apply`.
+    change no argument except `logits`, and keep no argument after `apply`.
     """
 
     # Whether `apply` takes draft tokens into account. If not, requests to which the processor
@@ -96,7 +96,7 @@ class LogitsProcessor(ABC):
     @classmethod
     def applies_to(cls, params: SamplingParams) -> bool:
         """Whether the processor may ever change the logits of a request with these parameters.
-        `apply` gets only rows of such requests, and a fault in `apply` fails only such requests."""
+        `apply` gets only rows of such requests, and its faults fail only such requests."""
         return True
 
     def concerns(self, rows: IntArray) -> IntArray:

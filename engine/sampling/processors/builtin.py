@@ -34,8 +34,8 @@ from .base import (
 
 
 class Minimum(NamedTuple):
-    """The state of `min_tokens`: ids that end the request are banned up to `length` output
-    tokens."""
+    """The state of `min_tokens`: the ids that end the request are banned until the output has
+    `length` tokens."""
 
     length: int
     banned: IntArray

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A guard around a logits processor of another package: its faults fail only its own requests.
 
-The processor gets copies of the logits of the requests to which it applies, and no others. When it
-raises, the guard makes it anew and passes it its requests one by one, then their logits one by one.
-This works because its state and the result of a row depend on one request only. Requests for which
-it raises again fail with its name; all others get their normal result. Faults of a device that
-appear after the call cannot be attributed, and fail the whole step.
+The processor gets copies of the logits of the requests to which it applies, and no others. When the
+processor raises, the guard makes it anew and passes it its requests one by one, then their logits
+one by one. This works because its state and the result of a row depend on one request only.
+Requests for which it raises again fail with its name; all others get their normal result. Faults of
+a device that appear after the call cannot be attributed, and fail the whole step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .base import Drafts, LogitsProcessor, ProcessorContext, RowsFailed
 
 logger = logging.getLogger(__name__)
 
-MAX_ERROR_CHARACTERS = 300  # of a processor's error text, in the message to the client
+MAX_ERROR_CHARACTERS = 300  # limit of a processor's error text in messages to clients
 
 
 class _LogitsRows(NamedTuple):
@@ -124,8 +124,7 @@ class GuardedProcessor(LogitsProcessor):
             return self._apply_one_by_one(logits, belongs, concerned)
 
     def _apply(self, logits: Tensor, belongs: _LogitsRows, indices: IntArray) -> Tensor:
-        """Change these rows of the logits, or raise what the processor raises and change
-        nothing."""
+        """Change these rows of the logits, or raise the processor's error and change nothing."""
         assert self._processor is not None
         is_all = len(indices) == len(logits)
         places = None if is_all else to_device(indices, logits.device)

@@ -8,8 +8,8 @@ marks. Only the tokens before a row, draft tokens included, determine its forced
     fewer tokens in the thought than the budget none
     otherwise                                   the next token of the end mark
 
-So a rejected draft token, or a rejected forced one, leaves no state to undo. A thought has at most
-as many tokens as the budget and the end mark together, and each thought has a budget of its own.
+So a rejected draft or forced token leaves no state to undo. A thought has at most as many tokens as
+the budget and the end mark together, and each thought has a budget of its own.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class FairQueue(Generic[Job]):
     """Jobs by tenant. Any thread may call it."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()  # in the order of turns
+        self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()  # ordered by turns
         self._condition = threading.Condition()
         self._used: dict[str, float] = {}  # seconds by tenant, only compared, never shown
         self._size = 0
@@ -49,7 +49,7 @@ class FairQueue(Generic[Job]):
             if self._num_ends:
                 self._num_ends -= 1
                 return None
-            tenant = min(self._jobs, key=lambda name: self._used.get(name, 0.0))  # or the first
+            tenant = min(self._jobs, key=lambda name: self._used.get(name, 0.0))  # first of equals
             jobs = self._jobs[tenant]
             job = jobs.popleft()
             self._size -= 1

@@ -51,7 +51,7 @@ class GrammarApart(Grammar):
             self.used = time.monotonic()
 
     def is_idle(self, seconds: float) -> bool:
-        """Whether it has no matcher, and had none for `seconds`."""
+        """Whether it has no matcher, and has had no matcher for the last `seconds`."""
         return not (self.is_gone or self.num_matchers) and time.monotonic() - self.used > seconds
 
     def end_process(self) -> None:

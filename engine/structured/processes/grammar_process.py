@@ -173,7 +173,7 @@ class _Follower:
 
 
 def _try_out(backend: Backend, ask: Ask, vocab_size: int) -> tuple[Answer, Grammar | None]:
-    """Compile a grammar. Return the answer, and the grammar, None if compiling failed."""
+    """Compile a grammar. Return the answer and the grammar; the grammar is None if that failed."""
     made: list[Grammar] = []
 
     def run() -> Answer:

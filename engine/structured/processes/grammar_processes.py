@@ -7,10 +7,10 @@ thread of the engine.
                                └─ takes too long, too much memory, dies: killed, and another one is
                                   forked; the grammar is refused, or may have longer elsewhere
 
-The first process opens the backend and forks the others (`grammar_process.py`), so a killed process
-is replaced within milliseconds. It starts with the first grammar. The forked processes run only on
-processors that are otherwise idle (SCHED_IDLE), so steps and their masks find a processor at once.
-If they get almost no time, processes with a niceness replace them for a while.
+The first process opens the backend and forks all other processes (`grammar_process.py`), so a
+killed process is replaced within milliseconds. It starts with the first grammar. The forked
+processes run only on processors that are otherwise idle (SCHED_IDLE), so steps and their masks find
+a processor at once. If they get almost no time, processes with a niceness replace them for a while.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from .limited_thread import Limit
 logger = logging.getLogger(__name__)
 
 MEMORY_BYTES = 1024**3
-START_SECONDS = 300.0  # with a large vocabulary, at low priority beside other work
+START_SECONDS = 300.0  # ample for a large vocabulary at low priority
 # A process that gets less than this share of a processor for so long is replaced by a process with
 # a niceness. New processes of the next _BUSY_SECONDS have a niceness too.
 STARVED_SECONDS = 0.5
@@ -154,7 +154,7 @@ class GrammarProcesses:
         self._open_first()
 
     def close(self) -> None:
-        """End the processes; a thread that waits for one gets a GrammarError. Idempotent."""
+        """End the processes; a thread that waits for a process gets a GrammarError. Idempotent."""
         with self._lock:
             self._is_closed = True
             processes = self._idle + self._busy
@@ -181,7 +181,8 @@ class GrammarProcesses:
 
     @property
     def _are_last(self) -> bool:
-        """Whether processes forked now are SCHED_IDLE; False for a while after a starved one."""
+        """Whether processes forked now are SCHED_IDLE; after a process has starved, False for a
+        while."""
         return time.monotonic() >= self._busy_until
 
     def _is_taken_over(self, form: Form) -> bool:
@@ -193,8 +194,8 @@ class GrammarProcesses:
         )
 
     def _acquire_process(self, *, is_last: bool) -> _Process:
-        """Take an idle process or fork one, and count it as busy. Raises NotNow, and GrammarError
-        if the backend cannot be opened."""
+        """Take an idle process or fork a new one, and count it as busy. Raises NotNow, and
+        GrammarError if the backend cannot be opened."""
         while (process := self._take_idle()) is not None:
             # Replace a process killed from outside, or a SCHED_IDLE process that would starve.
             if not (process.has_ended or (process.is_last and not is_last)):
@@ -202,7 +203,7 @@ class GrammarProcesses:
             self._end_process(process)
         try:
             process = self._fork(is_last=is_last)
-        except (EOFError, OSError):  # the first process was killed; try with a new one
+        except (EOFError, OSError):  # the first process was killed; try a new first process
             try:
                 process = self._fork(is_last=is_last)
             except (EOFError, OSError) as error:

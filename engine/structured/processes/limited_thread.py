@@ -9,8 +9,8 @@ lowest priority until then.
 A thread that gives way runs only while other threads leave a processor free (SCHED_IDLE). A thread
 that wakes up takes its place at once; with a niceness alone it would wait for the end of a slice.
 Giving way lasts for one job, so threads started in the next job do not inherit it. A thread that
-gets almost no processor time stops giving way for good, since it may hold the interpreter's lock.
-Linux lets a thread come back from SCHED_IDLE only with CAP_SYS_NICE or a large RLIMIT_NICE. Without
+gets almost no processor time stops giving way for good: it may hold the interpreter's lock. Linux
+lets a thread come back from SCHED_IDLE only with CAP_SYS_NICE or a large RLIMIT_NICE. Without
 either no thread gives way.
 """
 
@@ -65,9 +65,9 @@ class LimitedThread:
         self._starved = threading.Event()  # set: it gives way no more
         self._lock = threading.Lock()
         self._is_left = False
-        self._began: tuple[float, float] | None = None  # of the piece: processor time, clock
+        self._began: tuple[float, float] | None = None  # start of the piece: processor time, clock
         self._clock: int | None = None
-        self.job: Job | None = None  # the present or last one
+        self.job: Job | None = None  # the present or last job
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

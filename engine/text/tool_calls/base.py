@@ -26,8 +26,8 @@ WHITESPACE = " \t\r\n"
 class CallPiece(NamedTuple):
     """An addition to a call."""
 
-    number: int  # of the call, from 0
-    name: str = ""  # with the first piece
+    number: int  # number of the call, from 0
+    name: str = ""  # set in the first piece
     arguments: str = ""
 
 
@@ -110,7 +110,7 @@ class Output:
 
 
 def merged(pieces: Iterable[CallPiece]) -> list[CallPiece]:
-    """Join all pieces of each call into a single one."""
+    """Join all pieces of each call into a single piece."""
     whole: dict[int, CallPiece] = {}
     for number, name, arguments in pieces:
         known = whole.get(number, CallPiece(number))

@@ -25,7 +25,7 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 _MISTRAL_HEAD = re.compile(
     r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(?:\[ARGS\]\s*)?\{"
 )
-_MOST_HEAD_CHARACTERS = 256  # of a head, or of white space before a call without a mark
+_MOST_HEAD_CHARACTERS = 256  # limit of a head, or of white space before a call
 
 
 class _StepParser(ToolCallParser):

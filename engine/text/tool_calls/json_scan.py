@@ -16,7 +16,7 @@ from collections.abc import Collection
 
 from .base import WHITESPACE, Output
 
-# Llama's form says `parameters` where the others say `arguments`.
+# Llama's form says `parameters`, the other forms say `arguments`.
 _ARGUMENTS = ("arguments", "parameters")
 _KNOWN_KEYS = ("name", "type", "id", *_ARGUMENTS)
 
@@ -196,7 +196,7 @@ def _text_of(written: str) -> str | None:
 
 
 def _as_arguments(written: str) -> str:
-    """Return complete arguments. Some models write them in a string, or null for none."""
+    """Return complete arguments. Some models write them in a string, or null for no arguments."""
     text = _text_of(written)
     if text is not None:
         return text

@@ -63,7 +63,7 @@ class Chunks:
 
     block_tables: Tensor  # int32 [requests, max_blocks]
     seq_lens: Tensor  # int32 [requests], including the new tokens
-    query_starts: Tensor  # int32 [requests + 1], from 0: rows after those of the decodes
+    query_starts: Tensor  # int32 [requests + 1], from 0: rows after the decodes
     max_query_len: int
     sizes: Sequence[ChunkSize] = ()  # one for each request; empty in a recorded step
 

@@ -33,7 +33,7 @@ class CudaRuntime:
         self.device = with_index(device)
         self.can_record = True
         self._stream = torch.cuda.Stream(self.device, PRIORITY)  # type: ignore[no-untyped-call]
-        self._memory: Any = None  # shared by all graphs, of which one runs at a time
+        self._memory: Any = None  # shared by all graphs, as one runs at a time
         self._here = threading.local()  # `is_in` is set in threads that have entered
 
     def enter_thread(self) -> None:

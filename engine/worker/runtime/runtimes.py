@@ -164,7 +164,7 @@ def open_runtime(placement: Placement) -> DeviceRuntime:
 
 def check_room(specs: Iterable[ModelSpec], placement: Placement, compute: torch.dtype) -> None:
     """Raise ConfigError if the weights do not fit into a GPU's memory. This is not checked on the
-    CPU, where they share memory with the mapped file."""
+    CPU, where weights share memory with the mapped file."""
     if placement.device.type == "cpu":
         return
     from .cuda_runtime import CudaMeter

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft tokens: who proposes them, and which of them the model confirms."""
+"""Draft tokens: the proposers, and the check of drafts by the model."""

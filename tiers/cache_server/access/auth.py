@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Authentication of calls: from a call's credentials to its tenant, which its handler reads here.
+"""Authentication of calls: it finds a call's tenant, which the call's handler then reads here.
 
 Credentials are a token in `authorization: Bearer ...` or a client certificate that TLS has verified
-(TLS refuses expired ones). A call that brings both must name the same tenant by both.
+(TLS refuses expired certificates). If a call has both, they must belong to one tenant.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CALLER: ContextVar[Caller] = ContextVar("caller")
 
 
 class Caller(NamedTuple):
-    """The tenant of a call, and a trace of its credentials that cannot be used as credentials."""
+    """The tenant of a call, and a record of its credentials that cannot be used as credentials."""
 
     tenant: Tenant
     token_digest: bytes = b""
@@ -69,8 +69,8 @@ class Authenticator:
         metadata: Iterable[tuple[str, str | bytes]],
         peer: Mapping[str, Sequence[bytes]],
     ) -> Caller:
-        """Return the caller by the call's metadata and grpc's data of the connection, `peer`.
-        Raises Unauthenticated, which does not tell what is wrong with the credentials."""
+        """Return the caller, from the call's metadata and grpc's data of the connection, `peer`.
+        Raises Unauthenticated, whose message does not tell what is wrong with the credentials."""
         tenants = self._tenants
         if tenants.anyone is not None:
             return Caller(tenants.anyone)
@@ -90,7 +90,7 @@ class Authenticator:
 
 
 def _token(headers: Sequence[str | bytes]) -> bytes:
-    """The token of the only header. Empty, which belongs to no tenant, for anything else."""
+    """The bearer token of the only header. Otherwise empty, which is no tenant's token."""
     header = headers[0]
     raw = header if isinstance(header, bytes) else header.encode("utf-8", "surrogateescape")
     scheme, _, token = raw.partition(b" ")

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on the connections of calls: one without valid credentials is shut down after a time.
+"""Limits on gRPC connections: a connection without valid credentials is shut down after a time.
 
-grpc does not expose its connections. They are descriptors of this process, so a thread looks at
-those of the calls' port a few times a second, and shuts down
+grpc does not expose its connections, but they are descriptors of this process. A few times a
+second, a thread looks at the connections of the calls' port, and shuts down
 
     strangers        connections on which no call has had valid credentials: after a time, and the
                      oldest if one address, or all together, have too many
     tenants' newest  connections of a tenant that has more than its share
 
-grpc closes the connections that were shut down. Each is known by its inode, which is compared again
-on the duplicate that is shut down, so that no other connection is hit.
+grpc closes the connections that were shut down. The thread knows a connection by its inode, and
+compares the inode of a duplicate descriptor before it shuts that down: it hits no other connection.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .shares import Shares
 
 log = logging.getLogger(__name__)
 
-# Reasons to end a connection: no valid credentials in time; too many without them of one address,
-# or of all; more than the tenant's share.
+# Reasons to end a connection: no valid credentials in time; too many strangers from one address;
+# too many strangers in all; more connections than the tenant's share.
 SILENT, ADDRESS, STRANGERS, SHARE = REASONS = ("silent", "address", "strangers", "share")
 
 LOOK_SECONDS = 0.2  # between two looks
@@ -49,7 +49,7 @@ class _Connection:
     fd: int
     inode: int
     peer: Peer
-    seen_at: float  # first
+    seen_at: float  # the time of the first look that saw it
 
 
 class CallConnections:
@@ -110,7 +110,7 @@ class CallConnections:
             known = {_peer(text): (text, tenant) for text, tenant in self._tenants.items()}
         connections = self._connections()
         here = {connection.peer for connection in connections}
-        with self._lock:  # forget closed peers; those noted since this look began are not `known`
+        with self._lock:  # forget closed peers; `known` lacks peers noted since this look began
             for peer, (text, _) in known.items():
                 if peer not in here:
                     del self._tenants[text]
@@ -168,7 +168,7 @@ class CallConnections:
                     return None
                 host, port = duplicate.getpeername()[:2]
             except OSError:
-                return None  # it listens, or has gone
+                return None  # a listening socket, or a connection that has gone
         return _Connection(fd, inode, (_plain(host), port), now)
 
     def _turn_away(self, connections: Iterable[_Connection], why: str) -> None:
@@ -181,7 +181,7 @@ class CallConnections:
                     duplicate.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     continue  # it has gone by itself
-            # If grpc is slow to close it, it is not shut down and counted again.
+            # If grpc closes it late, the next look must not shut it down and count it again.
             self._seen[connection.inode] = None
             self.turned_away[why] += 1
             self._count(why)

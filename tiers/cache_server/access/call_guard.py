@@ -66,7 +66,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         self._draining = True
 
     async def wait_until_idle(self, seconds: float) -> bool:
-        """Wait until no call runs; False if one still does after `seconds`."""
+        """Wait until no call runs; False if a call still runs after `seconds`."""
         deadline = time.monotonic() + seconds
         while self._running and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -75,7 +75,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
-        """Wrap the handler of a call in ours; grpc calls this for each call."""
+        """Wrap the handler of a call with `_around`; grpc calls this method for each call."""
         handler = await continuation(handler_call_details)
         path: str = handler_call_details.method
         if handler is None or path.startswith(_OPEN_PREFIX):
@@ -106,7 +106,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
             # The client has left before everything was written.
             code = grpc.StatusCode.CANCELLED
             raise asyncio.CancelledError(f"{path}: the client has left") from error
-        except Exception as error:  # noqa: BLE001 - the border: every fault becomes a status
+        except Exception as error:  # noqa: BLE001 - the border: every error becomes a status
             ending = ending_of(error)
             code = ending.code
             _log(path, error, ending)
@@ -141,7 +141,7 @@ async def _end_call(context: Any, ending: Ending) -> None:
 
 
 def _log(path: str, error: Exception, ending: Ending) -> None:
-    """Log an error of this server with its traceback, and one of the caller at debug level."""
+    """Log an error of this server with its traceback, and an error of the caller at debug level."""
     if ending.code is grpc.StatusCode.INTERNAL:
         log.error("%s failed", path, exc_info=error)
     else:

@@ -2,10 +2,10 @@
 """Places that tenants take: some are kept for each tenant, the rest is shared in order of arrival.
 
     most    places in all; never fewer than one for each tenant
-    kept    of each tenant, half of an equal share and at least one: no other tenant can take them
-    cap     of one tenant: an equal share, with more than eight tenants an eighth of all
+    kept    for each tenant: half an equal share, and at least one; no other tenant can take them
+    cap     of one tenant: an equal share, and at least an eighth of all places
 
-Tenants that take all they can leave the kept places of the others free. Thread-safe.
+A tenant that takes all it can leaves the kept places of other tenants free. Thread-safe.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from ...errors import TierConfigError
 DEFAULT_TENANT = "default"
 MAX_TENANTS = 1024
 _MAX_FILE_CHARACTERS = 4 * 1024**2
-_MIN_TOKEN_CHARACTERS = 16  # below that it could be found by trying
+_MIN_TOKEN_CHARACTERS = 16  # a shorter token could be guessed
 _MAX_TOKEN_CHARACTERS = 4096
 _TOKEN_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -42,8 +42,8 @@ SizeReader = Callable[[str, Any], int]
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant. `pool` names the tenant store of its blocks, which it shares only with tenants that
-    name the same pool."""
+    """A tenant. Tenants that name one `pool` share the tenant store of this pool; a tenant without
+    a pool has a store of its own."""
 
     name: str
     cpu_bytes: int
@@ -57,13 +57,13 @@ class Tenant:
 
     @property
     def tenant_store(self) -> str:
-        """The name of the tenant's store; that of an own store differs from that of every pool."""
+        """The name of the tenant's store. The names of pools and of tenants' own stores differ."""
         return f"pool:{self.pool}" if self.pool else f"tenant:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The sizes of a tenant store: those of its tenants together."""
+    """The sizes of a tenant store: the sums over its tenants."""
 
     cpu_bytes: int
     ssd_bytes: int
@@ -123,8 +123,8 @@ class Tenants:
         return self._by_name.get(name)
 
     def by_token(self, token: bytes) -> Tenant | None:
-        """The tenant of a token. The time it takes tells a caller nothing about other tokens: only
-        hashes are compared, each as a whole."""
+        """The tenant of a token. Only whole hashes are compared, so the time that this takes tells
+        a caller nothing about other tokens."""
         return self.by_digest(hashlib.sha256(token).digest()) if token else None
 
     def by_digest(self, digest: bytes) -> Tenant | None:
@@ -133,7 +133,8 @@ class Tenants:
         return tenant if hmac.compare_digest(known, digest) else None
 
     def by_certificate(self, names: Iterable[str]) -> Tenant | None:
-        """The tenant of a verified client certificate; None if its names fit none or two."""
+        """The tenant of a verified client certificate. If its names fit no tenant, the tenant that
+        takes any certificate, or None. If they fit two tenants, None."""
         found = {
             self._by_certificate[name.lower()].name: self._by_certificate[name.lower()]
             for name in names
@@ -149,8 +150,8 @@ def new_token() -> str:
 
 
 def token_digest(token: str, called: str = "the token") -> bytes:
-    """The SHA-256 of a token, which a tenants file holds. Raises TierConfigError for a token that a
-    header cannot carry or that could be guessed; messages never contain it."""
+    """The SHA-256 of a token, as a tenants file has it. Raises TierConfigError for a token that a
+    header cannot carry or that could be guessed. Messages never contain the token."""
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise TierConfigError(
             f"{called} holds a space, a line break or a letter beyond ASCII, which clients cannot "

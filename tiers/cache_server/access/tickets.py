@@ -18,7 +18,7 @@ from .auth import Caller
 
 
 class Tickets:
-    """The tickets that were issued and not used yet, at most `most` of one tenant."""
+    """The issued, unused tickets: at most `most` of one tenant, each valid for `seconds`."""
 
     def __init__(
         self, most: int, seconds: float, clock: Callable[[], float] = time.monotonic
@@ -27,7 +27,7 @@ class Tickets:
         self._seconds = seconds
         self._clock = clock
         self._lock = threading.Lock()
-        # In the order of their ends, since all last equally long.
+        # In the order of their ends, because all tickets last equally long.
         self._open: dict[bytes, tuple[Caller, float]] = {}
         self._count: dict[str, int] = {}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's TLS: one pair of files, for gRPC and for the data connection.
 
-With a client CA every client must show its certificate; an expired one ends the handshake.
-`LiveTls` changes the files while the server runs: later handshakes use them; open connections stay.
+With a client CA every client must show its certificate; an expired certificate ends the handshake.
+`LiveTls` replaces the files of a running server: later handshakes use them, open connections stay.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TlsFiles:
     client_ca: Path | None = None
 
     def ends_at(self) -> dict[Path, datetime]:
-        """The first end of a certificate by file, for files with any. Raises TierConfigError."""
+        """Each file that holds certificates, with their earliest end. Raises TierConfigError."""
         files = {self.cert: "--tls-cert"}
         if self.client_ca is not None:
             files[self.client_ca] = "--tls-client-ca"
@@ -82,7 +82,7 @@ class TlsFiles:
 
 
 class LiveTls:
-    """The TLS of a running server. Thread-safe. Raises TierConfigError, as `TlsFiles` does."""
+    """The TLS of a running server. Thread-safe. Raises TierConfigError for unusable files."""
 
     def __init__(self, files: TlsFiles) -> None:
         self.files = files
@@ -137,17 +137,17 @@ class LiveTls:
 
     @property
     def first_end(self) -> float:
-        """The end of the first certificate to end, in seconds since 1970; 0 if none is known."""
+        """The earliest end of a certificate, in seconds since 1970; 0 if no end is known."""
         return min((end.timestamp() for end in self.ends.values()), default=0.0)
 
     def _take_fresh(self) -> Any:
-        """The new configuration, once; else None, which keeps the last. gRPC's threads call it."""
+        """Return a new configuration once, else None, to keep the last. gRPC's threads call it."""
         fresh, self._fresh = self._fresh, None
         return fresh
 
 
 def end_of(pem: bytes) -> datetime | None:
-    """The end of a PEM file's first certificate to end; None if none can be read."""
+    """The earliest end of the certificates in a PEM file; None if no end can be read."""
     ends = []
     for match in _PEM.finditer(pem):
         try:
@@ -158,8 +158,8 @@ def end_of(pem: bytes) -> datetime | None:
 
 
 def _not_after(der: bytes) -> datetime:
-    """The end of a certificate in X.509: a sequence of a sequence of version, serial number,
-    algorithm, issuer and validity, which is two times. Raises ValueError, IndexError for others."""
+    """The end of an X.509 certificate in DER. Its inner sequence has version, serial number,
+    algorithm, issuer and validity (two times). Raises ValueError, IndexError for other bytes."""
     _, certificate, _ = _element(der, _SEQUENCE)
     _, rest, _ = _element(certificate, _SEQUENCE)
     if rest[0] == _VERSION:

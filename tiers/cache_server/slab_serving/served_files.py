@@ -24,7 +24,7 @@ _MAX_TOKEN_BYTES = 4096
 
 
 class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Paths, as text for the serving process; None for an unused one."""
+    """Paths as text, which the serving process gets as JSON; None for an unused file."""
 
     token_file: str | None = None
     tls_cert: str | None = None
@@ -46,11 +46,11 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
             token_digest(token, f"the token in {self.token_file} (--kv-serve-token-file)")
 
     def token(self) -> str | None:
-        """The token. Raises TierConfigError for an unreadable file or one open to other users."""
+        """The token. Raises TierConfigError if the file is unreadable or open to other users."""
         return None if self.token_file is None else _read_token(Path(self.token_file))
 
     def tls(self) -> TlsFiles | None:
-        """The paths for TLS; nothing is read."""
+        """The paths for TLS. Reads no file."""
         from ..access.tls import TlsFiles
 
         if self.tls_cert is None or self.tls_key is None:
@@ -68,7 +68,7 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def in_flags_of_serve(message: str) -> str:
-    """Replace a cache server's flags in a message by the engine's flags for the same."""
+    """Replace a cache server's flags in a message by the engine's corresponding flags."""
     message = re.sub(r"--(tls-|token-file|insecure)", r"--kv-serve-\1", message)
     return re.sub(r"--(data-)?(port|host)\b", "--kv-serve", message).replace("--tenants, ", "")
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's slab as other engines see it through the cache service: they load its blocks, and
-neither store nor delete any.
+"""An engine's slab, served to other engines through the cache service. They load its blocks, and
+cannot store or delete any.
 
-Blocks are sent from their slots. While they are sent, and while a lease runs, the engine does not
-evict them (`slab/slab_index.py`); one that was evicted just before is a miss.
+Blocks are sent from their slots. While a block is sent, or a lease holds it, the engine does not
+evict the block (`slab/slab_index.py`). A block that was evicted just before is a miss.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ log = logging.getLogger(__name__)
 # The share of slots that reads and leases may hold; the rest is left to the engine.
 HELD_SHARE = 0.5
 SLAB = "cpu"  # the only tier
-# Longer than a client waits for a load. A slot that is read for longer may get another block, which
-# the client detects by the digest.
+# Longer than a client waits for a load. A slot that is read for longer may get another block; the
+# client then finds that the digest differs.
 READ_SECONDS = 30.0
 _LOOK_SECONDS = 0.01  # between two looks at the index while there are listeners
 _CLOSE_SECONDS = 1.0
 
 
 class PeerStore(ServedStore):
-    """The slab with blocks of `layout` that `reader` indexes, in the memory of `slab_fd`. `tags`
-    makes the tags that the engine's peers expect. Owns the reader."""
+    """A store over an engine's slab: `slab_fd` is the slab's memory, `reader` reads its index, and
+    its blocks have `layout`. `tags` makes the tags that the engine's peers expect. Owns the
+    reader."""
 
     is_read_only = True
 
@@ -58,7 +59,7 @@ class PeerStore(ServedStore):
         self._leases = Leases[list[Found]](
             lambda lease: self._release_slots(lease.held), MAX_LEASES
         )
-        self._reads: dict[int, list[Found | None]] = {}  # by the identity of a read lease
+        self._reads: dict[int, list[Found | None]] = {}  # by id() of the read lease
         self._listening = threading.Lock()
         self._listeners: list[Listener] = []
         self._stats = TierStats(capacity_bytes=size, capacity_blocks=self.num_slots)
@@ -67,7 +68,7 @@ class PeerStore(ServedStore):
 
     @property
     def corrupt_blocks(self) -> int:
-        return 0  # none come in
+        return 0  # no blocks come in
 
     @property
     def memory_fd(self) -> int:
@@ -90,7 +91,7 @@ class PeerStore(ServedStore):
         return [State.HIT if there else State.MISS for there in self._reader.lookup(keys)]
 
     def begin_load(self, keys: Sequence[bytes]) -> ReadLease:
-        """Hold those of these blocks that the slab has. Does not wait."""
+        """Hold the blocks that the slab has. Does not wait."""
         self._check_open()
         with self._lock:
             self._refresh()
@@ -150,7 +151,7 @@ class PeerStore(ServedStore):
     def pin(
         self, keys: Sequence[bytes], seconds: float, deadline: float, owner: str = ""
     ) -> Lease[list[bytes]]:
-        """Lease the leading blocks that are here. Raises the errors of `ServedStore.pin`."""
+        """Lease the leading run of blocks in the slab. Raises the errors of `ServedStore.pin`."""
         self._check_open()
         with self._lock:
             self._refresh()

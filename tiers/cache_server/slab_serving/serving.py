@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serving of an engine's slab to other engines, by a process of its own (`slab_process.py`).
 
-A thread watches the process: if it ends, or is silent for `SILENT_SECONDS`, the thread starts it
-again, after growing pauses. Meanwhile these blocks are misses for other engines, and no call waits.
+A thread watches the process. If the process ends, or is silent for `SILENT_SECONDS`, the thread
+starts a new one, after growing pauses. Meanwhile other engines get misses, and no call waits.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ START_SECONDS = 60.0  # for a process to be ready on a busy host
 _PAUSES = (0.5, 1.0, 2.0, 5.0, 15.0, 60.0)  # before each new start; the last one repeats
 SILENT_SECONDS = 30.0  # the process writes a line every few seconds, also when idle
 _MAX_LINE_BYTES = 64 * 1024
-_STEADY_SECONDS = 120.0  # a process that ran for so long starts the pauses from the first again
-_END_SECONDS = 1.0  # from the end of its output to its exit
+_STEADY_SECONDS = 120.0  # after a process ran for so long, the pauses start from the first again
+_END_SECONDS = 1.0  # from the end of the process's output to its exit
 _MODULE = "stratakv.tiers.cache_server.slab_serving.slab_process"
 
 
 class SlabServing:
-    """The serving of `slab`, which has an index, until `close`. The engine's peers use
-    `namespace`. Raises TierConfigError if the slab cannot be served with these settings."""
+    """The serving of `slab`, from construction to `close`. The slab has an index, and the engine's
+    peers use `namespace`. Raises TierConfigError if these settings cannot serve the slab."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class SlabServing:
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
         self.num_starts = 0
-        self._sent_before = (0, 0)  # blocks and bytes, by processes that have ended
+        self._sent_before = (0, 0)  # blocks and bytes that ended processes sent
         self._sent = (0, 0)
         self._held = 0
         self._thread = threading.Thread(
@@ -96,7 +96,7 @@ class SlabServing:
             self._closing.set()
             process = self._process
         if process is not None and process.stdin is not None:
-            with suppress(BrokenPipeError):  # it ended before it read its input
+            with suppress(BrokenPipeError):  # the process ended before it read its input
                 process.stdin.close()
             try:
                 process.wait(timeout_seconds)
@@ -161,7 +161,7 @@ class SlabServing:
         except TimeoutError as error:
             self._error = f"it hung: {error}"
         except BrokenPipeError:
-            pass  # it ended before it read its input
+            pass  # the process ended before it read its input
         except ValueError:  # `close` has closed its standard input
             if not self._closing.is_set():
                 raise
@@ -205,8 +205,8 @@ class SlabServing:
 
 
 def _lines(stream: IO[bytes], first_seconds: float, silent_seconds: float) -> Iterator[bytes]:
-    """The lines of a pipe until its end. Raises TimeoutError after `first_seconds` without the
-    first byte, later after `silent_seconds` without one. A line past the limit comes in pieces."""
+    """The lines of a pipe until its end. Raises TimeoutError after `first_seconds` without a first
+    byte, or `silent_seconds` without a later one. A line past _MAX_LINE_BYTES comes in pieces."""
     held, wait = b"", first_seconds
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)

@@ -6,7 +6,7 @@
                        {"sent": [blocks, bytes], "held": blocks}
 
 The process can read the slab's memory, and read and hold slots in the index. It runs at a lower
-priority than the engine, whose step waits for none of its locks.
+priority than the engine, and the engine's step waits for no lock of this process.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class RenewedFiles:
         self._seen = seen  # the state of the files before they were read
 
     async def reload_changed(self) -> None:
-        """Look once. Unusable files change nothing, and are tried again when they change."""
+        """Look once. Unusable files have no effect; they are read again when they change."""
         state = self._start.files.state()
         if state == self._seen:
             return

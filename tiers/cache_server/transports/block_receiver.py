@@ -20,7 +20,7 @@ from ...wire.raw_messages import Piece
 from ..leases import WriteLease
 from ..served_store import ServedStore
 
-GROUP_BYTES = 8 * 1024**2  # whole blocks of so many bytes are stored together
+GROUP_BYTES = 8 * 1024**2  # whole blocks are stored in groups of so many bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class _Block:
 class BlockReceiver:
     """A receiver of blocks. Call `begin_block` with the first piece of a block, `take_piece` with
     every piece, `store_whole` when `is_full`, `finish_store` at the end, and `close` in any case.
-    All but `take_piece` call the tenant store."""
+    These methods, except `take_piece`, call the tenant store."""
 
     def __init__(self, tenant_store: ServedStore) -> None:
         self._tenant_store = tenant_store
@@ -51,7 +51,7 @@ class BlockReceiver:
         self._groups = 0
 
     def take_piece(self, piece: Piece) -> None:
-        """Copy the next piece. Raises WireError if it does not continue the one before."""
+        """Copy the next piece. Raises WireError if it does not follow the piece before."""
         block = self._current
         if block is None or (piece.index, piece.offset) != (block.index, block.received):
             raise WireError(
@@ -75,12 +75,12 @@ class BlockReceiver:
             self._end_current()
 
     def finish_store(self) -> list[State]:
-        """Store the rest; return the state of every block, in the order of arrival."""
+        """Store the remaining blocks; return the state of every block, in the order of arrival."""
         if self._current is not None:
             self._end_current()
         self.store_whole()
         if self._groups > 1:
-            # Groups were stored head first, so that the head would be evicted first.
+            # Groups were stored head first. Without this touch the head would be evicted first.
             self._tenant_store.touch(self._kept)
         return self._states
 
@@ -131,7 +131,7 @@ class BlockReceiver:
             (state,) = self._tenant_store.end_store(block.write_lease, [proof])
             stored.append((block.write_lease.keys[0], state))
         stored.reverse()
-        # A MISS was pending: sent twice, or being stored by another call. It may be here by now.
+        # A MISS was PENDING: sent twice, or stored by another call, which may have ended by now.
         unsure = [i for i, (_, state) in enumerate(stored) if state is State.MISS]
         found = self._tenant_store.lookup([stored[i][0] for i in unsure])
         for i, state in zip(unsure, found, strict=True):

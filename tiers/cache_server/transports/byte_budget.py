@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ByteBudget: a bound on bytes in flight. A stream waits in line until others return theirs.
-
+"""A bound on bytes in flight: a stream waits in line until others have returned enough bytes. A
+budget belongs to one event loop.
 A budget belongs to one event loop.
 """
 
@@ -11,7 +11,7 @@ from collections import deque
 
 
 class ByteBudget:
-    """`total` bytes, granted in the order of requests, so that a large one is not passed over."""
+    """`total` bytes, granted in order: a small request does not overtake a large one."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -23,7 +23,7 @@ class ByteBudget:
         return self._total - self._free
 
     async def take_bytes(self, wish: int) -> int:
-        """Wait for `wish` bytes, at most the total; return the number, which must be given back."""
+        """Wait for `wish` bytes, at most the total. Return the number to give back later."""
         wish = min(wish, self._total)
         if not self._line and wish <= self._free:
             self._free -= wish
@@ -34,7 +34,7 @@ class ByteBudget:
             return await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._serve()  # the next ones may fit, although this one did not
+                self._serve()  # later requests may fit, although this one did not
             else:  # the bytes were granted at the same moment
                 self.give_back_bytes(turn.result())
             raise
@@ -53,7 +53,7 @@ class ByteBudget:
         while self._line:
             wish, turn = self._line[0]
             if not turn.cancelled():
-                wish = min(wish, self._total)  # which may have become less
+                wish = min(wish, self._total)  # the total may have become less
                 if wish > self._free:
                     return
                 self._free -= wish

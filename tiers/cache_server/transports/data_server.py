@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data connection's port: TCP, with TLS if the service has it.
-
-The kernel sets the sizes of socket buffers, which suits better than any fixed size.
+"""The data connection's port: TCP, with TLS if the service has it. The kernel chooses the sizes of
+socket buffers, because its choice is better than any fixed size.
 """
 
 from __future__ import annotations

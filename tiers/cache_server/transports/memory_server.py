@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Unix socket that shares a tenant store's memory with processes of the same user on a host.
+"""The Unix socket that shares a tenant store's memory with the same user's processes on this host.
 
-The socket is in a folder of its own that only the user can enter, and the kernel gives the user of
-each client. The ticket names the tenant store, so that no client gets the memory of another tenant.
-The server locks its folder; a later server removes unlocked folders, which killed servers left.
+The socket is in a folder of its own that only the user can enter, and the kernel names the user of
+each client. The client's ticket selects the tenant store, so no client gets another's memory. The
+server locks its folder; a later server removes unlocked folders, which killed servers left.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class MemoryServer(SessionServer):
 
 
 def _lock(folder: str) -> int | None:
-    """Lock a folder; return a descriptor, None if another process has it. May raise OSError."""
+    """Lock a folder; return a descriptor, None if another process holds it. May raise OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,15 +112,15 @@ def _lock(folder: str) -> int | None:
 
 
 def _parents() -> list[str]:
-    """The parents to try for the folder, in order; the first that is writable is used."""
+    """The parents to try for the folder, in order. The server uses the first writable one."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     named = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - the folder in it is 0700 and new
     return list(dict.fromkeys((named, "/tmp", runtime, "/dev/shm")))  # noqa: S108 - likewise
 
 
 def _remove_left_folders(parent: str) -> None:
-    """Remove the folders of this user's killed servers. A folder without a socket is being made and
-    stays. May raise OSError."""
+    """Remove the folders that this user's killed servers left. A folder without a socket stays:
+    another server is making it. May raise OSError."""
     for entry in os.scandir(parent):
         with contextlib.suppress(OSError):
             if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):

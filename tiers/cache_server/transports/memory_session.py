@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MemorySession: PIN, UNPIN, RESERVE and COMMIT name slots of memory that the client has mapped.
+"""A session of PIN, UNPIN, RESERVE and COMMIT on slots of memory that the client has mapped.
 
-A lease ends at its time and with its connection, so that a killed client holds no slots. A client
-that was stopped during a copy continues to write when it runs again. Slots that it reserved
-therefore stay out of use until its COMMIT or the end of its connection, which is not ended for
-silence until then. The tags of blocks reveal a later write.
+A lease ends at its deadline or with its connection, so a killed client holds no slots. A client
+that was stopped during a copy writes on when it runs again. Slots that it reserved therefore stay
+out of use until the client sends COMMIT or its connection ends. Until then the server does not end
+the connection for silence. If the client writes to a slot later, the tag of the block reveals it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MemorySession(Session):
     ) -> None:
         super().__init__(connection, tenant_store, limits, draining)
         self._leases = Leases[ReadLease | WriteLease](self._expired)
-        self._withheld: dict[int, list[int]] = {}  # slots out of use, by their ended lease
+        self._withheld: dict[int, list[int]] = {}  # slots out of use, by the number of the lease
 
     def close(self) -> None:
         for lease in self._leases:

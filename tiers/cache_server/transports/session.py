@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection of the data plane on the server's side: it reads and answers requests in turn.
-
+"""The server's side of one data-plane connection: it reads requests and answers them in order.
 `DataSession` and `MemorySession` implement the verbs.
 """
 
@@ -29,7 +28,7 @@ from ..served_store import ServedStore
 
 
 class Draining:
-    """Whether the server is going down, for threads that wait for a socket."""
+    """A flag that the server is going down. `fd` wakes the threads that wait for a socket."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -90,8 +89,8 @@ class Session(ABC):
                 self._send_reply(request, Status.BAD_REQUEST, deadline)
                 raise
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Release all blocks and slots that the client still holds."""
+    def close(self) -> None:  # noqa: B027 - most sessions hold nothing
+        """Release all blocks and slots that the client holds."""
 
     def _wait_for_request(self) -> bool:
         """Wait for a request; False after `idle_seconds` of silence, or when the server drains."""

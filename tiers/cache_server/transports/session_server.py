@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptor of data-plane connections: each has a thread that takes its ticket and serves it.
+"""The acceptor of data-plane connections; a thread for each checks its ticket and serves it.
 
-The number of connections is bounded, for each tenant too. Strangers (connections without a ticket
-yet) have a short time to show one; if all places are taken, the oldest stranger is shut down.
-`DataServer` and `MemoryServer` are the two implementations.
+The number of connections is bounded, in total and for each tenant. A stranger (a connection that
+has not shown a ticket) has a short time to show one. If all places are taken, the oldest stranger
+is shut down. `DataServer` and `MemoryServer` are the two implementations.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Opened(NamedTuple):
 
     tenant_store: ServedStore
     tenant: str
-    # Whether its credentials are still valid; called before every request.
+    # Whether the client's credentials are still valid; called before every request.
     is_known: Callable[[], bool] = lambda: True
 
 
@@ -118,7 +118,7 @@ class SessionServer(ABC):
         self._acceptor.start()
 
     def close(self, timeout_seconds: float) -> None:
-        """Accept no more connections, let requests end within the time, end all. Idempotent."""
+        """Accept no more connections, give requests the time to end, then end all. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -147,7 +147,7 @@ class SessionServer(ABC):
             except OSError as error:
                 if self._draining.has_begun:
                     return
-                # No free descriptor, or a client that left already: both pass.
+                # Causes that pass: no free descriptor, or a client that has already left.
                 log.warning("a data connection could not be taken: %s", error)
                 time.sleep(_PAUSE_SECONDS)
                 continue
@@ -177,7 +177,7 @@ class SessionServer(ABC):
             raise
 
     def _make_way(self) -> bool:
-        """Whether there is a place; shuts down the oldest stranger if all are taken."""
+        """Whether there is a place. Shuts down the oldest stranger if all places are taken."""
         most = self._shares.most
         if len(self._sessions) < most:
             return True
@@ -234,8 +234,8 @@ class SessionServer(ABC):
                 known.close()
 
     def _level(self) -> int:
-        """The level of a line about a client's fault; debug within _TELL_SECONDS of the last, so
-        that clients cannot fill the log."""
+        """The level of a log line about a client's fault: debug within _TELL_SECONDS of the last
+        warning, so that clients cannot fill the log."""
         now = time.monotonic()
         with self._lock:
             is_new = now - self._told_at >= _TELL_SECONDS

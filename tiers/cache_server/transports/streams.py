@@ -5,9 +5,9 @@
             part 2:   wait │ send      reads the next.
     Store   pieces straight into slots, hashed as they come
 
-Bytes in flight are bounded, over all calls and for each tenant. Each tenant has a part that no
-other tenant can take; beyond it a call waits in line until its deadline. A call whose client stalls
-is ended, so that the line moves.
+Bytes in flight are bounded, in total and for each tenant. Each tenant has a reserve that no other
+tenant can take. A call that does not fit into it waits in line until its deadline. The server ends
+a call whose client stalls, so that the line moves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Result = TypeVar("_Result")
 
 
 class Streams:
-    """The streams of all calls. `calls` runs the calls of tenant stores."""
+    """The Load and Store streams of a server. `calls` runs their work on tenant stores."""
 
     def __init__(self, limits: Limits, calls: TenantStoreCalls, num_tenants: int) -> None:
         self._calls = calls
@@ -56,7 +56,7 @@ class Streams:
 
     def set_tenants(self, num_tenants: int) -> None:
         """Change the number of tenants, and with it all shares."""
-        # `_kept` bytes are for one call of each tenant at a time; the rest is for all in order.
+        # Each tenant keeps `_kept` bytes for one call at a time; all calls share the rest in order.
         self._kept = self._most // (2 * num_tenants) if num_tenants > 1 else 0
         self._share = self._most // min(num_tenants, _MOST_SHARES)
         self._for_all.resize(self._most - self._kept * num_tenants)
@@ -77,7 +77,7 @@ class Streams:
         async with self._in_flight(tenant, wish):
             sent = await self._send_parts(tenant, tenant_store, parts, self._timely(write))
         if len(parts) > 1:
-            # Without this touch of the whole chain its head would be evicted first.
+            # Parts were read head first. Without this touch the head would be evicted first.
             await self._calls.run_quick(tenant, tenant_store, lambda: tenant_store.touch(keys))
         return sent
 
@@ -110,7 +110,7 @@ class Streams:
         layout_id = tenant_store.layout.layout_id()
         try:
             for number, keys in enumerate(parts):
-                # Begin this part and the next: the disk reads the next while this one is sent.
+                # Begin the parts up to the next one: the disk reads it while this part is sent.
                 for part in parts[len(read_leases) : number + 2]:
                     await turn.run_quick(partial(_begin_part, tenant_store, part, read_leases))
                 read_lease = read_leases[number]
@@ -188,7 +188,7 @@ class _Turn:
             self._tenant_store.let_go()
 
     async def run(self, work: Callable[[], _Result]) -> _Result:
-        """Do `work` on a thread, which continues if the stream is ended."""
+        """Do `work` on a thread. The thread continues if the stream is ended."""
         future = await self._calls.submit(self._tenant, work)
         self._last = future
         return await asyncio.wrap_future(future)
@@ -199,7 +199,7 @@ class _Turn:
 
 
 def _begin_part(tenant_store: ServedStore, keys: list[bytes], read_leases: list[ReadLease]) -> None:
-    """Begin a load and append its read lease here, since the stream may have ended by then."""
+    """Begin a load and append its read lease, even if the stream has ended meanwhile."""
     read_leases.append(tenant_store.begin_load(keys))
 
 

@@ -44,7 +44,7 @@ from .socket_connection import SocketConnection, welcomed
 
 LOAD_BYTES = 32 * 1024**2  # of one part of a load: large, for few messages
 STORE_BYTES = 8 * 1024**2  # of one part of a store: small, for a short check at the end
-FIRST_SHARE, GROWTH = 32, 4  # the first part is a 32nd of it, each next one four times as large
+FIRST_SHARE, GROWTH = 32, 4  # the first part is 1/32 of these, each next part 4 times as large
 PINNED_SHARE = 4  # one load pins at most a quarter of the tenant store's slots
 MOST_ASKED = 16  # parts of a load that the server pins at a time
 PARTS_AHEAD = 2  # parts of a store that the server reserves at a time

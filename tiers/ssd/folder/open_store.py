@@ -115,8 +115,7 @@ def open_store(
             if note is not None and note.identity.is_same(wanted):
                 cleared_up_to = note.cleared_up_to
             elif index is None:
-                # No file says to which store these records belong; a later repair would use them
-                # all.
+                # No file says whose records these are; a later repair would use all of them.
                 directory.slot_file.unlink(missing_ok=True)
             if index is None:
                 index = SlotIndex(plan.num_slots)

@@ -240,10 +240,10 @@ def _as_users(results: Sequence[tuple[int, ChatMessage]]) -> Iterator[tuple[int,
 
 
 def as_template_sees(message: ChatMessage, form: CallForm, *, names_developer: bool) -> list[Seen]:
-    """Convert one message for the template. The content is a text, since most templates know no
-    other form, with the parts joined by line breaks. Calls have the template's form. If the
-    template shows no calls, they become part of the text; if it shows none beside a text, they
-    become a message of their own."""
+    """Convert one message for the template. The content is a text of the parts, joined by line
+    breaks: most templates know no other form. Calls have the template's form. If the template shows
+    no calls, they become part of the text; if it shows no calls beside a text, they become a
+    message of their own."""
     is_systems = message.role == "developer" and not names_developer
     content = text_of(message)
     seen: Seen = {"role": "system" if is_systems else message.role, "content": content}
@@ -382,7 +382,7 @@ class ConversationRenderer:
     """The renderer of conversations for callers without HTTP, under HTTP's default limits. `source`
     is a template in place of the model's own.
 
-    Raises ValueError if there is no template, or one that cannot be compiled.
+    Raises ValueError if there is no template, or if it cannot be compiled.
     """
 
     def __init__(self, model_path: Path, tokenizer: Tokenizer, source: str | None = None) -> None:

@@ -2,7 +2,7 @@
 """The fields of requests; replies.py has the fields of answers.
 
 Unknown fields of a request are refused. Unsupported fields of OpenAI's API or vLLM's are listed
-with their neutral values, which change nothing and which clients send by default; every other value
+with their neutral values. These change nothing, and clients send them by default; every other value
 is refused. Inside messages, tools and `stream_options` clients send fields of other servers, so
 unknown fields are ignored there: see dropped.py.
 """
@@ -52,7 +52,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
-    include_obfuscation: Any = None  # of OpenAI's service: noise that hides lengths; ignored
+    include_obfuscation: Any = None  # ignored; noise of OpenAI's service that hides lengths
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -75,7 +75,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: int | None = None
     vllm_xargs: dict[str, Any] | None = None  # vLLM's name of `extra_args`
-    extra_args: dict[str, Any] | None = None  # for logits processors of other packages
+    extra_args: dict[str, Any] | None = None  # read by logits processors of other packages
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
@@ -177,7 +177,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     request_id: str | None = None
-    user: str | None = None  # for the records of OpenAI's service; ignored
+    user: str | None = None  # ignored; OpenAI's service records it
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -232,8 +232,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None  # OpenAI's: the model's text in place of an answer
-    tool_calls: list[MadeCall] | None = None  # of the assistant
-    tool_call_id: str | None = None  # of a tool's answer: the call that it answers
+    tool_calls: list[MadeCall] | None = None  # set in messages of the assistant
+    tool_call_id: str | None = None  # the call that a tool's message answers
     # Not built: see NEUTRAL_IN_MESSAGES.
     function_call: Any = None
     audio: Any = None
@@ -252,7 +252,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None  # for the template, which may know it
+    reasoning_effort: str | None = None  # passed to the template
     tools: list[ToolDefinition] | None = None  # see tools.py
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -25,7 +25,7 @@ from ...front import Front
 from .protocol import ChatRequest, SamplingFields
 from .structured import structured_outputs_of
 
-# Checked before any work on the entries, since a body has room for millions.
+# Checked before any work on the entries: a body has room for millions of them.
 _MOST_ENTRIES = {
     "stop": (MAX_STOP_STRINGS, "strings"),
     "bad_words": (MAX_BAD_WORDS, "strings"),
@@ -69,7 +69,7 @@ def sampling_params(
     structured_outputs: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
     """The client's sampling parameters, before they are fitted to a prompt. `structured_outputs`
-    replaces those of the request. Raises ApiError, with the field's name, for an invalid value."""
+    replaces the request's own. Raises ApiError, with the field's name, for an invalid value."""
     _check_counts(request)
     if request.stop:
         front.need_tokenizer("stop", "it takes `stop_token_ids` but no `stop`")
@@ -143,8 +143,8 @@ def fit_max_tokens(
     front: Front, params: SamplingParams, num_prompt_tokens: int, *, asked: bool
 ) -> SamplingParams:
     """Fit `max_tokens` to one prompt. A value above the rest of the context is cut down, as in
-    vLLM. Raises ApiError if the client `asked` for more than the whole context or `min_tokens` does
-    not fit."""
+    vLLM. Raises ApiError if the client `asked` for more than the context or `min_tokens` does not
+    fit."""
     left = front.max_model_len - num_prompt_tokens
     if params.max_tokens <= left:
         return params

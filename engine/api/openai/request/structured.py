@@ -37,8 +37,9 @@ _SCHEMA_FIELDS = {"name", "schema", "strict", "description"}
 
 
 def structured_outputs_of(front: Front, request: SamplingFields) -> StructuredOutputsParams | None:
-    """The structured outputs of a request, from any of the fields; None without one. Raises
-    ApiError, with the field's name, for an invalid value and if two of these fields are given."""
+    """The structured outputs of a request, from any of the fields; None if no field asks for a
+    form. Raises ApiError, with the field's name, for an invalid value and if two of these fields
+    are given."""
     asked: dict[str, Mapping[str, Any]] = {}
     if request.response_format is not None:
         found = _of_response_format(request.response_format)

@@ -43,7 +43,7 @@ MAX_INLINE_POSITIONS = 512
 _encoder = msgspec.json.Encoder()
 _NO_OPTIONS = StreamOptions()
 
-UsageField = Usage | UnsetType | None  # of an event: UNSET if the request asks for no usage
+UsageField = Usage | UnsetType | None  # UNSET: the request asks for no usage
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Part:
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     routed_experts: npt.NDArray[Any] | None = None  # with the last part
-    kv_transfer_params: KvParams = UNSET  # with the last part of a choice
+    kv_transfer_params: KvParams = UNSET  # set in a choice's last part
 
     @property
     def index(self) -> int:
@@ -93,7 +93,7 @@ class Answer(ABC):
 
     @abstractmethod
     def chunk(self, parts: list[Part], usage: UsageField) -> msgspec.Struct:
-        """An event of the stream: with one part, or with none for the usage at the end."""
+        """An event of the stream, with one part; the usage at the end has no part."""
 
     def select(self, wholes: Mapping[int, TextOutput]) -> list[Generation]:
         """Select the answers that the client gets, prompt by prompt, from all that were generated.
@@ -138,7 +138,7 @@ class Answer(ABC):
         return await _encoded(parts, lambda: self.whole(parts, tally.usage()))
 
     async def _merge_outputs(self, generation: Generation, tally: Tally) -> TextOutput:
-        """Collect all outputs of a choice as one."""
+        """Collect all outputs of a choice and merge them into one output."""
         whole = TextOutput()
         texts: list[str] = []
         thoughts: list[str] = []
@@ -258,7 +258,7 @@ class Tally:
 async def run_all(
     generations: Sequence[Generation], run_one: Callable[[Generation], Awaitable[None]]
 ) -> None:
-    """Run all choices at the same time. The first failure ends the others."""
+    """Run all choices at the same time. The first failure ends the other choices."""
     if len(generations) == 1:
         await run_one(generations[0])
         return
@@ -272,7 +272,8 @@ async def run_all(
 
 
 def kv_params_of(parts: list[Part]) -> KvParams:
-    """The `kv_transfer_params` of an answer or a chunk: UNSET unless it has exactly one part."""
+    """The `kv_transfer_params` of an answer or a chunk: UNSET unless `parts` has exactly one
+    part."""
     return parts[0].kv_transfer_params if len(parts) == 1 else UNSET
 
 

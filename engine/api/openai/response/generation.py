@@ -52,7 +52,7 @@ class Task(NamedTuple):
 
     prompt: bytes
     params: SamplingParams
-    embeds: bytes = b""  # in place of the prompt's tokens
+    embeds: bytes = b""  # replace the prompt's tokens
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Generation:
     hands_over_alone: bool = False  # the only choice, handed over to another node
     thoughts: Thoughts | None = None  # None: thoughts stay in the text
     calls: CallReader | None = None  # None: calls of tools stay in the text
-    decoder: Decoder | None = None  # in place of the tokenizer
+    decoder: Decoder | None = None  # None: the tokenizer
     tool: str = ""  # the first tool that the answer has called
     has_text: bool = False  # besides thoughts and calls
 
@@ -155,8 +155,8 @@ def make_generations(
         if asked_beams is not None and not (handed is not None and handed.hand_over):
             beams, params = asked_beams
         for child in range(n):
-            # In a stream each choice needs its own prompt log-probabilities: those of the first
-            # choice may arrive later.
+            # In a stream each choice needs its own prompt log-probabilities: the first choice's may
+            # arrive later.
             with_prompt = child == 0 or bool(request.stream)
             own = child_params(params, child, with_prompt=with_prompt) if n > 1 else params
             index = place * n + child
@@ -177,8 +177,8 @@ def make_generations(
 
 
 def tenant_of(front: Front, http: HTTPConnection) -> str:
-    """The tenant of a request, from the trusted header; empty without one. Raises ApiError for
-    several tenants, and for a tenant that is too long."""
+    """The tenant of a request, from the trusted header; empty without that header. Raises ApiError
+    for several tenants, and for a tenant that is too long."""
     name = front.settings.tenant_header
     if name is None:
         return ""

@@ -58,9 +58,9 @@ def read_params(
 
 def without_routers_least(params: SamplingParams, request: SamplingFields) -> SamplingParams:
     """The parameters without a `min_tokens` of 1 that a router added. Routers that send
-    `remote_engine_id` set it for the one token of a prefill node. While it applies, no token may
-    end the answer, but the client's request may allow that; such a token would not fit the client's
-    request."""
+    `remote_engine_id` set it for the one token of a prefill node. With it no token may end the
+    answer, though the client's request may allow that. A first token chosen so would not fit the
+    client's request."""
     given = request.kv_transfer_params or {}
     is_theirs = given.get("do_remote_decode") and "remote_engine_id" in given
     if not is_theirs or (params.min_tokens, params.max_tokens) != (1, 1):

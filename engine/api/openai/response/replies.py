@@ -41,7 +41,7 @@ class Usage(msgspec.Struct):
 
 
 class PromptToken(msgspec.Struct, gc=False):
-    """A token at a position of the prompt: the prompt's own, or a likely one.
+    """A token at a position of the prompt: the prompt's own token, or a likely token.
 
     An answer may hold thousands, so the garbage collector does not track them (`gc=False`); they
     cannot be part of a cycle.
@@ -100,7 +100,7 @@ class TopLogprob(msgspec.Struct, gc=False):
 
 
 class TokenLogprob(msgspec.Struct):
-    """The chosen token, and the likeliest ones at its position."""
+    """The chosen token, and the likeliest tokens at its position."""
 
     token: str
     logprob: float
@@ -131,7 +131,7 @@ class ToolCall(msgspec.Struct):
 
 
 class FunctionDelta(msgspec.Struct):
-    """The addition of a chunk to a call; the first one has the name."""
+    """The addition of a chunk to a call; the first chunk has the name."""
 
     name: str | UnsetType
     arguments: str

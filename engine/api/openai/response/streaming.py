@@ -90,8 +90,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 @dataclass(slots=True)
 class EventStream:
-    """An ASGI answer made by `produce`, which is called once with a function that writes the data
-    of an event.
+    """An ASGI answer made by `produce`, which gets, once, a function that writes an event's data.
 
     The status line is sent with the first event, so an earlier failure has its own status. A later
     failure becomes an event with an `error`, and so does the end of the server (`ended` is done).

@@ -56,7 +56,7 @@ class CallReader:
         self._only_first = only_first
         self._ends_with_calls = ends_with_calls
         self._has_calls = False
-        self._arguments: list[str] = []  # of the last call
+        self._arguments: list[str] = []  # the arguments of the last call
 
     def read(self, output: TextOutput) -> None:
         """Move the calls in the next output from its text to its `tool_calls`."""
@@ -81,13 +81,13 @@ class ToolUse:
     """The use of tools in the answer to a request."""
 
     shown: list[Mapping[str, object]] | None = None  # the tools that the template gets
-    structured_outputs: StructuredOutputsParams | None = None  # of an answer that must call
+    structured_outputs: StructuredOutputsParams | None = None  # set if the answer must call
     make_parser: Callable[[], ToolCallParser] | None = None  # None: no calls are read
     new_id: Callable[[], str] = ToolCallParser.new_id
     only_first: bool = False
     ends_with_calls: bool = True  # False for a named choice: OpenAI ends it with `stop`
-    marks: ReasoningMarks | None = None  # of thoughts, which may show special tokens
-    decoder: Decoder | None = None  # of texts that may hold calls; None: the tokenizer
+    marks: ReasoningMarks | None = None  # around thoughts, which may show special tokens
+    decoder: Decoder | None = None  # decodes texts with calls; None: the tokenizer
 
     def reader(self) -> CallReader | None:
         """A new reader for one answer; None if no calls are read."""
@@ -133,7 +133,7 @@ def tools_of(front: Front, request: ChatRequest) -> ToolUse:
 def template_tools(
     settings: ApiSettings, tools: Sequence[ToolDefinition]
 ) -> list[Mapping[str, object]] | None:
-    """The tools in the template's form; None without any. Raises ApiError for an invalid one."""
+    """The tools in the template's form; None without any. Raises ApiError for an invalid tool."""
     if not tools:
         return None
     most, known = settings.max_tools_per_request, set()
@@ -181,7 +181,8 @@ def _is_json(text: str) -> bool:
 
 
 def _check_schema(place: str, schema: Mapping[str, Any] | None) -> None:
-    """Raise ApiError unless it describes an object; the grammar's compiler checks the rest."""
+    """Raise ApiError unless the schema describes an object; the grammar's compiler checks the
+    rest."""
     schema = without_nulls(schema or {})
     kind = schema.get("type", "object")
     if kind != "object":

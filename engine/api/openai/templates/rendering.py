@@ -38,7 +38,7 @@ class Rendering:
         return await self.template.probe.call_form(self._plain, tools=bool(self.tools))
 
     async def takes_both(self, one: str, other: str) -> bool:
-        """Whether the template shows a message of the role `other` after one of the role `one`."""
+        """Whether the template shows a message of role `other` after a message of role `one`."""
         return await self.template.probe.takes_both(self._plain, one, other)
 
     async def _prompt(self, seen: Sequence[Seen]) -> str:

@@ -34,7 +34,7 @@ _MAX_CHARACTERS_COUNTED = 20_000_000
 
 _NAME, _KEY, _VALUE = "probe_name", "probe_key", "probe_value"
 _TEXT, _RESULT = "probe text", "probe result"
-_ID = "probe000"  # with a digit after it, the form that the strictest templates take
+_ID = "probe000"  # plus one digit: the strictest templates take this form
 _TOOL = {"type": "function", "function": {"name": "probe_tool", "parameters": {"type": "object"}}}
 
 ABSENT, NULL, EMPTY = "absent", "null", "empty"
@@ -51,7 +51,7 @@ class CallForm:
     """The form in which a template takes calls, and results of tools."""
 
     is_shown: bool = True  # False: calls go as text
-    content: str = ABSENT  # of a message that has only calls: ABSENT, NULL or EMPTY
+    content: str = ABSENT  # if there are only calls: ABSENT, NULL or EMPTY
     as_text: bool = False  # arguments are a JSON text, not an object
     takes_text: bool = True  # arguments that are no object may be a text
     beside_text: bool = True  # calls are shown in a message that also has a text
@@ -71,8 +71,7 @@ class TemplateProbe:
         self._left_out: OrderedDict[bytes, frozenset[int]] = OrderedDict()
 
     async def takes_parts(self, render: Render) -> bool:
-        """Whether contents must be lists of parts: some templates (for pictures) show no plain
-        texts."""
+        """Whether contents must be lists of parts: some templates for pictures show no texts."""
         if self._takes_parts is None:
             user = {"role": "user", "content": _TEXT}
             self._takes_parts = False
@@ -81,7 +80,7 @@ class TemplateProbe:
         return self._takes_parts
 
     async def takes_both(self, render: Render, one: str, other: str) -> bool:
-        """Whether the template shows a message of role `other` after a first one of role `one`."""
+        """Whether the template shows a first message of role `one` and then one of role `other`."""
         if (one, other) not in self._takes_both:
             both = [{"role": one, "content": _NAME}, {"role": other, "content": _KEY}]
             try:
@@ -177,7 +176,7 @@ def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
 
 def _in_others(seen: Sequence[Seen]) -> set[int]:
     """The indices of messages with a part that also stands in another message: the search may have
-    found that one. Past the limit of a long conversation all further indices are returned."""
+    found that message. Past the limit of a long conversation all further indices are returned."""
     if len(seen) < 2:
         return set()
     wholes = [_whole(message) for message in seen]
@@ -276,7 +275,7 @@ async def _left_out(
 
 def _marks(message: Seen, place: int) -> Iterable[str]:
     """The marks that must be in the prompt. A text beside calls may be left out: some models never
-    saw one."""
+    saw such a text."""
     calls = message.get("tool_calls") or ()
     if calls:
         return [_mark(place, number) for number in range(1, len(calls) + 1)]
@@ -296,7 +295,7 @@ async def _find_call_form(
     question: Seen = {"role": "user", "content": "question"}
 
     async def prompt_with(content: Seen, number: int = 1, *, as_text: bool = False) -> str:
-        """The prompt with `number` calls; empty if the template refuses or leaves out one."""
+        """The prompt with `number` calls; empty if the template refuses, or leaves out a call."""
         calls, results = [], []
         for each in range(number):
             arguments = _arguments(each)

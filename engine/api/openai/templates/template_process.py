@@ -22,14 +22,14 @@ from .....tiers.processes.python_command import python_command
 from .sandbox import TemplateRefused
 from .template_worker import LENGTH, MEMORY
 
-MAX_IDLE = 4  # the number that may work at once for one template
+MAX_IDLE = 4  # as many as may work at once for one template
 # The most elapsed time, as a multiple of the processor time: on a busy machine a process waits.
 MAX_WAIT = 10
 # The time to start Python on a busy machine.
 START_SECONDS = 60.0
 _END_SECONDS = 10.0
 _MODULE = f"{__package__}.template_worker"
-_MAX_BYTES_A_CHARACTER = 12  # of JSON
+_MAX_BYTES_A_CHARACTER = 12  # JSON bytes
 _MAX_OTHER_BYTES = 1024**2
 
 
@@ -159,7 +159,7 @@ _idle: list[TemplateProcess] = []
 
 
 def take() -> TemplateProcess:
-    """Take an idle process, or start a new one. Raises OSError if none can be started."""
+    """Take an idle process, or start a new process. Raises OSError if no process can be started."""
     while True:
         with _lock:
             found = _idle.pop() if _idle else None
@@ -171,7 +171,7 @@ def take() -> TemplateProcess:
 
 
 def give_back(process: TemplateProcess) -> None:
-    """Return a process to the idle ones, or end it if it is dead or there are enough."""
+    """Return a process to the idle ones, or end it if it is dead or enough are idle."""
     with _lock:
         if process.is_alive and len(_idle) < MAX_IDLE:
             _idle.append(process)

@@ -4,7 +4,7 @@ templates for the process that started it, which asks over a socket.
 
 A template can ask for a text of gigabytes or for hours of work in one call into C, which Python
 cannot stop. The system can: beyond the memory limit an allocation fails, and beyond the time limit
-the process ends. The module imports little, since it is started again after each end.
+the process ends. The module imports little: it is started again after each end.
 
     question  {"key": …, "source": … or null, "seconds": …, "context": …, "max_characters": …}
     answer    {"text": …}, {"refused": why}, or {"broken": why} for an invalid template
