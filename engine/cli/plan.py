@@ -222,8 +222,9 @@ def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
 
 
 def _num_drafts(given: Mapping[str, Any]) -> int:
-    """The drafts of a request in a step, at most MOST_WITH_STATES."""
-    return min(given.get("num_speculative_tokens", 0), MOST_WITH_STATES)
+    """The drafts of a request in a step of a model whose layers carry states."""
+    num_drafts: int = given.get("num_speculative_tokens", 0)
+    return min(num_drafts, MOST_WITH_STATES)
 
 
 def _groups(subject: Subject) -> list[plan.Group]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Breaker: stops calls of a tier that fails, and tries it again after a pause."""
+"""Breaker: stops the calls of a failing tier, and tries the tier again after a pause."""
 
 from __future__ import annotations
 

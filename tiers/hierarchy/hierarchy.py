@@ -329,7 +329,7 @@ class Hierarchy:
             store.lease(keys, seconds, _ignore)
 
     def release_hold(self, hold: Hold) -> None:
-        """End a hold before its time. It may have ended by itself."""
+        """End a hold before its time. The hold may have ended by itself."""
         self._slab.release(hold)
 
     def stats(self) -> dict[str, TierStats]:

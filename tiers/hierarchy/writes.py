@@ -116,12 +116,12 @@ class Writes:
         self._set_alarm()
 
     def drop_all(self) -> None:
-        """When the blocks in flight have arrived, drop them all from the store."""
+        """Drop all blocks in flight from the store as soon as they have arrived."""
         for batch in self._batches:
             batch.is_wanted = False
 
     def drop_on_arrival(self, keys: Sequence[bytes]) -> None:
-        """When these blocks have arrived, drop them from the store; ignore blocks not in flight."""
+        """Drop these blocks, if they are in flight, from the store when they have arrived."""
         for batch in self._batches:
             batch.dropped.update(set(keys).intersection(batch.keys))
 

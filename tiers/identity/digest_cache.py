@@ -60,9 +60,8 @@ class DigestCache:
         return cls(Path(parent) / "stratakv" / "digests" if os.path.isabs(parent) else None)
 
     def load_digest(self, state: FileState, file_system: int = 0) -> bytes | None:
-        """Return the digest of a file in this state; None without an entry, or if the entry is
-        damaged or may be another user's. `file_system` is the file's `f_fsid`; `trusts` has allowed
-        the file."""
+        """Return the digest of a file in this state; None without a sound entry of this user.
+        `file_system` is the file's `f_fsid`; `trusts` has allowed the file."""
         if self._folder is None:
             return None
         try:

@@ -141,7 +141,7 @@ def _write_back(descriptor: int) -> tuple[bool, FileState]:
 def _in_order(
     pool: ThreadPoolExecutor, descriptor: int, starts: Iterable[int], size: int
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield length and digest of each piece. All reads have ended when the iteration has."""
+    """Yield length and digest of each piece. When the iteration ends, all reads have ended."""
     pieces: list[Future[tuple[int, bytes]]] = []
     try:
         pieces += [

@@ -250,9 +250,8 @@ def send_proven(
 ) -> list[int]:
     """Send payloads, all of one length of LEAST_BYTES or more, each followed by its tag and digest.
     `names` are joined, all of one length up to MOST_NAME_BYTES; a tag is the digest of name and
-    digest. `digests`: the expected ones, None if unknown. Zeros follow a payload that has another
-    digest; return the positions of these. Sockets and memory as in `send_payloads`. Raises
-    OSError."""
+    digest. `digests`: the expected ones, None if unknown. Payloads with other digests are followed
+    by zeros; return their positions. Sockets and memory as in `send_payloads`. Raises OSError."""
     found, count = library(), len(payloads)
     assert found is not None
     name_bytes = _length_of_one(names, count)
@@ -272,8 +271,8 @@ def send_proven(
 
 
 class _Written:
-    """Bytes that the library writes. A ctypes array would need a new type for each length, which
-    takes longer to make than many calls."""
+    """Bytes that the library writes. A ctypes array would need a new type for each length, and
+    making a type takes longer than many calls."""
 
     def __init__(self, size: int) -> None:
         self.bytes = bytearray(size)

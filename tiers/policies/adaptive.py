@@ -93,9 +93,9 @@ def take_tails_first(
     runs: Iterable[Run], count: int, may_go: Callable[[bytes], bool]
 ) -> dict[Block, None]:
     """Up to `count` blocks of the runs, the first run first; changes nothing. No block goes before
-    its followers in a chain, because these are useless without it. A block whose followers are held
-    and stay is passed over, with all blocks before it in its run. It is taken as soon as its
-    followers are taken."""
+    its followers in a chain, because the followers are useless without it. A block whose followers
+    are held and stay is passed over, with all blocks before it in its run. It is taken as soon as
+    its followers are taken."""
     taken: dict[Block, None] = {}
     if count <= 0:
         return taken

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive replacement (Megiddo and Modha, FAST 2003): recency and frequency, weighed by ghosts.
+"""Adaptive replacement (Megiddo and Modha, FAST 2003): weighs recency against frequency.
 
     evicted ── b1 ◄── t1 │ t2 ──► b2 ── evicted       t1: came once     b1, b2: names of what was
                   cold   │   cold                     t2: used again    evicted from t1, t2
@@ -10,7 +10,7 @@ the opposite. `target` is the resulting share of t1.
 Two details differ from the paper, because an owner makes room before it inserts the new key. A key
 that comes back moves the target after that eviction instead of before it. The new key breaks no tie
 between t1 and the target. Keys that the owner removes for another reason become ghosts as well.
-Ghosts never outnumber the capacity, and t1 with b1 stays within it.
+Ghosts never outnumber the capacity, and neither do t1 and b1 together.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class ProcessLock:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the lock is open and this is the process that opened it."""
+        """Whether the lock is open and this process opened it."""
         return self.descriptor >= 0 and self._owner == os.getpid()
 
     def close(self) -> None:

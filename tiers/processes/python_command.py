@@ -19,16 +19,15 @@ _VARIABLE = "PYTHONSAFEPATH"
 
 
 def python_command(*words: str, python: str | None = None) -> list[str]:
-    """The command line of `python WORDS`: of this Python, or of `python`, which is 3.11 or
-    later."""
+    """The command line of `python WORDS`. `python`: this Python, or another of 3.11 or later."""
     return [python or sys.executable, "-P", *words]
 
 
 @contextmanager
 def spawn_context() -> Iterator[SpawnContext]:
     """Yield multiprocessing's spawn context, which starts `python -c` for each child and for its
-    resource tracker. The caller starts children and makes semaphores inside the block. Only there
-    PYTHONSAFEPATH is set, so no program that this process starts later has it."""
+    resource tracker. The caller starts children and makes semaphores inside the block.
+    PYTHONSAFEPATH is set only inside the block, so programs started later do not have it."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = "1"
     try:

@@ -389,7 +389,6 @@ class ServerLink:
                 if verdict.reason == "unauthenticated":
                     said += self._settings.credentials.missing(self.address)
                 self._warn_not_used(verdict.retry, said)
-            if verdict.reason != "not_ready":
                 # Close the channel, so that the next try reads the files again: a handshake that
                 # fails because of old files looks like an absent server. A connection whose peer
                 # vanished would stay silent until its keepalive fails.

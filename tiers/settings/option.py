@@ -111,8 +111,8 @@ def setting(
 
 def options_of(kind: type, section: str, prefix: str = "") -> dict[str, Option]:
     """The options among the fields of a class, by name, in the order of declaration. A field that a
-    subclass declares anew has the place of that declaration. In a help, `{them}` becomes the
-    class's `THEM`, for fields that several classes share."""
+    subclass declares anew has its place there. In a help, `{them}` becomes the class's `THEM`, for
+    fields that several classes share."""
     table, them = {}, getattr(kind, "THEM", "")
     declared: dict[str, None] = {}
     for base in reversed(kind.__mro__):

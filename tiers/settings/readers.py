@@ -154,7 +154,7 @@ def path(called: str, value: Any) -> Path:
 
 
 def hosts(called: str, value: Any) -> tuple[str, ...]:
-    """Read names of hosts, separated by commas, into small letters; `*` is any host."""
+    """Read names of hosts, separated by commas, in small letters; `*` is any host."""
     names = texts(called, value)
     for name in names:
         if name != "*" and not _HOST.fullmatch(name):

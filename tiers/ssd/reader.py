@@ -2,7 +2,7 @@
 """Reads records into the callers' buffers, many at a time, and verifies each one.
 
 A record that differs from the expected one is a miss: its defect is counted and its entry
-forgotten. A record that cannot be read is a miss too; its entry stays only after a shortage.
+forgotten. A record that cannot be read is a miss too; its entry stays if memory was short.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _Reading:
         return again
 
     def _outcomes(self, parts: Sequence[Part], scratch: Scratch, result: Result) -> list[Outcome]:
-        """The outcomes of the leading parts that have one; a single part always has one."""
+        """The outcomes of the leading parts that were read; a single part always has an outcome."""
         try:
             if isinstance(result, Exception):
                 raise result

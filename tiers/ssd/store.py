@@ -52,8 +52,8 @@ class SsdStore(DiskStore):
     disk. "async": once the record is written; a power cut or a kill may then lose the blocks of the
     last two seconds. Neither ever serves a wrong byte.
 
-    A store of another format is set aside whole (`folder/other_formats.py`), beyond the capacity
-    and as long as the disk has room for it. The version that made it uses it again.
+    A store of another format is set aside whole (`folder/other_formats.py`), beyond the capacity,
+    while the disk has room. The version that made the store uses it again.
 
     With a `codec`, blocks whose encoding saves a page are written encoded: fewer bytes move, but no
     more blocks fit. A store of a lossless codec may be opened without a codec, and the other way

@@ -6,7 +6,7 @@ Every row must name a slot that holds the row's whole record. A whole record tha
 rows are removed, and a lost index is made again from the headers, which have key, layout and
 generation. Of two records for one key the higher generation, the later write, is taken. So an
 evicted block may come back. No index is made without the identity file, which proves that the
-records are this store's. Cleared blocks do not come back: the file has the generation of the last
+records are this store's. Cleared blocks do not come back: that file has the generation of the last
 clear. Blocks dropped by name do not either: their records are erased. No payload is ever changed.
 Sealed records are verified with their key only; without it only headers are checked, and no index
 is made.

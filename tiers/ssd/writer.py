@@ -209,7 +209,7 @@ class Writer:
         return True
 
     def _run_commit_thread(self) -> None:
-        """The second thread: ends batches whenever it is told to."""
+        """Run the second thread: end batches when the first thread asks for it."""
         while self._to_end.get():
             try:
                 self._end_written()

@@ -230,7 +230,7 @@ class BlockingQueue:
         return done
 
     def close(self) -> None:
-        """Do nothing: the queue holds nothing of the kernel."""
+        """Do nothing: the kernel holds nothing for this queue."""
 
 
 class AioQueue:

@@ -143,7 +143,7 @@ class IoLane:
         self._launch()
 
     def _launch(self) -> None:
-        """Hand the disk as many runs as it has room for. The first is submitted at once."""
+        """Hand the disk as many runs as it has room for. The first run is submitted at once."""
         unsent = RUN_BYTES
         while self._ready and self._fits(self._bytes_of(self._ready[0][2])):
             number, work, run = self._ready.popleft()

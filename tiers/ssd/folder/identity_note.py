@@ -2,8 +2,8 @@
 """The identity of a store: its layout, namespace, codec and key.
 
 The namespace in an identity is the caller's namespace, then the lossy codec and the key of the
-seal, if any. A version that knows neither takes the store for another one and does not use it; a
-store with neither keeps the caller's namespace.
+seal. A StrataKV version without these features sees another store and does not use it. A store
+without them has the caller's namespace alone.
 
 The identity is in the index and, a second time, in the file `identity`. The file has four uses. It
 tells a damaged identity in the index from another model's store. A lost index can be made again

@@ -9,7 +9,7 @@ length and order only; records are verified when they are read.
 Rows go to standard output while the pages are checked. The reader can take them at once, but only
 the exit status says that they are good:
     batch = number of rows u32 little-endian | the slots, 4 bytes each | the values, 64 bytes each
-The last batch is empty. It comes before LMDB reads everything, so that the reader can work on all
+The last batch is empty. It is sent before LMDB reads everything, so that the reader can work on all
 rows meanwhile. Exit status 0: sound, and every row was written. 1: damaged, the reason on standard
 error. 2: short of memory or descriptors; the file may be sound. Killed by a signal that reading can
 cause: damaged. PATHS are the places of LMDB. Every opening of a store waits for this process to

@@ -167,7 +167,7 @@ class IndexFile:
 
     def next_epoch(self, last: int | None) -> int:
         """Return a number below 2**32 that no earlier opening of the store had, and store it.
-        `last` is the previous number, from the identity file; None: the index has it. A new index
+        `last` is the previous number in the identity file; None: take the index's. A new index
         begins with a random number, so that it repeats no number of a lost one."""
         with self._env.begin(write=True, db=self._store) as txn:
             stored = txn.get(b"epoch", b"")

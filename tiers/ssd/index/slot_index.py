@@ -94,7 +94,7 @@ class SlotIndex:
         return bool(self._leaving)
 
     def choose_by(self, policy: EvictionPolicy) -> None:
-        """Let this empty policy choose the victims from now on. It gets all blocks by last use."""
+        """Let this empty policy choose the victims from now on. Tell it all blocks by last use."""
         policy.insert(self._keys[slot] or b"" for slot in self._recency)
         self._policy = policy
         self.learns = policy.learns
@@ -181,8 +181,8 @@ class SlotIndex:
 
     def take_dropped(self, after: int) -> list[int]:
         """Return free slots that still hold the record of a block that was forgotten by name and
-        written after that generation. The latest `_MOST_DROPPED` are known. Slots that are being
-        read now are for a later call."""
+        written after that generation. Only the latest `_MOST_DROPPED` of these are known. Slots
+        that are being read now are for a later call."""
         dropped, generations = list(self._dropped), self._generations
         there = [each for each in dropped if after < each[1] == generations[each[0]]]
         self._dropped.clear()
@@ -199,7 +199,8 @@ class SlotIndex:
         return [key for key in found if key is not None], len(self._dropped) < _MOST_DROPPED
 
     def make_room(self, count: int) -> int:
-        """Evict until `count` slots are free or will be. Return the number of evicted blocks."""
+        """Evict until `count` slots are free or will be free. Return the number of evicted
+        blocks."""
         wanted = count - self.free.count
         for slot in self._leaving:
             if wanted <= 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of slots: a list in the order of use, and the free ones."""
+"""Sets of slots: a list in the order of use, and flags of the free slots."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class SlotList:
 
 
 class FreeSlots:
-    """One byte for each of the slots 0 to `num_slots - 1`: `FREE` or 0. The lowest free slots are
-    given out first, so that many are neighbours. The search for a free byte runs at the speed of
-    memory: a batch costs one pass over the taken slots below it (30 µs for a million slots), and a
-    slot that comes back needs no sorting."""
+    """Flags, one byte for each of the slots 0 to `num_slots - 1`: `FREE` or 0. The lowest free
+    slots are given out first, so that many are neighbours. The search for a free byte runs at the
+    speed of memory: a batch costs one pass over the taken slots below it (30 µs for a million
+    slots), and a slot that comes back needs no sorting."""
 
     def __init__(self, flags: bytearray) -> None:
         self.count = flags.count(FREE)
