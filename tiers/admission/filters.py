@@ -17,7 +17,7 @@ from .reuse import ReuseFilter
 # against 0.06 ms of processor time. Not measured on a GPU.
 MIN_USES = 0.02
 SAMPLE = 8  # one stretch in so many is written
-STRETCHES = 64  # in a turnover; the shortest has MIN_STRETCH blocks
+STRETCHES = 64  # stretches in one turnover; a stretch has at least MIN_STRETCH blocks
 MIN_STRETCH = 16
 
 CAPACITIES = 4
@@ -155,7 +155,7 @@ FILTERS: Mapping[str, FilterFactory] = {
 
 
 def known_filters() -> list[str]:
-    """All names: the built-in ones, those of other packages, then those of earlier versions."""
+    """All names: built-in filters, filters of other packages, then names of earlier versions."""
     return list(dict.fromkeys([*FILTERS, *installed(ENTRY_POINTS), *ALIASES]))
 
 
@@ -170,7 +170,7 @@ def make_filter(name: str, blocks_below: int) -> AdmissionFilter:
         make: FilterFactory = point.load()
         check_filter_contract(make)
         return make(blocks_below)
-    except Exception as error:  # another package's code, at start: any error names it
+    except Exception as error:  # another package may raise any error
         raise TierConfigError(
             f"the admission filter {name} ({point.value}) cannot be used: "
             f"{type(error).__name__}: {error}"

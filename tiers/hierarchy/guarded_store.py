@@ -45,8 +45,8 @@ class Traffic:
     """The traffic of the slab with one store, in numbers since start. A *promotion* is a batch read
     from the store, a *cascade* a batch written to it. Changed by the hierarchy's thread."""
 
-    active_promotions: int = 0  # now
-    active_cascades: int = 0  # now
+    active_promotions: int = 0  # batches under way now
+    active_cascades: int = 0  # batches under way now
     # Time from the call of the store to its answer, for batches that were answered.
     promotion_seconds: Histogram = field(default_factory=lambda: Histogram(IO_SECONDS))
     promotion_failures: int = 0  # batches that broke or were late

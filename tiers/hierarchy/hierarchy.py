@@ -106,8 +106,8 @@ class Hierarchy:
 
     @property
     def num_unwritten(self) -> int:
-        """Blocks of the slab that still have to be written, for the store with the most of them: it
-        would lose them in an eviction now. A store behind an open breaker does not count."""
+        """Blocks of the slab that still have to be written, for the store with the most of them; an
+        eviction now would lose them for it. A store behind an open breaker does not count."""
         return self._write_backs.num_unwritten
 
     @property
@@ -267,8 +267,8 @@ class Hierarchy:
 
     def shared(self, keys: Sequence[bytes], *, write: bool = False) -> list[Answer]:
         """HIT if the shared store is known to have the block, PENDING if the block is on its way
-        there, else MISS. With `write`, blocks that are neither, but in the slab, are written.
-        Without a shared store the slab's answers count, if the slab is served."""
+        there, else MISS. With `write`, missing blocks that the slab has are written. Without a
+        shared store the slab's answers count, if the slab is served."""
         shared = next(((i, s) for i, s in enumerate(self._stores) if s.is_shared), None)
         if shared is None:
             served = self._slab.is_served
@@ -324,7 +324,7 @@ class Hierarchy:
 
     def ask_stores(self, keys: Sequence[bytes], seconds: float) -> None:
         """Lease these blocks, given head first, for `seconds` in each store that leases. A store
-        leases those that it has; the leases end by themselves."""
+        leases the blocks that it has; the leases end by themselves."""
         for store in self._stores:
             store.lease(keys, seconds, _ignore)
 

@@ -133,7 +133,7 @@ class Promotions:
                 promotion.dropped.add(key)
 
     def _promote(self, ticket: LoadTicket, missing: list[int]) -> None:
-        """Fill the gaps of a ticket: join promotions under way, reserve slots for the others."""
+        """Fill the gaps of a ticket: join promotions under way, reserve slots for the rest."""
         keys = ticket.keys
         joined = {i: found for i in missing if (found := self.by_key.get(keys[i])) is not None}
         fresh = [i for i in missing if i not in joined]
@@ -212,7 +212,7 @@ class Promotions:
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             store.count_fault(error)
             proofs = [None] * len(promotion.keys)
-            store.traffic.promotion_failures += not promotion.late  # a late one has been counted
+            store.traffic.promotion_failures += not promotion.late  # a late one was counted
             fault = name_of(error)
         else:
             if not promotion.late:

@@ -103,7 +103,7 @@ class WriteBack:
         return key in self._dirty or self._writes.holds(key)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Note the use of these blocks, given head first: they are written later than others."""
+        """Note the use of these blocks, given head first: they are written after other blocks."""
         if not self._dirty and not self._refused:
             return
         for key in reversed(keys):
@@ -177,7 +177,7 @@ class WriteBack:
         self.added([k for k, a in zip(newest_first, answers, strict=True) if self._may_lack(a)])
 
     def discard_dirty(self, keys: Sequence[bytes]) -> None:
-        """Write none of these blocks; drop those being written from the store when they arrive."""
+        """Write none of these blocks. Blocks being written are dropped when they have arrived."""
         for key in keys:
             self._dirty.pop(key, None)
             self._refused.discard(key)
@@ -343,7 +343,7 @@ class WriteBacks:
         return all(taken)
 
     def write_missing(self, timeout_seconds: float, mailbox: Mailbox) -> bool:
-        """Write to each store every block of the slab that it lacks; see `Hierarchy.flush`."""
+        """Write every block of the slab to each store that lacks it; see `Hierarchy.flush`."""
         deadline = time.monotonic() + timeout_seconds
         for write_back in self._all:
             write_back.recheck()

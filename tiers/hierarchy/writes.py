@@ -45,7 +45,7 @@ class Writes:
         self._slab = slab
         self._store = store
         self._breaker = store.write_breaker
-        self._alarm_at = 0.0  # the last one that was set for a deadline
+        self._alarm_at = 0.0  # the last alarm that was set for a deadline
         self._batches: list[Batch] = []
         self.num_ended = 0
         self._taken_at = 0.0  # when the store last took a batch, or the flush began
@@ -77,7 +77,7 @@ class Writes:
         return max(0, size)
 
     def start(self, keys: list[bytes], slots: list[int]) -> bool:
-        """Start to write pinned blocks. False if the store is busy; they are unpinned then."""
+        """Start to write pinned blocks. If the store is busy, unpin them and return False."""
         deadline = time.monotonic() + self._store.write_seconds
         batch = Batch(keys, deadline, is_probe=not self._breaker.allows)
         if batch.is_probe:
@@ -178,7 +178,7 @@ class Writes:
             self._store.drop(unwanted)
 
     def _fail_batch(self, batch: Batch, error: Exception) -> None:
-        self._store.traffic.cascade_failures += not batch.is_late  # a late one has been counted
+        self._store.traffic.cascade_failures += not batch.is_late  # a late batch is counted
         self._store.count_fault(error, len(batch.keys), writing=True)
         self._end_probe(batch, answered=False)
         self._has_failed = True

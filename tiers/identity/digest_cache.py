@@ -12,8 +12,8 @@ An entry holds the state of the file at that time and its digest:
         88     32  SHA-256 of the 88 bytes before
 
 A program that may write a file can set its mtime back, but not its ctime, which the kernel advances
-with each change of content. So an entry counts only if all six numbers equal those of the file now.
-An entry is written only if no later change can leave these numbers as they are: not while ctime is
+with each change of content. So an entry counts only if all six numbers are still the file's. An
+entry is written only if no later change can leave these numbers as they are: not while ctime is
 young, because its grain is up to two seconds. Entries are written and read only on file systems
 that are known to advance ctime, and not on read-only images, whose times come from their maker.
 """

@@ -160,7 +160,7 @@ class ProvenRecords:
         self._tags, self._digests = b"".join(tags), b"".join(digests)
         lengths = len(self._keys), len(self._tags), len(self._digests)
         expected = tuple(len(payloads) * size for size in (KEY_BYTES, _DIGEST_BYTES, _DIGEST_BYTES))
-        if lengths != expected:  # fields of other blocks would be read
+        if lengths != expected:  # else fields of other blocks would be read
             raise ValueError(
                 f"expected keys of {KEY_BYTES} bytes, tags and digests of {_DIGEST_BYTES}, for "
                 f"{len(payloads)} payloads {expected} in all, got {lengths}"
@@ -250,7 +250,7 @@ def send_proven(
 ) -> list[int]:
     """Send payloads, all of one length of LEAST_BYTES or more, each followed by its tag and digest.
     `names` are joined, all of one length up to MOST_NAME_BYTES; a tag is the digest of name and
-    digest. `digests`: the expected ones, None if unknown. Payloads with other digests are followed
+    digest. `digests`: expected digests, None if unknown. Payloads with other digests are followed
     by zeros; return their positions. Sockets and memory as in `send_payloads`. Raises OSError."""
     found, count = library(), len(payloads)
     assert found is not None

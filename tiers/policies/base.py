@@ -5,8 +5,8 @@ It knows no bytes, slots, pins or disks. Its owner reports keys that came, were 
 asks for the next victims. Not thread-safe: the owner calls it under its own lock.
 
 The owner may rely on this:
-- `victims` changes nothing, so the owner may take all of a list, a part of it, or none (as where
-  the list is too short and only the whole of it would help);
+- `victims` changes nothing: the owner may take the whole list, a part of it, or none of it, for
+  instance if the list is too short;
 - keys given together are ordered as given, the last one hottest.
 The owner must do this: insert each key once, and remove the keys that it evicts.
 """
@@ -36,7 +36,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Remove keys that went; unknown ones are ignored."""
+        """Remove keys that left; unknown keys are ignored."""
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
         """Learn from a prompt at `now` seconds of a monotonic clock. Its blocks are `chain`, head

@@ -32,7 +32,7 @@ from .runs import Block, Prompt, Run
 UNANNOUNCED_BLOCKS = 64
 # The model learns after so many prompts, or an eighth of the number of runs if that is more.
 LEARN_PROMPTS = 64
-# With more runs than this it samples them, so that learning takes a few milliseconds.
+# With more runs than this the model samples them, so that learning takes a few milliseconds.
 LEARN_RUNS = 4096
 
 MAX_TURN = 6
@@ -69,7 +69,7 @@ class History:
         self._cost = cost or MissCost()
         self._levels: list[int] = []  # by depth
         self._runs: OrderedDict[Run, None] = OrderedDict()
-        self._unannounced: Run | None = None  # the last one, if it is still there
+        self._unannounced: Run | None = None  # the last such run, if it still exists
         self._learn_at = LEARN_PROMPTS
 
     def record_prompt(self, chain: Sequence[bytes], now: float) -> int:
@@ -85,7 +85,7 @@ class History:
         hits = sum(1 for _ in takewhile(lambda block: block.held, matched))
         before = matched[-1].run.prompt if matched else None
         if before is not None and not before.length:
-            before = None  # no prompt announced those
+            before = None  # no prompt announced these blocks
         # A prompt that has more than half of an earlier one continues it, else it begins alike.
         goes_on = before is not None and 2 * len(matched) > before.length
         prompt = Prompt(now, len(chain), before if goes_on else None)
@@ -121,7 +121,7 @@ class History:
         self.trim_to_limit()
 
     def mark_gone(self, keys: Iterable[bytes]) -> None:
-        """Mark these blocks as no longer held by the owner; unknown ones are ignored."""
+        """Mark these blocks as no longer held by the owner; unknown keys are ignored."""
         for key in keys:
             block = self.blocks.get(key)
             if block is not None and block.held:

@@ -51,7 +51,7 @@ class _Tally:
     waited: list[float] = field(default_factory=_zeros)
 
     def count_ended(self, age: float, weight: float) -> int:
-        """Count a wait that ended at this age. Return its bin."""
+        """Count a wait that ended at this age. Return the bin of the age."""
         at = bin_of(age)
         self.ended[at] += weight
         self.waited[at] += weight * min(max(0.0, age - LOWER[at]), WIDTH[at])

@@ -110,9 +110,9 @@ def setting(
 
 
 def options_of(kind: type, section: str, prefix: str = "") -> dict[str, Option]:
-    """The options among the fields of a class, by name, in the order of declaration. A field that a
-    subclass declares anew has its place there. In a help, `{them}` becomes the class's `THEM`, for
-    fields that several classes share."""
+    """The options among the fields of a class, by name, in the order of declaration; a field that a
+    subclass declares anew counts as declared there. In a help, `{them}` becomes the class's `THEM`,
+    for fields that several classes share."""
     table, them = {}, getattr(kind, "THEM", "")
     declared: dict[str, None] = {}
     for base in reversed(kind.__mro__):
@@ -143,7 +143,7 @@ def build_settings(
     kind: type[Kind], values: Mapping[str, Mapping[str, Any]], section: str = "", **given: Any
 ) -> Kind:
     """Build the value object of a class from the values of its fields, by section: "offload.ssd"
-    has those of the object `ssd` in the object `offload`. `given` are further fields. Raises
+    has the fields of the object `ssd` in the object `offload`. `given` are further fields. Raises
     ConfigError for values that do not work together."""
     made = {**values.get(section, {}), **given}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]

@@ -149,7 +149,7 @@ def path(called: str, value: Any) -> Path:
     place = text(called, str(value) if isinstance(value, Path) else value)
     try:
         return Path(place).expanduser()
-    except RuntimeError as error:  # `~name` of no user of this machine
+    except RuntimeError as error:  # `~name` where the machine has no such user
         raise ConfigError(f"{called} takes a path, not {format_value(place)} ({error})") from error
 
 

@@ -243,7 +243,7 @@ class CpuSlab(SlabTier):
         with self._lock:
             hold = self._holds.create_hold(keys, now + seconds, now)
             known = [key for key in hold.keys if self._lookup_slot(key) is Answer.HIT]
-            self._policy.touch(reversed(known))  # so that victims are found before them
+            self._policy.touch(reversed(known))  # the search for victims meets others first
             return hold
 
     def release(self, hold: Hold) -> None:
@@ -277,7 +277,7 @@ class CpuSlab(SlabTier):
             return self._policy.victims(count, self._is_idle_and_known)
 
     def may_go_next(self, keys: KeysView[bytes], count: int) -> bool:
-        """See SlabTier. Pinned blocks are not evicted, so as many others may go in their place."""
+        """See SlabTier. Pinned blocks are not evicted, so as many other blocks may be evicted."""
         with self._lock:
             return self._policy.may_be_next(keys, count + self._stats.pinned_blocks)
 

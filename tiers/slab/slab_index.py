@@ -282,7 +282,7 @@ class SlabReader:
         if key is None:
             return
         other = self._by_key.get(key)
-        if other is not None and other.slot != slot:  # it moved; the old slot changes later
+        if other is not None and other.slot != slot:  # the block moved; its old slot changes later
             self._key_of.pop(other.slot, None)
         self._by_key[key] = _Known(slot, sequence, proof)
         self._key_of[slot] = key

@@ -214,7 +214,7 @@ class SeveralDisks(StoreTier):
         return total
 
     def close(self, timeout_seconds: float) -> None:
-        """Close all disks at the same time: a hung one takes no time from the others."""
+        """Close all disks at the same time, so that a hung disk takes no time from other disks."""
         threads = [
             threading.Thread(
                 target=store.close, args=(timeout_seconds,), name="stratakv-close-disk", daemon=True

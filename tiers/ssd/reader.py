@@ -2,7 +2,7 @@
 """Reads records into the callers' buffers, many at a time, and verifies each one.
 
 A record that differs from the expected one is a miss: its defect is counted and its entry
-forgotten. A record that cannot be read is a miss too; its entry stays if memory was short.
+forgotten. A record that cannot be read is a miss too; its entry stays after a passing shortage.
 """
 
 from __future__ import annotations

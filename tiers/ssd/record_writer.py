@@ -167,7 +167,7 @@ class RecordWriter:
     def start(self, batch: Batch) -> None:
         """Start to write the placed blocks. Never waits. Raises TierClosed after `close`."""
         slots, encodes = [entry.slot for _, entry in batch.placed], self.encoder is not None
-        with self.state.lock:  # or a run could end before it is counted
+        with self.state.lock:  # so that no run ends before it is counted
             if self._is_over:
                 raise TierClosed("the SSD tier was closed before this batch was begun")
             # The length of an encoded block is known only after the encoding.

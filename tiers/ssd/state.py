@@ -72,7 +72,7 @@ class StoreState:
             first = kind not in self.stats.errors
             self.stats.errors[kind] = self.stats.errors.get(kind, 0) + 1
         if first:
-            # Any other exception is a programming error: its traceback is logged.
+            # An exception of another kind is a programming error: its traceback is logged.
             trace = None if isinstance(error, OSError | lmdb.Error) else error
             log.warning(
                 "the SSD tier met a fault, and counts further ones: %s", error, exc_info=trace
@@ -92,7 +92,7 @@ class Job(Generic[_T]):
     answer changes `answers` and `waiting_for` together, under the lock."""
 
     answers: list[_T]
-    waiting_for: int = 0  # answers
+    waiting_for: int = 0  # answers still missing
     future: Future[list[_T]] = field(default_factory=_uncancelable_future)
     error: TierError | None = None
 

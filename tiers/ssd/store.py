@@ -43,9 +43,9 @@ class SsdStore(DiskStore):
     a power cut. A damaged part is a miss. The store belongs to one process, one layout and one
     namespace at a time. Thread-safe.
 
-    `queue_bytes` bounds the buffers that wait to be written, and separately those that wait to be
-    read; a call beyond the bound is refused. The default is 256 MiB, or four blocks if they are
-    larger. An empty queue takes any batch, however large.
+    `queue_bytes` bounds the buffers that wait to be written, and separately the buffers that wait
+    to be read; a call beyond the bound is refused. The default is 256 MiB, or four blocks if they
+    are larger. An empty queue takes any batch, however large.
 
     `io_threads` threads read and as many hash and write, each up to 16 runs of neighbours at a
     time. `durability` says when a block is acknowledged. "sync": once record and row are on the

@@ -63,7 +63,7 @@ def check_store(
     max_problems: int = 100,
     scan_timeout_seconds: float = 600.0,
 ) -> CheckResult:
-    """Read everything in the store at `path`, and with `fix` repair what can be repaired.
+    """Read everything in the store at `path`. With `fix`, repair its faults where possible.
 
     Takes the store's lock. Raises TierConfigError where there is no store, or where the store is in
     use, has another key or no key, or cannot be read or written.

@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 # of 6 GB/s was idle until the next ones came.
 BATCH_BYTES = 32 * 1024**2
 BATCH_BLOCKS = 512  # of small blocks, so that the lock is not held for long
-BATCHES_IN_FLIGHT = 6  # written, synced and committed, or about to be
+BATCHES_IN_FLIGHT = 6  # batches between their first write and their commit
 IDLE_SECONDS = 10.0  # after which the last uses are written without other rows
 
 _PAUSE_SECONDS = 1.0  # after an unexpected exception
@@ -104,7 +104,7 @@ class Writer:
         self._promises: list[_Promise] = []
         self._is_over = False
         self._batch_blocks = max(1, min(BATCH_BYTES // state.layout.page_bytes, BATCH_BLOCKS))
-        # Begun and not settled, the oldest first; changed under the lock.
+        # Batches that were begun and not settled, the oldest first; changed under the lock.
         self._flying: deque[Batch] = deque()
         self._is_ending = False  # set by the first thread, taken back by the second one
         self._to_end: SimpleQueue[bool] = SimpleQueue()  # False ends the second thread
@@ -290,7 +290,7 @@ class Writer:
         try:
             batch.placed = self._assign_slots(writes)
             if not batch.placed and self._is_late():
-                self._abandon(writes)  # the batches before them may never end
+                self._abandon(writes)  # the earlier batches may never end
                 return
             batch.failed_syncs = self._failed_syncs
             self._records.start(batch)

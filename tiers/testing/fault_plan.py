@@ -6,11 +6,11 @@ Its text form is rules with a comma between them, each CALL:KIND=VALUE:
     load:error=0.1          a tenth of the calls raise InjectedFault, or their futures do
     lookup:every=7          every seventh call raises InjectedFault
     store:busy=0.2          a fifth of the calls raise TierBusy, as from a full queue
-    load:delay=0.01..0.2    each call begins later by seconds, a range, or a mean: exp(0.05)
-    load:hang=0.01          so many futures do not end before the store is closed
-    load:miss=0.3           so many of the blocks are answered MISS, or not stored by `store`
-    store:partial=0.5       in so many batches only a leading part is done
-    load:reorder=0.5        so many completions wait until a later completion has passed them
+    load:delay=0.01..0.2    each call begins 0.01 to 0.2 s later; also 0.05, or exp(0.05) as mean
+    load:hang=0.01          a hundredth of the futures do not end before the store is closed
+    load:miss=0.3           three tenths of the blocks are answered MISS, or not stored by `store`
+    store:partial=0.5       in half of the batches only a leading part is done
+    load:reorder=0.5        half of the completions wait until a later completion has passed them
 
 `faulty_store.py` carries out the plan.
 """

@@ -195,7 +195,7 @@ class DiskQueue(Protocol):
         ended requests. A request must be under way."""
 
     def close(self) -> None:
-        """Free what the kernel holds for this queue; no request may be under way."""
+        """Free the kernel's resources for this queue; no request may be under way."""
 
 
 def open_queue(direct: int | None, buffered: int, most: int) -> DiskQueue:
@@ -234,7 +234,7 @@ class BlockingQueue:
 
 
 class AioQueue:
-    """Hands each request to the kernel; `wait_completions` collects the ended ones."""
+    """Hands each request to the kernel; `wait_completions` collects the ended requests."""
 
     is_blocking = False
 

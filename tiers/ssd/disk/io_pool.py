@@ -29,7 +29,7 @@ from .slot_file import RUN_BYTES, Scratch, SlotFile
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-GRACE_SECONDS = 1.0  # for requests under way when the time to close is over
+GRACE_SECONDS = 1.0  # extra time for requests under way at the deadline of `close`
 _MOST_LANES = 2  # lanes that may fail before the waiting shares fail too
 # Runs in hand: at most DEPTH with the disk, and as many that are prepared or finished.
 _HELD = 2 * DEPTH
@@ -72,7 +72,7 @@ class IoLane:
         self._most_bytes = most_bytes
         self._disk = slot_file.open_queue(_HELD)
         self._scratches: dict[int, Scratch] = {}
-        self._free = list(range(_HELD))  # numbers; the last one is the next to be used
+        self._free = list(range(_HELD))  # free request numbers; the last is used next
         self._waiting: deque[tuple[Work, range]] = deque()
         self._ready: deque[tuple[int, Work, range]] = deque()
         self._ready_bytes = 0
@@ -203,7 +203,7 @@ class IoPool:
         self._tokens: SimpleQueue[bool] = SimpleQueue()  # False ends a thread
         self._lane_bytes = flight_bytes // threads
         self._is_blocking = False  # set by the threads, which open the lanes
-        self._error = Exception("no I/O thread of the SSD tier has failed")  # the last one
+        self._error = Exception("no I/O thread of the SSD tier has failed")  # the last error
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
             for i in range(threads)
@@ -211,7 +211,7 @@ class IoPool:
         try:
             for thread in self._threads:
                 thread.start()
-        except RuntimeError:  # the system gives no more of them
+        except RuntimeError:  # the system gives no more threads
             self.stop_workers()
             raise
 

@@ -44,8 +44,8 @@ class Scratch:
         memory = memoryview(mmap.mmap(-1, 2 * records * ALIGNMENT))
         self._held = ctypes.c_char.from_buffer(memory)
         self.address = ctypes.addressof(self._held)  # of the header pages
-        # Address and length of each record's header page and payload; `num_laid` is the number of
-        # records that have them.
+        # Address and length of each record's header page and payload, valid for the first
+        # `num_laid` records.
         self.laid = array("Q", bytes(32 * records))
         self.num_laid = 0
         pages = [memory[i * ALIGNMENT : (i + 1) * ALIGNMENT] for i in range(2 * records)]

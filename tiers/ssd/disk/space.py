@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Divides the SSD tier's capacity between slot file and index, so that their sum is a hard bound.
 
-All that may lie on the disk is counted:
+The plan counts every file that may lie on the disk:
 
     slot file            slots * (header page + payload, padded)
     index                as large as it may ever become, allocated at once

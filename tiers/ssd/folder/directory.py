@@ -2,7 +2,7 @@
 """The directory of a store: made, checked, and locked against a second process.
 
     PATH/lock          held by flock while the store is open; holds the owner's process id
-    PATH/identity      what the store was made for
+    PATH/identity      the layout, namespace, codec and key of the store
     PATH/blocks        the slot file
     PATH/index/        the LMDB environment
     PATH/index.new/    an index that is about to replace the one in index/

@@ -35,7 +35,7 @@ import scan
 sys.exit(scan.main(sys.argv[1:]))
 """
 _MOST_ROWS_IN_BATCH = 65536
-_SLOWEST_ROWS_PER_SECOND = 20_000  # of a scan that works; a fast one does 30 times as much
+_SLOWEST_ROWS_PER_SECOND = 20_000  # of a slow scan; a fast scan reads 30 times as many
 _PIPE_BYTES = 1024**2  # the child can write on while a batch is processed
 
 

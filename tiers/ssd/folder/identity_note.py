@@ -46,7 +46,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     layout_text: str
     page_bytes: int  # payload of one record
     epoch: int  # of the last opening
-    cleared_up_to: int = 0  # the last generation that was forgotten all at once
+    cleared_up_to: int = 0  # the generation of the last clear
 
     @property
     def identity(self) -> Identity:

@@ -24,7 +24,7 @@ from . import other_formats, scan
 from .identity_note import NAME as IDENTITY
 from .identity_note import read_note
 
-_MOST_DEPTH = 3  # of a store below the folder that is searched
+_MOST_DEPTH = 3  # of a store below the searched folder
 _FILES = (IDENTITY, f"{IDENTITY}.new", "blocks")
 _FOLDERS = ("index", "index.new", "index.bad-*")
 

@@ -80,7 +80,7 @@ class OpenedStore:
     index_file: IndexFile
     epoch: int  # of this opening; no earlier one had it
     cleared_up_to: int  # the generation up to which everything is forgotten
-    note_cleared: Callable[[int], None]  # returns when the new one is on the disk; OSError
+    note_cleared: Callable[[int], None]  # returns when the new value is on the disk; OSError
     forget_other_formats: Callable[[], None]  # removes them, so that no block comes back; OSError
     is_in_place: Callable[[], bool]  # whether the path still leads here
     close: Callable[[], None]
@@ -218,8 +218,8 @@ def _choose_victims(index: SlotIndex, name: str, make: PolicyFactory) -> None:
 
 
 def _check_free_space(directory: StoreDirectory, plan: SpacePlan) -> None:
-    """Raise TierDown or TierConfigError where there is too little room. Before that, remove what
-    was set aside (a damaged index, stores of other formats) if this store needs the room."""
+    """Raise TierDown or TierConfigError if there is too little room. If needed, first remove a
+    damaged index and stores of other formats that were set aside."""
     try:
         directory.check_free_space(plan)
     except TierDown:

@@ -40,7 +40,7 @@ def kept(path: Path) -> list[Path]:
 
 def keep(path: Path, format_version: int) -> Path:
     """Move the store in `path` into the folder of its format; an earlier store there is removed. If
-    a crash interrupted the move of this store out of that folder, its files go back into it."""
+    a crash interrupted the move of this store out of that folder, its files return there."""
     folder, moving = _folder(path, format_version), _moving(path, format_version)
     if _has_index(folder) and not os.path.lexists(folder / IDENTITY) and not _has_index(path):
         for name in (_BLOCKS, IDENTITY):  # in the reverse order of `_end_bringing`

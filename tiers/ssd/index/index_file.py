@@ -33,7 +33,7 @@ import lmdb
 from ...block import KEY_BYTES
 
 DATA_FILE = "data.mdb"
-FORMAT_VERSION = 3  # 2 had records without tags
+FORMAT_VERSION = 3  # format 2 had records without tags
 SLOT_BYTES = 4
 VALUE_BYTES = 64
 
@@ -197,7 +197,7 @@ class IndexFile:
             _delete(txn, deleted)
 
     def delete(self, slots: Sequence[int]) -> None:
-        """Remove the rows of these slots; missing ones are ignored."""
+        """Remove the rows of these slots; missing rows are ignored."""
         with self._change_rows() as txn:
             _delete(txn, slots)
 

@@ -36,7 +36,7 @@ class LoadedRows:
         self.leaving = array("I")  # slots whose rows are to be removed again
         self.last_use = 0
         self._recency = recency
-        # Millions of keys and numbers hold no reference cycle, so the collector is off meanwhile.
+        # Millions of keys and numbers have no reference cycle: the garbage collector stays off.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -122,7 +122,7 @@ def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
                 places[use - first] = slot
     else:
         scatter(places, uses, range(len(uses)))
-        places[0] = unused  # the index of all slots without a use
+        places[0] = unused  # use 0 stands for all slots without a use
     order = [slot for slot in places if slot != unused]
     if len(order) == len(slots):
         return order

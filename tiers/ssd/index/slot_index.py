@@ -111,7 +111,7 @@ class SlotIndex:
         Return how many of the first blocks are kept. At most HELD_SHARE of the slots are held."""
         leading = list(takewhile(self._slots.__contains__, keys))
         held = self._holds.create_hold(leading, until, now).keys
-        self.touch(held)  # so that victims are found before them
+        self.touch(held)  # so that the search for victims meets others first
         return len(held)
 
     def coldest_slots(self, limit: int) -> list[int]:
@@ -199,8 +199,7 @@ class SlotIndex:
         return [key for key in found if key is not None], len(self._dropped) < _MOST_DROPPED
 
     def make_room(self, count: int) -> int:
-        """Evict until `count` slots are free or will be free. Return the number of evicted
-        blocks."""
+        """Evict until `count` slots are, or will be, free. Return the number of evicted blocks."""
         wanted = count - self.free.count
         for slot in self._leaving:
             if wanted <= 0:

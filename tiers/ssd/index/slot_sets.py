@@ -56,7 +56,7 @@ class SlotList:
             after[slot] = end
 
     def discard_all(self, slots: Iterable[int]) -> None:
-        """Remove the listed ones of these slots; ignore the rest."""
+        """Remove these slots from the list; ignore slots that are not listed."""
         after, before = self._after, self._before
         for slot in slots:
             behind = after[slot]
