@@ -130,7 +130,7 @@ async def _pass_events(answer: NodeAnswer, reply: Reply, headers: Headers) -> No
 
 
 async def _next_chunk(answer: NodeAnswer, events: WholeEvents) -> bytes:
-    """More of a stream, or b"" at its end. A node lost after the last event counts as the end."""
+    """More bytes of a stream, or b"" at its end; also if the node is lost after the last event."""
     try:
         return await answer.read_chunk()
     except NodeError:

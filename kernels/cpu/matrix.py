@@ -155,7 +155,8 @@ def _workspace() -> Workspace:
 def _padded(
     weights: tuple[Any, ...], biases: tuple[Tensor | None, ...], padded: int, panel: int
 ) -> Tensor | None:
-    """Biases in the panels' order, in the type of the sums."""
+    """The biases in the order of the packed weights, padded with zeros, in the type of the sums
+    (float64 for float64 weights, else float32); None if no matrix has any."""
     given = biases[: len(weights)]
     if all(bias is None for bias in given):
         return None

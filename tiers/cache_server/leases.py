@@ -149,7 +149,7 @@ class Leases(Generic[_Held]):
         return lease if lease is not None and lease.owner == owner else None
 
     def end_lease(self, lease: Lease[_Held]) -> None:
-        """End a running lease before its deadline; the caller takes back its holds."""
+        """Remove a lease from the table. The caller releases what the lease held."""
         del self._leases[lease.number]
         self._owned[lease.owner] -= 1
         if len(self._deadlines) > 2 * len(self._leases) + _STALE_DEADLINES:

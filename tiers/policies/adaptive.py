@@ -195,7 +195,8 @@ class AdaptivePolicy(EvictionPolicy):
         return self._choose(count, may_evict, limit)
 
     def _choose(self, count: int, may_evict: Callable[[bytes], bool], limit: float) -> list[bytes]:
-        """Up to `count` blocks of runs that are worth less than `limit`."""
+        """The keys of up to `count` blocks, from runs (blocks last used by one prompt, which age
+        together) that are worth less than `limit`."""
         taken = take_tails_first(self._runs(limit), count, may_evict)
         chosen = [block.key for block in taken]
         if limit == inf and len(chosen) < count:

@@ -135,9 +135,9 @@ class Reader:
 
 
 class _Reading:
-    """A batch of parts, in the order of their slots. Neighbours are read at once. Parts that this
-    read did not bring are read again one by one, so that a bad sector or the end of a truncated
-    file costs the neighbours nothing."""
+    """A batch of parts, in the order of their slots. Parts in neighbouring slots are read in one
+    call. Parts that this read did not bring are read again one by one, so that a bad sector or the
+    end of a truncated file costs the neighbours nothing."""
 
     def __init__(self, reader: Reader, ordered: Sequence[Part]) -> None:
         self._reader = reader

@@ -65,7 +65,6 @@ class FaultyStore(ForwardingStore):
     """`inner` with the faults of `plan`, which may be replaced at any time. Thread-safe. Owns the
     store: `close` closes it. The same seed and calls give the same faults. Counts each fault in
     `stats().errors`, as `injected_<call>_<kind>`.
-    Counts each fault in `stats().errors`, as `injected_<call>_<kind>`.
     """
 
     def __init__(self, inner: StoreTier, plan: FaultPlan, *, seed: int = 0) -> None:

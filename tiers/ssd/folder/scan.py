@@ -12,8 +12,8 @@ the exit status says that they are good:
 The last batch is empty. It is sent before LMDB reads everything, so that the reader can work on all
 rows meanwhile. Exit status 0: sound, and every row was written. 1: damaged, the reason on standard
 error. 2: short of memory or descriptors; the file may be sound. Killed by a signal that reading can
-cause: damaged. PATHS are the places of LMDB. Every opening of a store waits for this process to
-start, so it imports no module of this project and few others.
+cause: damaged. PATHS become `sys.path`, where the Python package `lmdb` is. Every opening of a
+store waits for this process to start, so it imports no module of this project and few others.
 
 Page: pgno u64, pad u16, flags u16, lower u16, upper u16, offsets of nodes u16 each, ... nodes.
 Node: low u16, high u16, flags u16, key size u16, key, data. In a leaf low|high is the data size;
