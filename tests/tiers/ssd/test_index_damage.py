@@ -344,9 +344,14 @@ def test_a_damaged_index_of_a_larger_store_is_not_kept(damaged: Path) -> None:
     assert all(size <= (damaged / "index" / "data.mdb").stat().st_size for size in kept)
 
 
-def test_a_scan_has_a_time_limit(pristine: Path) -> None:
-    with pytest.raises(OSError, match=r"stood still for 0\.0001 seconds"):
-        find_damage(pristine / "index", 0.0001)
+def test_a_scan_has_a_time_limit(
+    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = tmp_path / "scan.py"
+    hanging.write_text("import time; time.sleep(600)\n")
+    monkeypatch.setattr(guard, "_SCAN", hanging)
+    with pytest.raises(OSError, match=r"stood still for 0\.05 seconds"):
+        find_damage(pristine / "index", 0.05)
 
 
 def test_a_scan_that_is_killed_means_damage(
