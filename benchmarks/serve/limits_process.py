@@ -186,7 +186,7 @@ class Matrices:
 
 
 class Works:
-    """All works, by name."""
+    """The works, by name."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         """Raises WrongWork without the compiled kernels."""

@@ -128,7 +128,7 @@ def _path_of(model: HostModel) -> Path | None:
 
 
 def _files(path: Path) -> list[Path]:
-    """All files of the model except hidden ones and pages of text, sorted by name."""
+    """The files of the model except hidden ones and pages of text, sorted by name."""
     if path.is_file():
         return [path]
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One direction of the CUDA device: a stream, a thread that queues copies, one that ends them.
+"""A direction of the CUDA device: a stream, a thread that queues copies, one that ends them.
 
     copy ─┬─ small, and its events are in streams ──► queued in CUDA by the caller ──────────┐
           └─ else ──► the first thread waits for events outside streams, queues it ──────────┤

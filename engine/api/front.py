@@ -110,7 +110,7 @@ class Front:
         max_tokens: int | None = None,
         param: str = "prompt",
     ) -> list[bytes]:
-        """Each prompt as int32 bytes. `truncate_to` keeps only that many last tokens of a prompt;
+        """The prompts as int32 bytes. `truncate_to` keeps only that many last tokens of a prompt;
         -1 keeps as many as fit beside an answer of `max_tokens`. All prompts are checked first."""
         keep_last = self._num_kept_tokens(truncate_to, max_tokens)
         prompts = as_list(prompt, param)

@@ -290,7 +290,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """All settings of the engine core."""
+    """The settings of the engine core."""
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)

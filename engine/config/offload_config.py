@@ -123,7 +123,7 @@ class OffloadConfig(TierSettings):
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """All tiers below the pool, by their names in metrics and answers."""
+        """The tiers below the pool, by their names in metrics and answers."""
         return (*self.tiers[:1], *self.store_names)
 
     def _read_peers(self) -> None:

@@ -164,7 +164,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True):
-    """All outputs of a step, in one message."""
+    """The outputs of a step, in one message."""
 
     outputs: list[TokenOutput]
     num_failed_steps: int = 0  # failed since the worker's last good step

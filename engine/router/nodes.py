@@ -139,7 +139,7 @@ class LeastLoaded(Choice):
 
 
 class Nodes:
-    """All nodes, with their health checks. Belongs to one event loop."""
+    """The nodes, with their health checks. Belongs to one event loop."""
 
     def __init__(
         self,

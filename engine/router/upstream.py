@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTTP/1.1 request to a node and its answer, read as fast as the client takes it.
+"""An HTTP/1.1 request to a node and its answer, read as fast as the client takes it.
 
 Every request has a connection of its own. So a request never gets a connection that the node has
 just closed, and an early close tells the node that the client no longer waits.
@@ -101,7 +101,7 @@ class NodeAnswer:
         return ""
 
     async def read_chunk(self) -> bytes:
-        """All bytes that have come, or b"" after the end. Raises NodeLost or NodeSlow."""
+        """The bytes that have come, or b"" after the end. Raises NodeLost or NodeSlow."""
         chunk = bytearray()
         while not self._connection.is_finished:
             event = self._connection.ready_event() if chunk else await self._connection.read_event()

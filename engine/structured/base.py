@@ -37,7 +37,7 @@ _MOST_FORCED = 64
 
 
 class GrammarError(ValueError):
-    """This grammar cannot be followed. The text gives the reason, and the position if known."""
+    """A grammar cannot be followed. The text gives the reason, and the position if known."""
 
 
 class NotNow(GrammarError):

@@ -155,7 +155,7 @@ FILTERS: Mapping[str, FilterFactory] = {
 
 
 def known_filters() -> list[str]:
-    """All names: built-in filters, filters of other packages, then names of earlier versions."""
+    """The names: built-in filters, filters of other packages, then names of earlier versions."""
     return list(dict.fromkeys([*FILTERS, *installed(ENTRY_POINTS), *ALIASES]))
 
 

@@ -154,7 +154,7 @@ class TenantStoreWatch:
 
 
 class Watches:
-    """All watchers of a server, at most `limits.max_watchers`; each tenant has a share of them.
+    """The watchers of a server, at most `limits.max_watchers`; each tenant has a share of them.
     Belongs to one event loop."""
 
     def __init__(

@@ -44,7 +44,7 @@ DEFAULT_SSD_POLICY = LRU
 
 
 def known_policies() -> list[str]:
-    """All names: the built-in policies, then the policies of other packages."""
+    """The names: the built-in policies, then the policies of other packages."""
     return list(dict.fromkeys([*POLICIES, *installed(ENTRY_POINTS)]))
 
 

@@ -170,8 +170,9 @@ class PeerTier(StoreTier):
             watch.close()
 
     def _divided(self, keys: Sequence[bytes]) -> list[tuple[_Peer, list[int]]]:
-        """Each engine with the positions of the keys to load from it. The engine that has the most
-        of the keys loads all it has, then the engine that has the most of the remaining keys."""
+        """The engines, each with the positions of the keys to load from it. The engine that has the
+        most of the keys loads all it has, then the engine that has the most of the remaining
+        keys."""
         believed = [
             (peer, {i for i, a in enumerate(peer.link.presence.answers(keys)) if a is Answer.HIT})
             for peer in self._peers

@@ -326,7 +326,7 @@ class RemoteStore(StoreTier):
         server.stores.submit_call(call).add_done_callback(ended)
 
     def _divided(self, keys: Sequence[bytes]) -> list[tuple[_Server, Sequence[int]]]:
-        """Each server that owns some of `keys`, with the positions of these keys."""
+        """The servers, each of which owns some of `keys`, with the positions of these keys."""
         if len(self._servers) == 1:
             return [(self._servers[0], range(len(keys)))] if keys else []
         places: list[list[int]] = [[] for _ in self._servers]

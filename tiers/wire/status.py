@@ -64,7 +64,7 @@ class NoDisk(ServiceError):
 
 
 class ReadOnly(ServiceError):
-    """This server only loads blocks; it neither stores nor deletes them."""
+    """The server only loads blocks; it neither stores nor deletes them."""
 
 
 class TooLate(ServiceError):

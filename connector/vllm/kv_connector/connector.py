@@ -165,7 +165,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
             self._role_in_scheduler.allocated(request, block_ids, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """All groups: vLLM need not clear their new blocks. Called since vLLM 0.32."""
+        """The ids of all groups: vLLM need not clear their new blocks. Called since vLLM 0.32."""
         return tuple(range(self._role_in_scheduler.num_groups))
 
     def get_external_cache_hit_sources(

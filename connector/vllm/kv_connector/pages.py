@@ -50,7 +50,8 @@ class PagePart:
         return self.offset + (len(self.layers) - 1) * self.layer_stride + self.page_bytes
 
     def places(self) -> list[tuple[int, int, int]]:
-        """Each layer's page: its start in block 0, its bytes, and the step to the next block."""
+        """The page of each layer: its start in block 0, its bytes, and the step to the next
+        block."""
         starts = [self.offset + i * self.layer_stride for i in range(len(self.layers))]
         return [(start, self.page_bytes, self.block_stride) for start in starts]
 

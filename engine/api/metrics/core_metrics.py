@@ -203,7 +203,7 @@ class CoreCollector(Collector):
 
 
 def _buckets(histogram: CoreStats) -> list[tuple[str, float]]:
-    """Each bound with the number of observations up to that bound. The last bound is +Inf."""
+    """The bounds, each with the number of observations up to that bound. The last bound is +Inf."""
     buckets = []
     so_far = 0
     for bound, count in zip([*histogram["bounds"], "+Inf"], histogram["counts"], strict=True):

@@ -105,7 +105,7 @@ class Metrics:
         self.by_source.labels(*self.label_values, COMPUTED)
 
     def exposition(self) -> bytes:
-        """All metrics in Prometheus's text format."""
+        """The metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:

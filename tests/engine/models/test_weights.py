@@ -70,7 +70,7 @@ def test_tied_embeddings_share_memory(directory):
 
 @pytest.mark.regression
 def test_x12_a_head_that_differs_from_tied_embeddings_is_used(directory, caplog):
-    """As in transformers 5, whose test is `test_exact_with_a_head_of_its_own`."""
+    """transformers 5 does the same: tests/test_families.py compares answers with it."""
     directory.write_config(tie_word_embeddings=True)
     directory.write_single()
     weights = load(directory)

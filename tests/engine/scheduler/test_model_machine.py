@@ -158,7 +158,7 @@ class Life:
         self.tiers.kept[name + group_suffix(group)] = [salted(state, group) for state in held]
 
     def keep_states(self, name: bytes) -> None:
-        """Those behind a block, of which each piece tells the last token."""
+        """The states behind a block; each piece tells the last token."""
         last = self.engine.names[name][-1]
         for group in self.state_groups:
             self.tiers.kept[name + group_suffix(group)] = [salted(last, group)] * SIZE

@@ -70,7 +70,7 @@ class Quota:
 
 
 class Tenants:
-    """All tenants of a server. Raises TierConfigError if two share a name or a credential."""
+    """The tenants of a server. Raises TierConfigError if two share a name or a credential."""
 
     def __init__(self, tenants: Sequence[Tenant]) -> None:
         if not 1 <= len(tenants) <= MAX_TENANTS:

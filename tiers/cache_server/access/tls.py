@@ -39,7 +39,7 @@ class TlsFiles:
     client_ca: Path | None = None
 
     def ends_at(self) -> dict[Path, datetime]:
-        """Each file that holds certificates, with their earliest end. Raises TierConfigError."""
+        """The files that hold certificates, with their earliest end. Raises TierConfigError."""
         files = {self.cert: "--tls-cert"}
         if self.client_ca is not None:
             files[self.client_ca] = "--tls-client-ca"

@@ -161,7 +161,7 @@ class StoreDirectory:
                 )
 
     def _ours(self) -> Iterator[Path]:
-        """All existing paths under the store's names."""
+        """The existing paths under the store's names."""
         for name in ("lock", "identity", "identity.new", "blocks", *_FOLDERS):
             yield from self.path.glob(name)
         for name in _FOLDERS:

@@ -122,7 +122,7 @@ def _search(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _ours(path: Path, *, contents: bool = True) -> list[Path]:
-    """All existing paths under a store's names but the lock."""
+    """The existing paths under a store's names but the lock."""
     found = [path / name for name in _FILES if os.path.lexists(path / name)]
     for pattern in _FOLDERS:
         for folder in path.glob(pattern):
