@@ -13,7 +13,7 @@ from ..checkpoint.files import check_directory, is_there
 from ..checkpoint.foreign_directory import explain_no_config
 from ..checkpoint.generation_config import GENERATION_CONFIG
 from ..checkpoint.json_fields import JsonFields, read_json
-from ..families import ARCHITECTURES, FAMILIES, TEXT_PARTS, Family, Norms
+from ..families import ARCHITECTURES, FAMILIES, Family, Norms
 from ..model_spec import ModelSpec, Scales
 from .expert_spec import EXPERT_KEYS, ExpertSpec, parse_experts
 from .layer_parts import parse_layer_parts
@@ -30,6 +30,7 @@ from .rope_spec import (
     turning_size,
 )
 from .state_layers import parse_states
+from .text_parts import TEXT_PARTS
 
 # Keys of a config.json that can change a model's numbers in unsupported ways, each with the values
 # that have no effect; an absent or null key has none. Other values are refused with the name of the

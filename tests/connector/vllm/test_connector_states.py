@@ -26,7 +26,8 @@ from stratakv.connector.vllm.settings import HOST
 from ...tiers.cache_server.rig import server_process
 from .fake_connector_host import PAGE_BYTES, ConnectorHost, kv_cache_config, newest, vllm_config
 from .fake_pool import BLOCK, FullAttentionSpec, MambaSpec, SlidingWindowSpec
-from .fake_scheduler import Request, Vllm
+from .fake_request import Request
+from .fake_scheduler import Vllm
 from .test_connector import prompt, push_out, stats_of, wait_for, with_ssd
 from .test_connector_parts import FULL, MAMBA_2, MODELS, SLAB, SLIDING, STATES, make
 

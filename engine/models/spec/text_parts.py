@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TextPart: models with other parts than text, of which the text part alone is served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """The text part of a model with other parts; only this part is served. Its config.json is under
+    `text_config`, and its tensors have a prefix (`checkpoint/tensor_shapes.py`)."""
+
+    model_type: str  # of the whole model
+    architectures: tuple[str, ...]  # rows of FAMILIES; the first if text_config names none
+
+
+TEXT_PARTS: Mapping[str, TextPart] = {
+    "Gemma3ForConditionalGeneration": TextPart("gemma3", ("Gemma3ForCausalLM",)),
+    "Mistral3ForConditionalGeneration": TextPart(
+        "mistral3", ("MistralForCausalLM", "Ministral3ForCausalLM")
+    ),
+    "Qwen3_5ForConditionalGeneration": TextPart("qwen3_5", ("Qwen3_5ForCausalLM",)),
+    "Qwen3_5MoeForConditionalGeneration": TextPart("qwen3_5_moe", ("Qwen3_5MoeForCausalLM",)),
+}
