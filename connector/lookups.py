@@ -70,7 +70,9 @@ class Lookups:
         prefix = lookup.prefix
         num_found = max(len(prefix.tiers), prefix.num_found)
         known = 0 if self._parts.has_windows else num_found * self._width
-        unknown = [*lookup.keys[known:], *self._parts.first_state_keys(lookup.keys)]
+        unknown = lookup.keys[known:]
+        if self._parts.num_state_keys:
+            unknown = [*unknown, *self._parts.first_state_keys(lookup.keys)]
         is_asked = bool(unknown) and self._hierarchy.prefetch_lookup(unknown, offload.context)
         if is_asked or lookup.prefix.asked:
             if offload.unanswered is None:

@@ -98,9 +98,7 @@ class Parts:
 
     def first_state_keys(self, keys: Sequence[bytes]) -> list[bytes]:
         """The key of the first piece of states behind each position, the last position first.
-        `keys` are those of the positions' parts."""
-        if not self._state_suffixes:
-            return []
+        `keys` are those of the positions' parts. Raises IndexError for a model without states."""
         suffix = self._state_suffixes[0]
         return [key[:DIGEST_BYTES] + suffix for key in keys[:: -self.width]]
 

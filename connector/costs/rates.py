@@ -115,7 +115,7 @@ class ReadTimes:
                 # At `_looked` the load was still under way.
                 self._learn(watched, self._looked - watched.began, now - watched.began)
             if watched.let_go:
-                self._hierarchy.end_load(watched.ticket)
+                self.let_go(watched.ticket)
         self._looked = now
 
     def _learn(self, watched: _Watched, at_least: float, at_most: float) -> None:

@@ -325,10 +325,12 @@ class Scheduler:
                 self._running.add_drafts(step)
                 if self.speculation.looks_ahead:
                     self._running.add_room(step)
-        step.save_states()
+        checkpoints = self.manager.states
+        if checkpoints is not None:
+            step.save_states(checkpoints)
         evicted = pool.take_evicted()
-        if evicted and self.manager.states is not None and self.connector.has_tiers:
-            self.manager.states.offer_beside(evicted)
+        if evicted and checkpoints is not None and self.connector.has_tiers:
+            checkpoints.offer_beside(evicted)
         meta = self._exchange.build_meta(evicted)
         output = step.build_output(
             states.finished_ids, states.preempted_ids, meta, self._last_failed_id

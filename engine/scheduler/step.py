@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ...connector.messages import ConnectorMetadata
 from ..cache.kv_block import BlockIds, GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
-from ..cache.state_checkpoints import StateSave
+from ..cache.state_checkpoints import StateCheckpoints, StateSave
 from ..request.request import Request, RequestStatus
 from .output import CachedRequestData, NewRequestData, SchedulerOutput
 from .speculation import Speculation
@@ -162,11 +162,8 @@ class StepBuilder:
         self.num_used_states += num_used
         return num_tokens
 
-    def save_states(self) -> None:
+    def save_states(self, states: StateCheckpoints) -> None:
         """Plan the checkpoints of this step, after all entries have their blocks."""
-        states = self.manager.states
-        if states is None:
-            return
         spare = self.num_spare_states
         for entry in self.entries:
             # Tokens after the first draft are not certain.

@@ -202,10 +202,10 @@ class History:
     def _drop_if_empty(self, run: Run) -> None:
         if not run.blocks:
             self.queues.unlink(run)
-        if not run:
-            self._runs.pop(run, None)
-            if run is self._unannounced:
-                self._unannounced = None
+            if not run.gone:
+                self._runs.pop(run, None)
+                if run is self._unannounced:
+                    self._unannounced = None
 
     def _class_of(self, prompt: Prompt, sharers: int) -> Class:
         """The class of blocks in a prompt: by `sharers`, the number of other conversations that
