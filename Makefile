@@ -36,7 +36,7 @@ OTHER_TRITON := build/tritons/3.6.0
 
 PACKAGES := benchmarks connector engine kernels proto tiers
 
-.PHONY: help env demo test tritons test-vllm check lint format names proto bench dist clean
+.PHONY: help env demo test tritons test-vllm check lint format names proto pages bench dist clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -88,6 +88,9 @@ names: ## links in build/names, for type checkers and editors
 
 proto: $(STAMP) ## generate the code of proto/v1/*.proto again
 	$(BIN)/python tools/generate_proto.py
+
+pages: $(STAMP) ## write the tables of flags in docs/commands from the code
+	$(BIN)/python tools/command_pages.py
 
 bench: $(STAMP) ## a benchmark in its full form; BENCH=name, BENCH_ARGS=options
 	$(BIN)/stratakv bench $(BENCH) --out build/bench/$(BENCH) $(BENCH_ARGS)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import msgspec
@@ -25,8 +26,8 @@ from stratakv.engine.api.openai.request.protocol import (
     EmbeddingRequest,
     SamplingFields,
 )
-from stratakv.engine.cli import bench, cache_server, config, doctor, generate, route, serve
-from stratakv.engine.cli.args import Parser, log_level
+from stratakv.engine.cli import cache_server, config, generate, serve
+from stratakv.engine.cli.args import Parser
 from stratakv.engine.config.engine_options import EMBEDDED_MODEL, OPTIONS
 from stratakv.engine.config.resolve import (
     CACHE_SERVER_PREFIX,
@@ -37,13 +38,12 @@ from stratakv.engine.config.resolve import (
 from stratakv.engine.config.schema import SCHEMA, variable_of
 from stratakv.engine.config.server_options import SERVER_OPTIONS
 from stratakv.engine.config.vllm_aliases import ALIASES
-from stratakv.engine.router.router_settings import ROUTER_OPTIONS
 from stratakv.tiers.cache_server.access.tenants import read_tenants
 from stratakv.tiers.settings import readers
 from stratakv.tiers.settings.option import flag_of
 from stratakv.tiers.settings.values import ConfigError
 
-from .pages import read_command_pages
+from .pages import ROOT, read_command_pages
 
 ENGINE_FLAGS = {flag_of(name) for name in OPTIONS}
 SERVER_FLAGS = {flag_of(name) for name in SERVER_OPTIONS}
@@ -73,65 +73,75 @@ def _parser_of(command: Any) -> Parser:
     return parser
 
 
-def _flags(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Flag → default, for all but --help and the negative forms."""
+def _flags(parser: argparse.ArgumentParser) -> set[str]:
+    """All flags but --help and the negative forms."""
     return {
-        action.option_strings[0]: action.default
+        action.option_strings[0]
         for action in parser._actions
         if action.option_strings and action.dest != "help"
     }
 
 
-def _shown(default: Any) -> str:
-    """A default as the tables write it."""
-    return ("on" if default else "off") if isinstance(default, bool) else f"`{default}`"
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "tools"))
+        return importlib.import_module("command_pages")
 
 
-def _is_default(cell: str, name: str) -> bool:
-    """Values have backticks; words and the states of a switch have none."""
-    text = SCHEMA[name].default_text
-    return cell in (text, f"`{text}`")
+def test_tables_of_flags_are_those_of_the_code(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_behind = tool.main(["--check"])
+    assert not is_behind, f"`make pages` writes these rows:\n{capsys.readouterr().out}"
 
 
-def test_flags_of_serve() -> None:
-    table = _tables()["stratakv serve"]
-    assert list(table) == [flag_of(name) for name in SERVER_OPTIONS], "in the order of --help"
-    assert all(_is_default(table[flag_of(name)][0], name) for name in SERVER_OPTIONS)
+def test_what_has_changed_in_the_code_is_written(tool: ModuleType) -> None:
+    """A new flag, one that is gone, another default and another order; words of the page stay."""
+    heading, row = "stratakv x", tool.Row
+    page = tool.written(
+        f"## {heading}\n\n{tool.HEADER}\n|---|---|---|---|\n"
+        "| `--gone` | none | text | what it was |\n"
+        "| `--kept` | the model's | [links](a.md) | told at length |\n"
+        "| `--other` | `3` | tokens | counted |\n\n| flag | here |\n|---|---|\n| `--x` | y |\n",
+        {
+            heading: [
+                row("--other", "`4`", "N", "of the code"),
+                row("--kept", "", "WORD", "of the code"),
+                row("--new", "", "N", "of the code"),
+            ]
+        },
+    )
+    assert page.splitlines()[4:] == [
+        "| `--other` | `4` | tokens | counted |",
+        "| `--kept` | the model's | [links](a.md) | told at length |",
+        "| `--new` | none | N | of the code |",
+        "",
+        "| flag | here |",
+        "|---|---|",
+        "| `--x` | y |",
+    ]
+
+
+def test_a_page_behind_the_code_is_found(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for page in tool.PAGES.glob("*.md"):
+        text = page.read_text().replace("| `--block-size` | `16` |", "| `--block-size` | `32` |", 1)
+        (tmp_path / page.name).write_text(text)
+    monkeypatch.setattr(tool, "PAGES", tmp_path)
+    assert tool.main(["--check"]) == 1
+    assert "- | `--block-size` | `32` |" in capsys.readouterr().out
+
+
+def test_every_flag_has_a_row() -> None:
+    """The tables that `serve` and `generate` share, and the flags that stand elsewhere."""
     shared = ENGINE_FLAGS | ALIAS_FLAGS | {"--config"}
-    assert _flags(_parser_of(serve)).keys() == table.keys() | shared
-
-
-def test_flags_of_generate() -> None:
-    flags = _flags(_parser_of(generate))
-    assert flags.keys() >= ENGINE_FLAGS
-    engine_aliases = {flag_of(name) for name, alias in ALIASES.items() if not alias.is_server}
-    own = flags.keys() - ENGINE_FLAGS - engine_aliases - {"--config"}
-    assert _tables()["stratakv generate"].keys() == own
-    for flag in own:
-        if flags[flag] not in (None, argparse.SUPPRESS, []):
-            assert _tables()["stratakv generate"][flag][0] == _shown(flags[flag]), flag
-    level = log_level(_parser_of(generate).parse_all([]))
-    assert _tables()["stratakv generate"]["--log-level"][0] == f"`{level}`"
-
-
-def test_flags_of_the_cache_server() -> None:
-    table = _tables()["stratakv cache-server"]
-    own = [*(flag_of(name) for name in cache_server.OPTIONS), "--config", "--new-token"]
-    assert list(table) == own, "in the order of the options"
-    assert _flags(_parser_of(cache_server)).keys() == set(own)
-    for name in cache_server.OPTIONS:
-        text = cache_server.OPTIONS[name].default_text
-        assert table[flag_of(name)][0] in (text, f"`{text}`"), name
-
-
-def test_flags_of_the_router() -> None:
-    table = _tables()["stratakv route"]
-    own = ["--decode", "--prefill", *(flag_of(name) for name in ROUTER_OPTIONS)]
-    assert list(table) == own, "in the order of --help"
-    assert _flags(_parser_of(route)).keys() == set(own)
-    for name in ROUTER_OPTIONS:
-        text = ROUTER_OPTIONS[name].default_text
-        assert table[flag_of(name)][0] in (text, f"`{text}`"), name
+    assert _flags(_parser_of(serve)) == _tables()["stratakv serve"].keys() | shared
+    aliases = {flag_of(name) for name, alias in ALIASES.items() if not alias.is_server}
+    own = _tables()["stratakv generate"].keys()
+    assert _flags(_parser_of(generate)) == own | ENGINE_FLAGS | aliases | {"--config"}
 
 
 def test_the_example_of_tenants() -> None:
@@ -143,7 +153,7 @@ def test_the_example_of_tenants() -> None:
 def test_flags_of_config() -> None:
     parser = Parser(prog="probe")
     config.add_show_arguments(parser)
-    own = _flags(parser).keys() - _flags(_parser_of(serve)).keys()
+    own = _flags(parser) - _flags(_parser_of(serve))
     commands = _tables()["Configuration"]
     assert list(commands) == [
         "stratakv config show", "stratakv config check FILE", "stratakv config vllm",
@@ -152,17 +162,6 @@ def test_flags_of_config() -> None:
     assert set(re.findall(r"`(--\S+)`", commands["stratakv config show"][0])) == {
         "--config", *own,
     }  # fmt: skip
-
-
-def test_flags_of_doctor() -> None:
-    parser, shared = Parser(prog="probe"), Parser(prog="probe")
-    doctor.add_vllm_arguments(parser)
-    config.add_vllm_arguments(shared)
-    own = _flags(parser).keys() - _flags(shared).keys()
-    assert _tables()["stratakv doctor vllm"].keys() == own
-    host = Parser(prog="probe")
-    doctor.add_host_arguments(host)
-    assert _tables()["stratakv doctor"].keys() == _flags(host).keys()
 
 
 def test_spellings_of_vllm() -> None:
@@ -234,32 +233,6 @@ def test_the_example_file(tmp_path: Path) -> None:
     path.write_text(example)
     given = read_config_settings(path).given
     assert given["kv_offload"].value == ("cpu", "ssd")
-
-
-def test_defaults_of_sampling() -> None:
-    params = generate._sampling_params(_parser_of(generate).parse_all(["--prompt", "x"]))
-    for name in generate._SAMPLING:
-        cell = _tables()["stratakv generate"][flag_of(name)][0]
-        value = getattr(params, name)
-        assert cell == ("none" if value is None else f"`{value:g}`"), name
-
-
-def test_flags_of_the_engine() -> None:
-    table = _tables()["Engine"]
-    assert list(table) == [flag_of(name) for name in OPTIONS], "in the order of --help"
-    for name in OPTIONS:
-        assert _is_default(table[flag_of(name)][0], name), name
-
-
-@pytest.mark.parametrize("name", bench.BENCHMARKS)
-def test_flags_of_a_benchmark(name: str) -> None:
-    module = importlib.import_module(bench.BENCHMARKS[name], bench.__package__)
-    flags = _flags(_parser_of(module))
-    table = _tables()[f"stratakv bench {name}"]
-    assert table.keys() == flags.keys() | {"--quick", "--out"}
-    for flag, default in flags.items():
-        if default is not None:
-            assert table[flag][0] == _shown(default), flag
 
 
 def test_routes() -> None:

@@ -139,8 +139,11 @@ def test_a_last_part_may_be_empty(model: Path) -> None:
             check_nothing_left(core)
 
 
-@pytest.mark.parametrize("tiers", [{}, {"kv_offload": "cpu", "kv_offload_cpu_bytes": "8MiB", "kv_offload_load": "always"}],
-                         ids=["pool", "cpu"])  # fmt: skip
+@pytest.mark.parametrize(
+    "tiers",
+    [{}, {"kv_offload": "cpu", "kv_offload_cpu_bytes": "8MiB", "kv_offload_load": "always"}],
+    ids=["pool", "cpu"],
+)
 def test_blocks_that_others_took_are_found_again_or_computed(
     model: Path, tiers: dict[str, Any], seed: int
 ) -> None:
