@@ -91,7 +91,7 @@ class PlanArray:
     """
 
     def __init__(self, planner: SplitPlanner, max_requests: int) -> None:
-        self._planner, self._max_requests = planner, max_requests
+        self._planner = planner
         self._items = planner.num_items(max_requests)
         self._first = _ALIGNED
         self._requests = self._first + _aligned(max_requests)
