@@ -9,8 +9,7 @@ CPU they stay separate: one matrix measured no faster there, and separate ones n
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +22,7 @@ from ..model_spec import ModelSpec
 from ..rope import turning_order
 from ..spec.multipliers import Multipliers
 from .checkpoint import CPU, Checkpoint
+from .random_tensors import RandomTensors
 from .state_weights import StateWeights, read_state_weights
 from .tensor_shapes import (
     ATTENTION_OUT,
@@ -41,12 +41,7 @@ from .tensor_shapes import (
     ROUTER,
     SHARED,
     SHARED_GATE,
-    STATE_CONV,
-    STATE_DECAY,
-    STATE_NORM,
     STATE_OUT,
-    STATE_SKIP,
-    STATE_TIME_BIAS,
     expected_tensors,
     in_layer,
     layer_tensors,
@@ -55,55 +50,6 @@ from .tensor_shapes import (
 )
 
 logger = logging.getLogger(__name__)
-
-SEED = 20261
-SPREAD = 0.02  # standard deviation of random matrices, as at the start of training
-_OF_STATES = (STATE_CONV, STATE_DECAY, STATE_NORM, STATE_SKIP, STATE_TIME_BIAS)
-
-
-class RandomTensors:
-    """Random weights for benchmarks and trials, read like a checkpoint's and made on the device. A
-    directory with only a config.json is then a model.
-
-    The order of the reads decides the numbers. They are the same at every start on one kind of
-    device, so blocks in the tiers stay valid. They differ between kinds of devices.
-    """
-
-    def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, norm: float = 1.0
-    ) -> None:
-        """`norm` is the weight of every norm, in the form that a checkpoint stores."""
-        self.device, self._norm = device, norm
-        self._shapes = shapes
-        self._generator = torch.Generator(device).manual_seed(SEED)
-
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Make a tensor: a constant for a norm, zeros for a bias, normal numbers for a matrix."""
-        shape = self._shapes[name]
-        if name.endswith(_OF_STATES):
-            return self._read_of_state(name, shape).to(dtype)
-        if len(shape) == 1:
-            fill = 0.0 if name.endswith(".bias") else self._norm
-            return torch.full(shape, fill, dtype=dtype, device=self.device)
-        made = torch.empty(shape, dtype=dtype, device=self.device)
-        return made.normal_(0.0, SPREAD, generator=self._generator)
-
-    def _read_of_state(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Make numbers like the start values of training for layers with a state: different decay
-        rates of heads, short time steps, and nearly even weights of the convolution."""
-        made = torch.empty(shape, dtype=torch.float32, device=self.device)
-        if name.endswith((STATE_NORM, STATE_SKIP)):
-            return made.fill_(1.0)
-        made.uniform_(generator=self._generator)
-        if name.endswith(STATE_DECAY):
-            return made.mul_(15.0).add_(1.0).log_()
-        if name.endswith(STATE_TIME_BIAS):
-            # softplus of the result gives the time steps, 0.001 to 0.1.
-            return made.mul_(math.log(100.0)).add_(math.log(0.001)).exp_().expm1_().log_()
-        return made.sub_(0.5).mul_(2.0 * shape[-1] ** -0.5)
-
-    def has_tensor(self, name: str) -> bool:
-        return name in self._shapes
 
 
 class Source(Protocol):
