@@ -41,8 +41,9 @@ class StoredTensors:
         damaged, or lacks a tensor of the index."""
         self.path = path
         self._opened_as = {"framework": framework, "device": device}
-        self._where: dict[str, Any] = {}  # name here → its file
+        self._where: dict[str, Any] = {}  # name here → its open file
         self._stored: dict[str, str] = {}  # name here → stored name
+        self._file_of: dict[str, Path] = {}  # name here → its file's path
         self._name_of = name_of
         self._stack = ExitStack()
         with ExitStack() as stack:
@@ -124,13 +125,17 @@ class StoredTensors:
             for stored in held[file]:
                 ours = stored if self._name_of is None else self._name_of(stored)
                 if ours is not None:
-                    other = self._stored.get(ours, stored)
-                    if other != stored:
-                        raise ConfigError(
-                            f"{self.path} holds {format_name(ours)} twice, as {format_name(other)} "
-                            f"and as {format_name(stored)}; download the model again"
-                        )
-                    self._where[ours], self._stored[ours] = opened, stored
+                    self._add_tensor(ours, stored, opened, file)
+
+    def _add_tensor(self, name: str, stored: str, opened: Any, file: Path) -> None:
+        before = self._file_of.get(name)
+        if before is not None and not DERIVED.search(name):
+            raise ConfigError(
+                f"{self.path} holds {format_name(name)} twice, as {format_name(self._stored[name])} "
+                f"in {format_name(before.name)} and as {format_name(stored)} in "
+                f"{format_name(file.name)}; download the model again"
+            )
+        self._where[name], self._stored[name], self._file_of[name] = opened, stored, file
 
 
 def _count(names: list[str]) -> str:

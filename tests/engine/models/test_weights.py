@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from stratakv.engine.models.checkpoint.weights import expected_tensors, load_weights
 from stratakv.engine.models.dtypes import compute_dtype, dtype_name
@@ -309,9 +310,21 @@ def damage_index_place(directory):
     directory.write_index(weight_map)
 
 
+def damage_two_shards_hold_one(directory):
+    directory.write_sharded()
+    weight_map = json.loads((directory.path / "model.safetensors.index.json").read_text())
+    other = {
+        "model-00001-of-00002.safetensors": "model-00002-of-00002.safetensors",
+        "model-00002-of-00002.safetensors": "model-00001-of-00002.safetensors",
+    }[weight_map["weight_map"][Q]]
+    save_file({**load_file(directory.path / other), Q: directory.tensors[Q] + 1.0},
+              directory.path / other)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
+        (damage_two_shards_hold_one, rf"holds {Q} twice, as {Q} in model-00001.* in model-00002"),
         (damage_missing_tensor, f"lacks the tensor {Q}"),
         (damage_unknown_tensor, "holds the tensor model.layers.7.mlp.up_proj.weight that"),
         (damage_shape, rf"{Q} must have shape \[16, 16\] by config.json, not \[16, 15\]"),
