@@ -172,7 +172,7 @@ def sglang_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chunk_host(name: str) -> Host[ChunkSettings]:
-    """A host that gives the tiers each chunk it has no room for, once. The tiers admit every chunk,
-    because the host has chosen it already."""
+    """A host that gives the tiers each chunk it has no room for, once. By default the tiers admit
+    every chunk, because the host has already chosen it."""
     defaults = {"cpu_bytes": "1GiB", "cpu_policy": "lru", "ssd_admission": "all"}
     return Host(name, ChunkSettings, defaults, needs_store=True)

@@ -166,8 +166,8 @@ class Copier:
         return f"{self._direction.value}s at {slow:.1f} instead of {quick:.1f} GB/s"
 
     def run(self, memory: Memory, pairs: Pairs, num_locked: int, stream: int) -> None:
-        """Queue the copies of a job. Slots below `num_locked` are page-locked; the calling thread
-        may read or write the other slots itself."""
+        """Queue the copies of a job. Slots below `num_locked` are page-locked; the other slots are
+        copied by the calling thread, through the staging buffer, or by the driver."""
         locked, rest = split_locked(pairs, num_locked)
         if locked:
             if self.locked is Way.KERNEL:

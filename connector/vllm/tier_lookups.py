@@ -56,7 +56,8 @@ class Asked:
 
 
 class TierLookups:
-    """Answers for `hierarchy`; callers hold its lock. `region_chunks`: chunks in vLLM's region."""
+    """Looks up chunks in `hierarchy`. Callers hold the lock that guards it (`ChunkMover.lock`).
+    `region_chunks`: chunks in vLLM's region."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix
+from ...kernels.cpu.matrix import PackedMatrix
 from ...kernels.cpu.network import CpuNetwork, NetworkExperts, NetworkLayer
 from ...kernels.layer.rotate_write import Rotary
 from .checkpoint.checkpoint import CPU
@@ -35,8 +35,8 @@ from .checkpoint.weights import (
     random_weights,
 )
 from .experts import ExpertMlp
-from .families import Activation, HeadNorms
-from .layers import DenseMlp, Elementwise, Linear, Mlp, SquaredMlp
+from .families import HeadNorms
+from .layers import LIBRARY_ACTIVATIONS, DenseMlp, Elementwise, Linear, Mlp, SquaredMlp
 from .mixers import Attention as Attention
 from .mixers import AttentionMixer, Mixer, MixerStep, ParallelMixer
 from .mixers import Plan as Plan
@@ -148,6 +148,8 @@ class Layer:
             gate_up, down = dense.gate_up, dense.down.packed
             if gate_up is None or down is None:
                 return None
+        elif dense is not None:
+            return None
         return NetworkLayer(
             qkv=qkv,
             out=out,
@@ -394,13 +396,12 @@ class Decoder:
         sizes = {layer.down.ins for layer in layers if layer.down is not None}
         if len(sizes) > 1 and any(size % 2 for size in sizes):
             return None
-        is_silu = spec.family.activation is Activation.SILU
         return CpuNetwork(
             layers,
             self._last_norm,
             num_heads=spec.num_heads,
             eps=spec.stream_eps,
-            activation=SILU if is_silu else GELU_TANH,
+            activation=LIBRARY_ACTIVATIONS[spec.family.activation],
         )
 
     def record_experts(self, max_tokens: int) -> None:

@@ -54,8 +54,7 @@ class ExpertMlp:
             # One product for both: the last score belongs to the shared expert's gate.
             router = torch.cat((router, weights.shared_gate))
         self._router = Linear(router)
-        is_silu = activation is Activation.SILU
-        self._gated = elementwise.gated if is_silu else elementwise.gelu_gated
+        self._gated = elementwise.gated_by(activation)
         self._experts: list[DenseMlp] = []
         self._gate_up: Tensor | None = None
         self._down: Tensor | None = None

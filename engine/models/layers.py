@@ -28,6 +28,8 @@ from .rope import rotate
 _USUAL_ROWS = 16
 
 _WIDE_TYPES = (torch.float32, torch.float64)
+# The number of each function of gate and up in the library of `kernels/cpu/`.
+LIBRARY_ACTIVATIONS = {Activation.SILU: SILU, Activation.GELU_TANH: GELU_TANH}
 
 
 class Linear:
@@ -164,6 +166,10 @@ class Elementwise:
         """Return the kernels of `kernels/layer/`. `choose_elementwise` must have chosen them."""
         return cls(_norm_by_kernel, rotate, silu_gate, gelu_gate, is_kernels=True)
 
+    def gated_by(self, activation: Activation) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return the function of gate and up. Raises KeyError for an activation without one."""
+        return {Activation.SILU: self.gated, Activation.GELU_TANH: self.gelu_gated}[activation]
+
 
 def _norm_by_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute a norm by the kernel. Norms of heads are computed by torch; a layer computes them if
@@ -207,9 +213,8 @@ class DenseMlp:
     def __init__(
         self, weights: DenseWeights, activation: Activation, elementwise: Elementwise
     ) -> None:
-        is_silu = activation is Activation.SILU
         self.down = Linear(weights.down, weights.down_bias)
-        self.activation = SILU if is_silu else GELU_TANH
+        self.activation = LIBRARY_ACTIVATIONS[activation]
         self.gate_up: PackedMatrix | None = None
         gate, up = weights.gate, weights.up
         assert gate is not None
@@ -222,7 +227,7 @@ class DenseMlp:
             self._both = Linear(weights.gate_up, weights.gate_up_bias)
         else:
             self._gate, self._up = Linear(gate, weights.gate_bias), Linear(up, weights.up_bias)
-        self._gated = elementwise.gated if is_silu else elementwise.gelu_gated
+        self._gated = elementwise.gated_by(activation)
 
     def __call__(self, x: Tensor, /) -> Tensor:
         if self.gate_up is not None:

@@ -86,7 +86,7 @@ class Matcher(ABC):
         text may end."""
 
     def fill_row(self, rows: Rows, index: int) -> None:
-        """Write row `index` of `rows`, like `fill`; an override may write through `exchanged`."""
+        """Write the mask of `fill` to row `index`; an override may use `rows.exchanged`."""
         self.fill(rows.words[index])
 
 

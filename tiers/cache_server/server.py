@@ -309,7 +309,7 @@ class CacheServer:
         return Opened(tenant_store, tenant.name, lambda: caller.is_known_to(self.settings.tenants))
 
     def _close_data(self, seconds: float) -> None:
-        """Close the data plane. Blocks, so it runs on a thread."""
+        """Close the data plane and wait for its end; call it on a thread, not on the event loop."""
         end = time.monotonic() + seconds
         for server in (self._data, self._memory):
             if server is not None:

@@ -130,9 +130,10 @@ class StoredTensors:
     def _add_tensor(self, name: str, stored: str, opened: Any, file: Path) -> None:
         before = self._file_of.get(name)
         if before is not None and not DERIVED.search(name):
+            other = format_name(self._stored[name])
             raise ConfigError(
-                f"{self.path} holds {format_name(name)} twice, as {format_name(self._stored[name])} "
-                f"in {format_name(before.name)} and as {format_name(stored)} in "
+                f"{self.path} holds {format_name(name)} twice, as {other} in "
+                f"{format_name(before.name)} and as {format_name(stored)} in "
                 f"{format_name(file.name)}; download the model again"
             )
         self._where[name], self._stored[name], self._file_of[name] = opened, stored, file
