@@ -20,7 +20,15 @@ from ...engine.request.request import pack_token_ids
 from ...engine.request.sampling_params import SamplingParams
 from ...engine.text.tokenizer import Tokenizer
 from ..harness.comparison import Comparison, Gate, Outcome, WrongWork, take_rounds
-from ..harness.plots import caption, draw_bars, new_figure, save_figure
+from ..harness.plots import (
+    COLOURS,
+    REFERENCE,
+    add_legend,
+    caption,
+    draw_bars,
+    new_figure,
+    save_figure,
+)
 from ..harness.report import Report, median, print_table, ratios, run_and_tell
 from ..harness.timer import Timer
 from .models import make_deep, make_random_head, make_unrelated
@@ -39,6 +47,8 @@ GATES = {
     "speedup_where_an_eagle_head_does_not_pay": Gate(least=0.95),
 }
 METHODS = ("ngram", "suffix")
+# The proposers, as the picture names them.
+LABELS = {"ngram": "n-gram", "suffix": "suffix", DRAFT_MODEL: "draft model", EAGLE: "EAGLE head"}
 NOT_PAYING = "speedup_where_it_does_not_pay"
 EAGLE_NOT_PAYING = "speedup_where_an_eagle_head_does_not_pay"
 
@@ -276,14 +286,29 @@ def print_speculation(report: Report) -> None:
 
 
 def plot_speculation(report: Report, path: Path) -> Path:
-    """A bar for each case."""
-    figure, [[axes]] = new_figure(1, 1, 3.8)
-    cases: dict[str, Any] = report.figures["cases"]
-    names = [f"{each['method']}, {each['requests']}\n{_kind(name)}" for name, each in cases.items()]
-    draw_bars(axes, names, {"": [each["ratio"] for each in cases.values()]}, fmt="%.2f", size=7)
-    caption(axes, "Tokens a second with drafts, over those without", "", "ratio")
+    """Bars by proposer, for one request and for many: where drafts pay, and where they do not."""
+    figure, [panels] = new_figure(1, 2, 3.6)
+    cases: dict[str, dict[str, Any]] = report.figures["cases"]
+    for axes, pays in zip(panels, (True, False), strict=True):
+        shown = [case for name, case in cases.items() if _may_pay(name) == pays]
+        sizes = sorted({case["requests"] for case in shown})
+        ratios = {(case["method"], case["requests"]): case["ratio"] for case in shown}
+        methods = [method for method in LABELS if any(method == each for each, _ in ratios)]
+        draw_bars(
+            axes,
+            [f"{size} at once" if size > 1 else "one request" for size in sizes],
+            {LABELS[method]: [ratios.get((method, size)) for size in sizes] for method in methods},
+            [COLOURS[list(LABELS).index(method)] for method in methods],
+            fmt="%.2f\N{MULTIPLICATION SIGN}",
+        )
+        axes.axhline(1.0, color=REFERENCE, linewidth=0.8, zorder=0)
+        title = "Answers that quote or edit a text" if pays else "Words without an order"
+        caption(
+            axes, title, "", "" if axes is panels[1] else "tokens a second, over without drafts"
+        )
+    add_legend(figure, panels[1], len(LABELS))
     return save_figure(figure, report.environment, path)
 
 
-def _kind(name: str) -> str:
-    return "unique" if name.startswith(NOT_PAYING) else "quoting"
+def _may_pay(name: str) -> bool:
+    return not name.startswith((NOT_PAYING, EAGLE_NOT_PAYING))
