@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ...tiers.settings import readers
-from ..harness.comparison import Gate, WrongWork, quartiles
-from ..harness.plots import caption, draw_bars, new_figure, save_figure
+from ..harness.comparison import WrongWork, quartiles
+from ..harness.gate import Gate
+from ..harness.plots import MET, MISSED, REFERENCE, caption, label_bars, new_figure, save_figure
 from ..harness.report import Report, median, print_table, run_and_tell
 from ..trace.formats import TraceError, trace_files, trace_name
 from .simulation import BLOCK_SIZE, Job, Outcome, Simulation, make_jobs, read_jobs
@@ -160,16 +161,23 @@ def print_agents(report: Report) -> None:
 
 
 def plot_agents(report: Report, path: Path) -> Path:
-    """Bars of the ratios of each scene."""
+    """Bars of the ratios of each scene, a panel for each ratio."""
     scenes = report.figures["scenes"]
-    figure, [[axes]] = new_figure(1, 1, 6.4)
-    bars = {
-        ratio: [figures["ratios"].get(ratio, 0.0) for figures in scenes.values()]
-        for ratio in ("recomputed", "reloaded", "ttft_p99")
-    }
-    labels = [name.replace(", ", "\n") for name in scenes]
-    draw_bars(axes, labels, bars, fmt="%.2f", size=6)
-    caption(axes, "continuum over fcfs, in equal memory; less is better", "", "ratio")
+    ratios = ("recomputed", "reloaded", "ttft_p99")
+    figure, [panels] = new_figure(1, len(ratios), 1.2 + 0.25 * len(scenes), sharey=True)
+    for axes, ratio in zip(panels, ratios, strict=True):
+        found = {name: each["ratios"].get(ratio) for name, each in scenes.items()}
+        names = [name for name, value in found.items() if value is not None]
+        places = [list(scenes).index(name) for name in names]
+        colours = [MET if round(found[name], 2) <= 1.0 else MISSED for name in names]
+        bars = axes.barh(places, [found[name] for name in names], 0.7, color=colours)
+        label_bars(axes, bars, "%.2f", 7)
+        axes.axvline(1.0, color=REFERENCE, linewidth=0.8, zorder=0)
+        axes.margins(x=0.2)
+        caption(axes, ratio.replace("_", " "), "continuum over fcfs")
+    panels[0].set_yticks(range(len(scenes)), list(scenes), fontsize=7)
+    panels[0].invert_yaxis()
+    figure.suptitle("Agents' jobs, in equal memory: less than 1 is better", fontsize=10)
     return save_figure(figure, report.environment, path)
 
 

@@ -32,7 +32,8 @@ from typing import NamedTuple
 
 from ...tiers.settings.values import ConfigError
 from ..harness import plots
-from ..harness.comparison import Gate, WrongWork, quartiles
+from ..harness.comparison import WrongWork, quartiles
+from ..harness.gate import Gate
 from ..harness.load_client import RequestFailed
 from ..harness.peer import PeerFailed
 from ..harness.report import Report, chosen, median, print_table, ratios, run_and_tell

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from typing import Any
 
 from ...tiers.settings import readers
 from ..harness.peer import PeerFailed
-from ..harness.plots import caption, draw_bars, new_figure, save_figure
+from ..harness.plots import MET, caption, label_bars, new_figure, save_figure
 from ..harness.report import Report, median, print_table, ratios, run_and_tell
 from .cases import (
     BLOCK_SIZE,
@@ -199,12 +198,14 @@ def plot_core(report: Report, path: Path) -> Path:
     for axes, (unit, title) in zip(panels.flat, _PANELS, strict=True):
         names = [name for name in rates if rates[name]["unit"] == unit]
         medians = [rates[name]["median"] for name in names]
-        labels = ["\n".join(textwrap.wrap(name.replace("_", " "), 11)) for name in names]
-        draw_bars(axes, labels, {"": medians}, fmt="{:,.0f}")
+        bars = axes.barh([name.replace("_", " ") for name in names], medians, 0.7, color=MET)
+        label_bars(axes, bars, "{:,.0f}")
         caption(axes, f"{title}, {unit}")
         if max(medians) > 10 * min(medians):
-            axes.set_yscale("log")
-        axes.margins(y=0.2)
+            axes.set_xscale("log")
+        axes.tick_params(labelsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.3)
     return save_figure(figure, report.environment, path)
 
 

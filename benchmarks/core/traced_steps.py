@@ -24,7 +24,8 @@ from ...connector.base import NullConnector
 from ...engine.config.engine_config import SchedulerConfig
 from ...engine.observer import GuardedObservers
 from ...engine.trace.step_trace import StepTrace
-from ..harness.comparison import Gate, quartiles
+from ..harness.comparison import quartiles
+from ..harness.gate import Gate
 from ..harness.report import Report, median, print_table
 from .cases import Decodes, WrongWork
 

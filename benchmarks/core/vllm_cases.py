@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from ...tiers.settings.format import format_value
 from ...tiers.settings.values import ConfigError
-from ..harness.comparison import Gate, quartiles
+from ..harness.comparison import quartiles
+from ..harness.gate import Gate
 from ..harness.peer import Child, PeerFailed
 from ..harness.report import Report, median, print_table, ratios
 from . import vllm_peer

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..harness.comparison import Gate
+from ..harness.gate import Gate
 from ..harness.plots import save_figure
 from ..harness.report import Report, median, percentile
 

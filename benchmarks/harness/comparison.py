@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .gate import Gate
 from .report import Report, median, ratios
 
 LEAST_ROUNDS = 4
@@ -27,30 +28,6 @@ LEAST_ROUNDS = 4
 
 class WrongWork(RuntimeError):
     """A piece of work did not do what its figure would claim."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
-    """A limit of a value: at least, or at most, so much."""
-
-    least: float | None = None
-    most: float | None = None
-    unit: str = ""
-
-    @property
-    def wanted(self) -> str:
-        """The limit as the tables write it, with its unit: `>= 0.8`."""
-        sign, value = (">=", self.least) if self.least is not None else ("<=", self.most)
-        return f"{sign} {value:,g}{self.unit}"
-
-    def is_met(self, value: float) -> bool:
-        if self.least is not None:
-            return value >= self.least
-        return self.most is not None and value <= self.most
-
-    def verdict(self, value: float) -> str:
-        """The tables' word for a value of this gate: `met` or `missed`."""
-        return "met" if self.is_met(value) else "missed"
 
 
 @dataclass(frozen=True, slots=True)

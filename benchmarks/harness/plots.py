@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.config.optional_packages import install_extra
+from .gate import Gate
 
 WIDTH_INCHES, DPI = 8.0, 200  # twice the pixels of a page that shows it 800 wide
 MET, MISSED, PLAIN, GATE = "#2b6cb0", "#c53030", "#8a8f98", "#b7791f"
@@ -90,6 +91,36 @@ def draw_times(
     axes.set_yticks(places, names, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0.0, 1.22 * max(ends))
+
+
+def draw_gated(axes: Any, ratios: Mapping[str, float], gates: Mapping[str, Gate | None]) -> None:
+    """A bar for each ratio, the first one at the top: its value, the colour of met or missed, and a
+    mark at its gate. `add_gate_legend` explains colours and marks."""
+    names, places = list(ratios), range(len(ratios))
+    met = [(gate := gates.get(name)) is None or gate.is_met(ratios[name]) for name in names]
+    colours = [MET if each else MISSED for each in met]
+    labels = [name.replace("_", " ") for name in names]
+    label_bars(axes, axes.barh(places, list(ratios.values()), 0.7, color=colours), "%.2f")
+    for place, name in enumerate(names):
+        if (gate := gates.get(name)) is not None:
+            limit = gate.least if gate.least is not None else gate.most
+            axes.vlines(limit, place - 0.42, place + 0.42, color=GATE, linewidth=2)
+    axes.set_yticks(places, labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+
+
+def add_gate_legend(figure: Any) -> None:
+    """Explain the colours and marks of `draw_gated`, above all panels."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles = [
+        Patch(color=MET, label="met"),
+        Patch(color=MISSED, label="missed"),
+        Line2D([], [], color=GATE, linewidth=2, label="promised"),
+    ]
+    add_legend(figure, figure.axes[0], len(handles), handles)
 
 
 def label_bars(axes: Any, bars: Any, fmt: str, size: float = 8) -> None:

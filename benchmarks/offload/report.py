@@ -14,10 +14,10 @@ from ..harness.plots import (
     COLOURS,
     GATE,
     MET,
-    MISSED,
+    add_gate_legend,
     caption,
+    draw_gated,
     draw_times,
-    label_bars,
     new_figure,
     save_figure,
 )
@@ -272,20 +272,11 @@ def plot_costs(report: Report, path: Path) -> Path:
     heights = [0.8 + 0.3 * len(names)] + [0.8 + 0.2 * len(cells)] * bool(cells)
     figure, panels = new_figure(len(heights), 1, 0.3 + sum(heights), height_ratios=heights)
     axes = panels[0][0]
-    ratios = [report.ratios[name] for name in names]
-    colours = [MET if GATES[name].is_met(report.ratios[name]) else MISSED for name in names]
-    labels = [name.replace("_", " ") for name in names]
-    label_bars(axes, axes.barh(labels, ratios, color=colours), "%.2f")
-    for place, name in enumerate(names):
-        gate = GATES[name].least or GATES[name].most or 0.0
-        axes.vlines(gate, place - 0.45, place + 0.45, color=GATE, linewidth=2)
-    caption(axes, "With tiers, against without (orange: promised)")
+    draw_gated(axes, {name: report.ratios[name] for name in names}, GATES)
+    caption(axes, "With tiers, against without")
+    add_gate_legend(figure)
     if cells:
         _plot_cells(panels[1][0], cells)
-    for each in panels.flat:
-        each.invert_yaxis()
-        each.tick_params(labelsize=8)
-        each.margins(x=0.12)
     return save_figure(figure, report.environment, path)
 
 
@@ -303,4 +294,7 @@ def _plot_cells(axes: Any, cells: dict[str, dict[str, Any]]) -> None:
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks([1.0, 1.5, 2.0, 3.0])
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=8)
+    axes.margins(x=0.12)
     caption(axes, "Worst case, cell by cell: without tiers over with (log)", legend=True)

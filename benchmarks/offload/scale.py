@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...engine.models.spec.spec_parser import load_model_spec
 from ...tiers.settings.values import ConfigError
-from ..harness.comparison import Gate
+from ..harness.gate import Gate
 from ..harness.report import chosen
 
 PHASES = "phases"  # time to first token, by HTTP

@@ -19,8 +19,9 @@ from ...engine.request.sampling_params import SamplingParams
 from ...engine.sampling.processor_set import LogitsRows, ProcessorSet
 from ...engine.sampling.processors.base import ProcessorContext
 from ...engine.sampling.sampler import Sampler
-from ..harness.comparison import Comparison, Gate, WrongWork, take_rounds
-from ..harness.plots import caption, draw_bars, new_figure, save_figure
+from ..harness.comparison import Comparison, WrongWork, take_rounds
+from ..harness.gate import Gate
+from ..harness.plots import add_gate_legend, caption, draw_gated, new_figure, save_figure
 from ..harness.report import Report, median, print_table, ratios, run_and_tell
 from ..harness.timer import Timer
 from .grammar_step import grammar_step
@@ -242,11 +243,13 @@ def print_sampling(report: Report) -> None:
 
 
 def plot_sampling(report: Report, path: Path) -> Path:
-    """A bar for each ratio, with its gate in words."""
-    figure, [[axes]] = new_figure(1, 1, 3.6)
-    names = [f"{name.replace('_', ' ')}\npromised {gate.wanted}" for name, gate in GATES.items()]
-    draw_bars(axes, names, {"": [report.ratios[name] for name in GATES]}, fmt="%.2f", size=7)
-    caption(axes, "From logits to tokens on the CPU", "", "ratio")
+    """A bar for each ratio, with its gate."""
+    figure, [[axes]] = new_figure(1, 1, 3.0)
+    wanted = {f"{name} ({gate.wanted})": gate for name, gate in GATES.items()}
+    ratios = {label: report.ratios[name] for label, name in zip(wanted, GATES, strict=True)}
+    draw_gated(axes, ratios, wanted)
+    caption(axes, "From logits to tokens on the CPU", "ratio")
+    add_gate_legend(figure)
     return save_figure(figure, report.environment, path)
 
 

@@ -23,7 +23,8 @@ from rich.console import Console
 
 from ...tiers.settings.values import ConfigError
 from ..harness import plots
-from ..harness.comparison import Comparison, Gate, Outcome, quartiles, take_rounds
+from ..harness.comparison import Comparison, Outcome, quartiles, take_rounds
+from ..harness.gate import Gate
 from ..harness.peer import Child, PeerFailed
 from ..harness.report import Report, median, print_table, ratios, run_and_tell
 from . import limits_process, peer_engines

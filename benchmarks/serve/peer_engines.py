@@ -29,7 +29,7 @@ from ...engine.config.engine_options import EMBEDDED_MODEL
 from ...tiers.settings.values import ConfigError
 from ..core.vllm_cases import interpreter
 from ..harness import plots
-from ..harness.comparison import Gate
+from ..harness.gate import Gate
 from ..harness.peer import Child, PeerFailed
 from ..harness.report import Report, median, print_table, ratios, run_and_tell
 from . import phases_process
@@ -349,19 +349,11 @@ def print_peer(report: Report) -> None:
 def plot_peer(report: Report, path: Path) -> Path:
     """Ours over theirs, case by case, for each model."""
     models = report.figures["peer"]["models"]
-    figure, panels = plots.new_figure(1, len(models), 3.4)
+    figure, panels = plots.new_figure(1, len(models), 2.6)
     for axes, (name, model) in zip(panels[0], models.items(), strict=True):
-        cases = model["cases"]
-        found = {case: each["ratio"] for case, each in cases.items()}
-        gates = [_gate_of(case, each) for case, each in cases.items()]
-        met = [
-            gate is None or gate.is_met(ratio)
-            for gate, ratio in zip(gates, found.values(), strict=True)
-        ]
-        colours = [plots.MET if each else plots.MISSED for each in met]
-        labels = [case.replace("_", "\n") for case in found]
-        plots.draw_bars(axes, labels, {"": list(found.values())}, [colours], "%.2f", 7)
-        marks = {float(at): gate.least for at, gate in enumerate(gates) if gate is not None}
-        plots.mark_gates(axes, marks, 0.84, plots.GATE)
-        plots.caption(axes, f"{name}, {model['dtype']} (red: missed)", y="ours over vLLM's")
+        ratios = {case: each["ratio"] for case, each in model["cases"].items()}
+        gates = {case: _gate_of(case, each) for case, each in model["cases"].items()}
+        plots.draw_gated(axes, ratios, gates)
+        plots.caption(axes, f"{name}\n{model['dtype']}", "ours over vLLM's")
+    plots.add_gate_legend(figure)
     return plots.save_figure(figure, report.environment, path)

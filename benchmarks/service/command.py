@@ -27,12 +27,12 @@ from ..harness import served
 from ..harness.comparison import (
     COMPARISON_COLUMNS,
     Comparison,
-    Gate,
     WrongWork,
     comparison_row,
     quartiles,
     take_rounds,
 )
+from ..harness.gate import Gate
 from ..harness.plots import GATE, MISSED, caption, draw_bars, mark_gates, new_figure, save_figure
 from ..harness.report import Report, chosen, median, print_table, run_and_tell
 from ..tiers.scale import MIB, layout_of

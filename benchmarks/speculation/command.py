@@ -19,7 +19,8 @@ from ...engine.request.core_messages import AddRequest
 from ...engine.request.request import pack_token_ids
 from ...engine.request.sampling_params import SamplingParams
 from ...engine.text.tokenizer import Tokenizer
-from ..harness.comparison import Comparison, Gate, Outcome, WrongWork, take_rounds
+from ..harness.comparison import Comparison, Outcome, WrongWork, take_rounds
+from ..harness.gate import Gate
 from ..harness.plots import (
     COLOURS,
     REFERENCE,

@@ -21,7 +21,8 @@ from ...tiers.settings.values import ConfigError
 from ...tiers.slab.shared_memory import HUGE_PAGE_BYTES
 from ...tiers.tier_settings import DURABILITIES
 from ..harness import plots
-from ..harness.comparison import COMPARISON_COLUMNS, Gate, WrongWork, comparison_row, take_rounds
+from ..harness.comparison import COMPARISON_COLUMNS, WrongWork, comparison_row, take_rounds
+from ..harness.gate import Gate
 from ..harness.report import Report, chosen, median, print_table, run_and_tell
 from . import store_case
 from .index_case import IndexCase

@@ -26,7 +26,8 @@ from ...connector.messages import ConnectorMetadata, CopyJob
 from ...connector.offload_worker import OffloadWorker
 from ...engine.worker.kv_pool import KvPool
 from ...tiers.slab.cpu_slab import CpuSlab
-from ..harness.comparison import Comparison, Gate, WrongWork
+from ..harness.comparison import Comparison, WrongWork
+from ..harness.gate import Gate
 from ..harness.report import median, ratios
 from ..tiers.scale import MIB, layout_of
 

@@ -27,7 +27,8 @@ from pathlib import Path
 from ...tiers.settings.values import ConfigError
 from ..core.vllm_cases import interpreter
 from ..harness import plots
-from ..harness.comparison import Gate, Outcome, WrongWork
+from ..harness.comparison import Outcome, WrongWork
+from ..harness.gate import Gate
 from ..harness.peer import PeerFailed
 from ..harness.report import Report, median, print_table, run_and_tell
 from ..harness.served import ServerFailed

@@ -12,12 +12,12 @@ import pytest
 from stratakv.benchmarks.harness.comparison import (
     LEAST_ROUNDS,
     Comparison,
-    Gate,
     Outcome,
     WrongWork,
     quartiles,
     take_rounds,
 )
+from stratakv.benchmarks.harness.gate import Gate
 from stratakv.benchmarks.harness.report import Report
 from stratakv.benchmarks.tiers import disk_limit, store_case
 from stratakv.benchmarks.tiers.index_case import IndexCase
