@@ -32,6 +32,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -203,11 +204,18 @@ def _command(*words: str) -> None:
         command_line(list(words))
 
 
+def _free_port() -> int:
+    """A free port below the ones that the system gives to clients, which may take it meanwhile."""
+    for port in random.sample(range(15_000, 30_000), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
+
+
 def _chat(follower: Follower) -> None:
     """A server in this thread, and a client beside it that asks for one streamed answer."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     # So many tokens that the first output, which is where the walk ends, is never the last too.
     body = {
         "messages": [{"role": "user", "content": "hello"}],
