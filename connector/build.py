@@ -113,7 +113,7 @@ def build_scheduler_side(
         settings,
         signal.wake,
         namespace=namespace,
-        codecs={"fp8": Fp8Codec},
+        codecs={Fp8Codec.name: Fp8Codec},
         progress=progress,
     )
     slab: CpuSlab = tiers.slab

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from .admission import DEFAULT_FILTER, FILTERS, known_filters
-from .codecs.known_codecs import CODECS, DEFAULT_CODEC, NONE
+from .codecs.known_codecs import CODECS, DEFAULT_CODEC, NONE, ROUNDING_CODECS
 from .hierarchy.hierarchy_options import READ_SECONDS, WATERMARK
 from .policies.known_policies import DEFAULT_POLICY, DEFAULT_SSD_POLICY, POLICIES, known_policies
 from .remote.credentials import Credentials
@@ -72,8 +72,9 @@ class SsdSettings:
         "NAME",
     )  # fmt: skip
     codec: str = setting(
-        DEFAULT_CODEC, readers.one_of(NONE, *CODECS, "fp8"),
-        f"how blocks are packed on their way to the disk: {', '.join([NONE, *CODECS])}, fp8",
+        DEFAULT_CODEC, readers.one_of(NONE, *CODECS, *ROUNDING_CODECS),
+        "how blocks are packed on their way to the disk: "
+        + ", ".join([NONE, *CODECS, *ROUNDING_CODECS]),
         "NAME",
     )  # fmt: skip
     policy: str = setting(
@@ -100,6 +101,11 @@ class SsdSettings:
     def __post_init__(self) -> None:
         within("the number of I/O threads", self.io_threads, 1, MAX_THREADS)
         _check_apart(self.paths)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the codec rounds K and V: a block comes back with less precision."""
+        return self.codec in ROUNDING_CODECS
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -131,10 +131,10 @@ class Host(Generic[Settings]):
                 f"StrataKV below {self.name} needs a place for chunks: give ssd_path (a "
                 "directory), servers (addresses of cache servers), or both"
             )
-        if settings.ssd.codec == "fp8":
+        if settings.ssd.rounds:
             raise ConfigError(
-                f"ssd_codec fp8 needs to know where rows of numbers lie, which {self.name} "
-                "decides; use lossless or none"
+                f"ssd_codec {settings.ssd.codec} needs to know where rows of numbers lie, which "
+                f"{self.name} decides; use lossless or none"
             )
         try:
             _ = settings.drill

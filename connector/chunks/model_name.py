@@ -32,7 +32,7 @@ _CONFIG = "config.json"
 
 
 class HostModel(NamedTuple):
-    """The host's name of a model."""
+    """The name by which the host, such as vLLM, knows a model."""
 
     name: str  # a directory, a file, an id on the Hub, or an address elsewhere
     revision: str = ""  # on the Hub

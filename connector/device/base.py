@@ -108,9 +108,10 @@ class CopyDevice(ABC):
         """An event that ends when all computing queued on the pool so far has run."""
 
     def hold_compute(self, events: Sequence[Event], timeout_seconds: float) -> list[Event]:
-        """Make all computing on the pool that is queued from now on run after the events. Return
-        the events that did not end in time; computing does not wait for them and may overwrite
-        their blocks. In this base class the caller waits; on CUDA the compute stream does."""
+        """Delay computing on the pool that is queued after this call until the events have ended.
+        Return the events that did not end in time; computing does not wait for them and may
+        overwrite their blocks. In this base class the caller waits; on CUDA the compute stream
+        does."""
         deadline = time.monotonic() + timeout_seconds
         return [event for event in events if not event.wait(max(0.0, deadline - time.monotonic()))]
 

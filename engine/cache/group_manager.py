@@ -59,7 +59,7 @@ class GroupManager(ABC):
     @abstractmethod
     def num_reserved(self, table: Sequence[KVCacheBlock], num_tokens: int) -> int:
         """The most blocks that a request takes until `num_tokens` are computed, even if other
-        requests release blocks that they share with it."""
+        requests still hold the shared blocks that it gives back."""
 
     @abstractmethod
     def num_to_reserve(self, num_tokens: int, hits: Sequence[KVCacheBlock]) -> int:

@@ -388,9 +388,9 @@ class KVCacheManager:
         hits: GroupBlocks | None,
         num_spare: int,
     ) -> GroupBlocks | None:
-        """Add blocks until `num_slots` tokens have a place; `num_computed` tokens are computed, the
-        first of them in `hits`. Return the added blocks. If more than `num_spare` free pages would
-        be taken, return None and change nothing."""
+        """Add blocks until `num_slots` tokens have a place. The first `num_computed` tokens need no
+        computing: they are computed, in `hits`, or come with a load. Return the added blocks. If
+        more than `num_spare` free pages would be taken, return None and change nothing."""
         tables = self._tables.get(request_id) or tuple([[] for _ in self._groups])
         num_hits = 0 if hits is None else len(hits[0])
         held, num_blocks = len(tables[0]) + num_hits, -(-num_slots // self.block_size)

@@ -376,8 +376,8 @@ class EngineConfig:
             raise ConfigError(
                 f"--attention-backend {backend} cannot read --kv-cache-dtype {name}; use kernels"
             )
-        if self.offload.ssd.codec == "fp8":
+        if self.offload.ssd.rounds:
             raise ConfigError(
-                f"--kv-offload-ssd-codec fp8 halves blocks of 16 bits, and --kv-cache-dtype {name} "
-                "makes them of 8 already; drop one of them"
+                f"--kv-offload-ssd-codec {self.offload.ssd.codec} halves blocks of 16 bits, and "
+                f"--kv-cache-dtype {name} makes them of 8 already; drop one of them"
             )

@@ -189,7 +189,8 @@ def _refuse_contradictions(
     given: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]
 ) -> None:
     tiers = sections["offload"].get("tiers", ())
-    for tier, wanted in (("cpu", "cpu"), ("ssd", "cpu,ssd"), (REMOTE, "cpu,grpc://host:9400")):
+    for tier in (*OFFLOAD_TIERS, REMOTE):
+        wanted = {"cpu": "cpu", REMOTE: "cpu,grpc://host:9400"}.get(tier, f"cpu,{tier}")
         for name in given:
             if name.startswith(f"kv_offload_{tier}_") and not has_tier(tiers, tier):
                 what = "no cache server is" if tier == REMOTE else f"{tier} is not"

@@ -91,10 +91,10 @@ class OffloadConfig(TierSettings):
         check_options(OFFLOAD_OPTIONS, self)
         self._check_faults()
         others = [tier for tier in self.tiers if tier not in OFFLOAD_TIERS]
-        if self.ssd.codec == "fp8" and others:
+        if self.ssd.rounds and others:
             raise ConfigError(
-                "--kv-offload-ssd-codec fp8 loses precision, and from the cpu tier such blocks "
-                f"reach {', '.join(others)}; use lossless or none beside other tiers"
+                f"--kv-offload-ssd-codec {self.ssd.codec} loses precision, and from the cpu tier "
+                f"such blocks reach {', '.join(others)}; use lossless or none beside other tiers"
             )
         for tier in self.tier_options:
             if tier not in self.other_tiers:

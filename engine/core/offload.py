@@ -30,7 +30,6 @@ Progress = Callable[[str], None]
 
 _PROGRESS_STEPS = 10
 NONE = "none"
-FP8 = "fp8"  # a codec that rounds
 # Digest bytes of a secret: two secrets differ in 255 of 256 cases; a guess cannot be confirmed.
 _CHECK_BYTES = 1
 
@@ -60,10 +59,11 @@ def open_tiers(
     `with_worker` is False if the worker side lives in another process. `progress` gets lines about
     the start, `prefill` is the cost of computing, `parts` describes the cache groups, whose pages
     have this layout. Raises ConfigError, and leaves nothing open then."""
-    if parts is not None and parts.num_state_keys and offload.ssd.codec == FP8:
+    if parts is not None and parts.num_state_keys and offload.ssd.rounds:
         raise ConfigError(
-            f"--kv-offload-ssd-codec {FP8} rounds K and V, and would spoil the states that layers "
-            "of this model carry, whose bytes are no such numbers; take lossless, or none"
+            f"--kv-offload-ssd-codec {offload.ssd.codec} rounds K and V, and would spoil the "
+            "states that layers of this model carry, whose bytes are no such numbers; take "
+            "lossless, or none"
         )
     if parts is not None and parts.num_state_keys:
         num_slots, least = offload.cpu.capacity_bytes // layout.slot_bytes, parts.num_state_keys + 1

@@ -54,7 +54,7 @@ class _Average:
 
 @dataclass(slots=True)
 class _Pace:
-    """Measurements of decode-only steps of one batch size: seconds and tokens per request."""
+    """Measurements of decode-only steps with similar batch sizes: seconds of a step, and tokens."""
 
     plain_seconds: _Average = field(default_factory=_Average)
     seconds: _Average = field(default_factory=_Average)  # while drafts are in use

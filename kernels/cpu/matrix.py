@@ -61,6 +61,8 @@ class PackedMatrix:
         if first.dim() != 2 or not is_alike or 0 in first.shape:
             shapes = [tuple(weight.shape) for weight in weights]
             raise KernelRefused(f"expected matrices of one shape and type, not empty, got {shapes}")
+        if activation not in (SILU, GELU_TANH):  # the library takes all others for SiLU
+            raise ValueError(f"expected activation {SILU} or {GELU_TANH}, got {activation}")
         self._library = library
         self.dtype, (self.outs, self.ins) = dtype, first.shape
         element = ELEMENTS[dtype]

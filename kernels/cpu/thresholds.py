@@ -63,8 +63,8 @@ def _of_threads(threads: int) -> Worth:
 
 def measured(library: CpuLibrary, threads: int) -> Worth:
     """Measure the thresholds, in some milliseconds. The shortest of several samples counts, because
-    other work of the machine only adds time. With too few, or if threads do not sleep, the defaults
-    hold."""
+    other work of the machine only adds time. With too few samples, or if a thread
+    was still awake when it was called, the defaults hold."""
     wake = _seconds_to_wake(library, threads)
     speed = _weights_per_second(library)
     if wake is None or speed is None:

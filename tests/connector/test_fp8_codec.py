@@ -12,12 +12,18 @@ import torch
 from stratakv.connector.device.fp8_codec import DTYPES, Fp8Codec
 from stratakv.tiers.base import Stored
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.codecs.known_codecs import make_codec
+from stratakv.tiers.codecs.known_codecs import ROUNDING_CODECS, make_codec
 from stratakv.tiers.contract import SECONDS, make_buffers, make_keys
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.ssd import SsdStore
 
 NAMES = sorted(DTYPES)
+
+
+def test_the_codecs_that_round_are_known_by_name() -> None:
+    """Other options refuse them by these names."""
+    assert (Fp8Codec.name,) == ROUNDING_CODECS
+    assert not Fp8Codec.is_lossless
 
 
 def codec_for(dtype: str, head_dim: int = 64) -> Fp8Codec:

@@ -533,3 +533,10 @@ def test_experts_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(KernelRefused, match="expected"):
             network_of(wrong)
+
+
+def test_an_activation_that_the_library_lacks_is_refused() -> None:
+    """The library takes every number but one for SiLU."""
+    gate, up = torch.ones(8, 8), torch.ones(8, 8)
+    with pytest.raises(ValueError, match="expected activation 0 or 1, got 2"):
+        PackedMatrix((gate, up), (None, None), 2)

@@ -17,6 +17,8 @@ CodecFactory = Callable[[BlockLayout], Codec]
 
 NONE = "none"
 DEFAULT_CODEC = NONE
+# Codecs that round K and V, by name. They need torch, so `connector/build.py` passes them in.
+ROUNDING_CODECS = ("fp8",)
 
 
 def _lossless(layout: BlockLayout) -> Codec:

@@ -396,7 +396,7 @@ def check_device(place: section.Place, peer: Peer) -> None:
 
 
 def set_ratios(results: section.Results, name: str) -> None:
-    """Set the peer's seconds over ours, in decode and on the grid of prefill."""
+    """Record the geometric mean of the peer's seconds over ours: for decode, for prefill's grid."""
     rows = [row for row in results.rows(NAME) if name in row["peers"]]
     in_prefill = [row for row in rows if row["case"] in prefill.GRID]
     in_decode = [row for row in rows if row["kind"] == decode.NAME]

@@ -10,7 +10,8 @@ thread of the engine.
 The first process opens the backend and forks all other processes (`grammar_process.py`), so a
 killed process is replaced within milliseconds. It starts with the first grammar. The forked
 processes run only on processors that are otherwise idle (SCHED_IDLE), so steps and their masks find
-a processor at once. If they get almost no time, processes with a niceness replace them for a while.
+a processor at once. If they get almost no time, processes without SCHED_IDLE, but with a low
+priority (`os.nice`), replace them for a while.
 """
 
 from __future__ import annotations

@@ -101,6 +101,8 @@ class Life:
         most = sum(kind.most_blocks(MAX_MODEL_LEN, SIZE, budget) for kind in attention)
         self.attention = attention
         self.most_step_tokens = budget
+        # Slots for later drafts are given behind a step's tokens, from blocks to spare.
+        self.most_room = most_drafts if looks_ahead else 0
         self.tiers = DictTiers(attention=attention)
         # What the connector was told since the last act.
         self.evicted: list[EvictedBlock] = []
@@ -470,8 +472,8 @@ class Life:
 
     def tables_only_grow_and_forget(self) -> None:
         """While a request runs, a place of its table keeps its block or loses it, or gets a copy of
-        one that it shares. What the next token reads is held, and of a window no more than it and a
-        step."""
+        one that it shares. What the next token reads is held, and of a window no more than it, a
+        step and the room for drafts."""
         before, self.tables = self.tables, {}
         copied, self.copied = self.copied, set()
         for request in self.scheduler._states.running:
@@ -488,7 +490,8 @@ class Life:
                 for place, (block, new) in enumerate(zip(old, table, strict=False)):
                     is_copy = (request.request_id, group, place, block) in copied
                     assert new in (block, 0) or is_copy or place >= num_needed - 1
-                most = kind.most_blocks(MAX_MODEL_LEN, SIZE, self.most_step_tokens)
+                num_tokens = self.most_step_tokens + self.most_room
+                most = kind.most_blocks(MAX_MODEL_LEN, SIZE, num_tokens)
                 assert len([block for block in table if block]) <= most
 
     def answers_and_counts_are_those_of_the_model(self) -> None:

@@ -21,9 +21,10 @@ class AskedBeams(NamedTuple):
 
 
 def beams_of(request: SamplingFields, params: SamplingParams, embeds: bytes) -> AskedBeams | None:
-    """The search that a request asks for, or None. Its answers are the `n` choices, each of at most
-    the tokens of `params`. Raises ApiError for a search's fields in a request without a search, and
-    for parameters that a search does not support. The default repetition penalty is ignored."""
+    """The search that a request asks for, or None. Its answers are the request's `n` choices, each
+    of at most `params.max_tokens` tokens. Raises ApiError for a search's fields in a request
+    without a search, and for parameters that a search does not support. The default repetition
+    penalty is ignored."""
     penalty, early = request.length_penalty, request.early_stopping
     if not request.use_beam_search:
         alone = {"length_penalty": penalty not in (None, 1.0), "early_stopping": early}
