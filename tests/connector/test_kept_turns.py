@@ -154,3 +154,16 @@ def test_random_jobs_leave_nothing_behind(rig: Rig, clock: Clock, seed: int) -> 
     assert (len(turns.turns), turns._room) == (0, 4)
     rig.slab._holds.expire(clock.now)
     assert len(rig.slab._holds.times) == rig.slab.stats().pinned_blocks == 0
+
+
+def test_a_turn_that_is_due_again_while_it_is_read_is_read_once(rig: Rig, clock: Clock) -> None:
+    rig.put_below(1, 2, 3)
+    with rig.held_reads():
+        end_turn(rig, 1, 2, 3, due=0.0)
+        collect(rig)
+        rig.side.job_retention.turn_expected(JOB, 0.0)
+        collect(rig)
+    collect(rig)
+    rig.side.job_retention.job_ended(JOB)
+    assert rig.slab.stats().pinned_blocks == rig.slab.stats().reserved_blocks == 0
+    assert rig.side._kept_turns._room == 4

@@ -487,3 +487,17 @@ def test_what_is_left_in_the_pool_survives_a_shutdown(rig: Rig) -> None:
     rig.side.shutdown(WAIT_SECONDS)
     rig.side.shutdown(WAIT_SECONDS)
     assert kept == [[Answer.HIT] * 2]
+
+
+def test_what_ended_requests_had_read_ahead_leaves_room_for_later_ones(rig: Rig) -> None:
+    """A quarter of the slab is four blocks; more are read ahead in the course of time."""
+    for number in range(0, 12, 2):
+        rig.put_below(number, number + 1)
+        asks = request(f"of {number}", number, number + 1)
+        rig.side.request_queued(asks)
+        ticket = rig.side.requests[asks.request_id].read_ahead
+        assert ticket is not None and len(ticket.keys) == 2, number
+        while ticket.waiting:
+            rig.wait_for_wakeup()
+        rig.side.request_finished(asks.request_id)
+    assert rig.side._lookups._blocks_ahead == 0

@@ -359,3 +359,32 @@ def test_hits_keep_their_names_when_the_step_that_found_them_fails(
     assert start(manager, make_request("r", "ABCDEFGHIJKLMNOPQRSTUVWX")) == 16
     manager.pool.drop_uncomputed(1)
     assert manager.get_computed_blocks(make_request("other", "ABCDEFGHIJKLMNOPQRS"))[1] == 16
+
+
+def test_a_fork_leaves_a_tail_that_has_a_name_as_it_is() -> None:
+    """Its parent was handed over after one token, which names the prompt's partly filled end. Were
+    the fork to fill that block, it would lose the name's place, and the name would stay."""
+    manager = KVCacheManager(40, 4, 100)
+    pool = manager.pool
+    parent, child = (
+        Request(name, range(6), SamplingParams(max_tokens=9), block_hasher=HASHER) for name in "pc"
+    )
+    pool.begin_step(1)
+    assert manager.allocate_slots(parent, 6) is not None
+    manager.fork("p", child, 6)
+    parent.num_computed_tokens = child.num_computed_tokens = 6
+    pool.commit_step(1)
+    parent.append_output_token(1)
+    manager.name_tail(parent)
+    manager.free(parent)
+    tail = parent.prompt_tail_hash() + bytes(2)
+    named = pool.named(tail)
+    assert manager.tables("c")[0][1] is named
+    for step, token in enumerate((3, 4, 5), start=2):
+        child.append_output_token(token)
+        pool.begin_step(step)
+        assert manager.allocate_slots(child, 1) is not None
+        child.num_computed_tokens += 1
+        pool.commit_step(step)
+    assert manager.tables("c")[0][1] is not named
+    assert pool.named(tail) is named and named.block_hash == tail

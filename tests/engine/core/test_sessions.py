@@ -280,3 +280,34 @@ def test_parts_that_cannot_be_end_the_session(model: Path) -> None:
             while core.has_work():
                 core.step()
         assert outputs[0].error_code == "overloaded"
+
+
+def test_a_prompt_whose_first_token_changes_begins_anew(model: Path) -> None:
+    """Nothing of the parts is kept: as where a text's parts join to wholly other tokens."""
+    parts, whole = prompt_of(20), prompt_of(33, 5)
+    with core_with(model) as core:
+        expected = run(core, request("whole", whole))["whole"].new_token_ids
+    for steps in (0, 1):
+        with core_with(model) as core:
+            core.add(opening("a", parts))
+            for _ in range(steps):
+                core.step()
+            last = ExtendPrompt("a", pack_token_ids(whole), is_last=True, num_kept=0)
+            assert finish(core, core.extend_prompt(last), 1)["a"].new_token_ids == expected
+            check_nothing_left(core)
+
+
+def test_a_session_that_restarts_keeps_what_is_being_computed(model: Path) -> None:
+    """One part has been computed and the next one is under way when ten of its tokens go."""
+    prompt = prompt_of(60)
+    whole = [*prompt[:50], *prompt_of(9, 7)]
+    with core_with(model) as core:
+        expected = run(core, request("whole", whole))["whole"].new_token_ids
+    with core_with(model) as core:
+        core.add(opening("a", prompt[:20]))
+        while core.has_work():
+            core.step()
+        assert core.extend_prompt(part_of("a", prompt[20:])) == []
+        last = ExtendPrompt("a", pack_token_ids(whole[50:]), is_last=True, num_kept=50)
+        assert finish(core, core.extend_prompt(last), 1)["a"].new_token_ids == expected
+        check_nothing_left(core)

@@ -16,6 +16,8 @@ from stratakv.engine.models.families import FAMILIES
 from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.tiers.settings.values import ConfigError
 
+from ...tiny_models import make_model
+
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -352,3 +354,15 @@ def test_a_wrong_directory_is_refused_in_one_sentence(damage, words, directory):
     with pytest.raises(ConfigError, match=words) as refusal:
         load(directory)
     assert "\n" not in str(refusal.value)
+
+
+def test_norms_stored_less_one_are_added_up_in_float32(tmp_path):
+    """Near one bfloat16 has steps of 1/128; what such a model stores may be smaller."""
+    make_model(tmp_path, "gemma3_text", head_dim=16, query_pre_attn_scalar=24, rope_parameters=None,
+               tie_word_embeddings=True, sliding_window=45, pad_token_id=0)  # fmt: skip
+    [file] = tmp_path.glob("*.safetensors")
+    stored = load_file(file)
+    norm = stored["model.norm.weight"] = 0.01 * torch.randn(len(stored["model.norm.weight"]))
+    save_file(stored, file, {"format": "pt"})
+    weights = load_weights(tmp_path, load_model_spec(tmp_path), torch.bfloat16)
+    assert torch.equal(weights.norm, norm.bfloat16().float() + 1.0)

@@ -314,3 +314,24 @@ def test_a_block_that_goes_next_is_written_at_once() -> None:
     assert rig.tiers(64) == ["ssd"]
     assert rig.traffic().lost_blocks == 0
     assert rig.hierarchy.close(WAIT_SECONDS)
+
+
+def test_the_slots_of_a_write_that_fails_later_are_given_back(rig: Rig) -> None:
+    """The store takes the batch, and its future ends with an error."""
+
+    def broken(op: str, _keys: Sequence[bytes]) -> None:
+        if op == "store":
+            raise OSError("the disk is gone")
+
+    rig.store.hold_stores = True
+    rig.put(*range(14))
+    assert rig.slab.stats().pinned_blocks > 0
+    rig.store.fault = broken
+    rig.store.hold_stores = False
+    rig.store.release()
+    rig.hierarchy.poll()
+    assert rig.errors()["OSError"] > 0
+    assert rig.slab.stats().pinned_blocks == 0
+    rig.put(*range(20, 34))  # all slots can be used again
+    assert rig.get(*range(20, 34)) == list(range(14))
+    rig.store.fault = None

@@ -129,3 +129,17 @@ def test_the_plan_uses_what_it_is_given() -> None:
             assert plan.total_bytes <= capacity
             assert plan.total_bytes > capacity - 2 * plan.record_bytes - 8 * 4096
     assert plan.slot_file_bytes > 0.98 * capacity  # 96 KiB blocks: the index is about 1 %
+
+
+def test_a_slot_is_not_free_before_its_last_reader_is_done() -> None:
+    key = make_keys(1)[0]
+    index = SlotIndex(1)
+    [slot] = index.allocate(1)
+    index.publish([Entry(key, slot, 1)])
+    readers = [entry for _ in range(2) for entry in index.pin([key]) if entry is not None]
+    assert index.forget_key(key)
+    index.free_entries(index.take_leaving())
+    for reader in readers:
+        assert index.allocate(1) == []
+        index.unpin(reader)
+    assert index.allocate(2) == [slot]

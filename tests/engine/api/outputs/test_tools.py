@@ -18,6 +18,10 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
+from stratakv.engine.api.openai.response.tools import CallReader
+from stratakv.engine.text.output_processor import TextOutput
+from stratakv.engine.text.tool_calls.json_calls import HermesParser
+
 from ....processor_package import MODULE, SOURCE, packages_in
 from ..conftest import LiveServer
 
@@ -399,3 +403,16 @@ def test_a_server_that_knows_no_form_says_which_flag(model_path: Path) -> None:
         free = http.post(CHAT, json={**body, "tool_choice": "none"}).json()["choices"][0]
         assert "tool_calls" not in free["message"]
     live.stop()
+
+
+@pytest.mark.parametrize(("last", "reason"), [("{}", "tool_calls"), ('{"a": 1', "stop")])
+def test_only_the_last_call_tells_whether_a_stop_string_cut_it(last: str, reason: str) -> None:
+    text = "".join(
+        f'<tool_call>{{"name": "{name}", "arguments": {arguments}'
+        for name, arguments in (("weather", BONN + "}</tool_call>"), ("clock", last))
+    )
+    reader = CallReader(HermesParser(["weather", "clock"]), only_first=False, ends_with_calls=True)
+    output = TextOutput(text=text, finish_reason="stop", stop_reason="END")
+    reader.read(output)
+    assert [call.name for call in output.tool_calls] == ["weather", "clock"]
+    assert output.finish_reason == reason
