@@ -10,6 +10,7 @@ this package.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,3 +47,24 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _MovedModules:
+    """Finds no module, but says where one lies that the redesign of 2026-11-28 has moved. Until
+    0.1.0 (docs/moves.md)."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        package, _, module = name.partition(".")
+        if package != __name__ or not module:
+            return
+        import json
+        from pathlib import Path
+
+        moved = json.loads((Path(__file__).parent / "engine" / "moved_modules.json").read_bytes())
+        if module in moved:
+            message = f"{name} is {package}.{moved[module]} now (docs/moves.md)"
+            raise ModuleNotFoundError(message, name=name)
+
+
+sys.meta_path.append(_MovedModules)  # asked where no other finds a module

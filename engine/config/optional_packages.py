@@ -13,7 +13,7 @@ _EXTRAS = {
         "websockets", "yaml", "zmq",
     ),
     "grammar": ("tvm_ffi", "xgrammar"),
-    "bench": ("matplotlib",),
+    "bench": ("PIL", "matplotlib"),
     "cuda": ("cupy", "triton"),
     "test": ("transformers",),
 }  # fmt: skip

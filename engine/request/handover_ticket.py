@@ -19,8 +19,12 @@ from .sampling_params import SamplingParams
 _LATER = {
     "max_tokens": 1, "stop": (), "include_stop_str_in_output": False, "skip_special_tokens": True,
     "bad_words": (), "logprobs": None, "prompt_logprobs": None, "repetition_detection": None,
-    "skip_reading_prefix_cache": False,
+    "skip_reading_prefix_cache": False, "routed_experts_prompt_start": None,
 }  # fmt: skip
+# Parameters that engines of before 2026-11-30 do not know: where they have their default, they are
+# left out of the digest, so that nodes of either version take each other's tickets. A parameter
+# that is added to SamplingParams is added here too.
+_ADDED = {"routed_experts_prompt_start": None}
 _DIGEST_CHARACTERS = 32
 
 
@@ -42,7 +46,11 @@ def params_digest(params: SamplingParams) -> str:
     # `min_tokens` above 0 bans the tokens that end an answer from the first place.
     stops = {} if params.min_tokens else {"stop_token_ids": (), "ignore_eos": False}
     same = msgspec.structs.replace(params, **_LATER, **stops, min_tokens=min(1, params.min_tokens))
-    return hashlib.sha256(msgspec.msgpack.encode(same)).hexdigest()[:_DIGEST_CHARACTERS]
+    told = msgspec.structs.asdict(same)
+    for name, default in _ADDED.items():
+        if told[name] == default:
+            del told[name]
+    return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:_DIGEST_CHARACTERS]
 
 
 def is_possible(ticket: Ticket, vocab_size: int) -> bool:

@@ -47,6 +47,12 @@ class RequestQueue(ABC):
     def prepend(self, request: Request) -> None:
         """Add a preempted request, which was admitted before all requests that wait."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A queue of another package may have the older name of `remove_request`: `remove`."""
+        super().__init_subclass__(**options)
+        if "remove" in cls.__dict__ and "remove_request" not in cls.__dict__:
+            cls.remove_request = cls.__dict__["remove"]  # type: ignore[method-assign]
+
     @abstractmethod
     def remove_request(self, request: Request) -> bool:
         """Remove a request from any position. Return whether it was in the queue."""

@@ -108,6 +108,8 @@ class Output:
         self._content, self._calls = [], {}
         return found
 
+    take = pop_found  # its older name, which parsers of other packages call
+
 
 def merged(pieces: Iterable[CallPiece]) -> list[CallPiece]:
     """Join all pieces of each call into a single piece."""
