@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .faulty_worker import Plan, run
-from .nursery_site.nursery_client import MOST_BYTES, VARIABLE
+from .nursery_site.nursery_client import LIFE, MOST_BYTES, VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 CHILD_SECONDS = 600  # after which one that nobody ended ends by SIGALRM
@@ -129,7 +129,7 @@ def _run(job: Job, path: str) -> int:
     request, received = job
     try:
         os.setsid()
-        signal.alarm(CHILD_SECONDS)
+        signal.alarm(int(request["environment"].get(LIFE, CHILD_SECONDS)))
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])

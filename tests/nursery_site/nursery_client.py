@@ -23,6 +23,7 @@ from typing import Any
 
 # Its value is the nursery's path; a process without it starts others as ever.
 VARIABLE = "TESTS_NURSERY"
+LIFE = "TESTS_CHILD_SECONDS"  # set by a test whose processes live longer than the usual time
 MOST_BYTES = 1 << 16
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable  # which a test may replace
