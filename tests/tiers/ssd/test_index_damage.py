@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -344,22 +345,25 @@ def test_a_damaged_index_of_a_larger_store_is_not_kept(damaged: Path) -> None:
     assert all(size <= (damaged / "index" / "data.mdb").stat().st_size for size in kept)
 
 
-def test_a_scan_has_a_time_limit(
-    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hanging = tmp_path / "scan.py"
-    hanging.write_text("import time; time.sleep(600)\n")
-    monkeypatch.setattr(guard, "_SCAN", hanging)
+@pytest.fixture
+def scan_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has the process that scans an index run this code."""
+
+    def replace(code: str) -> None:
+        (tmp_path / "scan.py").write_text(code)
+        monkeypatch.setattr(guard, "_SCAN", tmp_path / "scan.py")
+
+    return replace
+
+
+def test_a_scan_has_a_time_limit(pristine: Path, scan_of: Callable[[str], None]) -> None:
+    scan_of("import time; time.sleep(600)\n")
     with pytest.raises(OSError, match=r"stood still for 0\.05 seconds"):
         find_damage(pristine / "index", 0.05)
 
 
-def test_a_scan_that_is_killed_means_damage(
-    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed = tmp_path / "scan.py"
-    killed.write_text("import os, signal; os.kill(os.getpid(), signal.SIGBUS)\n")
-    monkeypatch.setattr(guard, "_SCAN", killed)
+def test_a_scan_that_is_killed_means_damage(pristine: Path, scan_of: Callable[[str], None]) -> None:
+    scan_of("import os, signal; os.kill(os.getpid(), signal.SIGBUS)\n")
     reason = find_damage(pristine / "index", 30.0)
     assert reason == f"reading it ended by {signal.SIGBUS.name}"
 
