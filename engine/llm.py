@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -41,11 +42,12 @@ from .offline.arguments import (
 )
 from .offline.beam_outputs import beam_search_output, params_of_beams
 from .offline.event_loop_thread import EventLoopThread
+from .offline.llm_adapters import LlmAdapters
 from .offline.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput
 from .offline.prompt_runner import CheckedPrompt, PromptRunner
 from .offline.prompt_session import PromptSession
 from .request.beam_params import BeamSearchParams
-from .request.core_messages import AddRequest, Ready, RequestExtras, check_priority
+from .request.core_messages import NO_EXTRAS, AddRequest, Ready, RequestExtras, check_priority
 from .request.pooling import EMBEDDING_PARAMS, Dimensions, with_pooling
 from .request.prompt_embeds import read_embeds, write_embeds
 from .request.request import pack_token_ids
@@ -105,6 +107,7 @@ class LLM:
         except BaseException:
             self._loop.close()
             raise
+        self.adapters = LlmAdapters(self, self._client.ready.adapters)
         atexit.register(self.close)
 
     def generate(
@@ -115,9 +118,11 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
         cache_salt: str = "",
+        adapter: str = "",
     ) -> list[RequestOutput]:
         """Continue prompts, each a text or a list of token ids. Returns one answer each, in order.
         `priority` has one number for each prompt and needs `scheduling_policy="priority"`.
+        `adapter` is the name of a loaded one (`adapters`), which then answers.
 
         If standard error is a terminal and several prompts take longer than a second, a line there
         counts the answers; `use_tqdm=False` omits it. Raises EngineDead, and ValueError for an
@@ -132,7 +137,9 @@ class LLM:
         checked = []
         for index, (prompt, own) in enumerate(zip(chosen, params, strict=True)):
             with naming(f"prompt {index}"):
-                request = self.make_request(prompt, own, cache_salt, priorities[index])
+                request = self.make_request(
+                    prompt, own, cache_salt, priorities[index], adapter=adapter
+                )
             checked.append(CheckedPrompt(request, prompt if isinstance(prompt, str) else None))
         return self._run(checked, use_tqdm)
 
@@ -143,6 +150,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         cache_salt: str = "",
+        adapter: str = "",
     ) -> list[BeamSearchOutput]:
         """Search the best continuations of prompts, each a text or a list of token ids. Returns one
         output each, in order. See `BeamSearchParams`. Raises like `generate`.
@@ -157,7 +165,7 @@ class LLM:
         checked = []
         for index, prompt in enumerate(prompts_in(prompts)):
             with naming(f"prompt {index}"):
-                request = self.make_request(prompt, own, cache_salt)
+                request = self.make_request(prompt, own, cache_salt, adapter=adapter)
             text = prompt if isinstance(prompt, str) else None
             checked.append(CheckedPrompt(request, text, beams=params))
         return [
@@ -178,6 +186,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         priority: Sequence[int] | None = None,
         cache_salt: str = "",
+        adapter: str = "",
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several. Returns one answer each, in
         order. Messages are dicts as in /v1/chat/completions.
@@ -209,7 +218,12 @@ class LLM:
                 # The template has written the special tokens already.
                 ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
                 request = self.make_request(
-                    ids, own, cache_salt, priorities[index], splits_thoughts=True
+                    ids,
+                    own,
+                    cache_salt,
+                    priorities[index],
+                    splits_thoughts=True,
+                    adapter=adapter,
                 )
             is_inside = None if self.marks is None else self.marks.is_open(text, goes_on=goes_on)
             checked.append(CheckedPrompt(request, text, is_inside))
@@ -223,6 +237,7 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool = True,
         cache_salt: str = "",
+        adapter: str = "",
     ) -> list[EmbeddingRequestOutput]:
         """Return the vectors of prompts, each a text or a list of token ids: hidden states, pooled
         by the option `pooling`, scaled to length 1 if `normalize`. Raises like `generate`, and
@@ -235,7 +250,7 @@ class LLM:
         checked = []
         for index, prompt in enumerate(prompts_in(prompts)):
             with naming(f"prompt {index}"):
-                request = self.make_request(prompt, EMBEDDING_PARAMS, cache_salt)
+                request = self.make_request(prompt, EMBEDDING_PARAMS, cache_salt, adapter=adapter)
             text = prompt if isinstance(prompt, str) else None
             checked.append(CheckedPrompt(with_pooling(request, pooling), text))
         answers = self._run(checked, use_tqdm)
@@ -247,17 +262,26 @@ class LLM:
         ]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        adapter: str = "",
     ) -> Iterator[TextOutput]:
         """Continue one prompt and yield new text when it is made. Closing the iterator early aborts
         the request. The call itself raises like `generate`."""
         params = sampling_params or SamplingParams()
         if isinstance(params, SamplingParams) and params.n != 1:
             raise ValueError(f"n must be 1 in a stream, got {params.n}; use generate")
-        return self._stream(self.make_request(prompt, params, cache_salt))
+        return self._stream(self.make_request(prompt, params, cache_salt, adapter=adapter))
 
     def open_session(
-        self, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+        self,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        adapter: str = "",
     ) -> PromptSession:
         """Open a prompt that comes in parts; the engine computes each part before the next arrives.
         A session ends without a part for `session_idle_seconds`. Raises ValueError for parameters
@@ -265,8 +289,8 @@ class LLM:
         params = sampling_params or SamplingParams()
         if isinstance(params, SamplingParams) and params.n != 1:
             raise ValueError(f"n must be 1 in a session, got {params.n}; use generate")
-        self.make_request([0], params, cache_salt)  # raises for invalid ones
-        return PromptSession(self, params, cache_salt)
+        self.make_request([0], params, cache_salt, adapter=adapter)  # raises for invalid ones
+        return PromptSession(self, params, cache_salt, adapter)
 
     @property
     def client(self) -> EngineClient:
@@ -365,12 +389,14 @@ class LLM:
         priority: int = 0,
         *,
         splits_thoughts: bool = False,
+        adapter: str = "",
     ) -> AddRequest:
         """Check a prompt, and make a request with a new id from it. Raises ValueError."""
         self._check_open()
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling parameters are SamplingParams, not {type_name(params)}")
         check_salt(cache_salt)
+        self.adapters.check_name(adapter)
         ready = self._client.ready
         longest = ready.max_model_len - 1
         extras = None
@@ -403,6 +429,8 @@ class LLM:
         name = f"llm-{next(self._ids)}"
         check_priority(priority, ready.takes_priority)
         check_routed_start(params.routed_experts_prompt_start, ready.tells_experts)
+        if adapter:
+            extras = msgspec.structs.replace(extras or NO_EXTRAS, adapter=adapter)
         return AddRequest(
             name, packed, params, cache_salt=cache_salt, priority=priority, extras=extras
         )

@@ -36,6 +36,7 @@ class Obstacle(Enum):
     """The reason why a request does not run although it is its turn."""
 
     SEATS = "seats"  # the most requests run already
+    ADAPTERS = "adapters"  # the most different adapters run already
     BUDGET = "budget"  # the tokens of the step are used up
     PRESSURE = "pressure"  # too much of the pool is held for a request to start
     PROMPT_ROOM = "prompt room"  # its whole prompt would preempt another request

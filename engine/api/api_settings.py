@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ...tiers.settings.values import MIB, ConfigError
 from ..request.sampling_params import MAX_N
@@ -45,6 +46,8 @@ class ApiSettings:
     # The time a scrape waits for the core's figures before it shows the last known ones.
     stats_timeout_seconds: float = 1.0
     enable_dev_routes: bool = False
+    # Clients may load adapters from below this folder; None: they may load none.
+    lora_dir: Path | None = None
     # Answers of one request: for one prompt, and for all its prompts together.
     max_n: int = MAX_N
     max_choices_per_request: int = 256

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ... import __version__
 from ...tiers.settings.suggestions import did_you_mean
 from ..client.base import UNHEALTHY_FAILED_STEPS, EngineClient, EngineDead
+from ..request.core_messages import LoadedAdapter
 from ..request.pooling import Dimensions
 from ..request.sampling_params import SamplingParams
 from ..text.reasoning import ReasoningMarks
@@ -41,6 +42,7 @@ from .http.api_key import HEALTH_PATH, NODE_PATH, ApiKeyMiddleware
 from .http.hosts import HostMiddleware
 from .http.http_protocol import PARTS_PATH
 from .metrics.engine_metrics import Metrics
+from .openai.adapters import load_adapter, unload_adapter
 from .openai.chat import create_chat_completion
 from .openai.completion_parts import create_completion_of_parts
 from .openai.completions import create_completion
@@ -78,6 +80,7 @@ NOT_BUILT: Mapping[str, str] = {
         "scores and ranks are not built here",
     ),
 }  # fmt: skip
+LORA_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 RESETS = ("pool", "all")
 PAUSES = ("new", "all")
 NODE_OBJECT = "stratakv.node"  # the object type of the answer at NODE_PATH
@@ -165,6 +168,11 @@ def create_app(
             _route("/resume", ["POST"], front, partial(_call, "resume")),
             _route("/is_paused", ["GET"], front, partial(_call, "paused")),
         ]
+    if settings.lora_dir is not None:
+        routes += [
+            _route(LORA_ROUTES[0], ["POST"], front, load_adapter),
+            _route(LORA_ROUTES[1], ["POST"], front, unload_adapter),
+        ]
     # Generated documentation is off: handlers check their input themselves, so it would be empty.
     socket = WebSocketRoute(PARTS_PATH, PartsSocket(front))
     app = FastAPI(title="StrataKV", version=__version__, openapi_url=None, routes=[*routes, socket])
@@ -244,6 +252,8 @@ def _cure(path: str, known: Sequence[str]) -> str:
     """The advice for a route that does not exist, as the end of a sentence."""
     if path in DEV_ROUTES:
         return "; start the server with --enable-dev-routes"
+    if path in LORA_ROUTES:
+        return "; start the server with --lora-dir FOLDER"
     bare = path.rstrip("/")
     # A route below one of NOT_BUILT is not built either.
     other = next((name for name in NOT_BUILT if f"{bare}/".startswith(f"{name}/")), None)
@@ -259,17 +269,29 @@ def _cure(path: str, known: Sequence[str]) -> str:
 
 
 async def _list_models(front: Front, request: Request, *, created: int) -> ASGIApp:
-    return _json(ModelList("list", [_card(front, created)]))
+    adapters = [_adapter_card(front, each, created) for each in front.adapters.loaded]
+    return _json(ModelList("list", [_card(front, created), *adapters]))
 
 
 async def _one_model(front: Front, request: Request, *, created: int) -> ASGIApp:
-    front.check_model(request.path_params["name"])
+    name = front.adapter_of(request.path_params["name"])
+    for each in front.adapters.loaded:
+        if each.name == name:
+            return _json(_adapter_card(front, each, created))
     return _json(_card(front, created))
 
 
 def _card(front: Front, created: int) -> ModelCard:
     name, root = front.model_name, next(iter(front.model_aliases), front.model_name)
     return ModelCard(name, "model", created, "stratakv", root, front.client.ready.max_model_len)
+
+
+def _adapter_card(front: Front, adapter: LoadedAdapter, created: int) -> ModelCard:
+    length, parent = front.client.ready.max_model_len, front.model_name
+    return ModelCard(
+        adapter.name, "model", created, "stratakv", adapter.path, length, parent,
+        adapter.fingerprint,
+    )  # fmt: skip
 
 
 async def _health(front: Front, request: Request) -> ASGIApp:

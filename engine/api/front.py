@@ -28,6 +28,7 @@ from .in_flight import InFlight
 from .metrics.engine_metrics import Metrics
 from .openai.dropped import DroppedFields
 from .openai.request.protocol import Prompt
+from .served_adapters import ServedAdapters
 from .token_texts import TokenTexts
 
 # Longer texts are tokenized in a thread. The hop costs some 50 us, like such a text.
@@ -64,10 +65,12 @@ class Front:
         init=False, default_factory=lambda: asyncio.Semaphore(MAX_LONG_TEXTS)
     )
 
+    adapters: ServedAdapters = field(init=False)
     dropped: DroppedFields = field(init=False)
     _background: set[asyncio.Task[None]] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "adapters", ServedAdapters(self.client.ready.adapters))
         object.__setattr__(self, "dropped", DroppedFields(self.metrics.dropped_fields.inc))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -88,11 +91,28 @@ class Front:
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for a name that is not served. None and "" mean the served model.
         Other spellings of a served path are accepted: `./x/` for `x`."""
+        self.adapter_of(name)
+
+    def is_model(self, name: str | None) -> bool:
+        """Whether a name is that of the model itself."""
         if not name or name == self.model_name:
-            return
-        if not self.model_aliases or normpath(name) not in map(normpath, self.model_aliases):
+            return True
+        return bool(self.model_aliases) and normpath(name) in map(normpath, self.model_aliases)
+
+    def adapter_of(self, name: str | None) -> str:
+        """The name of the adapter that a request's `model` names; "": the model itself. Raises
+        ApiError 404 for other names."""
+        if self.is_model(name):
+            return ""
+        assert name is not None
+        if name not in self.adapters:
             message = f"the model `{name[:64]}` is not served here; use `{self.model_name}`"
             raise ApiError(message, status=404, param="model", code="model_not_found")
+        return name
+
+    def answering_name(self, name: str | None) -> str:
+        """The name in the answer to a request that was taken with this `model`."""
+        return self.model_name if self.is_model(name) else str(name)
 
     def need_tokenizer(self, param: str, cure: str) -> Tokenizer:
         """The tokenizer. Raises ApiError if there is none."""

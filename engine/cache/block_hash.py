@@ -75,7 +75,8 @@ def _encoded_extras(
     block (the chain carries it on), the adapter into every block, embeddings into their own
     blocks."""
     salt: list[Extra] = [] if request.cache_salt is None else [("salt", request.cache_salt)]
-    lora: list[Extra] = [] if request.lora_name is None else [("lora", request.lora_name)]
+    adapter = request.adapter
+    lora: list[Extra] = [] if adapter is None else [("lora", adapter.fingerprint)]
     embeds = _embeds_digests(request, first, end, block_size)
     extras: dict[int, bytes] = {}
     # Without adapter and embeddings only the first block of the request can have extras.
@@ -131,8 +132,11 @@ def _sha256_cbor_hasher(root: bytes, block_size: int) -> BlockHasher:
 def _plain_extras(
     request: Request, first: int, end: int, block_size: int
 ) -> dict[int, Extra] | None:
-    """Return the same extras as bare values, adapter before salt: the order that routers expect."""
-    lora: Extra = () if request.lora_name is None else (request.lora_name,)
+    """Return the same extras as bare values, adapter before salt: the order that routers expect.
+    Where they have an adapter's name, this has its fingerprint as hexadecimal digits, which
+    `/v1/models` tells."""
+    adapter = request.adapter
+    lora: Extra = () if adapter is None else (adapter.fingerprint.hex(),)
     extras: dict[int, Extra] = dict.fromkeys(range(end - first), lora) if lora else {}
     if first == 0 and request.cache_salt is not None:
         extras[0] = (*lora, request.cache_salt)

@@ -126,9 +126,11 @@ def _explain_bind(error: OSError, host: str, port: int) -> str:
     return f"{host}:{port} cannot be opened ({error.strerror}); choose --host and --port anew"
 
 
-def api_settings(server: ServerConfig, part_timeout_seconds: float = 60.0) -> ApiSettings:
-    """The part of the server's settings that the routes use, and the engine's limit on the time
-    between two parts of a prompt."""
+def api_settings(
+    server: ServerConfig, part_timeout_seconds: float = 60.0, lora_dir: Path | None = None
+) -> ApiSettings:
+    """The part of the server's settings that the routes use, the engine's limit on the time between
+    two parts of a prompt, and the folder from which clients may load adapters."""
     from ..api.api_settings import ApiSettings, CrossOrigin
     from ..api.http.hosts import hosts_to_check
 
@@ -141,6 +143,7 @@ def api_settings(server: ServerConfig, part_timeout_seconds: float = 60.0) -> Ap
     return ApiSettings(
         api_key=server.api_key,
         enable_dev_routes=server.enable_dev_routes,
+        lora_dir=lora_dir,
         part_timeout_seconds=part_timeout_seconds,
         metrics_without_key=server.metrics_without_key,
         tenant_header=server.tenant_header,
@@ -208,7 +211,7 @@ async def _serve(
             model_path=config.model.path,
             model_aliases=model_aliases,
             tokenizer=tokenizer,
-            settings=api_settings(server, config.session_idle_seconds),
+            settings=api_settings(server, config.session_idle_seconds, config.lora.folder),
             default_sampling=default_sampling,
             marks=marks,
             check_params=check_params,

@@ -23,6 +23,7 @@ from ...tiers.settings.values import (
     ConfigError,
     within,
 )
+from .lora_config import LoraConfig
 from .offload_config import OffloadConfig
 from .option_readers import model_mark, processor_names
 from .speculative_config import SpeculativeConfig
@@ -297,6 +298,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     num_threads: int | None = setting(
         None, readers.integer, "threads that compute", "N", "the physical cores",
         bounds=(1, MAX_THREADS),

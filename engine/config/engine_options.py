@@ -24,6 +24,7 @@ from ...tiers.tier_settings import REMOTE
 from ..models.checkpoint.files import check_directory
 from ..models.checkpoint.hub import fetch_model, is_hub_id
 from .engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from .lora_config import LoraConfig
 from .offload_config import OFFLOAD_OPTIONS, OFFLOAD_TIERS
 from .speculative_config import DRAFT_MODEL, EAGLE, OF_MODELS, SpeculativeConfig
 from .unsupported_options import explain_not_built
@@ -32,6 +33,7 @@ EMBEDDED_MODEL = Path(__file__).parents[1] / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"
 _POOL_SIZES = ("num_blocks", "kv_cache_memory_bytes")
 _OF_SPECULATION = tuple(options_of(SpeculativeConfig, ""))[1:]  # without the method
+_OF_ADAPTERS = ("max_loras", "max_lora_rank", "max_cpu_loras")
 _OF_LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
 _SHOWN_LATE = ("scheduling_policy", "reserve", "pin_tenant_share")
 
@@ -50,6 +52,7 @@ def _engine_options() -> dict[str, Option]:
             for name, option in OFFLOAD_OPTIONS.items()
         },
         **options_of(SpeculativeConfig, "speculative"),
+        **options_of(LoraConfig, "lora"),
         **own,
         **dict(zip(_SHOWN_LATE, last, strict=True)),
         **files,
@@ -124,6 +127,8 @@ def without_effect(engine: EngineConfig) -> Iterator[str]:
     if engine.cache.num_blocks is not None:
         yield from hides("num_blocks", engine.cache.num_blocks)
     yield from hides("speculative_method", engine.speculative.method)
+    if not engine.lora.num_slots:
+        yield from _OF_ADAPTERS
     offload = engine.offload
     yield from hides("kv_offload", offload.tiers)
     for name, value in (("kv_peers", offload.peers), ("kv_serve", offload.serve_at)):
@@ -216,6 +221,13 @@ def _refuse_contradictions(
             raise ConfigError(
                 f"{flag_of(name)} is given and {why}; add --speculative-method ngram or drop it"
             )
+    if not LoraConfig(**{"folder": None, **sections["lora"]}).num_slots:
+        for name in _OF_ADAPTERS:
+            if name in given:
+                raise ConfigError(
+                    f"{flag_of(name)} is given and no adapters are taken; add --lora-modules "
+                    "NAME=PATH, --lora-dir or --enable-lora, or drop it"
+                )
     if "num_blocks" in given and "kv_cache_memory_bytes" in given:
         raise ConfigError(
             "--num-blocks and --kv-cache-memory-bytes both set the size of the KV pool; give one"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _ONE_DEVICE = "an engine computes on one device; start an engine for each"
-_LORA = "adapters are not loaded; serve weights that they are merged into"
+_LORA = "see --lora-modules, --max-loras and --max-lora-rank; matrices of text are adapted alone"
 _TOOLS = "see --tool-call-parser; other packages bring parsers as entry points"
 _REASONING = (
     "thoughts are split off by their marks, which are looked for in the tokenizer; "
@@ -45,8 +45,7 @@ _BY_REASON: Mapping[str, str] = {
         quantization quantization_param_path calculate_kv_scales
     """,
     _LORA: """
-        enable_lora lora_modules max_loras max_lora_rank max_cpu_loras lora_dtype
-        lora_extra_vocab_size fully_sharded_loras default_mm_loras lora_target_modules
+        lora_dtype lora_extra_vocab_size fully_sharded_loras default_mm_loras lora_target_modules
         enable_prompt_adapter
     """,
     _SPECULATIVE: "spec_token_tree",

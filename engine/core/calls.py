@@ -5,18 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from ...connector.base import KVConnectorScheduler
-from ..request.core_messages import ToolCalled
+from ..request.core_messages import LoadAdapter, LoadedAdapter, ToolCalled, UnloadAdapter
 from ..scheduler.scheduler import Pause, Scheduler
 from ..structured.manager import GrammarManager
+from .adapters import Adapters
 from .continued.prompt_sessions import PromptSessions
 from .core_stats import CoreStats
+from .deferred import Deferred
 from .handover import HeldAnswers
 from .request_builder import RequestBuilder, decode_request
+
+Message = TypeVar("Message")
 
 
 class CoreCalls:
@@ -31,6 +35,7 @@ class CoreCalls:
         held: HeldAnswers,
         sessions: PromptSessions,
         stats: CoreStats,
+        adapters: Adapters,
     ) -> None:
         self._scheduler = scheduler
         self._connector = connector
@@ -39,6 +44,7 @@ class CoreCalls:
         self._held = held
         self._sessions = sessions
         self._core_stats = stats
+        self._adapters = adapters
         self._answers: Mapping[str, Callable[[str], Any]] = {
             "stats": self._stats,
             "follow": self._follow,
@@ -47,11 +53,13 @@ class CoreCalls:
             "pause": self._pause,
             "resume": self._resume,
             "paused": self._paused,
+            "load_adapter": self._load_adapter,
+            "unload_adapter": self._unload_adapter,
         }
 
     def answer(self, name: str, argument: str) -> Any:
-        """Answer a `wire.Call` with plain values. Raise ValueError, with the reason, for a call
-        that is unknown or not possible now."""
+        """Answer a `core_messages.Call` with plain values or message structs, or with a Deferred.
+        Raises ValueError, with the reason, for a call that is unknown or not possible now."""
         if name not in self._answers:
             *names, last = self._answers
             raise ValueError(f"the core answers {', '.join(names)} and {last}, not {name!r}")
@@ -67,6 +75,7 @@ class CoreCalls:
             "grammar": self.grammars.stats(),
             "speculation": None if speculation is None else speculation.stats(),
             "sessions": self._sessions.stats(),
+            "adapters": self._scheduler.adapter_counts(),
             "handover": {"num_held": len(self._held), **asdict(self._held.counts)},
         }
 
@@ -87,6 +96,12 @@ class CoreCalls:
             raise ValueError(f"this names no tool: {error}") from None
         self._scheduler.tool_called(self._builder.job_of(called), called.tool)
         return True
+
+    def _load_adapter(self, argument: str) -> Deferred:
+        return self._adapters.begin_load(_decoded(argument, LoadAdapter))
+
+    def _unload_adapter(self, argument: str) -> LoadedAdapter:
+        return self._adapters.unload(_decoded(argument, UnloadAdapter).name)
 
     def _reset_prefix_cache(self, argument: str) -> dict[str, bool]:
         scope = argument or "pool"
@@ -115,3 +130,10 @@ class CoreCalls:
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
         }
+
+
+def _decoded(argument: str, kind: type[Message]) -> Message:
+    try:
+        return msgspec.json.decode(argument, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"this is no {kind.__name__}: {error}") from None

@@ -43,6 +43,7 @@ from ..structured.manager import GrammarManager
 from ..trace.step_trace import NO_CONNECTOR, StepTrace
 from ..worker.pool_demand import check_pool_size
 from ..worker.runtime.pool_sizing import context_that_fits
+from .adapters import Adapters, load_at_start
 from .calls import CoreCalls
 from .continued.continuations import Continuations
 from .core_stats import CoreStats
@@ -153,6 +154,8 @@ class EngineCore:
             self._build_engine(num_blocks)
             for each in files:  # the files that named the blocks must be the ones that were loaded
                 each.check_unchanged()
+            self.adapters = Adapters(config.lora, self.executor)
+            load_at_start(self.adapters, config.lora)
             self._request_builder = RequestBuilder(
                 self.spec.vocab_size,
                 self.spec.hidden_size,
@@ -163,6 +166,7 @@ class EngineCore:
                 takes_priority=self.scheduler.takes_priority,
                 largest_embedding=self._largest_embedding,
                 tells_experts=config.model.enable_return_routed_experts,
+                adapters=self.adapters,
             )
             self._grammars = GrammarManager(
                 config.model.path,
@@ -199,6 +203,7 @@ class EngineCore:
                 self._held,
                 self._continuations.sessions,
                 self._stats,
+                self.adapters,
             )
             self._identity = describe_identity(config, identity, self._groups)
             self._try_offload()
@@ -235,6 +240,8 @@ class EngineCore:
             pins_turns=self.scheduler.pins_turns,
             tiers_down=[] if estimates is None else estimates.tiers_down(),
             session_idle_seconds=self.config.session_idle_seconds,
+            adapters=self.adapters.loaded,
+            max_adapters=self.config.lora.num_slots,
         )
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
@@ -288,6 +295,8 @@ class EngineCore:
         with a lost device."""
         outputs = self._adder.add_compiled() + self._adder.add_whole()
         stepped = self.steps.run_step()
+        if self.adapters.has_unused:
+            self.adapters.release_unused(self.scheduler.requests.values())
         return outputs + self._held.filter_outputs(stepped) + self._held.release_answers()
 
     def enter_thread(self) -> None:
@@ -372,6 +381,7 @@ class EngineCore:
             pipelining=Pipelining(self._max_steps_in_flight, config.async_scheduling),
             speculation=self._make_speculation(),
             observers=self._observers,
+            max_adapters=config.lora.num_slots,
         )
         self._held = HeldAnswers(
             self.scheduler.manager, self._connector.handover if self._connector.wants_all else None

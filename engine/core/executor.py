@@ -21,6 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -33,6 +34,7 @@ from ..models.model_spec import ModelSpec
 from ..sampling.processor_loading import load_processors
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
+from ..worker.adapter_slots import ReadAdapter
 from ..worker.begun_step import BegunStep
 from ..worker.model_runner import ModelRunner
 from ..worker.runtime.placement import Placement
@@ -97,6 +99,20 @@ class Executor(ABC):
         worker raises."""
 
     @abstractmethod
+    def read_adapter(self, path: Path) -> ReadAdapter:
+        """Read an adapter from its folder. Any thread may call this. Raises ConfigError if it is
+        no adapter of the model."""
+
+    @abstractmethod
+    def add_adapter(self, adapter: ReadAdapter) -> None:
+        """Have the worker keep an adapter, for the steps dispatched from now on. Raises ConfigError
+        if its files have changed since they were read."""
+
+    @abstractmethod
+    def drop_adapter(self, fingerprint: bytes) -> None:
+        """Have the worker forget an adapter that no request has any more."""
+
+    @abstractmethod
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> ConnectorWorkerOutput | None:
         """Let copies end within the time, then release everything. Return the transfers that the
         connector's worker side had not reported yet. Idempotent."""
@@ -149,6 +165,8 @@ def load_runner(
         draft=draft,
         most_drafts=config.speculative.most_drafts(has_states=spec.state is not None),
         tells_experts=config.model.enable_return_routed_experts,
+        num_adapter_slots=config.lora.num_slots,
+        max_lora_rank=config.lora.max_rank,
         progress=progress,
     )
 
@@ -224,6 +242,15 @@ class InProcessExecutor(Executor):
         self, name: str, *, meta: ConnectorMetadata | None = None, seconds: float | None = None
     ) -> ConnectorWorkerOutput | None:
         return call_runner(self.runner, name, meta, seconds)
+
+    def read_adapter(self, path: Path) -> ReadAdapter:
+        return self.runner.adapters.read(path)
+
+    def add_adapter(self, adapter: ReadAdapter) -> None:
+        self.runner.adapters.add(adapter)
+
+    def drop_adapter(self, fingerprint: bytes) -> None:
+        self.runner.drop_adapter(fingerprint)
 
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> ConnectorWorkerOutput | None:
         return self.call_worker("shutdown", seconds=timeout_seconds)

@@ -7,13 +7,14 @@ loop is the same in a process of its own and in a thread of the caller's process
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from ..request.core_messages import (
     AbortRequests,
@@ -27,6 +28,7 @@ from ..request.core_messages import (
     ToCore,
     TokenOutput,
 )
+from .deferred import Deferred
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +56,20 @@ class Core(Protocol):
     def shutdown(self) -> None: ...
 
 
+class _Finished(NamedTuple):
+    """A deferred call whose future is done, for the loop's thread to finish."""
+
+    call_id: int
+    deferred: Deferred
+
+
 class _Answer(NamedTuple):
     """An answer from another thread, for the loop's thread to emit."""
 
     message: FromCore
+
+
+_Message = ToCore | _Answer | _Finished | None
 
 
 class CoreLoop:
@@ -66,7 +78,7 @@ class CoreLoop:
     def __init__(self, core: Core, emit: Callable[[FromCore], None]) -> None:
         self._core = core
         self._emit = emit
-        self._queue: queue.Queue[ToCore | _Answer | None] = queue.Queue(QUEUE_MESSAGES)
+        self._queue: queue.Queue[_Message] = queue.Queue(QUEUE_MESSAGES)
         self._broken: str | None = None
         self._stopping = threading.Event()
         self._shutdown_call: int | None = None
@@ -153,8 +165,12 @@ class CoreLoop:
             pass
         return outputs
 
-    def _handle(self, message: ToCore | _Answer | None, outputs: list[TokenOutput]) -> None:
+    def _handle(self, message: _Message, outputs: list[TokenOutput]) -> None:
         if message is None:
+            return
+        if isinstance(message, _Finished):
+            deferred = message.deferred
+            self._emit(_reply(message.call_id, lambda: deferred.finish(deferred.future.result())))
             return
         if isinstance(message, _Answer):
             self._emit(message.message)
@@ -168,15 +184,24 @@ class CoreLoop:
             self._shutdown_call = message.call_id
             self._stopping.set()
         else:
-            self._emit(self._execute_call(message))
+            self._execute_call(message)
 
-    def _execute_call(self, call: Call) -> Reply:
-        try:
-            return Reply(call.call_id, json.dumps(self._core.call(call.name, call.argument)))
-        except Exception as error:
-            if not isinstance(error, ValueError):
-                logger.exception("the call %s failed", call.name)
-            return Reply(call.call_id, error=str(error) or type(error).__name__)
+    def _execute_call(self, call: Call) -> None:
+        found: list[Deferred] = []
+
+        def execute() -> Any:
+            result = self._core.call(call.name, call.argument)
+            if isinstance(result, Deferred):
+                found.append(result)
+                return None
+            return result
+
+        reply = _reply(call.call_id, execute)
+        if not found:
+            self._emit(reply)
+            return
+        finished = _Finished(call.call_id, found[0])
+        found[0].future.add_done_callback(lambda _: self._queue.put(finished))
 
     def _shut_down(self) -> None:
         began = time.monotonic()
@@ -184,3 +209,13 @@ class CoreLoop:
         logger.info("the core shut down in %.1f s", time.monotonic() - began)
         if self._shutdown_call is not None:
             self._emit(Reply(self._shutdown_call))
+
+
+def _reply(call_id: int, execute: Callable[[], Any]) -> Reply:
+    """Return the reply with the result of `execute`, or with its error."""
+    try:
+        return Reply(call_id, msgspec.json.encode(execute()).decode())
+    except Exception as error:
+        if not isinstance(error, ValueError):
+            logger.exception("a call failed")
+        return Reply(call_id, error=str(error) or type(error).__name__)

@@ -20,12 +20,14 @@ from ...tiers.base import NO_CONTEXT, RequestContext
 from ...tiers.block import tenant_salt
 from ...tiers.settings.format import format_value
 from ..config.engine_config import MEAN, POOLINGS
+from ..request.adapter import Adapter
 from ..request.core_messages import NO_EXTRAS, AddRequest, RequestExtras, ToolCalled, check_priority
 from ..request.handover_ticket import Ticket, fits, is_possible
 from ..request.prompt_embeds import EmbedArray, read_embeds
 from ..request.request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray, job_key
 from ..request.routed_rows import check_routed_start
 from ..request.sampling_params import SamplingParams, check_params_for_embeds
+from .adapters import Adapters
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,9 @@ class RequestBuilder:
         takes_priority: bool = False,
         largest_embedding: float = math.inf,
         tells_experts: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
+        self._adapters = adapters
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
         self._max_model_len = max_model_len
@@ -128,6 +132,7 @@ class RequestBuilder:
             tokens,
             _fit_max_tokens(params, most),
             cache_salt=tenant_salt(self._tenant_secret, request.tenant, request.cache_salt),
+            adapter=self._adapter_of(extras, fork_of or (continued and continued.request)),
             block_hasher=self._hasher,
             prompt_embeds=embeds,
             skip_reading_prefix_cache=skips or needs_all_rows,
@@ -142,6 +147,19 @@ class RequestBuilder:
             fork_of=fork_of,
             continues=None if continued is None else continued.request,
         )
+
+    def _adapter_of(self, extras: RequestExtras, before: Request | None) -> Adapter | None:
+        """Return the adapter of a request: that of the request which it continues, else the one
+        that its name means now. Raises ValueError if there is none."""
+        if before is not None:
+            if before.adapter is not None and self._adapters is not None:
+                self._adapters.check_held(before.adapter)
+            return before.adapter
+        if not extras.adapter:
+            return None
+        if self._adapters is None:
+            raise ValueError(f"the adapter {format_value(extras.adapter)} is not loaded")
+        return self._adapters.find(extras.adapter)
 
     def job_of(self, called: ToolCalled) -> bytes:
         salt = tenant_salt(self._tenant_secret, called.tenant, called.cache_salt)

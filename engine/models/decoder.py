@@ -37,6 +37,8 @@ from .checkpoint.weights import (
 from .experts import ExpertMlp
 from .families import HeadNorms
 from .layers import LIBRARY_ACTIVATIONS, DenseMlp, Elementwise, Linear, Mlp, SquaredMlp
+from .lora.low_rank import Adaptable, Target
+from .lora.model_slots import ModelSlots
 from .mixers import Attention as Attention
 from .mixers import AttentionMixer, Mixer, MixerStep, ParallelMixer
 from .mixers import Plan as Plan
@@ -111,6 +113,15 @@ class Layer:
         if self._mixer is None:
             return None
         return self._mixer(self._norm(x, self._attention_norm), step)
+
+    def adaptable(self) -> dict[Target, Adaptable]:
+        """Return the products that adapters can change."""
+        found: dict[Target, Adaptable] = {}
+        if self._mixer is not None:
+            found |= self._mixer.adaptable()
+        if self._out is not None:
+            found[Target.OUT] = self._out
+        return found if self._mlp is None else found | self._mlp.adaptable()
 
     @property
     def can_record(self) -> bool:
@@ -233,6 +244,8 @@ class Decoder:
     only while it is reordered.
     """
 
+    slots: ModelSlots | None = None  # None: adapters are not allowed
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -307,10 +320,11 @@ class Decoder:
         embeds: Embeds | None = None,
         aux: AuxStates | None = None,
         states: StateStep | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:
         """Call `embed`, then `run`. `token_ids` and `positions` are int64 `[tokens]`."""
         x = self.embed(token_ids, embeds)
-        return self.run(x, positions, attention, plan, wanted, aux, states=states)
+        return self.run(x, positions, attention, plan, wanted, aux, states=states, slots=slots)
 
     def embed(self, token_ids: Tensor, embeds: Embeds | None = None) -> Tensor:
         """Return the embeddings `[tokens, hidden]`. Some may be replaced by `embeds`; their ids
@@ -338,6 +352,7 @@ class Decoder:
         aux: AuxStates | None = None,
         *,
         states: StateStep | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:
         """Compute a step from its embeddings `x` `[tokens, hidden]`. Return the normed hidden
         states `[len(wanted), hidden]` of the rows `wanted` (int64; None: all rows), for `logits`.
@@ -345,12 +360,32 @@ class Decoder:
         K and V of all tokens are written, and, with `states`, the states of layers that carry one.
         After the last mixer only the wanted rows are computed, since the others are never read. An
         `attention` from `in_library` computes all layers; its plan is the list of the views' steps.
-        With kernels `x` is overwritten.
+        With kernels `x` is overwritten. `slots`, int32 `[tokens]`, has the slots of the rows'
+        adapters, -1 for none; None: no row has one.
         """
+        if slots is not None:
+            if self.slots is None:
+                raise ValueError("a step has adapters, but the model was loaded without slots")
+            with self.slots.rows.replaced(slots):
+                return self._run(x, positions, attention, plan, wanted, aux, states)
+        return self._run(x, positions, attention, plan, wanted, aux, states)
+
+    def _run(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attention: Attention[Plan] | CpuNetwork,
+        plan: Plan,
+        wanted: Tensor | None,
+        aux: AuxStates | None,
+        states: StateStep | None,
+    ) -> Tensor:
         if self.spec.state is not None and states is None:
             raise ValueError("a model with layers that carry a state takes a step's states")
         if isinstance(attention, CpuNetwork):
-            return _run_in_library(attention, x, positions, plan, wanted, aux, self.chosen_experts)
+            slots = None if self.slots is None else self.slots.rows.slots
+            chosen = self.chosen_experts
+            return _run_in_library(attention, x, positions, plan, wanted, aux, chosen, slots)
         has_kernels = self._ops.is_kernels
         of_qkv: QkvAttention[Plan] | None = None
         growth = None if self._growth is None else self._growth[positions]
@@ -371,6 +406,8 @@ class Decoder:
                 aux.capture_states(x, index, wanted, is_overwritten=has_kernels)
             mixed = layer.mix(x, step)
             if index == last and mixed is not None and wanted is not None:
+                if self.slots is not None:
+                    self.slots.rows.narrow(wanted)
                 x, mixed, wanted = x[wanted], mixed[wanted], None
             x = layer.rest(x, mixed)
         if aux is not None:
@@ -403,6 +440,12 @@ class Decoder:
             eps=spec.stream_eps,
             activation=LIBRARY_ACTIVATIONS[spec.family.activation],
         )
+
+    def allow_adapters(self, num_slots: int, max_rank: int) -> ModelSlots:
+        """Make slots for adapters of up to `max_rank`. Call it before `in_library`."""
+        products = [layer.adaptable() for layer in self._layers]
+        self.slots = ModelSlots(self.spec, products, num_slots, max_rank)
+        return self.slots
 
     def record_experts(self, max_tokens: int) -> None:
         """Record the experts of each row in `chosen_experts`, for steps of up to `max_tokens`."""
@@ -483,9 +526,10 @@ def _run_in_library(
     wanted: Tensor | None,
     aux: AuxStates | None,
     chosen: Tensor | None,
+    slots: Tensor | None,
 ) -> Tensor:
     asked = () if aux is None else aux.layers
-    hidden, found = network.run(x, positions, plan, wanted, asked, chosen)
+    hidden, found = network.run(x, positions, plan, wanted, asked, chosen, slots)
     if aux is not None:
         for layer, states in found.items():
             aux.capture_states(states, layer, None if layer == network.num_layers else wanted)

@@ -13,6 +13,8 @@ its matrices.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,18 +23,22 @@ from ...kernels.cpu.network import NetworkExperts
 from .checkpoint.weights import DenseWeights, ExpertWeights
 from .families import Activation
 from .layers import DenseMlp, Elementwise, Linear
+from .lora.low_rank import Adaptable, LowRank, Target
+from .lora.row_slots import RowSlots
 from .spec.expert_spec import ExpertSpec
 
 # Types in which torch multiplies groups.
 _GROUPED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Ranks of an adapter in a grouped product, whose rows are whole 16 bytes.
+_RANKS_TOGETHER = 8
 
 
 class ExpertMlp:
     """The experts of one layer, from `[rows, hidden]` to `[rows, hidden]`."""
 
     __slots__ = (
-        "_down", "_experts", "_gate_up", "_gated", "_gates_shared", "_router", "_spec", "record",
-        "shared",
+        "_adapters", "_down", "_experts", "_gate_up", "_gated", "_gates_shared", "_router", "_rows",
+        "_spec", "record", "shared",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +49,8 @@ class ExpertMlp:
         elementwise: Elementwise,
     ) -> None:
         self._spec = spec
+        self._rows: RowSlots | None = None  # None: no row has an adapter
+        self._adapters: dict[Target, GroupedAdapters] = {}
         # int32 `[tokens, num_per_token]`, filled with the experts of each row; None: not recorded.
         self.record: Tensor | None = None
         router = weights.router
@@ -77,10 +85,13 @@ class ExpertMlp:
         rows = x[order // self._spec.num_per_token]
         numbers = torch.arange(self._spec.num_experts, device=x.device)
         ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        slots = None
+        if self._rows is not None and self._rows.slots is not None:
+            slots = self._rows.slots[order // self._spec.num_per_token]
         if self._gate_up is None:
-            results = self._one_by_one(rows, ends.tolist())
+            results = self._one_by_one(rows, ends.tolist(), slots)
         else:
-            results = self._grouped(rows, ends)
+            results = self._grouped(rows, ends, slots)
         mixed = mix(results, order, weights)
         if self.shared is None:
             return mixed
@@ -111,20 +122,111 @@ class ExpertMlp:
     def add_to(self, out: Tensor, x: Tensor) -> None:
         out += self(x)
 
-    def _one_by_one(self, rows: Tensor, ends: list[int]) -> Tensor:
+    def adaptable(self) -> dict[Target, Adaptable]:
+        found: dict[Target, Adaptable] = {}
+        if self.shared is not None:
+            shared = self.shared.adaptable()
+            found = {
+                Target.SHARED_GATE_UP: shared[Target.GATE_UP],
+                Target.SHARED_DOWN: shared[Target.DOWN],
+            }
+        if self._gate_up is not None and self._down is not None:
+            self._adapters = {
+                Target.EXPERTS_GATE_UP: GroupedAdapters(self, self._gate_up),
+                Target.EXPERTS_DOWN: GroupedAdapters(self, self._down),
+            }
+            return found | self._adapters
+        each = [expert.adaptable() for expert in self._experts]
+        for target, own in (
+            (Target.EXPERTS_GATE_UP, Target.GATE_UP), (Target.EXPERTS_DOWN, Target.DOWN),
+        ):  # fmt: skip
+            found[target] = _AllExperts(self, [products[own] for products in each])
+        return found
+
+    def follow_rows(self, rows: RowSlots) -> None:
+        """Look up the slots of adapters in `rows`."""
+        self._rows = rows
+
+    def _one_by_one(self, rows: Tensor, ends: list[int], slots: Tensor | None) -> Tensor:
         """Compute `[sorted rows, hidden]` by expert; `ends` has the end of each expert's rows."""
         results, first = torch.empty_like(rows), 0
         for expert, end in zip(self._experts, ends, strict=True):
             if end > first:
-                results[first:end] = expert(rows[first:end])
+                if slots is None or self._rows is None:
+                    results[first:end] = expert(rows[first:end])
+                else:
+                    with self._rows.replaced(slots[first:end]):
+                        results[first:end] = expert(rows[first:end])
             first = end
         return results
 
-    def _grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def _grouped(self, rows: Tensor, ends: Tensor, slots: Tensor | None) -> Tensor:
         assert self._gate_up is not None and self._down is not None
         both = F.grouped_mm(rows, self._gate_up, offs=ends)
+        if slots is not None:
+            self._adapters[Target.EXPERTS_GATE_UP].add_to(both, rows, ends, slots)
         gate, up = both.chunk(2, dim=-1)
-        return F.grouped_mm(self._gated(gate, up), self._down, offs=ends)
+        gated = self._gated(gate, up)
+        results = F.grouped_mm(gated, self._down, offs=ends)
+        if slots is not None:
+            self._adapters[Target.EXPERTS_DOWN].add_to(results, gated, ends, slots)
+        return results
+
+
+class _AllExperts:
+    """One product of all experts, each with matrices of its own."""
+
+    def __init__(self, experts: ExpertMlp, products: list[Adaptable]) -> None:
+        self._experts, self._products = experts, products
+
+    def allow_adapters(self, rows: RowSlots, rank: int) -> None:
+        self._experts.follow_rows(rows)
+        for each in self._products:
+            each.allow_adapters(rows, rank)
+
+    def prepare_adapter(self, adapter: LowRank) -> list[Any]:
+        return [
+            product.prepare_adapter(
+                LowRank(adapter.ins[number], tuple([each[number] for each in adapter.outs]))
+            )
+            for number, product in enumerate(self._products)
+        ]
+
+    def put_adapter(self, slot: int, prepared: list[Any] | None) -> None:
+        for number, product in enumerate(self._products):
+            product.put_adapter(slot, None if prepared is None else prepared[number])
+
+
+class GroupedAdapters:
+    """The adapters of one grouped product. Each takes memory of its own while it has a slot; a step
+    with one cannot be recorded, since the host decides which are multiplied."""
+
+    def __init__(self, experts: ExpertMlp, weight: Tensor) -> None:
+        """`weight` is `[experts, in, out]`."""
+        self._experts, self._weight = experts, weight
+        self._by_slot: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def allow_adapters(self, rows: RowSlots, rank: int) -> None:
+        self._experts.follow_rows(rows)
+
+    def prepare_adapter(self, adapter: LowRank) -> LowRank:
+        """Pad the rank, since grouped products take rows of whole 16 bytes."""
+        outs = torch.cat(adapter.outs, 1)
+        missing = -adapter.ins.shape[1] % _RANKS_TOGETHER
+        return LowRank(F.pad(adapter.ins, (0, 0, 0, missing)), (F.pad(outs, (0, missing)),))
+
+    def put_adapter(self, slot: int, prepared: LowRank | None) -> None:
+        self._by_slot.pop(slot, None)
+        if prepared is not None:
+            ins, outs = (each.to(self._weight) for each in (prepared.ins, prepared.outs[0]))
+            self._by_slot[slot] = (ins.transpose(1, 2), outs.transpose(1, 2))
+
+    def add_to(self, out: Tensor, x: Tensor, ends: Tensor, slots: Tensor) -> None:
+        """Add the adapters of the sorted rows `x` to `out`; `slots` has the slot of each row."""
+        for slot, (ins, outs) in self._by_slot.items():
+            inner = F.grouped_mm(x, ins, offs=ends)
+            inner.masked_fill_((slots != slot)[:, None], 0)
+            out += F.grouped_mm(inner, outs, offs=ends)
 
 
 def choose_experts(scores: Tensor, spec: ExpertSpec) -> tuple[Tensor, Tensor]:

@@ -18,10 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.cpu.matrix import GELU_TANH, SILU, PackedMatrix, reason_against_matrices
+from ...kernels.cpu.matrix import (
+    GELU_TANH,
+    SILU,
+    PackedAdapter,
+    PackedMatrix,
+    reason_against_matrices,
+)
 from ...kernels.layer.elementwise import gelu_gate, rms_norm, silu_gate
 from .checkpoint.weights import DenseWeights
 from .families import Activation
+from .lora.low_rank import Adaptable, LowRank, Target
+from .lora.row_slots import RowSlots, SlotMatrices
 from .rope import rotate
 
 # oneDNN chooses its blocks for this number of rows; other numbers work too.
@@ -44,7 +52,7 @@ class Linear:
     one row, and 6 to 10 times for 16 and more.
     """
 
-    __slots__ = ("_bias", "_is_packed", "_weight", "packed")
+    __slots__ = ("_adapters", "_bias", "_is_packed", "_rows", "_shape", "_weight", "packed")
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, *, is_kept: bool = False
@@ -52,6 +60,9 @@ class Linear:
         """`is_kept`: the caller keeps `weight` unless it becomes `packed`. Blocks of oneDNN would
         be a second copy, so they are not made."""
         self._bias, self._is_packed, self._weight = bias, False, weight
+        self._shape = tuple(weight.shape)
+        self._rows: RowSlots | None = None  # None: no row has an adapter
+        self._adapters: SlotMatrices | None = None
         self.packed: PackedMatrix | None = None
         if reason_against_matrices(weight.dtype, weight.device) is None:
             self.packed = PackedMatrix((weight,), (bias,))
@@ -70,14 +81,43 @@ class Linear:
         """Return `[rows, out]`. Outputs without a bit in `wanted` (bit `i % 32` of word `i // 32`)
         may be left out, and are then 0. With `is_wide`, results of 16-bit types may be float32,
         still rounded to their type."""
+        slots = None if self._rows is None else self._rows.slots
         if self.packed is not None:
-            return self.packed(x, wanted, is_wide=is_wide)
+            return self.packed(x, wanted, is_wide=is_wide, slots=slots)
+        product: Tensor
         if self._is_packed:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            product = torch.ops.mkldnn._linear_pointwise(
                 x, self._weight, self._bias, "none", [], ""
             )
-            return product
-        return F.linear(x, self._weight, self._bias)
+        else:
+            product = F.linear(x, self._weight, self._bias)
+        if slots is not None and self._adapters is not None:
+            self._adapters.add_to(product, x)
+        return product
+
+    def allow_adapters(self, rows: RowSlots, rank: int) -> None:
+        """See `Adaptable`."""
+        self._rows = rows
+        if self.packed is not None:
+            self.packed.allow_adapters(rows.num_slots)
+        else:
+            self._adapters = SlotMatrices(rows, self._weight, self._shape, rank)
+
+    def prepare_adapter(self, adapter: LowRank) -> PackedAdapter | LowRank:
+        """See `Adaptable`. Several outputs stand for one matrix, one behind the other."""
+        outs = adapter.outs[0] if len(adapter.outs) == 1 else torch.cat(adapter.outs)
+        if self.packed is not None:
+            return self.packed.pack_adapter(adapter.ins, (outs,))
+        return LowRank(adapter.ins, (outs,))
+
+    def put_adapter(self, slot: int, prepared: PackedAdapter | LowRank | None) -> None:
+        """See `Adaptable`."""
+        if self.packed is not None:
+            assert prepared is None or isinstance(prepared, PackedAdapter)
+            self.packed.put_adapter(slot, prepared)
+        elif self._adapters is not None:
+            assert prepared is None or isinstance(prepared, LowRank)
+            self._adapters.put(slot, prepared)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """Add the product to `out` `[rows, out]` in place. The sum is rounded once if the product
@@ -88,6 +128,8 @@ class Linear:
         out.addmm_(x, self._weight.t())
         if self._bias is not None:
             out += self._bias
+        if self._adapters is not None and self._rows is not None and self._rows.slots is not None:
+            self._adapters.add_to(out, x)
 
 
 def _can_pack(weight: Tensor) -> bool:
@@ -186,6 +228,9 @@ class Mlp(Protocol):
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """Add the result for `x` to `out` in place. Only layers with kernels call this."""
 
+    def adaptable(self) -> dict[Target, Adaptable]:
+        """Return the products that adapters can change."""
+
 
 class SquaredMlp:
     """An MLP of two matrices without a gate: `down(relu(up(x)) ** 2)`."""
@@ -202,25 +247,68 @@ class SquaredMlp:
     def add_to(self, out: Tensor, x: Tensor) -> None:
         self._down.add_to(out, self._up(x).relu_().square_())
 
+    def adaptable(self) -> dict[Target, Adaptable]:
+        return {Target.GATE_UP: self._up, Target.DOWN: self._down}
+
+
+class _PackedPair:
+    """Gate and up in the library's order, with the activation."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        self.matrix = matrix
+        self._rows: RowSlots | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.matrix(x, slots=None if self._rows is None else self._rows.slots)
+
+    def allow_adapters(self, rows: RowSlots, rank: int) -> None:
+        self._rows = rows
+        self.matrix.allow_adapters(rows.num_slots)
+
+    def prepare_adapter(self, adapter: LowRank) -> PackedAdapter:
+        return self.matrix.pack_adapter(adapter.ins, adapter.outs)
+
+    def put_adapter(self, slot: int, prepared: PackedAdapter | None) -> None:
+        self.matrix.put_adapter(slot, prepared)
+
+
+class _TwoLinears:
+    """Gate and up as two matrices with one input."""
+
+    def __init__(self, gate: Linear, up: Linear) -> None:
+        self._both = (gate, up)
+
+    def allow_adapters(self, rows: RowSlots, rank: int) -> None:
+        for each in self._both:
+            each.allow_adapters(rows, rank)
+
+    def prepare_adapter(self, adapter: LowRank) -> list[Any]:
+        pairs = zip(self._both, adapter.outs, strict=True)
+        return [each.prepare_adapter(LowRank(adapter.ins, (outs,))) for each, outs in pairs]
+
+    def put_adapter(self, slot: int, prepared: list[Any] | None) -> None:
+        for each, own in zip(self._both, prepared or (None, None), strict=True):
+            each.put_adapter(slot, own)
+
 
 class DenseMlp:
     """An MLP of three matrices: `down(activation(gate(x)) * up(x))`. Gate and up are one matrix if
     the library of `kernels/cpu/` multiplies (`gate_up`, including the activation) or if the weights
     have them joined (`_both`)."""
 
-    __slots__ = ("_both", "_gate", "_gated", "_up", "activation", "down", "gate_up")
+    __slots__ = ("_both", "_gate", "_gated", "_pair", "_up", "activation", "down")
 
     def __init__(
         self, weights: DenseWeights, activation: Activation, elementwise: Elementwise
     ) -> None:
         self.down = Linear(weights.down, weights.down_bias)
         self.activation = LIBRARY_ACTIVATIONS[activation]
-        self.gate_up: PackedMatrix | None = None
+        self._pair: _PackedPair | None = None
         gate, up = weights.gate, weights.up
         assert gate is not None
         if elementwise.is_plain and reason_against_matrices(gate.dtype, gate.device) is None:
             biases = (weights.gate_bias, weights.up_bias)
-            self.gate_up = PackedMatrix((gate, up), biases, self.activation)
+            self._pair = _PackedPair(PackedMatrix((gate, up), biases, self.activation))
             return
         self._both: Linear | None = None
         if weights.gate_up is not None:
@@ -230,9 +318,22 @@ class DenseMlp:
         self._gated = elementwise.gated_by(activation)
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        if self.gate_up is not None:
-            return self.down(self.gate_up(x))
+        if self._pair is not None:
+            return self.down(self._pair(x))
         return self.down(self._inner(x))
+
+    @property
+    def gate_up(self) -> PackedMatrix | None:
+        """Gate and up for the library of `kernels/cpu/`."""
+        return None if self._pair is None else self._pair.matrix
+
+    def adaptable(self) -> dict[Target, Adaptable]:
+        gate_up: Adaptable
+        if self._pair is not None:
+            gate_up = self._pair
+        else:
+            gate_up = self._both or _TwoLinears(self._gate, self._up)
+        return {Target.GATE_UP: gate_up, Target.DOWN: self.down}
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         self.down.add_to(out, self._inner(x))

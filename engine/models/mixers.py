@@ -18,6 +18,7 @@ from ...kernels.layer.rotate_write import Rotary
 from .checkpoint.weights import AttentionWeights
 from .families import HeadNorms
 from .layers import Elementwise, Linear
+from .lora.low_rank import Adaptable, Target
 from .model_spec import ModelSpec
 from .states.state_plan import StateStep
 
@@ -65,6 +66,9 @@ class Mixer(Protocol):
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
         """Return `[tokens, inner]` from normed rows `[tokens, hidden]`, which stay unchanged."""
 
+    def adaptable(self) -> dict[Target, Adaptable]:
+        """Return the products that adapters can change."""
+
 
 class ParallelMixer:
     """Attention and a state mixer side by side. Both see the same rows, and one matrix multiplies
@@ -81,6 +85,9 @@ class ParallelMixer:
         if self._factor != 1.0:
             attended = attended * self._factor
         return torch.cat((attended, self._state(normed, step)), 1)
+
+    def adaptable(self) -> dict[Target, Adaptable]:
+        return self._attention.adaptable() | self._state.adaptable()
 
 
 class AttentionMixer:
@@ -115,6 +122,10 @@ class AttentionMixer:
                 rotary = rotary._replace(head_norms=self.head_norms, eps=eps)
             mixed = step.of_qkv(heads, rotary, self.layer, step.plan)
         return mixed if self._gate is None else mixed * self._gate(normed).sigmoid_()
+
+    def adaptable(self) -> dict[Target, Adaptable]:
+        gate = {} if self._gate is None else {Target.ATTENTION_GATE: self._gate}
+        return {Target.QKV: self.qkv, **gate}
 
     def _attend(self, heads: Tensor, step: MixerStep[Plan]) -> Tensor:
         """Compute the attention of `[tokens, heads + 2 kv heads, head_dim]`."""

@@ -33,7 +33,7 @@ class Requester(Protocol):
     @property
     def max_prompt_tokens(self) -> int: ...
     def make_request(
-        self, prompt: Sequence[int], params: SamplingParams, cache_salt: str
+        self, prompt: Sequence[int], params: SamplingParams, cache_salt: str, *, adapter: str = ""
     ) -> AddRequest: ...
     def wait_for(self, work: Coroutine[Any, Any, T]) -> T: ...
     def run_checked(self, prompts: Sequence[CheckedPrompt]) -> list[RequestOutput]: ...
@@ -43,8 +43,11 @@ class PromptSession:
     """A prompt that is given to the engine in parts, and its answer. `LLM.open_session` makes it.
     The end of a `with` block drops a session that was not answered."""
 
-    def __init__(self, llm: Requester, params: SamplingParams, cache_salt: str) -> None:
-        self._llm, self._params, self._cache_salt = llm, params, cache_salt
+    def __init__(
+        self, llm: Requester, params: SamplingParams, cache_salt: str, adapter: str = ""
+    ) -> None:
+        self._llm, self._params = llm, params
+        self._cache_salt, self._adapter = cache_salt, adapter
         most = llm.max_prompt_tokens
         self._parts = PromptParts(llm.tokenizer, most)
         self._request: AddRequest | None = None  # set when the first tokens are known
@@ -60,7 +63,7 @@ class PromptSession:
             if self._request is None:
                 if not tokens:
                     return
-                request = self._llm.make_request(tokens, self._params, self._cache_salt)
+                request = self._made(tokens)
                 extras = msgspec.structs.replace(request.extras or NO_EXTRAS, more_follows=True)
                 request.extras = extras
                 self._llm.wait_for(self._llm.client.open_prompt(request))
@@ -73,7 +76,7 @@ class PromptSession:
         `LLM.generate`."""
         with self._exclusively():
             num_kept, tokens = self._parts.end_prompt(self._checked(part))
-            whole = self._llm.make_request(self._parts.token_ids, self._params, self._cache_salt)
+            whole = self._made(self._parts.token_ids)
             if self._request is not None:
                 self._extend(tokens, num_kept)
                 whole = msgspec.structs.replace(whole, request_id=self._request.request_id)
@@ -101,8 +104,11 @@ class PromptSession:
             raise ValueError(f"a part is a text or a list of token ids, not {type_name(part)}")
         tokens = list(part)
         if tokens:
-            self._llm.make_request(tokens, self._params, self._cache_salt)
+            self._made(tokens)
         return tokens
+
+    def _made(self, tokens: Sequence[int]) -> AddRequest:
+        return self._llm.make_request(tokens, self._params, self._cache_salt, adapter=self._adapter)
 
     def _extend(self, tokens: Sequence[int], num_kept: int | None = None) -> None:
         assert self._request is not None

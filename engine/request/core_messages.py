@@ -67,6 +67,7 @@ class RequestExtras(
     more_follows: bool = False
     # This request and its forks are the answers of a beam search.
     beams: BeamSearchParams | None = None
+    adapter: str = ""  # the name of the adapter that answers; "": the model alone
 
 
 NO_EXTRAS = RequestExtras()
@@ -118,7 +119,8 @@ class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
 
 class Call(msgspec.Struct, tag="call", array_like=True):
     """Call one function of the core: "stats", "follow" (an AddRequest in JSON), "tool_called" (a
-    ToolCalled in JSON), "reset_prefix_cache", "pause", "resume", "paused", "shutdown"."""
+    ToolCalled in JSON), "reset_prefix_cache", "pause", "resume", "paused", "shutdown",
+    "load_adapter" and "unload_adapter" (a LoadAdapter and an UnloadAdapter in JSON)."""
 
     call_id: int
     name: str
@@ -132,6 +134,31 @@ class ToolCalled(msgspec.Struct, forbid_unknown_fields=True):
     tool: str
     tenant: str = ""
     cache_salt: str = ""
+
+
+class LoadAdapter(msgspec.Struct, forbid_unknown_fields=True):
+    """Load the adapter in a folder under a name. With `replaces`, the name may be in use: requests
+    that run keep the adapter that they began with."""
+
+    name: str
+    path: str
+    replaces: bool = False
+
+
+class UnloadAdapter(msgspec.Struct, forbid_unknown_fields=True):
+    """Forget the name of an adapter. Requests that run keep the adapter."""
+
+    name: str
+
+
+class LoadedAdapter(msgspec.Struct):
+    """An adapter that requests can name."""
+
+    name: str
+    path: str
+    fingerprint: str  # hexadecimal
+    rank: int
+    num_bytes: int
 
 
 # Untracked by the garbage collector: a step has hundreds of these objects, and no cycles.
@@ -197,6 +224,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     pins_turns: bool = False  # whether blocks are kept between the turns of a job
     largest_embedding: float = math.inf  # the largest number of the model's type
     session_idle_seconds: float = 0.0  # time that a prompt in parts may wait for its next part
+    adapters: list[LoadedAdapter] = []  # loaded at the start
+    max_adapters: int = 0  # in one step; 0: the model takes none
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...tiers.base import RequestContext
+from .adapter import Adapter
 from .logprobs import PromptLogprobs
 from .routed_rows import RoutedRows
 from .sampling_params import SamplingParams
@@ -185,6 +186,7 @@ class Request:
         "_num_packed",
         "_tail_hash",
         "_tokens",
+        "adapter",
         "arrival_seconds",
         "block_hashes",
         "cache_salt",
@@ -198,7 +200,6 @@ class Request:
         "job",
         "job_id",
         "keeps_blocks",
-        "lora_name",
         "max_num_tokens",
         "max_tokens",
         "num_cached_tokens",
@@ -234,7 +235,7 @@ class Request:
         *,
         arrival_seconds: float | None = None,
         cache_salt: bytes | None = None,
-        lora_name: str | None = None,
+        adapter: Adapter | None = None,
         block_hasher: BlockHasher | None = None,
         prompt_embeds: npt.NDArray[Any] | None = None,
         skip_reading_prefix_cache: bool = False,
@@ -257,7 +258,7 @@ class Request:
         self.sampling_params = sampling_params
         self.arrival_seconds = time.monotonic() if arrival_seconds is None else arrival_seconds
         self.cache_salt = cache_salt
-        self.lora_name = lora_name
+        self.adapter = adapter
         # [num_prompt_tokens, hidden]: the model's input in place of the prompt's tokens.
         self.prompt_embeds = prompt_embeds
         self.skip_reading_prefix_cache = skip_reading_prefix_cache

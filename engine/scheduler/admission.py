@@ -17,6 +17,7 @@ from ..cache.kept_blocks import num_common_tokens
 from ..cache.kv_block import GroupBlocks
 from ..observer import Decision, Obstacle
 from ..request.request import Request, RequestStatus
+from .adapter_budget import AdapterBudget
 from .policies import RequestQueue
 from .pressure import MemoryPressure, Reservations
 from .request_states import RequestStates
@@ -54,6 +55,7 @@ class Admission:
         self._chunked = config.enable_chunked_prefill
         self._chunk_limit = config.most_step_tokens
         self._most_tokens = config.max_num_batched_tokens
+        self.adapters = AdapterBudget(states, context.max_adapters)
         self._waits_for_budget = ""  # id of a request that has nothing to load
 
     def admit(self, step: StepBuilder, now: float, *, only_known: bool = False) -> bool:
@@ -184,6 +186,9 @@ class Admission:
             return Verdict.LATER
         if request.request_id in connector.awaiting_prefill:
             self._note_wait(request, Obstacle.PREFILL)
+            return Verdict.LATER
+        if not self.adapters.allows(request):
+            self._note_wait(request, Obstacle.ADAPTERS)
             return Verdict.LATER
         hits, num_hit_tokens, overlaps = None, 0, False
         before = request.continues

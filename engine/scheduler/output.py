@@ -189,6 +189,7 @@ class NewRequestData:
     # For beams: the number of likeliest tokens to return with each of its tokens; may exceed the
     # limit for clients. 0: as its parameters say.
     num_likeliest: int = 0
+    adapter: bytes = b""  # the fingerprint of its adapter; b"": none
 
 
 @dataclass(slots=True)

@@ -73,7 +73,7 @@ class Scheduler:
 
     `fails_with_load`: end a request with an error if blocks that a tier had could not be loaded;
     otherwise the request computes them. `speculation` decides how many draft tokens each request
-    gets; None: no drafts.
+    gets; None: no drafts. `max_adapters`: different adapters in one step.
 
     A step is `schedule`, then `update_from_output` or `fail_step` with its result, in the order of
     the steps. `pipelining.depth` steps may be scheduled before the first comes back. A request
@@ -93,6 +93,7 @@ class Scheduler:
         pipelining: Pipelining = ONE_STEP,
         speculation: Speculation | None = None,
         observers: Sequence[Observer] = (),
+        max_adapters: int = 0,
     ) -> None:
         check_config(config, manager.max_model_len)
         if pipelining.depth < 1:
@@ -114,6 +115,7 @@ class Scheduler:
             self.connector,
             open_policy(config.policy),
             self._observer or Observer(),
+            max_adapters=max_adapters,
         )
         self._states = states = RequestStates(context)
         pressure = MemoryPressure(context)
@@ -144,6 +146,10 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._states.running)
+
+    def adapter_counts(self) -> dict[str, dict[str, int]]:
+        """Count the requests with an adapter, by state and by the adapter's name."""
+        return {state: dict(of) for state, of in self._admission.adapters.counts().items()}
 
     def tool_called(self, job: bytes, tool: str) -> None:
         """Note that the job's last turn has called this tool."""

@@ -274,6 +274,7 @@ class StepBuilder:
                         state_page_ids=state_pages,
                         num_likeliest=request.num_likeliest,
                         routed_from=request.routed_from,
+                        adapter=b"" if request.adapter is None else request.adapter.fingerprint,
                     )
                 )
                 continue

@@ -40,6 +40,7 @@ class WorkerRequest:
     cache_salt: bytes = b""  # the salt of its tenant
     num_likeliest: int = 0  # see `NewRequestData`
     routed_from: int | None = None  # see `NewRequestData`
+    adapter: bytes = b""  # the fingerprint of its adapter; b"": none
 
     @property
     def num_tokens(self) -> int:

@@ -35,6 +35,7 @@ from ..sampling.processor_loading import LoadedProcessor
 from ..sampling.sampler import Sampled, Sampler
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
+from .adapter_slots import AdapterSlots
 from .begun_step import BegunStep, SampledStep
 from .block_copier import BlockCopier
 from .block_table import BlockTable, MultiGroupBlockTable
@@ -109,6 +110,8 @@ class ModelRunner:
         draft: ModelSource | None = None,
         most_drafts: int = 0,
         tells_experts: bool = False,
+        num_adapter_slots: int = 0,
+        max_lora_rank: int = 0,
         progress: Callable[[str], None] = logger.info,
     ) -> None:
         """Load the model under `path` and allocate everything that a step needs.
@@ -121,7 +124,8 @@ class ModelRunner:
         in all. `runtime` is the runtime of the placement's device; `processors` come from other
         packages. The `proposer`, or the `draft` model or EAGLE head, makes drafts, at most
         `most_drafts` for one request in a step. With `tells_experts` requests may get the experts
-        of their tokens. Raises ConfigError if the weights do not fit `spec`, the pool cannot hold
+        of their tokens. A step may have `num_adapter_slots` different adapters, each of up to
+        `max_lora_rank`. Raises ConfigError if the weights do not fit `spec`, the pool cannot hold
         one request of the asked length, the layers cannot be split into so many groups, or a
         processor cannot be made.
         """
@@ -140,6 +144,7 @@ class ModelRunner:
             groups = plan_groups(layout, num_groups, spec.layer_attention, of_draft, states)
             demand = PoolDemand(groups, most_step_tokens or max_num_batched_tokens)
             models = ModelLoader(path, spec, draft, placement, compute)
+            models.allow_adapters(num_adapter_slots, max_lora_rank)
             if num_blocks is None:
                 sizer = open_sizer(placement)
                 self.model, draft_model = models.load_models(max_model_len)
@@ -178,6 +183,9 @@ class ModelRunner:
             pages = self.pool.pages_of(groups)
             if tells_experts:
                 self.model.record_experts(max_num_batched_tokens)
+            self._adapters: AdapterSlots | None = None
+            if self.model.slots is not None:
+                self._adapters = AdapterSlots(self.model.slots, spec, compute, max_lora_rank)
             self._forward = make(self.model, pages, max_tokens=max_num_batched_tokens)
             if draft_model is not None:
                 proposer = make_drafter(
@@ -297,6 +305,19 @@ class ModelRunner:
         """Let the connector finish its copies, for `timeout_seconds` at most. Idempotent."""
         self._connector.shutdown(timeout_seconds)
 
+    @property
+    def adapters(self) -> AdapterSlots:
+        """The adapters of the model. Raises ValueError for a model that takes none."""
+        if self._adapters is None:
+            raise ValueError("the model was loaded without slots for adapters")
+        return self._adapters
+
+    @torch.inference_mode()
+    @_in_queue
+    def drop_adapter(self, fingerprint: bytes) -> None:
+        """Forget an adapter that no request has any more."""
+        self.adapters.drop(fingerprint)
+
     def _begin_states(self, states: StateSlots, output: SchedulerOutput) -> Exception | None:
         """Load the states of starting requests. Return an error that must fail the step, or
         None."""
@@ -365,6 +386,9 @@ class ModelRunner:
         state_step = None
         if states is not None:
             state_step = states.plan_step(step.output, rows, computed, counts)
+        slots_of_adapters = None
+        if self._adapters is not None:
+            slots_of_adapters = self._adapters.plan_step(batch, rows, counts)
         launch = self._forward.prepare_step(
             StepInputs(
                 tables.tables,
@@ -378,6 +402,7 @@ class ModelRunner:
                 embeds,
                 late=late,
                 states=state_step,
+                adapters=slots_of_adapters,
             )
         )
         self._connector.wait_before_forward()

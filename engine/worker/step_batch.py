@@ -53,6 +53,7 @@ class StepBatch:
                 new.cache_salt,
                 new.num_likeliest,
                 new.routed_from,
+                new.adapter,
             )
             self.batch.add(request, new.block_ids, new.num_computed_tokens)
         self._follow_cached(output.cached_requests)

@@ -15,7 +15,7 @@ extern const Variant stratakv_avx512_bf16;
 EXPORTED int64_t stratakv_cpu_abi() { return STRATAKV_ABI; }
 EXPORTED int64_t stratakv_cpu_step_bytes() { return sizeof(Step); }
 EXPORTED int64_t stratakv_cpu_pass_bytes() {
-    return sizeof(Product) + sizeof(Experts) + sizeof(LayerWeights) + sizeof(Pass);
+    return sizeof(Adapter) + sizeof(Product) + sizeof(Experts) + sizeof(LayerWeights) + sizeof(Pass);
 }
 
 static bool has_half_conversion() {

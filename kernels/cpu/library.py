@@ -27,7 +27,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "libstratakv_cpu.so"
-ABI = 9  # STRATAKV_ABI of step.h
+ABI = 10  # STRATAKV_ABI of step.h
 VARIABLE = "STRATAKV_CPU_KERNELS"
 # Start of the section table, which linkers write last, and the size and number of its entries.
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
@@ -60,6 +60,15 @@ class Step(ctypes.Structure):
     )  # fmt: skip
 
 
+class Adapter(ctypes.Structure):
+    """The addition of an adapter to a product."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("ins", "outs", "spans")],
+        ("rank", ctypes.c_int64),
+    )
+
+
 class Matrix(ctypes.Structure):
     """A matrix in the library's order."""
 
@@ -67,6 +76,7 @@ class Matrix(ctypes.Structure):
         ("packed", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         *[(name, ctypes.c_int64) for name in ("ins", "outs", "is_pair")],
+        ("adapters", ctypes.c_void_p),
     )
 
 
@@ -81,6 +91,8 @@ class Product(ctypes.Structure):
         ("wanted", ctypes.c_void_p),
         ("wanted_words", ctypes.c_int64),
         ("worth_a_thread", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
+        ("most_rank", ctypes.c_int64),
         ("matrix", Matrix),
     )  # fmt: skip
 
@@ -119,17 +131,18 @@ class Pass(ctypes.Structure):
             "last_wanted", "states", "chosen",
         )],
         ("chosen_row", ctypes.c_int64),
-        *[(name, ctypes.c_void_p) for name in ("last_norm", "workspace")],
+        *[(name, ctypes.c_void_p) for name in ("slots", "last_norm", "workspace")],
         *[(name, ctypes.c_int64) for name in (
             "workspace_bytes", "num_layers", "num_views", "num_tokens", "num_wanted",
             "num_positions", "hidden", "intermediate", "heads", "kv_heads", "head_dim",
-            "most_experts", "most_chosen", "expert_size", "activation", "element", "worth_a_thread",
+            "most_experts", "most_chosen", "expert_size", "most_rank", "activation", "element",
+            "worth_a_thread",
         )],
         ("eps", ctypes.c_double),
     )  # fmt: skip
 
 
-_OF_A_PASS = (Product, Experts, Layer, Pass)
+_OF_A_PASS = (Adapter, Product, Experts, Layer, Pass)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@
 //     packed   [panels, ins / 2, PANEL, 2], an odd number of inputs padded with 0
 #pragma once
 
+#include "low_rank.h"
 #include "step.h"
 #include "vectors.h"
 
@@ -156,22 +157,28 @@ inline void multiply_rows(int64_t rows, const T *a, int64_t a_row, const B *b, i
 // Rows `a` `[rows, ins]` times the panels from `first` to `end`, whole pairs of them. `put(row,
 // panel, values)` is given one panel of a row's results, or both of a pair, `put.send_for` is told of
 // them while they are computed, and `put.end(panel)` when it has all rows'. `widened` has room for
-// `[ins, PANEL]` twice.
+// `[ins, PANEL]` twice. Before its results go on, each row gets what its adapter adds.
 template <class E, class T, class A, class Put>
 void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matrix, int64_t first,
-                     int64_t end, A *widened, Put put) {
+                     int64_t end, A *widened, Put put, const LowRank<A> &low) {
     const int64_t depth = padded<T>(matrix.ins), size = depth * PANEL<A>;
     const int unit = matrix.is_pair ? 2 : 1;
     const E *packed = (const E *)matrix.packed;
     A tile[MOST_ROWS * MOST_PANELS * PANEL<A>];
     int64_t p = first;
+    const auto add_low = [&](int64_t row, int64_t panel, A *values) {
+        if (!low.adapters) return;
+        for (int64_t u = 0; u < unit; u++) low.add(row, panel + u, values + u * PANEL<A>);
+    };
 #define FEW(ROWS, NP)                                                                           \
     for (; rows == ROWS && p + NP <= end; p += NP) {                                            \
         multiply_panels<ROWS, NP>(a, a_row, packed + p * size, size, depth, tile,               \
                                   int64_t(NP * PANEL<A>));                                      \
         for (int64_t i = 0; i < NP; i += unit) {                                                \
-            for (int64_t m = 0; m < ROWS; m++)                                                  \
+            for (int64_t m = 0; m < ROWS; m++) {                                                \
+                add_low(m, p + i, tile + (m * NP + i) * PANEL<A>);                              \
                 put(m, p + i, tile + (m * NP + i) * PANEL<A>);                                  \
+            }                                                                                   \
             put.end(p + i);                                                                     \
         }                                                                                       \
     }
@@ -199,7 +206,10 @@ void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matr
                     multiply_rows<MOST_ROWS>(here, a + row * a_row, a_row, panels + u * size, depth,
                                              tile + u * PANEL<A>, row_size, next);
                 }
-                for (int64_t m = 0; m < here; m++) put(row + m, p, tile + m * row_size);
+                for (int64_t m = 0; m < here; m++) {
+                    add_low(row + m, p, tile + m * row_size);
+                    put(row + m, p, tile + m * row_size);
+                }
                 row += here;
             }
             put.end(p);
@@ -419,7 +429,7 @@ template <class A> struct Wanted {
 template <class E, class T, class A, class PutFor>
 inline void multiply_task(const Cut &made, int64_t task, const T *a, int64_t a_row, int64_t rows,
                           const Matrix &matrix, A *widened, PutFor put_for,
-                          Wanted<A> wanted = {nullptr, 0}) {
+                          Wanted<A> wanted = {nullptr, 0}, const LowRank<A> &low = {}) {
     const int64_t panels = panels_of<A>(matrix);
     const int64_t block = task % made.row_blocks, part = task / made.row_blocks;
     // As even as can be.
@@ -432,7 +442,7 @@ inline void multiply_task(const Cut &made, int64_t task, const T *a, int64_t a_r
         for (to = from; to < end && wanted(to); to++) {}
         if (to > from)
             multiply_packed<E>(a + first_row * a_row, a_row, end_row - first_row, matrix, from, to,
-                               widened, put);
+                               widened, put, low.from(first_row));
     }
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from ..kernel_choice import KernelRefused
 from .huge_pages import memory_in_huge_pages
-from .library import ELEMENTS, CpuLibrary, Matrix, Missing, Product, cpu_library
+from .library import ELEMENTS, Adapter, CpuLibrary, Matrix, Missing, Product, cpu_library
 from .thresholds import worth_a_thread
 from .workspace import ResultMemory, Workspace
 
 SILU, GELU_TANH = 0, 1
 _MANY_BYTES = 8 << 20  # of results, such as the logits of many requests
+_RANKS_TOGETHER = 4  # RANKS_TOGETHER of low_rank.h
 
 _OF_THREAD = threading.local()
 
@@ -38,11 +40,42 @@ def reason_against_matrices(dtype: torch.dtype, device: torch.device) -> str | N
     return None
 
 
+class PackedAdapter:
+    """An adapter of one matrix, or of a pair, in the library's order: `(x @ ins.T) @ outs.T`."""
+
+    __slots__ = ("_kept", "laid_down", "rank")
+
+    def __init__(self, ins: Tensor, outs: Sequence[Tensor], panel: int) -> None:
+        """`ins` is `[rank, ins]` with the adapter's factor in it, `outs` are one or two of `[outs,
+        rank]`. All have the type of the sums. Zeros between ranks and outputs cost nothing if whole
+        panels of outputs have them."""
+        num_ranks, size = ins.shape
+        self.rank = rank = -(-num_ranks // _RANKS_TOGETHER) * _RANKS_TOGETHER
+        padded_ins = ins.new_zeros(rank, size)
+        padded_ins[:num_ranks] = ins
+        count = len(outs[0])
+        panels = ins.new_zeros(len(outs), -(-count // panel) * panel, rank)
+        for of_matrix, given in zip(panels, outs, strict=True):
+            of_matrix[:count, :num_ranks] = given
+        by_panel = panels.view(len(outs), -1, panel, rank).transpose(0, 1).flatten(0, 1)
+        is_used = (by_panel != 0).any(1)  # [panels, rank]
+        spans = np.zeros((len(by_panel), 2), np.int32)
+        for number, used in enumerate(is_used.numpy()):
+            at = np.flatnonzero(used)
+            if len(at):
+                spans[number] = at[0], at[-1] + 1
+        packed = by_panel.transpose(1, 2).contiguous()
+        self._kept = (padded_ins, packed, spans)
+        self.laid_down = Adapter(padded_ins.data_ptr(), packed.data_ptr(), spans.ctypes.data, rank)
+
+
 class PackedMatrix:
     """`x @ weight.T + bias`, or of a pair `activation(x @ gate.T + bias) * (x @ up.T + bias)`.
 
     Keeps no reference to the weights. Only one thread at a time may use it.
     """
+
+    num_puts = 0  # of adapters into slots, by all matrices
 
     def __init__(
         self,
@@ -92,13 +125,49 @@ class PackedMatrix:
         )
         self._address = ctypes.addressof(self._product)
         self._results = ResultMemory()
+        self._adapters: Any = None  # an array of Adapter, by slot
+        self._in_slots: list[PackedAdapter | None] = []
+        self.most_rank = 0  # the largest among the adapters in the slots
+
+    def allow_adapters(self, num_slots: int) -> None:
+        """Let products add an adapter to each row, out of so many slots. Call it before others copy
+        `matrix`."""
+        self._adapters = (Adapter * num_slots)()
+        self._in_slots = [None] * num_slots
+        self.matrix.adapters = ctypes.addressof(self._adapters)
+        self._product.matrix = self.matrix
+
+    def pack_adapter(self, ins: Tensor, outs: Sequence[Tensor]) -> PackedAdapter:
+        """Lay an adapter down in this matrix's order; any thread may call it. `ins` is `[rank,
+        ins]`, `outs` has `[outs, rank]` for each of the matrices."""
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return PackedAdapter(ins.to(wide), [each.to(wide) for each in outs], self._panel)
+
+    def put_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
+        """Put an adapter into a slot, or empty the slot, for the products from now on."""
+        self._in_slots[slot] = adapter
+        self._adapters[slot] = Adapter() if adapter is None else adapter.laid_down
+        ranks = [each.rank for each in self._in_slots if each is not None]
+        self.most_rank = max(ranks, default=0)
+        PackedMatrix.num_puts += 1
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots for adapters; 0 before `allow_adapters`."""
+        return len(self._in_slots)
 
     def __call__(
-        self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None, *, is_wide: bool = False
+        self,
+        x: Tensor,
+        wanted: npt.NDArray[np.uint32] | None = None,
+        *,
+        is_wide: bool = False,
+        slots: Tensor | None = None,
     ) -> Tensor:
         """Compute `[rows, outs]` from `[rows, ins]`. `wanted` has a bit for each output i, bit `i %
         32` of word `i // 32`; outputs without the bit may be skipped and are then 0. With `is_wide`
-        results of 16-bit types are float32, but rounded to 16 bits. A pair takes neither."""
+        results of 16-bit types are float32, but rounded to 16 bits. A pair takes neither. `slots`,
+        int32 `[rows]`, has the slots of the rows' adapters; -1: none."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         if x.dim() != 2 or x.shape[1] != self.ins or x.dtype != self.dtype:
             raise ValueError(f"expected {self.dtype} [rows, {self.ins}], got {x.dtype} {x.shape}")
@@ -124,6 +193,10 @@ class PackedMatrix:
             product.wanted, product.wanted_words = wanted.ctypes.data, len(wanted)
         product.x, product.out = x.data_ptr(), out.data_ptr()
         product.rows, product.x_row, product.out_row = len(x), x.stride(0), self.outs
+        product.slots = None
+        if slots is not None:
+            check_slots(slots, len(x), len(self._in_slots))
+            product.slots, product.most_rank = slots.data_ptr(), self.most_rank
         memory = _workspace().at_least(self._library.product_workspace(self._address, threads))
         product.workspace, product.workspace_bytes = memory.data_ptr(), memory.numel()
         if self._library.multiply(self._address, threads):
@@ -144,6 +217,17 @@ class PackedMatrix:
         depth = -(-self.ins // self._together)
         panels = self._packed.view(-1, depth, self._panel, self._together)
         return panels[ids // self._panel, :, ids % self._panel].flatten(1)[:, : self.ins]
+
+
+def check_slots(slots: Tensor, num_rows: int, num_slots: int) -> None:
+    """Raise ValueError for slots of adapters that would make the library read wrong memory."""
+    if (slots.dtype, slots.shape) != (torch.int32, (num_rows,)) or not slots.is_contiguous():
+        raise ValueError(
+            f"expected the slots of adapters as int32 [{num_rows}], got {slots.dtype} "
+            f"{list(slots.shape)}"
+        )
+    if num_rows and not -1 <= int(slots.min()) <= int(slots.max()) < num_slots:
+        raise ValueError(f"expected slots of adapters from -1 to {num_slots - 1}, got others")
 
 
 def _workspace() -> Workspace:

@@ -11,6 +11,7 @@
 //     norm         rows
 //     gate, up     rows and outputs          with the activation
 //     down         rows and outputs          added as above
+//     shrink       rows                      before a product of rows with adapters, see low_rank.h
 //
 // In place of the last two, in a layer with experts:
 //
@@ -39,6 +40,7 @@
 namespace {
 
 constexpr int64_t PHASES_OF_A_LAYER = 8, PHASES_OF_EXPERTS = 7, PHASES_OF_LAST_ROWS = 2;
+constexpr int64_t PHASES_OF_ADAPTERS = 6;  // of a layer: one for each product
 constexpr int64_t NUMBERS_OF_A_TASK = 1 << 13;  // of work by rows
 
 constexpr int64_t MOST_VIEWS = 8;
@@ -46,6 +48,7 @@ constexpr int64_t MOST_VIEWS = 8;
 // Where everything lies in the workspace.
 template <class T, class A> struct Buffers {
     A *x, *behind, *scratch, *heads;
+    A *inner;            // [rows of a product, most_rank], of the rows' adapters
     T *normed, *middle;  // inputs
     void *q, *attended;  // elements
     Counter *counters;
@@ -53,6 +56,7 @@ template <class T, class A> struct Buffers {
     // Of experts: scores of rows; of their choices numbers, weights, inputs and results, by place.
     A *scores, *weights, *results;
     int64_t *chosen, *routed;
+    int64_t *place_rows;  // the step's row of each choice, by place; only with adapters
     T *gathered, *expert_middle;
     int64_t score_row, expert_row;
     char *plans[MOST_VIEWS], *last_plan;
@@ -61,7 +65,8 @@ template <class T, class A> struct Buffers {
 };
 
 inline int64_t phases_of(const Pass &pass) {
-    const int64_t each = PHASES_OF_A_LAYER + (pass.most_experts ? PHASES_OF_EXPERTS : 0);
+    const int64_t each = PHASES_OF_A_LAYER + (pass.most_experts ? PHASES_OF_EXPERTS : 0) +
+                         (pass.slots ? PHASES_OF_ADAPTERS : 0);
     return pass.num_layers * each + PHASES_OF_LAST_ROWS + 2;
 }
 inline int64_t crew_of(const Pass &pass, int64_t threads) {
@@ -100,6 +105,8 @@ Buffers<T, A> place(const Pass &pass, int64_t threads, char *base) {
     made.normed = (T *)take(tokens * row_of<T>(widest) * int64_t(sizeof(T)));
     made.middle = (T *)take(tokens * row_of<T>(pass.intermediate) * int64_t(sizeof(T)));
     made.behind = (A *)take(tokens * made.state_row * size);
+    const int64_t most_rows = tokens * at_least(pass.most_chosen, 1);
+    made.inner = (A *)take(pass.slots ? most_rows * pass.most_rank * size : 0);
     made.q = take(tokens * q_size(pass) * int64_t(sizeof(E)));
     made.attended = take(tokens * row_of<E>(q_size(pass)) * int64_t(sizeof(E)));
     made.scratch_numbers =
@@ -115,6 +122,7 @@ Buffers<T, A> place(const Pass &pass, int64_t threads, char *base) {
         made.results = (A *)take(choices * made.state_row * size);
         made.chosen = (int64_t *)take(choices * 8);
         made.routed = (int64_t *)take(routed_numbers(pass.most_experts, choices) * 8);
+        made.place_rows = (int64_t *)take(pass.slots ? choices * 8 : 0);
         made.gathered = (T *)take(choices * row_of<T>(pass.hidden) * int64_t(sizeof(T)));
         made.expert_middle = (T *)take(choices * made.expert_row * int64_t(sizeof(T)));
     }
@@ -144,6 +152,7 @@ template <class E> struct Walk {
     int64_t phase;
     int64_t rows;  // of the hidden states: the wanted ones at the end
     A *x, *behind;
+    const int64_t *states_of;  // the step's row of each row of the hidden states; null: the same
 
     template <class Task> void by_rows(int64_t count, int64_t size, Task task) {
         const int64_t each = at_least(1, NUMBERS_OF_A_TASK / size);
@@ -154,13 +163,30 @@ template <class E> struct Walk {
     }
 
     template <class PutFor>
-    void multiply(const T *a, int64_t count, const Matrix &matrix, Cut made, PutFor put_for) {
+    void multiply(const T *a, int64_t count, const Matrix &matrix, Cut made, PutFor put_for,
+                  const LowRank<A> &low = {}) {
         go_through(crew, phase++, made.row_blocks * made.panel_blocks, [&](int64_t i) {
-            multiply_task<E>(made, i, a, row_of<T>(matrix.ins), count, matrix, scratch, put_for);
+            multiply_task<E>(made, i, a, row_of<T>(matrix.ins), count, matrix, scratch, put_for,
+                             Wanted<A>{nullptr, 0}, low);
         });
     }
     template <class PutFor> void multiply(const T *a, const Matrix &matrix, PutFor put_for) {
-        multiply(a, rows, matrix, cut<E>(matrix, rows, crew.threads), put_for);
+        const LowRank<A> low = shrink(a, matrix);
+        multiply(a, rows, matrix, cut<E>(matrix, rows, crew.threads), put_for, low);
+    }
+
+    // What the rows' adapters add to a product with `matrix`, its first half computed. The rows are
+    // those of the hidden states.
+    LowRank<A> shrink(const T *a, const Matrix &matrix) {
+        LowRank<A> low = {};
+        if (!pass.slots || !matrix.adapters) return low;
+        low = {matrix.adapters, pass.slots, states_of, at.inner, pass.most_rank, nullptr, 0, 0};
+        by_rows(rows, matrix.ins, [&](int64_t row) {
+            if (const Adapter *adapter = low.adapter_of(row))
+                shrink_row(a + row * row_of<T>(matrix.ins), matrix.ins, *adapter,
+                           at.inner + row * pass.most_rank);
+        });
+        return low;
     }
 
     // The product is added to the hidden states, or kept for the norm behind it.
@@ -200,14 +226,15 @@ template <class E> struct Walk {
     // Heads of a layer from `first_head` on, which `matrix` has, of `count` rows: the i-th is row
     // `of_step[i]` of the step, or i.
     void multiply_heads(const LayerWeights &layer, const T *a, int64_t count, const Matrix &matrix,
-                        int64_t first_head, const int64_t *of_step = nullptr) {
+                        int64_t first_head, const LowRank<A> &low,
+                        const int64_t *of_step = nullptr) {
         const int64_t together = heads_together<A>(pass);
         const int64_t unit = together * pass.head_dim / PANEL<A>;
         const Cut made = cut<E>(matrix, count, crew.threads, unit);
         multiply(a, count, matrix, made, [&](int64_t row, int64_t end) {
             return Heads<E, A>{pass, layer, matrix, of_step, (E *)at.q, heads,
                                heads_row<A>(pass), row, end - row, first_head, together, unit};
-        });
+        }, low);
     }
 
     // Keys and values of all rows, queries of the last layer's own.
@@ -217,13 +244,17 @@ template <class E> struct Walk {
         others.outs -= q_size(pass);
         others.packed = (const E *)others.packed + q_size(pass) * padded<T>(others.ins);
         if (others.bias) others.bias = (const A *)others.bias + q_size(pass);
-        multiply_heads(layer, at.normed, rows, others, pass.heads);
+        LowRank<A> low = shrink(at.normed, layer.qkv);
+        low.first_panel = q_size(pass) / PANEL<A>;
+        multiply_heads(layer, at.normed, rows, others, pass.heads, low);
         const int64_t count = pass.last_step->num_tokens, size = row_of<T>(pass.hidden);
         by_rows(count, pass.hidden, [&](int64_t i) {
             __builtin_memcpy(at.last_normed + i * size, at.normed + pass.last_rows[i] * size,
                              size_t(padded<T>(pass.hidden)) * sizeof(T));
         });
-        multiply_heads(layer, at.last_normed, count, queries, 0, pass.last_rows);
+        low.first_panel = 0;
+        low.slot_of = low.inner_of = pass.last_rows;
+        multiply_heads(layer, at.last_normed, count, queries, 0, low, pass.last_rows);
     }
 
     void attend(const LayerWeights &layer, Step step, const Layout &layout) {
@@ -261,21 +292,41 @@ template <class E> struct Walk {
         return at.normed;
     }
 
+    // As `shrink`, of the experts' products with `matrices`: rows are choices, by place.
+    LowRank<A> shrink_experts(const Routed &routed, const Matrix *matrices, const T *inputs,
+                              int64_t inputs_row, int64_t choices) {
+        LowRank<A> low = {};
+        if (!pass.slots || !matrices[0].adapters) return low;
+        low = {matrices[0].adapters, pass.slots, at.place_rows, at.inner, pass.most_rank, nullptr, 0, 0};
+        by_rows(choices, matrices[0].ins, [&](int64_t place) {
+            LowRank<A> own = low;
+            own.adapters = matrices[at.chosen[routed.choice_at[place]]].adapters;
+            if (const Adapter *adapter = own.adapter_of(place))
+                shrink_row(inputs + place * inputs_row, matrices[0].ins, *adapter,
+                           at.inner + place * pass.most_rank);
+        });
+        return low;
+    }
+
     // One task of the experts' products: `tasks` are those of `up_tasks` or `down_tasks`.
     template <class PutFor>
     void multiply_experts(const Routed &routed, const int64_t *tasks, const Matrix *matrices,
-                          int64_t unit, const T *inputs, int64_t inputs_row, PutFor put_for) {
-        const int64_t count_of_tasks = crew.counters[phase].tasks;
+                          int64_t unit, const T *inputs, int64_t inputs_row, int64_t choices,
+                          int64_t counted, PutFor put_for) {
+        const int64_t count_of_tasks = crew.counters[counted].tasks;
+        const LowRank<A> low = shrink_experts(routed, matrices, inputs, inputs_row, choices);
         go_through(crew, phase++, count_of_tasks, [&](int64_t task) {
             const int64_t active = *routed.num_active;
             const int64_t i = active_of(tasks, active, task), e = routed.active[i];
             const int64_t first = routed.starts[e], count = routed.starts[e + 1] - first;
             const Matrix &matrix = matrices[e];
+            LowRank<A> own = low.from(first);
+            if (low.adapters) own.adapters = matrix.adapters;
             const Cut made = cut<E>(matrix, count, crew.threads, unit, active);
             multiply_task<E>(made, task - tasks[i], inputs + first * inputs_row, inputs_row, count,
-                             matrix, scratch, [&](int64_t row, int64_t) {
-                                 return put_for(matrix, first + row);
-                             });
+                             matrix, scratch,
+                             [&](int64_t row, int64_t) { return put_for(matrix, first + row); },
+                             Wanted<A>{nullptr, 0}, own);
         });
     }
 
@@ -301,7 +352,8 @@ template <class E> struct Walk {
                 pass.chosen + (experts.number * pass.chosen_row + row) * pass.most_chosen;
             for (int64_t j = 0; j < each; j++) told[j] = int32_t(at.chosen[row * each + j]);
         });
-        Counter *const products = crew.counters + phase + 2;  // of the experts, behind this and gather
+        const int64_t counted = phase;  // the numbers of the products' tasks, in this phase's counters
+        Counter *const products = crew.counters + counted;
         go_through(crew, phase++, 1, [&](int64_t) {
             lay_down<E>(experts, at.chosen, choices, crew.threads, routed);
             products[0].tasks = routed.up_tasks[*routed.num_active];
@@ -313,14 +365,18 @@ template <class E> struct Walk {
                              at.normed + routed.choice_at[place] / each * inputs_row,
                              size_t(padded<T>(pass.hidden)) * sizeof(T));
             pad(at.expert_middle + place * at.expert_row, pass.expert_size);
+            if (!pass.slots) return;
+            const int64_t row = routed.choice_at[place] / each;
+            at.place_rows[place] = states_of ? states_of[row] : row;
         });
         multiply_experts(routed, routed.up_tasks, experts.gate_ups, 2, at.gathered, inputs_row,
+                         choices, counted,
                          [&](const Matrix &matrix, int64_t place) {
                              return Gated<T, A>{matrix, at.expert_middle + place * at.expert_row,
                                                 at.expert_row, pass.activation == 1};
                          });
         multiply_experts(routed, routed.down_tasks, experts.downs, 1, at.expert_middle,
-                         at.expert_row, [&](const Matrix &matrix, int64_t place) {
+                         at.expert_row, choices, counted + 1, [&](const Matrix &matrix, int64_t place) {
                              return Stored<A, A>{matrix, at.results + place * at.state_row,
                                                  at.state_row};
                          });
@@ -352,6 +408,7 @@ template <class E> struct Walk {
         x = behind;
         behind = all;
         rows = pass.num_wanted;
+        states_of = pass.wanted;
     }
 
     void run() {
@@ -368,7 +425,7 @@ template <class E> struct Walk {
                 take_last_rows(layer);
                 attend(layer, *pass.last_step, last_layout);
             } else {
-                multiply_heads(layer, at.normed, rows, layer.qkv, 0);
+                multiply_heads(layer, at.normed, rows, layer.qkv, 0, shrink(at.normed, layer.qkv));
                 attend(layer, pass.steps[layer.view], layouts[layer.view]);
             }
             const T *mixed = take_attended(is_last);
@@ -403,7 +460,7 @@ template <class E> void walk(void *data) {
     Walk<E> own = {*passage.pass, at, passage.layouts, passage.last_layout,
                    {at.counters, at.threads}, at.scratch + seat * at.scratch_numbers,
                    at.heads + seat * heads_numbers<typename Wide<E>::A>(*passage.pass),
-                   seat, 0, passage.pass->num_tokens, at.x, at.behind};
+                   seat, 0, passage.pass->num_tokens, at.x, at.behind, nullptr};
     own.run();
 }
 

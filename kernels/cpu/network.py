@@ -10,7 +10,7 @@ between two products are float32; K, V and queries are rounded to the weights' t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..kernel_choice import KernelRefused
 from .library import ELEMENTS, CpuLibrary, Experts, Layer, Matrix, Pass, Step, cpu_library
-from .matrix import SILU, PackedMatrix
+from .matrix import SILU, PackedMatrix, check_slots
 from .paged_attention import CpuAttentionStep, reason_against
 from .thresholds import worth_a_thread
 from .workspace import Workspace
@@ -108,6 +108,16 @@ def _check_matrices(matrices: Sequence[PackedMatrix], shapes: Sequence[tuple[int
         raise KernelRefused(f"expected matrices {list(shapes)}, got {found}")
 
 
+def _matrices_of(layers: Iterable[NetworkLayer]) -> Iterator[PackedMatrix]:
+    """Yield the matrices to which adapters may add."""
+    for layer in layers:
+        yield from (layer.qkv, layer.out)
+        if layer.gate_up is not None and layer.down is not None:
+            yield from (layer.gate_up, layer.down)
+        if layer.experts is not None:
+            yield from (*layer.experts.gate_ups, *layer.experts.downs)
+
+
 def _check_pair(gate_up: PackedMatrix, down: PackedMatrix, hidden: int, size: int) -> None:
     _check_matrices((gate_up, down), ((size, hidden), (hidden, size)))
 
@@ -150,6 +160,9 @@ class CpuNetwork:
             raise KernelRefused("expected layers whose pools have one shape and one set of strides")
         self._shape_of_pool = (dtype, pool.shape, pool.stride())
         self._kept: list[object] = [*layers]
+        self._adapted = [matrix for matrix in _matrices_of(layers) if matrix.num_slots]
+        self._num_slots = min((each.num_slots for each in self._adapted), default=0)
+        self._num_puts = self._most_rank = 0
         self._num_mixtures = 0
         laid_down = (Layer * len(layers))()
         for to, layer in zip(laid_down, layers, strict=True):
@@ -199,6 +212,7 @@ class CpuNetwork:
         wanted: Tensor | None,
         states: Iterable[int] = (),
         chosen: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Write K and V of all tokens, and return the normed hidden states `[len(wanted), hidden]`
         of the rows `wanted`; None means all rows. `x` is `[tokens, hidden]`; `positions` and
@@ -206,7 +220,8 @@ class CpuNetwork:
         second value has the hidden states before each layer in `states`, of all tokens; the number
         of layers stands for the last norm, with the wanted rows only. `chosen`, int32 `[layers with
         experts, tokens or more, num_chosen]`, is filled with the experts of each row, the best
-        first; it requires that all rows are wanted. Raises ValueError for values out of bounds."""
+        first; it requires that all rows are wanted. `slots`, int32 `[tokens]`, has the slots of the
+        rows' adapters, -1 for none. Raises ValueError for values out of bounds."""
         num_tokens = len(x)
         if (x.dtype, x.shape[1:]) != (self._dtype, (self._hidden,)) or len(
             steps
@@ -219,6 +234,8 @@ class CpuNetwork:
         self._check_inputs(num_tokens, positions, steps, wanted, states)
         if chosen is not None:
             self._check_chosen(chosen, num_tokens, wanted)
+        if slots is not None:
+            check_slots(slots, num_tokens, self._num_slots)
         x, positions = x.contiguous(), positions.contiguous()
         num_wanted = num_tokens if wanted is None else len(wanted)
         result = torch.empty((num_wanted, self._hidden), dtype=self._dtype)
@@ -251,6 +268,8 @@ class CpuNetwork:
         given.last_wanted = None if last is None else last.wanted.ctypes.data
         given.states = ctypes.addressof(kept) if found else None
         given.num_tokens, given.num_wanted = num_tokens, num_wanted
+        given.slots = None if slots is None else slots.data_ptr()
+        given.most_rank = 0 if slots is None else self._rank_of_adapters()
         given.chosen = None if chosen is None else chosen.data_ptr()
         given.chosen_row = 0 if chosen is None else chosen.shape[1]
         memory = self._workspace.at_least(self._library.pass_workspace(self._address, threads))
@@ -259,6 +278,12 @@ class CpuNetwork:
         if wrong:
             raise ValueError(f"expected {_WRONG[wrong]}, got others")
         return result, found
+
+    def _rank_of_adapters(self) -> int:
+        if self._num_puts != PackedMatrix.num_puts:
+            self._num_puts = PackedMatrix.num_puts
+            self._most_rank = max((each.most_rank for each in self._adapted), default=0)
+        return self._most_rank
 
     def _check_inputs(
         self,

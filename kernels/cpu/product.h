@@ -16,8 +16,9 @@ template <class E> struct ProductWork {
     int64_t x_row;
     A *widened;  // of each thread
     int64_t widened_numbers, threads;
+    A *inner;  // [rows, most_rank], of the rows' adapters
     Cut made;
-    Counter counters[1];
+    Counter counters[2];
     int64_t seats;
 };
 
@@ -37,6 +38,15 @@ template <class E> void work_on(void *data) {
     const int64_t seat = __atomic_fetch_add(&work.seats, 1, __ATOMIC_RELAXED);
     A *widened = work.widened + seat * work.widened_numbers;
     Crew crew = {work.counters, work.threads};
+    LowRank<A> low = {};
+    if (work.inner) {
+        low = {matrix.adapters, product.slots, nullptr, work.inner, product.most_rank, nullptr, 0, 0};
+        go_through(crew, 1, product.rows, [&](int64_t row) {
+            if (const Adapter *adapter = low.adapter_of(row))
+                shrink_row(work.x + row * work.x_row, matrix.ins, *adapter,
+                           work.inner + row * product.most_rank);
+        });
+    }
     go_through(crew, 0, work.made.row_blocks * work.made.panel_blocks, [&](int64_t i) {
         if (matrix.is_pair)
             multiply_task<E>(work.made, i, work.x, work.x_row, product.rows, matrix, widened,
@@ -44,7 +54,8 @@ template <class E> void work_on(void *data) {
                                  return Gated<E, A>{matrix,
                                                     (E *)product.out + row * product.out_row,
                                                     product.out_row, product.activation == 1};
-                             });
+                             },
+                             Wanted<A>{nullptr, 0}, low);
         else if (product.is_wide)
             multiply_task<E>(work.made, i, work.x, work.x_row, product.rows, matrix, widened,
                              [&](int64_t row, int64_t) {
@@ -52,7 +63,7 @@ template <class E> void work_on(void *data) {
                                                       (A *)product.out + row * product.out_row,
                                                       product.out_row};
                              },
-                             Wanted<A>{product.wanted, product.wanted_words});
+                             Wanted<A>{product.wanted, product.wanted_words}, low);
         else
             multiply_task<E>(work.made, i, work.x, work.x_row, product.rows, matrix, widened,
                              [&](int64_t row, int64_t) {
@@ -60,7 +71,7 @@ template <class E> void work_on(void *data) {
                                                      (E *)product.out + row * product.out_row,
                                                      product.out_row};
                              },
-                             Wanted<A>{product.wanted, product.wanted_words});
+                             Wanted<A>{product.wanted, product.wanted_words}, low);
     });
 }
 
@@ -72,13 +83,19 @@ template <class E> inline bool are_inputs(const Product &product) {
            (product.rows <= 8 || product.x_row * int64_t(sizeof(E)) % 2048 != 0);
 }
 
+inline bool has_adapters(const Product &product) {
+    return product.slots && product.matrix.adapters && product.most_rank;
+}
+
 template <class E> int64_t product_bytes_as(const Product &product, int64_t threads) {
     typedef typename Wide<E>::A A;
     typedef typename InputOf<E>::T T;
     const int64_t ins = product.matrix.ins;
     const int64_t inputs =
         are_inputs<E>(product) ? 0 : product.rows * row_of<T>(ins) * int64_t(sizeof(T));
-    return inputs + threads * (2 * round_up(ins, 16) * PANEL<A> + 16) * int64_t(sizeof(A)) + 64;
+    const int64_t inner = has_adapters(product) ? product.rows * product.most_rank : 0;
+    return inputs + (threads * (2 * round_up(ins, 16) * PANEL<A> + 16) + inner) * int64_t(sizeof(A)) +
+           64;
 }
 
 template <class E> void multiply_as(const Product &product, Parallel parallel, int64_t threads) {
@@ -105,7 +122,8 @@ template <class E> void multiply_as(const Product &product, Parallel parallel, i
     work.widened_numbers = 2 * ins * PANEL<A> + 16;
     work.threads = parallel ? product_threads<E>(product, threads) : 1;
     work.made = cut<E>(matrix, product.rows, work.threads);
-    work.counters[0] = Counter{};
+    work.inner = has_adapters(product) ? work.widened + threads * work.widened_numbers : nullptr;
+    work.counters[0] = work.counters[1] = Counter{};
     work.seats = 0;
     if (work.threads > 1)
         parallel(work_on<E>, &work, unsigned(work.threads), 0);

@@ -6,7 +6,7 @@
 
 // Grows with every change of `Step` or of a function's meaning; a library of another number is not
 // used.
-#define STRATAKV_ABI 9
+#define STRATAKV_ABI 10
 
 enum ElementType { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 
@@ -44,6 +44,14 @@ struct Step {
 // A team of OpenMP: calls `work(data)` on up to `threads` threads and returns when all have.
 typedef void (*Parallel)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
 
+// What an adapter adds to a product: x times `in`, times `out`. Both are of what is added up in.
+struct Adapter {
+    const void *in;        // [rank, ins], times the adapter's factor
+    const void *out;       // [panels, rank, PANEL], in the order of the matrix's panels
+    const int32_t *spans;  // [panels, 2]: the ranks from and to which a panel's numbers are not all 0
+    int64_t rank;          // a multiple of 4; 0: nothing is added
+};
+
 // A matrix in the order of `matrix.h`. Its numbers are of the network's elements, biases of what
 // those are added up in.
 struct Matrix {
@@ -51,6 +59,7 @@ struct Matrix {
     const void *bias;  // padded to whole panels, in their order; null: none
     int64_t ins, outs;
     int64_t is_pair;  // two matrices of this size in turns
+    const struct Adapter *adapters;  // by slot; null: it takes none
 };
 
 // A product by itself: out `[rows, outs]` of x `[rows, ins]`, both of elements unless `is_wide`.
@@ -68,6 +77,8 @@ struct Product {
     const uint32_t *wanted;
     int64_t wanted_words;
     int64_t worth_a_thread;  // as in a Step; four rows count as one, and the same below
+    const int32_t *slots;    // [rows]: the slots of their adapters, -1: none; null: none has any
+    int64_t most_rank;       // of the matrix's adapters
     struct Matrix matrix;
 };
 
@@ -118,6 +129,7 @@ struct Pass {
     // the best first; null: they are not told.
     int32_t *chosen;
     int64_t chosen_row;
+    const int32_t *slots;          // [tokens]: of their adapters, -1: none; null: none has any
     const void *last_norm;         // [hidden]
     void *workspace;
     int64_t workspace_bytes;
@@ -125,6 +137,7 @@ struct Pass {
     int64_t hidden, intermediate;  // of layers of several intermediate sizes, all even, the largest
     int64_t heads, kv_heads, head_dim;
     int64_t most_experts, most_chosen, expert_size;  // of all layers; 0: none has experts
+    int64_t most_rank;   // of all adapters
     int64_t activation;  // 0 SiLU, 1 GELU by tanh
     int64_t element;
     int64_t worth_a_thread;

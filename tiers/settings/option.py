@@ -76,7 +76,7 @@ class Option:
         if self.read is readers.size:
             return exact_size(value) or str(value)
         if isinstance(value, tuple):
-            return ",".join(value)
+            return ",".join(map(str, value))
         return str(value) if isinstance(value, Path) else value
 
     @property

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from ...request.core_messages import AddRequest
+from ...request.core_messages import AddRequest, RequestExtras
 from ...request.pooling import EMBEDDING_PARAMS, Vector, finish_vector, with_pooling
 from ..api_errors import ENGINE, ApiError
 from ..front import Front
@@ -55,7 +55,7 @@ class EmbeddingList(msgspec.Struct):
 async def create_embeddings(front: Front, http: Request) -> ASGIApp:
     arrival_seconds = time.monotonic()
     request, _ = await read_request(http, front.settings, _decoder)
-    front.check_model(request.model)
+    adapter = front.adapter_of(request.model)
     check_ids_of_request(request.cache_salt, request.request_id)
     try:
         front.dimensions.check_asked_count(request.dimensions, front.client.ready.hidden_size)
@@ -77,6 +77,7 @@ async def create_embeddings(front: Front, http: Request) -> ASGIApp:
             EMBEDDING_PARAMS,
             cache_salt=request.cache_salt or "",
             tenant=tenant,
+            extras=RequestExtras(adapter=adapter) if adapter else None,
         )
         message = with_pooling(message, front.pooling)
         generations.append(
@@ -108,7 +109,7 @@ async def _collect_all(
             Embedding("embedding", each.index, _in_form(request, found.get(each.index)))
             for each in generations
         ]
-        name, usage = front.model_name, tally.usage()
+        name, usage = front.answering_name(request.model), tally.usage()
         return _encoder.encode(EmbeddingList(f"embd-{answer_id}", "list", now(), name, data, usage))
 
     try:

@@ -20,7 +20,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ...request.core_messages import NO_EXTRAS, AddRequest, ExtendPrompt, TokenOutput
+from ...request.core_messages import (
+    NO_EXTRAS,
+    AddRequest,
+    ExtendPrompt,
+    RequestExtras,
+    TokenOutput,
+)
 from ...request.request import Request, TokenArray
 from ...request.sampling_params import SamplingParams
 from ...scheduler.request_limits import QueueFull
@@ -223,13 +229,14 @@ class PromptSessions:
     def _add_part(self, session: PromptSession) -> None:
         """Queue a request for the parts that have come. Raises as `Scheduler.add_request`."""
         session.num_made += 1
+        extras = session.message.extras or NO_EXTRAS
         tokens, continued = session.take_tokens(), None
         message = msgspec.structs.replace(
             session.message,
             request_id=f"{session.request_id}\0{session.num_made}",  # no client sends a NUL
             prompt_token_ids=tokens.tobytes(),
             sampling_params=_ONE_TOKEN,
-            extras=None,
+            extras=RequestExtras(adapter=extras.adapter) if extras.adapter else None,
         )
         if session.before is not None:
             continued = Continued(session.before, tokens)

@@ -28,8 +28,11 @@ from ....connector.messages import ConnectorMetadata, ConnectorWorkerOutput
 from ....tiers.processes.python_command import python_command
 from ....tiers.settings.values import ConfigError
 from ...config.engine_config import EngineConfig
+from ...models.lora.adapter_file import AdapterFile
+from ...models.spec.spec_parser import load_model_spec
 from ...sampling.token_mask import TokenMask
 from ...scheduler.output import ModelRunnerOutput, SchedulerOutput
+from ...worker.adapter_slots import ReadAdapter
 from ..executor import Executor, ExecutorDied, StepHandle
 from ..offload import OpenTiers
 from ..start import encode_start
@@ -78,7 +81,7 @@ class ProcessExecutor(Executor):
         step_seconds: float = STEP_SECONDS,
         command: Sequence[str] = WORKER_COMMAND,
     ) -> None:
-        self._step_seconds = step_seconds
+        self._config, self._step_seconds = config, step_seconds
         self._due: deque[int] = deque()  # steps that were dispatched and are not answered yet
         self._outcomes: dict[int, ModelRunnerOutput | Exception] = {}
         self._dead: str | None = None
@@ -185,7 +188,28 @@ class ProcessExecutor(Executor):
     def call_worker(
         self, name: str, *, meta: ConnectorMetadata | None = None, seconds: float | None = None
     ) -> ConnectorWorkerOutput | None:
-        self._send_to_worker(Call(name, meta, seconds))
+        return self._call(Call(name, meta, seconds))
+
+    def read_adapter(self, path: Path) -> ReadAdapter:
+        """See `Executor.read_adapter`. The worker reads it again: see `add_adapter`."""
+        file = AdapterFile.read(
+            path, load_model_spec(self._config.model.path), self._config.lora.max_rank
+        )
+        return ReadAdapter(path, file.fingerprint, file.rank, file.num_bytes)
+
+    def add_adapter(self, adapter: ReadAdapter) -> None:
+        path, fingerprint = str(adapter.path), adapter.fingerprint
+        try:
+            self._call(Call("add_adapter", path=path, fingerprint=fingerprint))
+        except StepFailed as error:
+            raise ConfigError(str(error)) from error
+
+    def drop_adapter(self, fingerprint: bytes) -> None:
+        self._call(Call("drop_adapter", fingerprint=fingerprint))
+
+    def _call(self, call: Call) -> ConnectorWorkerOutput | None:
+        seconds = call.seconds
+        self._send_to_worker(call)
         # A call with `seconds` ends soon, so less time is added than for a step.
         more = self._step_seconds if seconds is None else min(self._step_seconds, _END_SECONDS)
         deadline = time.monotonic() + more + (seconds or 0.0)

@@ -52,6 +52,9 @@ class Call(msgspec.Struct, tag="call", array_like=True):
     name: str
     meta: ConnectorMetadata | None = None
     seconds: float | None = None
+    # Of the adapter that `add_adapter` and `drop_adapter` name.
+    path: str = ""
+    fingerprint: bytes = b""
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True):

@@ -11,6 +11,7 @@ import struct
 import sys
 import threading
 from collections import deque
+from pathlib import Path
 
 import torch
 import zmq
@@ -168,9 +169,21 @@ class WorkerServer:
 
     def _call_model_runner(self, call: Call) -> FromWorker:
         try:
+            if call.name == "add_adapter":
+                self._add_adapter(call)
+                return Returned()
+            if call.name == "drop_adapter":
+                self._runner.drop_adapter(call.fingerprint)
+                return Returned()
             return Returned(call_runner(self._runner, call.name, call.meta, call.seconds))
         except Exception as error:  # noqa: BLE001 - told
             return Failed(_words(error))
+
+    def _add_adapter(self, call: Call) -> None:
+        adapter = self._runner.adapters.read(Path(call.path))
+        if adapter.fingerprint != call.fingerprint:
+            raise ConfigError(f"{call.path} has changed while it was loaded; load it again")
+        self._runner.adapters.add(adapter)
 
     def _send_to_executor(self, message: FromWorker) -> None:
         self._socket.send(encode(message))

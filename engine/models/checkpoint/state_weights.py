@@ -76,7 +76,7 @@ def read_state_weights(
     """Make the weights of one layer from its tensors. `read` and `read_wide` read a tensor by its
     name in the layer; `read_wide` returns float32 or wider."""
     weights = StateWeights(
-        in_proj=_read_in(read, spec, family),
+        in_proj=read_state_in(read, spec, family),
         in_bias=read(STATE_IN_BIAS) if spec.has_bias else None,
         conv=read(STATE_CONV),
         conv_bias=read(STATE_CONV_BIAS) if spec.has_conv_bias else None,
@@ -91,7 +91,7 @@ def read_state_weights(
     return weights
 
 
-def _read_in(read: Callable[[str], Tensor], spec: StateSpec, family: StateFamily) -> Tensor:
+def read_state_in(read: Callable[[str], Tensor], spec: StateSpec, family: StateFamily) -> Tensor:
     """Read the matrix into a layer. For a gated delta rule its rows are queries, keys, values,
     gate, beta and time steps."""
     if family.projections is Projections.ONE:

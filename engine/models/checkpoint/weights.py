@@ -23,7 +23,7 @@ from ..rope import turning_order
 from ..spec.multipliers import Multipliers
 from .checkpoint import CPU, Checkpoint
 from .random_tensors import RandomTensors
-from .state_weights import StateWeights, read_state_weights
+from .state_weights import StateWeights, read_state_in, read_state_weights
 from .tensor_shapes import (
     ATTENTION_OUT,
     EMBEDDING,
@@ -278,7 +278,7 @@ def _read_norm(source: Source, spec: ModelSpec, dtype: torch.dtype, name: str) -
 
 
 def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int) -> LayerWeights:
-    reader = _LayerReader(source, spec, dtype, layer)
+    reader = LayerReader(source, spec, dtype, layer)
     norms = norm_names(spec, layer)
     return LayerWeights(
         attention_norm=reader.norm(norms.attention),
@@ -292,8 +292,9 @@ def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int)
     )
 
 
-class _LayerReader:
-    """Reads the tensors of one layer and makes the layer's weights from them."""
+class LayerReader:
+    """Reads the tensors of one layer and makes the layer's weights from them. Matrices may have any
+    number of inputs: those of adapters have the ranks instead."""
 
     def __init__(self, source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int) -> None:
         self._source, self._spec, self._dtype, self._layer = source, spec, dtype, layer
@@ -389,15 +390,11 @@ class _LayerReader:
             whole = self.read(QKV)
         else:
             names = [f"self_attn.{part}_proj.{kind}" for part in "qkv"]
-            count = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-            shape = (count, *self._names[names[0]][1:])
-            whole = torch.empty(shape, dtype=self._dtype, device=self._source.device)
-            row = 0
-            for name in names:
-                is_gated = spec.family.gates_attention and name == names[0]
-                part = self.gated_queries(kind)[0] if is_gated else self.read(name)
-                whole[row : row + len(part)] = part
-                row += len(part)
+            if spec.family.gates_attention:
+                parts = [self.gated_queries(kind)[0], *map(self.read, names[1:])]
+            else:
+                parts = [*map(self.read, names)]
+            whole = torch.cat(parts)
         if spec.turning_dim is None:
             return whole
         turning = spec.num_heads + spec.num_kv_heads
@@ -423,19 +420,37 @@ class _LayerReader:
     def mlp(self) -> DenseWeights | ExpertWeights:
         return self.experts() if self._spec.has_experts(self._layer) else self.dense()
 
-    def dense(self) -> DenseWeights:
-        gate: Tensor | None = None
+    def state_in(self) -> Tensor:
+        """Read the matrix into a state mixer."""
+        assert self._spec.state is not None and self._spec.family.states is not None
+        return read_state_in(self.read, self._spec.state, self._spec.family.states)
+
+    def gate_up(self) -> tuple[Tensor, ...]:
+        """Read gate and up, or up alone in an MLP without a gate."""
         if self._spec.family.joins_gate:
-            gate, up = self.read(GATE_UP).chunk(2)
-        else:
-            if self._spec.family.activation.has_gate:
-                gate = self.read("mlp.gate_proj.weight")
-            up = self.read("mlp.up_proj.weight")
+            return self.read(GATE_UP).chunk(2)
+        parts = ("gate", "up") if self._spec.family.activation.has_gate else ("up",)
+        return tuple([self.read(f"mlp.{part}_proj.weight") for part in parts])
+
+    def down(self) -> tuple[Tensor]:
+        return (self.read("mlp.down_proj.weight"),)
+
+    def shared_gate_up(self) -> tuple[Tensor, ...]:
+        """Read gate and up of the shared expert."""
+        if self._spec.family.joins_gate:
+            return self.read(SHARED.format("gate_up")).chunk(2)
+        return tuple([self.read(SHARED.format(part)) for part in ("gate", "up")])
+
+    def shared_down(self) -> tuple[Tensor]:
+        return (self.read(SHARED.format("down")),)
+
+    def dense(self) -> DenseWeights:
+        *gates, up = self.gate_up()
         factor = self.factors.gate
         return DenseWeights(
-            gate,
+            gates[0] if gates else None,
             up,
-            self.read("mlp.down_proj.weight"),
+            *self.down(),
             self.bias("mlp.gate_proj", factor),
             self.bias("mlp.up_proj", factor),
             self.bias("mlp.down_proj", factor),
@@ -457,11 +472,8 @@ class _LayerReader:
                 *(both.chunk(2) for both in made.gate_ups.unbind()), strict=True
             )
         if self._spec.experts.shared_size:
-            if self._spec.family.joins_gate:
-                gate, up = self.read(SHARED.format("gate_up")).chunk(2)
-            else:
-                gate, up = self.read(SHARED.format("gate")), self.read(SHARED.format("up"))
-            made.shared = DenseWeights(gate, up, self.read(SHARED.format("down")))
+            gate, up = self.shared_gate_up()
+            made.shared = DenseWeights(gate, up, *self.shared_down())
             if SHARED_GATE in self._names:
                 made.shared_gate = self.read(SHARED_GATE)
         return made

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..checkpoint.state_weights import StateWeights
 from ..layers import Linear
+from ..lora.low_rank import Adaptable, Target
 from ..mixers import MixerStep, Plan
 from ..model_spec import ModelSpec
 from .causal_conv import CausalConv
@@ -45,6 +46,9 @@ class GatedDelta:
         self._conv = CausalConv(weights.conv, weights.conv_bias)
         self._decay, self._dt_bias, self._norm = weights.decay, weights.dt_bias, weights.norm
         self._rule = DeltaRule()
+
+    def adaptable(self) -> dict[Target, Adaptable]:
+        return {Target.STATE_IN: self._in}
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
         assert step.states is not None

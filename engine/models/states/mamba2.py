@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..checkpoint.state_weights import StateWeights
 from ..layers import Linear
+from ..lora.low_rank import Adaptable, Target
 from ..mixers import MixerStep, Plan
 from ..model_spec import ModelSpec
 from .causal_conv import CausalConv
@@ -47,6 +48,9 @@ class Mamba2:
         self._gate_factor, self._time_factor = weights.gate_factor, weights.time_factor
         self._output_factor = weights.output_factor
         self._rule = OuterProducts()
+
+    def adaptable(self) -> dict[Target, Adaptable]:
+        return {Target.STATE_IN: self._in}
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
         assert step.states is not None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..checkpoint.state_weights import StateWeights
 from ..layers import Linear
+from ..lora.low_rank import Adaptable, Target
 from ..mixers import MixerStep, Plan
 from ..model_spec import ModelSpec
 from .causal_conv import CausalConv
@@ -25,6 +26,9 @@ class ShortConv:
         self._layer = layer
         self._in = Linear(weights.in_proj, weights.in_bias)
         self._conv = CausalConv(weights.conv, weights.conv_bias)
+
+    def adaptable(self) -> dict[Target, Adaptable]:
+        return {Target.STATE_IN: self._in}
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
         assert step.states is not None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -77,6 +78,8 @@ class StepInputs:
     aux: AuxStates | None = None  # to store hidden states of inner layers
     late: LateTokens | None = None  # tokens whose ids in `token_ids` are not valid yet
     states: StateStep | None = None  # for layers that carry states
+    # int32 [tokens]: the slots of the adapters, -1 for none; None: no token has one
+    adapters: npt.NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -163,6 +166,7 @@ def launch_of(
             embeds=None if step.embeds is None else step.embeds.to(CPU),
             aux=step.aux,
             states=step.states,
+            slots=None if step.adapters is None else torch.from_numpy(step.adapters),
         )
 
     return launch

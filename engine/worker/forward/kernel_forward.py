@@ -20,6 +20,7 @@ from torch import Tensor
 from ...cache.group_spec import LayerPlace
 from ...models.decoder import AuxStates, Decoder, Embeds
 from ...models.states.state_plan import StateStep
+from ...sampling.copies import to_device
 from ..runtime.device_runtime import DeviceRuntime, Work
 from ..state_slots import lone_step
 from .forward import Launch, StepInputs
@@ -156,6 +157,7 @@ class KernelForward:
     def prepare_step(self, step: StepInputs) -> Launch:
         # A record reads token ids, and no input outside the buffers.
         is_plain = step.embeds is None and step.aux is None and step.states is None
+        is_plain = is_plain and step.adapters is None
         if is_plain and (step.num_decodes == len(step.rows) or len(step.rows) == 1):
             graphs = self._graphs if step.num_decodes else self._chunk_graphs
             found = graphs.find_recorded(step.num_tokens)
@@ -166,8 +168,11 @@ class KernelForward:
         wanted = None if step.wanted is None else self._buffers.wanted[: len(step.wanted)]
         if is_plain:
             return partial(self._forward, num_tokens, plan, wanted)
-        embeds = None if step.embeds is None else step.embeds.to(self._buffers.token_ids.device)
-        return partial(self._forward, num_tokens, plan, wanted, embeds, step.aux, step.states)
+        device = self._buffers.token_ids.device
+        embeds = None if step.embeds is None else step.embeds.to(device)
+        slots = None if step.adapters is None else to_device(step.adapters, device)
+        inputs = (embeds, step.aux, step.states, slots)
+        return partial(self._forward, num_tokens, plan, wanted, *inputs)
 
     def _prepare_recorded(self, step: StepInputs, bucket: int, work: Work) -> Launch:
         self._buffers.fill(step, bucket, None if step.num_decodes else 1)
@@ -197,6 +202,7 @@ class KernelForward:
         embeds: Embeds | None = None,
         aux: AuxStates | None = None,
         states: StateStep | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:
         buffers = self._buffers
         return self._model.forward(
@@ -208,4 +214,5 @@ class KernelForward:
             embeds=embeds,
             aux=aux,
             states=states,
+            slots=slots,
         )

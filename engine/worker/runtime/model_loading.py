@@ -35,11 +35,16 @@ class ModelLoader:
         specs = [source.spec for source in self._sources]
         self._parts = [choose_layer_parts(each, placement, compute) for each in specs]
         check_room(specs, placement, compute)
+        self._num_slots = self._max_rank = 0
 
     @property
     def is_plain(self) -> bool:
         """Whether torch's operators compute the layers, rather than the kernels of `kernels/`."""
         return self._parts[0].is_plain
+
+    def allow_adapters(self, num_slots: int, max_rank: int) -> None:
+        """Load the model with slots for adapters; 0 slots: without."""
+        self._num_slots, self._max_rank = num_slots, max_rank
 
     def load_models(self, max_model_len: int) -> tuple[Decoder, Decoder | None]:
         """Load the model for a context of `max_model_len` tokens, and the draft model or EAGLE head
@@ -56,4 +61,6 @@ class ModelLoader:
             found.append(
                 Decoder.load(source.path, source.spec, length, *common, is_random=is_random)
             )
+        if self._num_slots:
+            found[0].allow_adapters(self._num_slots, self._max_rank)
         return found[0], found[1] if len(found) > 1 else None

@@ -120,10 +120,11 @@ class PoolSizer:
         states = None
         if model.spec.state is not None:
             states = lone_step(model.spec.state, model.dtype, device, max_tokens)
+        slots = None if model.slots is None else ids.to(torch.int32)
         rows = ids[: min(max_requests, max_tokens)]
         waiting: list[Tensor] = []
         for _ in range(2):
-            hidden = model.forward(ids, ids, _NoAttention(), None, rows, states=states)
+            hidden = model.forward(ids, ids, _NoAttention(), None, rows, states=states, slots=slots)
             logits = model.logits(hidden)
             waiting.append(raw_logprobs(logits.float()))
         return MemoryUse(

@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratakv.engine.cache.block_hash import make_block_hasher
+from stratakv.engine.request.adapter import Adapter
 from stratakv.engine.request.request import BlockHasher, Request
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.tiers.block import Identity
 
 ROOT = Identity("model", "", "float32", "float32", 4).root()
 HASHER = make_block_hasher(ROOT, 4)
+ADAPTER = Adapter("a", b"f" * 32)
 TOKENS = list(range(10, 19))  # two full blocks and one token
 
 
@@ -25,7 +27,7 @@ def hashes(
     tokens: list[int],
     hasher: BlockHasher = HASHER,
     cache_salt: bytes | None = None,
-    lora_name: str | None = None,
+    adapter: Adapter | None = None,
 ) -> list[bytes]:
     request = Request(
         "r",
@@ -33,7 +35,7 @@ def hashes(
         SamplingParams(),
         block_hasher=hasher,
         cache_salt=cache_salt,
-        lora_name=lora_name,
+        adapter=adapter,
     )
     return request.block_hashes
 
@@ -62,11 +64,21 @@ def test_the_salt_names_the_first_block_and_the_chain_carries_it() -> None:
 
 def test_the_adapter_names_every_block() -> None:
     raw = np.array(TOKENS, "<i4").tobytes()
-    lora = cbor2.dumps([["lora", "a"]], canonical=True)
-    both = cbor2.dumps([["salt", b"s"], ["lora", "a"]], canonical=True)
+    lora = cbor2.dumps([["lora", b"f" * 32]], canonical=True)
+    both = cbor2.dumps([["salt", b"s"], ["lora", b"f" * 32]], canonical=True)
     first = hashlib.sha256(ROOT + raw[:16] + both).digest()
     second = hashlib.sha256(first + raw[16:32] + lora).digest()
-    assert hashes(TOKENS, cache_salt=b"s", lora_name="a") == [first, second]
+    assert hashes(TOKENS, cache_salt=b"s", adapter=ADAPTER) == [first, second]
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_an_adapter_counts_by_its_content_and_not_by_its_name(algorithm: str) -> None:
+    hasher = make_block_hasher(ROOT, 4, algorithm)
+    named = hashes(TOKENS, hasher, adapter=ADAPTER)
+    assert hashes(TOKENS, hasher, adapter=ADAPTER._replace(name="b")) == named
+    other = hashes(TOKENS, hasher, adapter=ADAPTER._replace(fingerprint=b"f" * 31 + b"g"))
+    assert not set(named) & set(other)
+    assert not set(named) & set(hashes(TOKENS, hasher))
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
@@ -74,14 +86,18 @@ def test_the_adapter_names_every_block() -> None:
     prompt=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20),
     pieces=st.lists(st.lists(st.integers(0, 99), max_size=9), max_size=5),
     salt=st.sampled_from([None, b"salt"]),
-    lora=st.sampled_from([None, "adapter"]),
+    lora=st.sampled_from([None, ADAPTER]),
 )
 def test_growing_by_pieces_names_blocks_as_if_they_came_at_once(
-    algorithm: str, prompt: list[int], pieces: list[list[int]], salt: bytes | None, lora: str | None
+    algorithm: str,
+    prompt: list[int],
+    pieces: list[list[int]],
+    salt: bytes | None,
+    lora: Adapter | None,
 ) -> None:
     hasher = make_block_hasher(ROOT, 4, algorithm)
     grown = Request(
-        "r", prompt, SamplingParams(), block_hasher=hasher, cache_salt=salt, lora_name=lora
+        "r", prompt, SamplingParams(), block_hasher=hasher, cache_salt=salt, adapter=lora
     )
     for piece in pieces:
         for token_id in piece:
@@ -98,9 +114,9 @@ def test_sha256_cbor_is_the_chain_routers_compute() -> None:
     first = cbor_hash([cbor_hash("0"), TOKENS[:4], None])
     second = cbor_hash([first, TOKENS[4:8], None])
     assert hashes(TOKENS, make_block_hasher(ROOT, 4, "sha256_cbor")) == [first, second]
-    salted = hashes(TOKENS, make_block_hasher(ROOT, 4, "sha256_cbor"), b"s", "a")
-    assert salted[0] == cbor_hash([cbor_hash("0"), TOKENS[:4], ["a", b"s"]])
-    assert salted[1] == cbor_hash([salted[0], TOKENS[4:8], ["a"]])
+    salted = hashes(TOKENS, make_block_hasher(ROOT, 4, "sha256_cbor"), b"s", ADAPTER)
+    assert salted[0] == cbor_hash([cbor_hash("0"), TOKENS[:4], ["66" * 32, b"s"]])
+    assert salted[1] == cbor_hash([salted[0], TOKENS[4:8], ["66" * 32]])
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -147,6 +147,7 @@ def make_generations(
         is_alone=is_alone,
         asked_elsewhere=request.bootstrap_room is not None,
     )
+    adapter = front.adapter_of(request.model)
     generations = []
     for place, (prompt, asked, embeds) in enumerate(tasks):
         params = without_routers_least(asked, request)
@@ -167,7 +168,7 @@ def make_generations(
                 cache_salt=request.cache_salt or "",
                 tenant=tenant,
                 priority=request.priority or 0,
-                extras=_extras(handed, embeds, job),
+                extras=_extras(handed, embeds, job, adapter),
             )
             generation = Generation(index, message, child, keeps_tokens, arrival_seconds)
             generation.hands_over_alone = is_alone and handed is not None and handed.hand_over
@@ -233,8 +234,12 @@ async def _tell_tool(front: Front, request: AddRequest, tool: str) -> None:
         logger.debug("the engine was not told of a tool: %s", error)
 
 
-def _extras(handed: RequestExtras | None, embeds: bytes, job: Job | None) -> RequestExtras | None:
+def _extras(
+    handed: RequestExtras | None, embeds: bytes, job: Job | None, adapter: str
+) -> RequestExtras | None:
     extras = handed
+    if adapter:
+        extras = msgspec.structs.replace(extras or NO_EXTRAS, adapter=adapter)
     if embeds:
         extras = msgspec.structs.replace(extras or NO_EXTRAS, prompt_embeds=embeds)
     if job is not None:

@@ -236,7 +236,8 @@ class DetokenizedPrompt(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """A model of /v1/models. `root` is the model's path, accepted as a name, or the name."""
+    """A model of /v1/models, or an adapter, with its base model as `parent` and its fingerprint.
+    `root` is the path, accepted as a model's name, or the name."""
 
     id: str
     object: Literal["model"]
@@ -244,6 +245,8 @@ class ModelCard(msgspec.Struct):
     owned_by: str
     root: str
     max_model_len: int
+    parent: str | UnsetType = UNSET
+    fingerprint: str | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct):

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters while the server runs.
+
+The routes exist only with `--lora-dir`, and adapters are read from that folder only.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from ....tiers.settings import readers
+from ....tiers.settings.values import ConfigError
+from ..api_errors import ApiError
+from ..front import Front
+from ..served_adapters import folder_within
+from .request.body import read_request
+
+MAX_NAME_CHARACTERS = 256
+
+
+class LoadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a load. The last two fields are vLLM's, and need no value here."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: bool | None = None
+    lora_int_id: int | None = None
+
+
+class UnloadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+_load_decoder = msgspec.json.Decoder(LoadRequest)
+_unload_decoder = msgspec.json.Decoder(UnloadRequest)
+
+
+async def load_adapter(front: Front, http: Request) -> ASGIApp:
+    request, _ = await read_request(http, front.settings, _load_decoder)
+    name = _checked_name(front, request.lora_name)
+    assert front.settings.lora_dir is not None
+    try:
+        folder = folder_within(front.settings.lora_dir, request.lora_path)
+    except ValueError as error:
+        raise ApiError(str(error), param="lora_path", code="invalid_value") from None
+    try:
+        loaded = await front.adapters.load(
+            front.client, name, folder, replaces=request.load_inplace
+        )
+    except ValueError as error:
+        message = f"the adapter `{name}` was not loaded: {error}"
+        raise ApiError(message, param="lora_path", code="invalid_adapter") from None
+    return Response(msgspec.json.encode(loaded), media_type="application/json")
+
+
+async def unload_adapter(front: Front, http: Request) -> ASGIApp:
+    request, _ = await read_request(http, front.settings, _unload_decoder)
+    name = request.lora_name
+    try:
+        await front.adapters.unload(front.client, name)
+    except ValueError as error:
+        raise ApiError(
+            str(error), status=404, param="lora_name", code="adapter_not_found"
+        ) from None
+    return Response(msgspec.json.encode({"unloaded": name}), media_type="application/json")
+
+
+def _checked_name(front: Front, name: str) -> str:
+    try:
+        text = readers.text("lora_name", name)
+    except ConfigError as error:
+        raise ApiError(str(error), param="lora_name", code="invalid_value") from None
+    if len(text) > MAX_NAME_CHARACTERS:
+        message = f"`lora_name` has up to {MAX_NAME_CHARACTERS} characters, not {len(text)}"
+        raise ApiError(message, param="lora_name", code="invalid_value")
+    if front.is_model(text):
+        message = f"`{text}` is the name of the model itself; give the adapter another"
+        raise ApiError(message, param="lora_name", code="invalid_value")
+    return text

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters: the adapters of an engine by name, loaded and unloaded while it runs.
+
+    load     files are read in a thread ──► the worker keeps the adapter ──► requests can name it
+    unload   no request can name it ──► its last request ends ──► the worker forgets it
+
+Two names with equal adapters have one fingerprint, and the worker keeps one copy. A name that is
+loaded again belongs to the new adapter; requests that run keep the old one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+
+from ...tiers.settings.format import format_name
+from ...tiers.settings.sizes import show_size
+from ...tiers.settings.values import ConfigError
+from ..config.lora_config import LoraConfig
+from ..request.adapter import Adapter
+from ..request.core_messages import LoadAdapter, LoadedAdapter
+from ..request.request import Request
+from ..worker.adapter_slots import ReadAdapter
+from .deferred import Deferred
+from .executor import Executor
+
+logger = logging.getLogger(__name__)
+
+
+class Adapters:
+    """The adapters of one engine core, whose thread calls this."""
+
+    def __init__(self, config: LoraConfig, executor: Executor) -> None:
+        self._config, self._executor = config, executor
+        self._by_name: dict[str, LoadedAdapter] = {}
+        self._loading: set[str] = set()  # names
+        self._unused: set[bytes] = set()  # unloaded; requests may still have them
+
+    @property
+    def loaded(self) -> list[LoadedAdapter]:
+        return list(self._by_name.values())
+
+    def load_now(self, name: str, path: Path) -> LoadedAdapter:
+        """Load an adapter and wait for it. Raises ConfigError if it cannot be used."""
+        self._check_name(name, replaces=False)
+        return self._take(LoadAdapter(name, str(path)), self._executor.read_adapter(path))
+
+    def begin_load(self, message: LoadAdapter) -> Deferred:
+        """Load an adapter beside the steps. Raises ValueError for a name in use, or if adapters are
+        not taken."""
+        self._check_name(message.name, replaces=message.replaces)
+        future: Future[ReadAdapter] = Future()
+        self._loading.add(message.name)
+
+        def read() -> None:
+            try:
+                future.set_result(self._executor.read_adapter(Path(message.path)))
+            except BaseException as error:  # noqa: BLE001 - the future's reader raises it
+                future.set_exception(error)
+
+        future.add_done_callback(lambda _: self._loading.discard(message.name))
+        threading.Thread(target=read, name="adapter-load", daemon=True).start()
+        return Deferred(future, lambda found: self._take(message, found))
+
+    def unload(self, name: str) -> LoadedAdapter:
+        """Forget a name. Raises ValueError for an unknown one."""
+        self.find(name)
+        gone = self._by_name.pop(name)
+        self._note_unused(bytes.fromhex(gone.fingerprint))
+        logger.info("adapter %s is unloaded", format_name(name))
+        return gone
+
+    def find(self, name: str) -> Adapter:
+        """Return the adapter with this name. Raises ValueError if there is none."""
+        found = self._by_name.get(name)
+        if found is None:
+            raise ValueError(f"the adapter {format_name(name)} is not loaded")
+        return Adapter(name, bytes.fromhex(found.fingerprint))
+
+    def check_held(self, adapter: Adapter) -> None:
+        """Raise ValueError if the worker has forgotten the adapter of a request that goes on."""
+        if adapter.fingerprint in self._unused or any(
+            each.fingerprint == adapter.fingerprint.hex() for each in self._by_name.values()
+        ):
+            return
+        raise ValueError(
+            f"the adapter {format_name(adapter.name)} was unloaded before the whole prompt came; "
+            "load it and send the prompt again"
+        )
+
+    def release_unused(self, requests: Iterable[Request]) -> None:
+        """Have the worker forget the unloaded adapters that none of the `requests` has."""
+        if not self._unused:
+            return
+        held = {each.adapter.fingerprint for each in requests if each.adapter is not None}
+        for fingerprint in self._unused - held:
+            self._unused.discard(fingerprint)
+            self._executor.drop_adapter(fingerprint)
+
+    @property
+    def has_unused(self) -> bool:
+        return bool(self._unused)
+
+    def _check_name(self, name: str, *, replaces: bool) -> None:
+        if not self._config.num_slots:
+            raise ValueError(
+                "this engine takes no adapters; start it with --lora-modules NAME=PATH, --lora-dir "
+                "or --enable-lora"
+            )
+        if name in self._loading:
+            raise ValueError(f"the adapter {format_name(name)} is being loaded; wait for that")
+        if name in self._by_name and not replaces:
+            raise ValueError(
+                f"an adapter {format_name(name)} is loaded; unload it before, or replace it with "
+                "load_inplace"
+            )
+        num_others = len(self._by_name.keys() | self._loading) - (name in self._by_name)
+        if num_others >= self._config.max_loaded:
+            raise ValueError(
+                f"{num_others} adapters are loaded and --max-cpu-loras is "
+                f"{self._config.max_loaded}; unload one, or raise that"
+            )
+
+    def _take(self, message: LoadAdapter, found: ReadAdapter) -> LoadedAdapter:
+        self._executor.add_adapter(found)
+        before = self._by_name.get(message.name)
+        made = LoadedAdapter(
+            message.name, message.path, found.fingerprint.hex(), found.rank, found.num_bytes
+        )
+        self._by_name[message.name] = made
+        self._unused.discard(found.fingerprint)
+        if before is not None:
+            self._note_unused(bytes.fromhex(before.fingerprint))
+        logger.info(
+            "adapter %s is loaded from %s: rank %d, %s, fingerprint %s",
+            format_name(message.name), message.path, found.rank, show_size(found.num_bytes),
+            made.fingerprint[:16],
+        )  # fmt: skip
+        return made
+
+    def _note_unused(self, fingerprint: bytes) -> None:
+        if all(each.fingerprint != fingerprint.hex() for each in self._by_name.values()):
+            self._unused.add(fingerprint)
+
+
+def load_at_start(adapters: Adapters, config: LoraConfig) -> None:
+    """Load the adapters that the settings name. Raises ConfigError, which names the adapter."""
+    for module in config.modules:
+        try:
+            adapters.load_now(module.name, module.path)
+        except ValueError as error:
+            raise ConfigError(f"--lora-modules {format_name(module.name)}: {error}") from error

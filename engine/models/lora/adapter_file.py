@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdapterFile: the matrices of an adapter in PEFT's format, checked against a model.
+
+The file is read once, as bytes: what is hashed is what is computed with. The fingerprint covers
+everything that can change a token (names, scales, types, shapes, numbers) and nothing else: not the
+adapter's name, its folder, or the order of its target modules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import cbor2
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from ....tiers.settings.format import format_name
+from ....tiers.settings.sizes import show_size
+from ....tiers.settings.values import ConfigError
+from ..checkpoint.files import is_there
+from ..checkpoint.tensor_shapes import expected_tensors, name_of
+from ..model_spec import ModelSpec
+from .adapted_names import adapted_tensors
+from .lora_config import LoraConfig, read_lora_config
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PICKLE_FILE = "adapter_model.bin"
+MAX_FILE_BYTES = 16 << 30
+MAX_RANK = 1024
+_FINGERPRINT = "stratakv.lora.1"
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+# The wrapper of the first parameter where PEFT wraps two of one module, such as experts.
+_INNER = ".base_layer"
+_OTHER_TENSORS = (
+    (".lora_embedding_", "an adapter of an embedding"),
+    (".lora_magnitude_vector", "DoRA"),
+    (".bias", "a bias"),
+    ("base_layer.weight", "whole weights of the base model"),
+)
+
+
+class Module(NamedTuple):
+    """The matrices of one module. Those of experts have a first axis for the expert."""
+
+    ins: Tensor  # [rank, in]
+    outs: Tensor  # [out, rank]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """The modules of an adapter, by the name of the tensor that each adds to."""
+
+    modules: Mapping[str, Module]
+    fingerprint: bytes  # 32 bytes
+    rank: int  # the largest
+    num_bytes: int
+
+    @classmethod
+    def read(cls, folder: Path, spec: ModelSpec, max_rank: int) -> AdapterFile:
+        """Read the adapter in a folder. Raises ConfigError, which names the file and the item, if
+        it is not an adapter of this model, computes something else, or exceeds `max_rank`."""
+        config = read_lora_config(folder)
+        stored = _load(folder)
+        return _Reader(folder, spec, max_rank, config).read(stored)
+
+
+def _load(folder: Path) -> dict[str, Tensor]:
+    path = folder / WEIGHTS_FILE
+    if not is_there(path):
+        if is_there(folder / _PICKLE_FILE):
+            raise ConfigError(
+                f"{folder / _PICKLE_FILE} is a pickle, which may run code when it is read; save "
+                f"the adapter as {WEIGHTS_FILE} (PEFT does unless told otherwise)"
+            )
+        raise ConfigError(f"{path} is missing; give the folder in which PEFT saved the adapter")
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_FILE_BYTES:
+                raise ConfigError(
+                    f"{path} has {show_size(size)} and at most {show_size(MAX_FILE_BYTES)} are "
+                    "read; give an adapter"
+                )
+            data = file.read()
+        return load(data)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); change its mode") from error
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{path} is not a whole safetensors file ({error}); copy the adapter again"
+        ) from error
+
+
+class _Reader:
+    """Checks the tensors of one adapter."""
+
+    def __init__(self, folder: Path, spec: ModelSpec, max_rank: int, config: LoraConfig) -> None:
+        self._path, self._spec, self._config = folder / WEIGHTS_FILE, spec, config
+        self._max_rank = max_rank
+        self._name_of = name_of(spec)
+        self._joined = expected_tensors(spec)
+        # As if the experts were apart; the other names are the same.
+        apart = expected_tensors(spec, ("",)) if spec.experts is not None else self._joined
+        adapted = adapted_tensors(spec)
+        self._shapes = {name: shape for name, shape in apart.items() if name in adapted}
+
+    def read(self, stored: Mapping[str, Tensor]) -> AdapterFile:
+        pairs = self._pairs(stored)
+        if not pairs:
+            raise ConfigError(f"{self._path} holds no matrices of LoRA; give another adapter")
+        modules: dict[str, Module] = {}
+        for module, (ins, outs) in sorted(pairs.items()):
+            name, made = self._module(module, ins, outs)
+            if name in modules:
+                raise self._fault(module, "adapts a matrix that another module of it adapts too")
+            modules[name] = made
+        return AdapterFile(
+            modules,
+            _fingerprint(modules),
+            max(each.ins.shape[-2] for each in modules.values()),
+            sum(each.ins.nbytes + each.outs.nbytes for each in modules.values()),
+        )
+
+    def _pairs(self, stored: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        halves: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in stored.items():
+            found = _TENSOR.fullmatch(name)
+            if found is None:
+                parts = (what for part, what in _OTHER_TENSORS if part in name)
+                what = next(parts, "no matrix of LoRA")
+                raise ConfigError(
+                    f"{self._path} holds {format_name(name)}, which is {what}"
+                    "; such adapters are not computed here: merge it into its base model"
+                )
+            module, half = found.groups()
+            if half in halves.setdefault(module, {}):
+                raise self._fault(module, f"has lora_{half} twice")
+            if tensor.dtype not in _FLOATS or tensor.dim() != 2 or 0 in tensor.shape:
+                raise self._fault(
+                    module,
+                    f"has lora_{half} of {tensor.dtype} {list(tensor.shape)}; two dimensions of "
+                    "float64, float32, bfloat16 or float16 are read",
+                )
+            halves[module][half] = tensor
+        for module, half in halves.items():
+            if len(half) == 1:
+                missing = "B" if "A" in half else "A"
+                raise self._fault(module, f"lacks lora_{missing}; copy the adapter again")
+        return {module: (half["A"], half["B"]) for module, half in halves.items()}
+
+    def _module(self, module: str, ins: Tensor, outs: Tensor) -> tuple[str, Module]:
+        """Return the tensor that a module adds to, and its checked matrices."""
+        name = self._name_of(f"{module}.weight")
+        if name is not None and name in self._shapes:
+            return name, self._plain(module, ins, outs, self._shapes[name])
+        found = self._experts_name(module)
+        if found is not None:
+            return found, self._experts(module, found, ins, outs)
+        if name in self._joined:
+            raise self._fault(
+                module,
+                "is a part of the model that is not adapted here; train without it, or merge the "
+                "adapter",
+            )
+        raise self._fault(module, "is none of this model; give an adapter that was trained on it")
+
+    def _plain(self, module: str, ins: Tensor, outs: Tensor, shape: tuple[int, ...]) -> Module:
+        rank, (num_outs, num_ins) = len(ins), shape
+        self._check_rank(module, rank, self._config.rank_of(module))
+        for half, tensor, wanted in (
+            ("A", ins, (rank, num_ins)), ("B", outs, (num_outs, rank)),
+        ):  # fmt: skip
+            if tensor.shape != wanted:
+                raise self._fault(
+                    module,
+                    f"has lora_{half} {list(tensor.shape)} and this model needs {list(wanted)}; "
+                    "give an adapter of this model",
+                )
+        return Module(ins, outs, self._config.scale_of(module))
+
+    def _experts_name(self, module: str) -> str | None:
+        """Return the tensor of all experts that a module adds to, or None. PEFT names the module,
+        not the tensor: the inner of two is the first tensor of the module, gate and up."""
+        bare = module.removesuffix(_INNER)
+        gate_up, down = (self._name_of(f"{bare}.{part}") for part in ("gate_up_proj", "down_proj"))
+        if gate_up not in self._joined or down not in self._joined:
+            return None
+        if bare != module:
+            return gate_up
+        wanted = {name.rpartition(".")[2] for name in self._config.parameters}
+        if wanted == {"gate_up_proj"}:
+            return gate_up
+        return down
+
+    def _experts(self, module: str, name: str, ins: Tensor, outs: Tensor) -> Module:
+        """Check the matrices of all experts. `lora_A` has its rows by expert, `lora_B` its columns
+        by rank. Older versions of PEFT took the two other axes of the tensor the other way
+        round."""
+        count, num_outs, num_ins = self._joined[name]
+        part = name.rpartition(".")[2]
+        parameter = f"{module.removesuffix(_INNER)}.{part}"
+        rank = len(ins) // count
+        self._check_rank(module, rank, self._config.rank_of(parameter))
+        scale = self._config.scale_of(parameter)
+        of_experts = count * rank
+        is_turned = (ins.shape, outs.shape) == ((of_experts, num_outs), (num_ins, of_experts))
+        is_usual = (ins.shape, outs.shape) == ((of_experts, num_ins), (num_outs, of_experts))
+        if not (is_usual or is_turned) or not rank:
+            raise self._fault(
+                module,
+                f"has lora_A {list(ins.shape)} and lora_B {list(outs.shape)}, and for {count} "
+                f"experts this model needs {[of_experts, num_ins]} and {[num_outs, of_experts]}; "
+                "give an adapter of this model",
+            )
+        by_expert = ins.view(count, rank, -1)
+        outs_by_expert = outs.view(len(outs), rank, count).permute(2, 0, 1)
+        if is_usual:
+            return Module(by_expert, outs_by_expert, scale)
+        return Module(outs_by_expert.transpose(1, 2), by_expert.transpose(1, 2), scale)
+
+    def _check_rank(self, module: str, rank: int, told: int) -> None:
+        if rank > self._max_rank:
+            raise self._fault(
+                module,
+                f"has rank {rank} and --max-lora-rank is {self._max_rank}; raise that",
+            )
+        if rank != told:
+            raise self._fault(
+                module, f"has rank {rank}, and {self._config.where} says {told}; copy it again"
+            )
+
+    def _fault(self, module: str, what: str) -> ConfigError:
+        return ConfigError(f"{self._path}: the module {format_name(module)} {what}")
+
+
+def _fingerprint(modules: Mapping[str, Module]) -> bytes:
+    digest = hashlib.sha256()
+    for name, module in sorted(modules.items()):
+        parts = [
+            [str(each.dtype), list(each.shape), _digest_of(each)]
+            for each in (module.ins, module.outs)
+        ]
+        digest.update(cbor2.dumps([_FINGERPRINT, name, module.scale, parts], canonical=True))
+    return digest.digest()
+
+
+def _digest_of(tensor: Tensor) -> bytes:
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).digest()

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoraConfig: the fields of an adapter_config.json (PEFT) that decide what an adapter computes.
+
+An adapter adds `scale * B(A(x))` to the output of a matrix. Methods that compute anything else are
+refused by the name of their field, and so is a field that this version does not know, unless it is
+unset.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ....tiers.settings.format import format_value
+from ....tiers.settings.values import ConfigError
+from ..checkpoint.json_fields import JsonFields, read_json
+
+CONFIG_FILE = "adapter_config.json"
+MAX_ALPHA = 1e6
+MAX_PATTERNS = 10_000
+_MOST_CHARACTERS = 512  # of a pattern
+_MOST_REPEATS = 2  # of any length, in one pattern: each multiplies the time of a match
+
+# Initialisations that change the base model's weights when the adapter is loaded.
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_INITIALISED = (True, False, "gaussian", "eva", "orthogonal")
+# Fields of other methods, with the word for each.
+_OTHER_METHODS = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "lora_bias": "a bias in its matrices",
+    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
+    "modules_to_save": "whole saved modules",
+    "layer_replication": "replicated layers",
+    "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "trainable_token_indices": "trained token embeddings",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "velora_config": "VeLoRA",
+}
+# Fields without an effect on the computation: how it was trained, and where its matrices are, which
+# the names of its tensors say.
+_NO_ARITHMETIC = frozenset((
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+))  # fmt: skip
+_READ = frozenset((
+    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias",
+    "init_lora_weights", "target_parameters",
+))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """The arithmetic of an adapter."""
+
+    where: str  # the file, for messages
+    rank: int
+    alpha: float
+    uses_root: bool  # scale is alpha / sqrt(rank), not alpha / rank
+    rank_patterns: tuple[tuple[re.Pattern[str], int], ...]
+    alpha_patterns: tuple[tuple[re.Pattern[str], float], ...]
+    parameters: tuple[str, ...]  # target_parameters: tensors of several matrices, such as experts
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module by the first pattern that its name matches."""
+        return next((r for key, r in self.rank_patterns if key.match(module)), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        alpha = next((a for key, a in self.alpha_patterns if key.match(module)), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.uses_root else rank)
+
+
+def read_lora_config(folder: Path) -> LoraConfig:
+    """Read the adapter_config.json of a folder. Raises ConfigError with the field."""
+    return parse_lora_config(read_json(folder / CONFIG_FILE))
+
+
+def parse_lora_config(fields: JsonFields) -> LoraConfig:
+    kind = fields.text("peft_type")
+    if kind != "LORA":
+        raise fields.fault("peft_type", "LORA", kind)
+    for name, method in _OTHER_METHODS.items():
+        if fields.values.get(name):
+            raise ConfigError(
+                f"{fields.where}: {name} is set, and adapters with {method} are not computed here; "
+                "merge the adapter into its base model and serve that"
+            )
+    if fields.text("bias", "none") != "none":
+        raise ConfigError(
+            f"{fields.where}: bias is {format_value(fields.values['bias'])}, and adapters that "
+            "change biases are not computed here; train it with bias none, or merge it"
+        )
+    _check_initialised(fields)
+    for name, value in fields.values.items():
+        if name not in _READ | _NO_ARITHMETIC and name not in _OTHER_METHODS and value:
+            raise ConfigError(
+                f"{fields.where}: {format_value(name)} is a field that this version does not know, "
+                "so the adapter may compute something else; merge the adapter and serve that"
+            )
+    return LoraConfig(
+        where=fields.where,
+        rank=fields.integer("r"),
+        alpha=_alpha(fields, "lora_alpha", fields.values.get("lora_alpha", 8)),
+        uses_root=fields.boolean("use_rslora", False),
+        rank_patterns=tuple(
+            (_pattern(fields, "rank_pattern", key), inner.integer(key))
+            for inner in [_patterns(fields, "rank_pattern")]
+            for key in inner.values
+        ),
+        alpha_patterns=tuple(
+            (_pattern(fields, "alpha_pattern", key), _alpha(inner, key, inner.values[key]))
+            for inner in [_patterns(fields, "alpha_pattern")]
+            for key in inner.values
+        ),
+        parameters=_texts(fields, "target_parameters"),
+    )
+
+
+def _check_initialised(fields: JsonFields) -> None:
+    how = fields.values.get("init_lora_weights", True)
+    if how in _INITIALISED:
+        return
+    if isinstance(how, str) and how.lower().startswith(_CHANGED_BASE):
+        raise ConfigError(
+            f"{fields.where}: init_lora_weights is {format_value(how)}, so the adapter belongs to "
+            "a base model whose weights were changed with it; convert it with PEFT's "
+            "path_initial_model_for_weight_conversion, or merge it"
+        )
+    raise fields.fault("init_lora_weights", "true, false, gaussian, eva or orthogonal", how)
+
+
+def _alpha(fields: JsonFields, name: str, value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= MAX_ALPHA:  # NaN too
+        raise fields.fault(name, f"a number from -{MAX_ALPHA:g} to {MAX_ALPHA:g}", value)
+    return float(value)
+
+
+def _patterns(fields: JsonFields, name: str) -> JsonFields:
+    inner = fields.inner(name)
+    if len(inner.values) > MAX_PATTERNS:
+        raise ConfigError(
+            f"{fields.where}: {name} has {len(inner.values)} patterns and at most {MAX_PATTERNS} "
+            "are read; name modules by fewer patterns"
+        )
+    return inner
+
+
+def _texts(fields: JsonFields, name: str) -> tuple[str, ...]:
+    values = fields.values.get(name) or []
+    if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+        raise fields.fault(name, "a list of strings", values)
+    return tuple(values)
+
+
+def _pattern(fields: JsonFields, name: str, key: str) -> re.Pattern[str]:
+    """Compile a pattern as PEFT matches it: against the end of a module's name, from a dot on."""
+    fault = ""
+    if len(key) > _MOST_CHARACTERS:
+        fault = f"longer than {_MOST_CHARACTERS} characters"
+    try:
+        found = re.compile(rf"(.*\.)?({key})$") if not fault else None
+        if found is not None and _num_repeats(key) > _MOST_REPEATS:
+            fault = f"of more than {_MOST_REPEATS} repeats, which may take for ever to match"
+    except (re.error, RecursionError, OverflowError) as error:
+        fault = f"no regular expression ({error})"
+    if fault or found is None:
+        raise ConfigError(
+            f"{fields.where}: the pattern {format_value(key)} of {name} is {fault}; name the module"
+        )
+    return found
+
+
+def _num_repeats(pattern: str) -> int:
+    """Count the repeats of a pattern without a small limit; one of a group counts as several."""
+    of_groups = len(re.findall(r"\)[*+{]", pattern))
+    return len(re.findall(r"(?<!\\)[*+]|\{\d*,\d*\}", pattern)) + _MOST_REPEATS * of_groups

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LlmAdapters: the adapters of an `LLM`, loaded and unloaded between its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from ...tiers.settings.format import format_value
+from ...tiers.settings.readers import path as read_path
+from ...tiers.settings.readers import text as read_text
+from ..api.served_adapters import ServedAdapters
+from ..client.base import EngineClient
+from ..request.core_messages import LoadedAdapter
+
+T = TypeVar("T")
+
+
+class Waiter(Protocol):
+    """The part of `LLM` that is needed here."""
+
+    @property
+    def client(self) -> EngineClient: ...
+    def wait_for(self, work: Coroutine[Any, Any, T]) -> T: ...
+
+
+class LlmAdapters:
+    """The adapters of one engine, by name."""
+
+    def __init__(self, llm: Waiter, loaded: Iterable[LoadedAdapter]) -> None:
+        self._llm, self._served = llm, ServedAdapters(loaded)
+
+    @property
+    def names(self) -> list[str]:
+        return [each.name for each in self._served.loaded]
+
+    def load(self, name: str, path: str | Path, *, replaces: bool = False) -> LoadedAdapter:
+        """Load the adapter that PEFT has saved in a folder. With `replaces` the name may be in use;
+        requests that run keep the adapter that they began with. Raises ValueError if it cannot be
+        used."""
+        name, folder = read_text("name", name), read_path("path", path)
+        client = self._llm.client
+        return self._llm.wait_for(self._served.load(client, name, folder, replaces=replaces))
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter; requests that run keep it. Raises ValueError for an unknown one."""
+        self._llm.wait_for(self._served.unload(self._llm.client, name))
+
+    def check_name(self, name: object) -> None:
+        """Raise ValueError unless an adapter has this name, or it is empty."""
+        if name != "" and (not isinstance(name, str) or name not in self._served):
+            known = ", ".join(self.names) or "none"
+            raise ValueError(
+                f"adapter takes one of those loaded ({known}), not {format_value(name)}"
+            )

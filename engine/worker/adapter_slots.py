@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdapterSlots: the adapters in a worker's memory, and which of them have a slot of the model.
+
+    loaded ──► host memory, in the form of the model's products
+    in use ──► a slot: put there before the first step that needs it, and left there until another
+               adapter needs the slot
+
+The copies into a slot are queued before the step's forward pass and after all earlier ones, so no
+step reads a slot while it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..batch.batch_update import IntArray
+from ..models.lora.adapter_file import AdapterFile
+from ..models.lora.layer_adapters import layer_adapters
+from ..models.lora.model_slots import ModelSlots, PreparedAdapter
+from ..models.lora.row_slots import NO_SLOT
+from ..models.model_spec import ModelSpec
+from .input_batch import InputBatch
+
+
+class ReadAdapter(NamedTuple):
+    """An adapter that was read from its files."""
+
+    path: Path
+    fingerprint: bytes
+    rank: int
+    num_bytes: int
+    # In the form of the model's products; None: another process reads it again.
+    prepared: PreparedAdapter | None = None
+
+
+class AdapterSlots:
+    """The adapters of one model."""
+
+    def __init__(
+        self, slots: ModelSlots, spec: ModelSpec, dtype: torch.dtype, max_rank: int
+    ) -> None:
+        self._slots, self._spec, self._dtype, self._max_rank = slots, spec, dtype, max_rank
+        self._loaded: dict[bytes, PreparedAdapter] = {}
+        self._slot_of: dict[bytes, int] = {}  # the adapter that was used longest ago first
+
+    def read(self, path: Path) -> ReadAdapter:
+        """Read an adapter. Any thread may call this. Raises ConfigError like `AdapterFile.read`."""
+        file = AdapterFile.read(path, self._spec, self._max_rank)
+        prepared = self._slots.prepare(layer_adapters(file, self._spec, self._dtype))
+        return ReadAdapter(path, file.fingerprint, file.rank, file.num_bytes, prepared)
+
+    def add(self, adapter: ReadAdapter) -> None:
+        """Keep an adapter for the steps from now on."""
+        assert adapter.prepared is not None
+        self._loaded.setdefault(adapter.fingerprint, adapter.prepared)
+
+    def drop(self, fingerprint: bytes) -> None:
+        """Forget an adapter that no request has any more; an unknown one is ignored."""
+        self._loaded.pop(fingerprint, None)
+        slot = self._slot_of.pop(fingerprint, None)
+        if slot is not None:
+            self._slots.put(slot, None)
+
+    def plan_step(
+        self, batch: InputBatch, rows: IntArray, counts: IntArray
+    ) -> npt.NDArray[np.int32] | None:
+        """Give each adapter of a step a slot. Return the slot of each token, int32 `[tokens]`; None
+        if no request has an adapter. `rows` of the batch compute `counts` tokens each. Raises
+        ValueError for an unknown adapter, and for more adapters than slots."""
+        if not self._loaded:
+            return None
+        requests = [batch.requests[row] for row in rows.tolist()]
+        names = [b"" if request is None else request.adapter for request in requests]
+        used = dict.fromkeys(name for name in names if name)
+        if not used:
+            return None
+        self._take_slots(list(used))
+        slot_of = {**self._slot_of, b"": NO_SLOT}
+        return np.repeat(np.array([slot_of[name] for name in names], np.int32), counts)
+
+    def _take_slots(self, used: Sequence[bytes]) -> None:
+        if len(used) > self._slots.num_slots:
+            raise ValueError(
+                f"a step has {len(used)} adapters, and the model has {self._slots.num_slots} slots"
+            )
+        for fingerprint in used:  # first those that have a slot, so that they keep it
+            if fingerprint in self._slot_of:
+                self._slot_of[fingerprint] = self._slot_of.pop(fingerprint)
+        for fingerprint in used:
+            if fingerprint in self._slot_of:
+                continue
+            if fingerprint not in self._loaded:
+                raise ValueError(f"the adapter {fingerprint.hex()[:16]} is not loaded")
+            slot = self._free_slot()
+            self._slots.put(slot, self._loaded[fingerprint])
+            self._slot_of[fingerprint] = slot
+
+    def _free_slot(self) -> int:
+        taken = set(self._slot_of.values())
+        free = next((slot for slot in range(self._slots.num_slots) if slot not in taken), None)
+        if free is None:
+            return self._slot_of.pop(next(iter(self._slot_of)))
+        return free
