@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the benchmarks behind `stratakv bench`; only the command line imports it."""
+"""The benchmarks that `stratakv bench` runs. Only the command line imports this package."""

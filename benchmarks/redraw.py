@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the pictures of earlier runs again from their JSON.
 
-`python -m stratakv.benchmarks.redraw FILE.json ...` writes FILE.png beside each, and FILE.svg with
-`--svg`.
+`python -m stratakv.benchmarks.redraw FILE.json ...` writes FILE.png beside each file, or FILE.svg
+with `--svg`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _DRAW = {
 
 
 def draw(report: Report, path: Path) -> list[Path]:
-    """Draw what a run measured: one picture at `path`, or for a GPU one for each section beside."""
+    """Draw a run's figures: one picture at `path`, or for a GPU run one for each section beside
+    it."""
     if report.name == "gpu":
         results = Results(report, path.parent)
         return [each for every in SECTIONS if (each := every.plot(results, path.parent))]
@@ -47,7 +48,7 @@ def draw(report: Report, path: Path) -> list[Path]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", metavar="FILE.json", nargs="+", type=Path)
     parser.add_argument("--existing", action="store_true", help="only pictures that are there")

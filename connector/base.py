@@ -1,36 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a KVConnector, the engine's only access to the tiers.
 
-A connector has two sides. The *scheduler side* decides in the engine's step loop and touches
-metadata only; the *worker side* moves bytes between the KV pool and the slab. Decisions travel to
-the worker side in `ConnectorMetadata`, results come back in `ConnectorWorkerOutput`. The sides
-share nothing else but a wake-up that the worker side calls, and may live in two processes.
+A connector has two sides, which may run in two processes. The *scheduler side* decides in the
+engine's step loop and touches metadata only; the *worker side* moves bytes between the KV pool and
+the slab. The scheduler side sends its decisions as `ConnectorMetadata`, and the worker side sends
+its results as `ConnectorWorkerOutput`. They share nothing else but a wake-up function, which the
+worker side calls.
 
 One step, in order:
     scheduler: get_matched_tokens → (blocks allocated) → begin_load → build_meta
-    worker:    start_step(meta)   stores begin, then loads, in stream order
-               wait_before_forward()   blocks this step overwrites have left the pool; those that
-                                       are stored ahead of need may still be on their way
+    worker:    start_step(meta)   begins the stores, then the loads, in stream order
+               wait_before_forward()   waits until the blocks that this step overwrites are copied;
+                                       stores of cold blocks may still run
                (forward pass)
                poll()             copies that have finished since the last poll
     scheduler: update_from_worker(output)
 
-The request of a *blocking* load waits until the load is reported. The request of an *overlapped*
-load computes from the front while blocks come from the back, until the two frontiers meet.
+A request with a *blocking* load waits until a `LoadReport` names it. A request with an *overlapped*
+load computes its blocks from the front while the load brings blocks from the back, until both meet.
 
 The engine may rely on this:
-- three calls of the scheduler side wait, for a bounded time: `build_calibration_meta`, `reset` and
-  `shutdown`. No other call waits for a copy, a disk or a socket;
-- a request that waits for its load is reported exactly once, as finished or as failed;
-- a load brings a position's blocks of every cache group, or none of them;
+- three methods of the scheduler side may wait, for a bounded time: `build_calibration_meta`,
+  `reset` and `shutdown`. No other method waits for a copy, a disk or a socket;
+- a request that waits for its load gets exactly one `LoadReport`, of success or of failure;
+- a load brings the blocks of all cache groups at a position, or none of them;
 - after a failed load the connector never offers the same request more tokens;
-- an error raised inside the connector reaches the engine as a failed load at most.
+- an error inside the connector has no other effect on the engine than a failed load.
 The engine must do this:
-- not reuse the blocks of a waiting request before it was reported, even if it was aborted;
-- hand over evicted blocks in the step that evicts them, before anything is written to them;
-- report a block that loses its name without being evicted (`StoresAhead.names_dropped`): it may be
-  overwritten or invalid.
-This module depends on no scheduler or model: it sees requests and pools through small protocols.
+- not reuse the blocks of a request that waits for a load before its `LoadReport`, even if the
+  request was aborted;
+- pass evicted blocks to `build_meta` in the step that evicts them, before they are overwritten;
+- call `StoresAhead.names_dropped` for blocks that lose their names without being evicted, because
+  such blocks may be overwritten or invalid.
+This module depends on no scheduler or model: a `RequestView` stands for an engine's request.
 """
 
 from __future__ import annotations
@@ -76,59 +78,58 @@ class RequestView(Protocol):
 
     @property
     def tail_hash(self) -> bytes | None:
-        """Digest of the partly filled block behind the full ones, for a request whose prompt
-        another engine computed: it covers the tokens that engine computed. b"" without such a
-        block; None for other requests."""
+        """Digest of the last, partly filled block of a prompt that another engine computed, over
+        the tokens that engine computed. b"" without such a block; None for other requests."""
 
 
 class TierEstimates(ABC):
-    """Estimated costs of loading, and the tiers that can be loaded from. An optional side."""
+    """Estimates of the cost of loads, and the state of the tiers. An optional interface."""
 
     @abstractmethod
     def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
-        """Return the metadata of a load to the unused `block_ids`, by which the connector measures
-        how long loads take. Call this before the first request, until it returns nothing. Run the
-        result like the metadata of a step, without a forward pass. Waits `seconds` at most."""
+        """Return a trial load to the unused `block_ids`, by which the connector measures how long
+        loads take. The engine calls this before the first request, until the result is empty, and
+        runs each result like a step without a forward pass. Waits `seconds` at most."""
 
     @abstractmethod
     def describe(self) -> str:
-        """The estimates, and the prompt lengths from which loading pays, as one line of text."""
+        """A line of text: estimates, and prompt lengths from which loading beats computing."""
 
     @abstractmethod
     def tiers_down(self) -> list[str]:
-        """The names of tiers that do not answer at present."""
+        """The names of the tiers that cannot be reached at present."""
 
     @abstractmethod
     def cpu_blocks(self) -> tuple[int, int]:
-        """Free slots and all slots of the CPU tier, in blocks. Asks no store."""
+        """The numbers of free slots and of all slots of the CPU tier. Contacts no store."""
 
 
 class OverlappedLoads(ABC):
-    """Loads that run while their requests compute; needed by a connector that returns OVERLAP."""
+    """Loads that run while their requests compute. A connector that returns OVERLAP needs it."""
 
     @abstractmethod
     def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
-        """Return how far the request may compute. The engine asks before each step of a request
-        with an overlapped load. No copy writes to blocks below the limit from now on."""
+        """Return the limit up to which the request may compute. The engine calls this before each
+        step of a request with an overlapped load. Afterwards no copy writes below the limit."""
 
     @abstractmethod
     def end_load(self, request_id: str) -> LoadReport | None:
-        """End an overlapped load and return its report, which counts the last tokens, not the
-        first. Return None while a copy writes to the load's blocks: keep them until
-        `update_from_worker` reports a failed load (`is_cancelled` unless it had failed)."""
+        """End an overlapped load and return its report, which counts the load's last tokens. Return
+        None while a copy writes to the load's blocks; the engine then keeps them until
+        `update_from_worker` reports a failed load (`is_cancelled` unless it had failed before)."""
 
 
 class StoresAhead(ABC):
-    """Stores of cold blocks before they are evicted, beside a forward pass."""
+    """Stores of cold blocks before their eviction, in parallel with a forward pass."""
 
     @abstractmethod
     def num_wanted_ahead(self) -> int:
-        """The most cold blocks to give to the next `build_meta`."""
+        """The largest number of cold blocks that the engine may pass to the next `build_meta`."""
 
     @abstractmethod
     def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
-        """Void pending copies of these blocks. They lost their names without being evicted, and may
-        be overwritten from now on."""
+        """Discard running copies of these blocks. The blocks lost their names without being
+        evicted, and may be overwritten after this call."""
 
 
 class PromptsElsewhere(ABC):
@@ -136,12 +137,12 @@ class PromptsElsewhere(ABC):
 
     @abstractmethod
     def expect_prompts(self) -> None:
-        """Watch the stores from now on for prompts that other engines compute for requests here."""
+        """Begin to watch the stores for prompts that other engines compute for this engine."""
 
     @abstractmethod
     def follow_blocks(self, block_hashes: Sequence[bytes]) -> bool:
-        """Read the blocks of a prompt as another engine stores them, because a request for the
-        prompt will come here. A hint; return False if this connector cannot use it."""
+        """Read the blocks of a prompt while another engine stores them, because this engine will
+        get a request with it. A hint; return False if this connector cannot use it."""
 
     @abstractmethod
     def await_prefill(self, request_id: str, elsewhere: Elsewhere) -> None:
@@ -154,22 +155,22 @@ class HandOver(ABC):
 
     @abstractmethod
     def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """Write these blocks, head first, to the stores that other engines read, and keep them
-        there for a while: those engines are about to load them. `keys` are names of the pool. The
-        engine has given the computed blocks to `build_meta`. Requires `wants_all`."""
+        """Write these blocks, in the order of the prompt, to the stores that other engines read,
+        and keep them there for a while, because another engine is about to load them. `keys` are
+        the pool's names of the blocks, which `build_meta` got before. Requires `wants_all`."""
 
     @abstractmethod
     def take_handed_over(self) -> list[HandedOver]:
-        """The hand-overs that have ended since the last call: other engines can load the blocks
-        now, or some blocks failed (`HandedOver.missing`)."""
+        """Return the hand-overs that have ended since the last call. Other engines can load their
+        blocks now, except for the blocks in `HandedOver.missing`."""
 
     @abstractmethod
     def forget_hand_over(self, request_id: str) -> None:
-        """Stop waiting for the blocks of this request."""
+        """End the hand-over of this request without a result."""
 
 
 class JobRetention(ABC):
-    """Turns of jobs that are kept in the tiers until the next one comes."""
+    """Blocks of agents' jobs that the tiers keep between two turns (requests) of a job."""
 
     @abstractmethod
     def turn_ended(
@@ -179,24 +180,24 @@ class JobRetention(ABC):
         seconds: float,
         due_seconds: float | None,
     ) -> None:
-        """Keep these blocks in the tiers for `seconds`: the job's next turn begins with them. That
-        turn probably comes in `due_seconds`; the fastest tier has the blocks by then. Replaces an
-        earlier turn of the job."""
+        """Keep these blocks, with which the prompt of the job's next turn begins, in the tiers for
+        `seconds`. After `due_seconds`, when that turn is expected (None: unknown), read them into
+        the fastest tier. They replace the blocks of the job's previous turn."""
 
     @abstractmethod
     def turn_expected(self, job: bytes, due_seconds: float) -> None:
-        """Set the seconds from now in which the next turn of a job is due."""
+        """Set the number of seconds from now after which the next turn of the job is due."""
 
     @abstractmethod
     def job_ended(self, job: bytes) -> None:
-        """Stop keeping blocks for a job: no other turn of it will come."""
+        """Stop keeping blocks for a job that will have no further turn."""
 
 
 class KVConnectorScheduler(ABC):
-    """The side that decides. Only the engine's step thread calls it and its optional sides. The
-    engine reads the optional sides once, at the start."""
+    """The side that decides what is stored and loaded. Only the engine's step thread calls it and
+    its optional interfaces, whose attributes the engine reads once, at the start."""
 
-    # Optional sides. Without one, the engine does not use its feature.
+    # Optional interfaces. If one is None, the engine does not use its feature.
     estimates: TierEstimates | None = None
     overlapped_loads: OverlappedLoads | None = None
     stores_ahead: StoresAhead | None = None
@@ -209,16 +210,17 @@ class KVConnectorScheduler(ABC):
     # Otherwise they are stored when they are about to be evicted. Constant after the start.
     wants_all = False
     # Ids of the requests that wait now because of `PromptsElsewhere.await_prefill`. The engine does
-    # not look them up meanwhile, and does not change the collection.
+    # not look up these requests, and does not change the collection.
     awaiting_prefill: Collection[str] = ()
 
     def request_queued(  # noqa: B027 - a hint, not a duty
         self, request: RequestView, context: RequestContext = NO_CONTEXT
     ) -> None:
-        """Note a request that the engine will look up once it has room. Reads may begin."""
+        """Note a request that the engine will look up when it has room for it. The connector may
+        begin to read the request's blocks."""
 
     def request_finished(self, request_id: str) -> None:  # noqa: B027 - as above
-        """Drop a request that has ended, in any way; the engine will not look it up again."""
+        """Drop a request that has finished or was aborted. The engine will not look it up again."""
 
     @abstractmethod
     def get_matched_tokens(
@@ -229,11 +231,12 @@ class KVConnectorScheduler(ABC):
         num_queued_tokens: int = 0,
         num_pool_tokens: int | None = None,
     ) -> Match:
-        """Tokens the tiers hold right after the first `num_computed_tokens` (block aligned). The
-        engine computes `num_queued_tokens` of other requests first, and a load has that time.
-        `num_pool_tokens`, more than `num_computed_tokens`: the pool has K and V of this many
-        leading tokens, but not the states behind them. The tiers are asked only for these states,
-        and the tokens count as a tier's if the states come from one."""
+        """Return the number of tokens that the tiers hold right after the first
+        `num_computed_tokens` (block aligned), and the next action. The engine computes
+        `num_queued_tokens` of other requests first; a load costs nothing during that time. If
+        `num_pool_tokens` is larger than `num_computed_tokens`, the pool has K and V of this many
+        leading tokens, but not the layer states after them. The tiers are then searched only for
+        these states, and the tokens count as loaded from a tier."""
 
     @abstractmethod
     def begin_load(
@@ -244,46 +247,49 @@ class KVConnectorScheduler(ABC):
         *,
         overlapped: bool,
     ) -> None:
-        """Load `num_tokens` external tokens to `block_ids`, which has exactly their blocks, in
-        order, for each cache group. Blocks that the pool has (`num_pool_tokens`) are not written.
-        The request now waits until a LoadReport names it. With `overlapped`, allowed only after
-        OVERLAP, the request does not wait: it computes these tokens itself, from the first one on,
-        as far as `OverlappedLoads.load_state` allows."""
+        """Load `num_tokens` external tokens into the pool blocks `block_ids`: for each cache group
+        exactly the blocks of these tokens, in order. Blocks that the pool has already
+        (`num_pool_tokens`) are not written. The request waits until a `LoadReport` names it. With
+        `overlapped`, which is allowed only after `MatchKind.OVERLAP`, the request does not wait. It
+        computes these tokens from the first one on, up to the limit that
+        `OverlappedLoads.load_state` returns."""
 
     @abstractmethod
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
     ) -> ConnectorMetadata:
-        """Return the worker's copies at the end of `schedule()`, also on empty steps. The `cold`
-        blocks keep their names: they are the next ones to be evicted, in eviction order, or (see
-        `wants_all`) just computed, the tail of a sequence before its head. The engine gives a block
-        once, and again only for a hand-over, and at most `StoresAhead.num_wanted_ahead` blocks at a
-        time. An orderly shutdown evicts all computed, named blocks, in eviction order and without a
-        forward pass, so that as many survive as tiers have room for; then `shutdown` follows."""
+        """Return the copies of this step for the worker side. The engine calls this at the end of
+        `schedule()`, also on empty steps. `cold` blocks keep their names. They are the next blocks
+        to be evicted, in eviction order, or (see `wants_all`) blocks just computed, the tail of a
+        sequence before its head. The engine passes a block once, and again only for a hand-over,
+        and at most `StoresAhead.num_wanted_ahead` blocks at a time. At an orderly shutdown the
+        engine passes all computed, named blocks as evicted, in eviction order and without a forward
+        pass, so that the tiers keep as many as they have room for; then it calls `shutdown`."""
 
     @abstractmethod
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
-        """Take in finished copies. Return reports of the waiting requests that may go on."""
+        """Process finished copies. Return the reports of ended loads, whose requests may go on."""
 
     @abstractmethod
     def has_pending_work(self) -> bool:
-        """True while a step, even an empty one, has something to move or to report now, or a
-        request that got RETRY should be looked up again. False while the connector only waits for a
-        disk or a copy: it calls the wake-up function at the end."""
+        """Whether the engine should run a step, even an empty one: there is something to copy or
+        report, or a request that got RETRY should be looked up again. False while the connector
+        only waits for a disk or a copy; at its end it calls the wake-up function."""
 
     @abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Set the function that any thread calls when `has_pending_work` may have become True."""
+        """Set the wake-up function. The connector calls it, from any thread, when
+        `has_pending_work` may have become True."""
 
     def invalidate_blocks(self, keys: Sequence[bytes], cause: str) -> None:  # noqa: B027 - see below
-        """Drop the blocks of one chain from every tier, because they may be wrong; drop their
-        copies under way, to a tier or the pool, too. `keys` are the pool's, head first. `cause`,
-        one word, labels them in the counters. Optional: by default the blocks stay until they are
-        evicted."""
+        """Drop blocks of one sequence from every tier, because their contents may be wrong, and
+        discard running copies of them, to a tier or to the pool. `keys` are the pool's names, in
+        the order of the sequence. `cause` is one word, by which the counters label these blocks.
+        Optional: by default the blocks stay until they are evicted."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Drop all blocks of all tiers (prefix-cache reset). Waits a while for disks to forget."""
+        """Drop all blocks of all tiers (prefix-cache reset). Waits briefly for disk writes."""
 
     @abstractmethod
     def stats(self) -> dict[str, object]:
@@ -291,7 +297,8 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float) -> None:
-        """Write the blocks that should survive to the stores, in time; release all. Idempotent."""
+        """Write the blocks that should survive to the stores, within `timeout_seconds`, and release
+        all resources. Idempotent."""
 
 
 class NullConnector(KVConnectorScheduler):
@@ -354,12 +361,13 @@ class KVConnectorWorker(ABC):
     @abstractmethod
     def start_step(self, meta: ConnectorMetadata) -> None:
         """Queue the step's copies: stores, then loads. On the CPU this call makes small copies
-        itself. Raises nothing: copies that could not begin are reported as failed."""
+        itself. It never raises; copies that could not begin are reported as failed."""
 
     @abstractmethod
     def wait_before_forward(self) -> None:
-        """Return when the forward pass may overwrite the blocks that this step evicts: the step's
-        stores and the overtaken earlier ones have read them, or will before the pass writes."""
+        """Wait until the forward pass may overwrite the blocks that this step evicts. On return the
+        step's stores, and the earlier ones in `ConnectorMetadata.overtaken`, have read these
+        blocks, or the device makes the pass wait until they have."""
 
     @abstractmethod
     def poll(self) -> ConnectorWorkerOutput | None:

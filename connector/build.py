@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds offloading: the tiers with the scheduler side, and the device with the worker side. The
-worker side may live in another process."""
+"""Builds the two sides of a connector: the scheduler side with the tiers, and the worker side with
+the copy device. The worker side may run in another process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WorkerDescription:
 
 
 class AttachedSlab:
-    """The memory of a slab of another process."""
+    """The memory of a slab that another process has created."""
 
     def __init__(self, description: WorkerDescription) -> None:
         self.layout = description.layout
@@ -48,12 +48,12 @@ class AttachedSlab:
         self._map = mmap.mmap(description.slab_fd, self.num_slots * self.layout.slot_bytes)
 
     def memory(self) -> memoryview:
-        """All slots, one after the other."""
+        """The bytes of all slots, in order."""
         return memoryview(self._map)
 
 
 class BuiltSide(NamedTuple):
-    """The scheduler side, the description of its worker side, and the slab as it is mapped here."""
+    """The scheduler side, the description of its worker side, and the slab in this process."""
 
     side: OffloadScheduler
     description: WorkerDescription
@@ -68,7 +68,7 @@ def build_offload(
     **options: Any,
 ) -> tuple[OffloadScheduler, OffloadWorker]:
     """Build both sides of a connector in one process, with the arguments of `build_scheduler_side`.
-    On CUDA another thread calls `progress` once more, while memory is page-locked."""
+    On CUDA a background thread also calls `progress`, while the slab is page-locked."""
     built = build_scheduler_side(layout, settings, progress=progress, **options)
     try:
         worker = build_worker_side(
@@ -93,12 +93,13 @@ def build_scheduler_side(
     """Build the scheduler side, and the description from which the worker side is built.
 
     Only engines with the same `namespace`, usually the root of the block identity, read each
-    other's blocks. `device` holds the KV pool: cpu, cuda, or one of several GPUs, cuda:1.
-    `progress` is called with bytes done and bytes in all while memory is faulted in. `prefill` is
-    the cost of computing, if the caller measures it. `parts` says how the cache groups of this
-    layout attend, and on which ranks they live; by default there is one group with full attention.
-    Raises TierConfigError for sizes, paths and names that cannot work; nothing stays open then. A
-    store that is down is opened later in the background; if it is required, TierDown names it.
+    other's blocks. `device` is where the KV pool lies: cpu, cuda, or one of several GPUs, cuda:1.
+    `progress` is called with the number of bytes done and of all bytes while the slab's memory is
+    faulted in. `prefill` is the cost of computing, if the caller measures it. `parts` describes the
+    attention of the layout's cache groups and the tensor-parallel ranks; by default there is one
+    group with full attention. Raises TierConfigError, and leaves nothing open, for sizes, paths and
+    names that cannot work. A store that is down is opened later in the background, unless it is
+    required: then this raises TierDown, which names it.
     """
     choice = Choice(settings.load)
     if choice is Choice.OVERLAP and parts is not None and parts.is_windowed:
@@ -146,9 +147,9 @@ def build_worker_side(
     slab: SlabMemory | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> OffloadWorker:
-    """Build the worker side. `wakeup` leads to a call of `OffloadScheduler.note_ended`, in this
-    process or another. `slab` is the slab's memory, if this process has mapped it already. Raises
-    TierConfigError for a device that does not exist."""
+    """Build the worker side. A call of `wakeup` must lead to a call of
+    `OffloadScheduler.note_ended`, in this process or another. `slab` is the slab's memory, if this
+    process has mapped it already. Raises TierConfigError for a device that does not exist."""
     device = make_device(description.device, progress)
     if slab is None:
         slab = AttachedSlab(description)

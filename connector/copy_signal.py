@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CopySignal: wakes the core when copies of the worker end."""
+"""CopySignal: wakes the engine when copies of the worker side end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def _nothing() -> None:
 
 
 class CopySignal:
-    """Counts the jobs that the scheduler side has given out and those that the worker side ended.
+    """Counts the copy jobs that the scheduler side gave out and those that the worker side ended.
 
     The engine can sleep while copies run, and the scheduler side knows that results are ready
-    before it polls the worker side. The signal belongs to the scheduler side; the worker side gets
-    `note_ended`, or a callable that calls it in another process. Every method may be called from
-    any thread; the wake-up function must return at once.
+    before it polls the worker side. The scheduler side owns the signal; the worker side gets
+    `note_ended`, or, in another process, a callable that leads to it. Every method may be called
+    from any thread; the wake-up function must return at once.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class CopySignal:
         self._wakeup: Callable[[], None] = _nothing
 
     def set_wakeup(self, wakeup: Callable[[], None] | None) -> None:
-        """Set the function to call from now on; None for no call."""
+        """Set the function that wakes the engine; None disables the wake-up."""
         self._wakeup = wakeup or _nothing
 
     def wake(self) -> None:
-        """Wake the engine after something outside the step loop has happened."""
+        """Wake the engine because something outside the step loop has happened."""
         try:
             self._wakeup()
         except Exception:
@@ -46,8 +46,9 @@ class CopySignal:
             self._given += count
 
     def note_ended(self, num_jobs: int) -> None:
-        """Record that the worker side has ended `num_jobs` jobs since its start, well or not. The
-        next poll reports them. The highest number counts, so calls may be lost or reordered."""
+        """Record that the worker side has ended `num_jobs` jobs since its start, failed ones
+        included. The next poll reports them. The highest number counts: calls may be lost or
+        reordered."""
         if num_jobs > self.ended:
             self.catch_up(num_jobs)
         self.wake()
@@ -59,7 +60,7 @@ class CopySignal:
             self._changed.notify_all()
 
     def wait_idle(self, timeout_seconds: float) -> bool:
-        """Wait until every job given has ended; False if the time was too short."""
+        """Wait until every job that was given out has ended; False after `timeout_seconds`."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self.ended >= self._given, timeout=max(0.0, timeout_seconds)

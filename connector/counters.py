@@ -56,7 +56,7 @@ class OffloadCounters:
         self.blocks_dropped[cause] = self.blocks_dropped.get(cause, 0) + num_blocks
 
     def count_load(self, report: LoadReport, num_bytes: int = 0) -> None:
-        """Count a load that has ended; its last copy brought `num_bytes`."""
+        """Count a load that has ended, and its last copy of `num_bytes`, if any."""
         if num_bytes:
             self.count_load_copy(num_bytes)
         self.seconds_loaded += report.seconds
@@ -80,7 +80,7 @@ class OffloadCounters:
 
     def count_lookup(self, tiers: Sequence[str], found: Sequence[str], num_asked: int) -> None:
         """Count a look-up of `num_asked` blocks in `tiers`, from the fastest down. `found` names
-        the tier of each leading block; the first block in no tier ends the look-up."""
+        the tier of each leading block; the look-up ends at the first block that no tier has."""
         reached = min(len(found) + 1, num_asked)
         for tier in tiers:
             hits = found.count(tier)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ended turns of agents' jobs. The tiers hold a turn's blocks for the job's next turn, and read
-them into the slab when that turn is due.
+"""Blocks of agents' jobs between two turns (requests) of a job. The tiers hold the blocks of an
+ended turn for the job's next turn, and read them into the slab when that turn is due.
 
     turn ──► held ──(due: seconds from the end of the turn)──► being read ──► held, in the slab
-      └──────────── ended by the next turn, by the job's end, or by the time ────────────┘
+      └──────────── ended by the next turn, by the job's end, or by time-out ────────────┘
 
-A job has one kept turn at a time. Keeping is a hint: blocks that were not held, or not read in
-time, are loaded or computed when a request needs them.
+A job has at most one kept turn. Keeping is best effort: a request loads or computes the blocks that
+it needs and that were dropped, or not read in time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SETTLE_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class KeptTurn:
-    """A turn whose blocks are kept for the job's next one."""
+    """An ended turn whose blocks are kept for the next turn of its job."""
 
     keys: list[bytes]
     hold: Hold
@@ -45,8 +45,8 @@ class KeptTurn:
 
 
 class KeptTurns(JobRetention):
-    """The kept turns of one connector, by job. It wakes the engine when a turn is due. Blocks that
-    lie in windows are not read ahead."""
+    """The kept turns of one connector, by job. An alarm wakes the engine when a turn is due. For a
+    model with sliding windows or layer states, no blocks are read ahead."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
@@ -90,7 +90,7 @@ class KeptTurns(JobRetention):
             self._end_read(turn)
 
     def poll_turns(self) -> None:
-        """Read the blocks of due turns, release ended reads, and drop turns whose time is over."""
+        """Begin due reads, release ended reads, and drop turns whose time is over."""
         now = time.monotonic()
         for job, turn in list(self.turns.items()):
             if now >= turn.until:
@@ -109,7 +109,7 @@ class KeptTurns(JobRetention):
             self.job_ended(job)
 
     def _ask_stores(self, turn: KeptTurn, now: float, again_seconds: float) -> None:
-        """Ask the stores to keep their blocks of a turn for a while, and set when to ask again."""
+        """Ask the stores to keep a turn's blocks for a while, and set when to ask again."""
         self._hierarchy.ask_stores(turn.keys, min(LEASE_SECONDS, turn.until - now))
         turn.ask_at = now + again_seconds
         if turn.ask_at < turn.until:
@@ -122,7 +122,7 @@ class KeptTurns(JobRetention):
         self._alarm.at(turn.due)
 
     def _prefetch_missing(self, turn: KeptTurn) -> None:
-        """Begin to read the leading blocks that the slab lacks."""
+        """Begin to read the turn's blocks that the slab lacks, as many as there is room for."""
         tiers = self._hierarchy.find_prefix(turn.keys).tiers
         slab = self._hierarchy.tiers[0]
         missing = [index for index, tier in enumerate(tiers) if tier != slab][: self._room]

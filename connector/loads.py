@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads: blocks on their way from the tiers to the pool, for requests that wait or compute.
+"""Loads of blocks from the tiers to the pool, for requests that wait or compute meanwhile.
 
     load ──► pieces: reading (a store answers) ──► copying to the pool ──► landed ──► report
 
-A *blocking* load is one piece. Its request waits for the report, which counts the leading blocks
-that came. The report comes early, perhaps without blocks, once computing is quicker.
+A *blocking* load is one piece. Its request waits for a `LoadReport` of the leading blocks that were
+loaded. When computing would be quicker, the load ends early, perhaps without blocks.
 
 An *overlapped* load brings pieces from the back while its request computes from the front:
 
     | computed, or soon | untouched    | read into the slab | copied to the pool | loaded |
       compute frontier ──►                                   ◄── load frontier
 
-Only a copy writes to the request's blocks, so only blocks being copied stop the computing. If a
-piece is still being read when the compute frontier reaches it, the request computes the piece, and
-the piece is dropped. The loaded part has no gaps and reaches to the end: after a piece fails no
-other piece is loaded, and the request computes up to the part loaded so far.
+Only copies write to the request's blocks, so computing stops only at blocks that are being copied.
+If a piece is still being read when the compute frontier reaches it, the request computes the piece,
+and the piece is dropped. The loaded part has no gaps and reaches to the end: after a failed piece
+no piece is loaded, and the request computes up to the part loaded so far.
 
-Blocks are counted by position in the request. A position has a block in each cache group; it is
-loaded when all its blocks that the load needs are loaded (`parts.py`).
+Blocks are counted by position in the request. A position has one block or more (`parts.py`), and is
+loaded when all that the load needs are loaded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SPOILT = "dropped"  # blocks of a load under way were invalidated
 
 
 class Loads(OverlappedLoads):
-    """The loads of one connector; the record of a request holds its load."""
+    """The loads of one connector. `RequestOffload.load` is the load of a request."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
@@ -76,8 +76,8 @@ class Loads(OverlappedLoads):
         return bool(self._has_news or self._reports or self.ready)
 
     def num_sharing(self, offload: RequestOffload) -> int:
-        """The number of requests, this one included, that would compute if its load was overlapped;
-        0 if a request without a load under way computes, or will."""
+        """The number of requests, that of `offload` included, that would share the engine if its
+        load was overlapped. 0 if another request has no load, because it computes now or soon."""
         loads = [load for load in self.under_way if load.offload.stage is not Stage.FINISHED]
         # A load under way keeps the record of its ended request.
         num_alive = len(self._requests) - (len(self.under_way) - len(loads))
@@ -100,7 +100,7 @@ class Loads(OverlappedLoads):
     ) -> None:
         """Begin a load for which its request waits, at most as long as computing would take. The
         engine would compute `num_queued_tokens` of other requests first. `num_short_tokens` of the
-        last position are not wanted. `num_kept`: see `Parts.needed`."""
+        last position do not count as loaded. `num_kept`: see `Parts.needed`."""
         num_blocks = len(block_ids[0])
         load = Load(
             offload,
@@ -204,7 +204,7 @@ class Loads(OverlappedLoads):
         self.ready = [load for load in self.under_way if _is_ready(load, now)]
 
     def copy_ready(self, meta: ConnectorMetadata) -> None:
-        """Add copies of the blocks in the slab to `meta`, and begin more reads."""
+        """Add copies of the blocks that are in the slab to `meta`, and begin more reads."""
         self._has_news = False
         ready, self.ready = self.ready, []
         for load in ready:
@@ -229,7 +229,7 @@ class Loads(OverlappedLoads):
                 self._has_news = True
 
     def take_reports(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
-        """Take in copies that have ended. Return the reports of ended blocking loads, and of
+        """Process copies that have ended. Return the reports of ended blocking loads, and of
         overlapped loads that the engine ended while copies wrote to their blocks."""
         if output.finished_loads or output.failed_loads:
             self._learn_copy_rate(output)
@@ -240,7 +240,7 @@ class Loads(OverlappedLoads):
         return reports
 
     def _learn_copy_rate(self, output: ConnectorWorkerOutput) -> None:
-        """Record the copies of one poll as one transfer: their single end times are not known."""
+        """Record the copies of one poll as one transfer: the end time of each copy is unknown."""
         ended = [self._copies[i] for i in (*output.finished_loads, *output.failed_loads)]
         if not output.failed_loads:
             num_bytes = sum(copy.num_blocks for copy in ended) * self._hierarchy.block_bytes
@@ -249,7 +249,7 @@ class Loads(OverlappedLoads):
             self._slab_link.record_transfer(num_bytes, seconds, max(waited, seconds))
 
     def _end_copy(self, job_id: int, ok: bool) -> None:
-        """Take in a copy that has ended, well or not."""
+        """Process a copy that has ended; `ok` is False if it failed."""
         copy = self._copies.pop(job_id)
         load, piece = copy.load, copy.piece
         piece.jobs.remove(job_id)
@@ -292,7 +292,7 @@ class Loads(OverlappedLoads):
             self._begin_read(load, start, end)
 
     def _copy_blocking(self, load: Load, piece: Piece, meta: ConnectorMetadata) -> None:
-        """Add the copy of the leading positions that came; without any, report the load's end."""
+        """Add copies of the leading positions in the slab. Without any, report the load's end."""
         slots = piece.ticket.slots
         missing = slots.index(None) if None in slots else len(slots)
         if missing < len(slots):
@@ -312,7 +312,7 @@ class Loads(OverlappedLoads):
             self._copy(load, piece, cast("list[int]", slots), meta)
 
     def _copy_piece(self, load: Load, piece: Piece, meta: ConnectorMetadata) -> None:
-        """Copy the last blocks of a piece that have come and lie behind the compute frontier."""
+        """Copy the last blocks of a piece that were read and lie behind the compute frontier."""
         width = self._num_parts
         slots = piece.ticket.slots
         lowest = max(0, load.compute_frontier - piece.start)
@@ -356,7 +356,7 @@ class Loads(OverlappedLoads):
             meta.loads.append(job)
 
     def _end_blocking(self, load: Load, piece: Piece, failure: str | None) -> None:
-        """Release the pins and report the load. `failure` is the reason if no block was loaded."""
+        """Unpin the load's slots and report it. `failure` is the reason if no block was loaded."""
         if load.is_spoilt:
             failure = SPOILT
         ticket = piece.ticket
@@ -394,7 +394,7 @@ class Loads(OverlappedLoads):
         self._end(load, has_failed=not (report.is_whole or report.shorter_tokens))
 
     def _land(self, load: Load, piece: Piece) -> None:
-        """Take in the next piece of an overlapped load, whose copy has ended."""
+        """Process the next piece of an overlapped load, whose copy has ended."""
         self._read_times.let_go(piece.ticket)
         if not piece.is_good:
             # The engine has ended this load itself, so its fault is not reported.
@@ -407,7 +407,7 @@ class Loads(OverlappedLoads):
             self._counters.count_load_copy(num_copied * self._hierarchy.block_bytes)
 
     def _tiers_of(self, load: Load, ticket: LoadTicket) -> list[str]:
-        """The slowest tier of each position that came."""
+        """The slowest tier among the blocks of each position that was read."""
         order = self._hierarchy.tiers
         if not self._parts.is_windowed:
             return whole_positions(ticket.tiers, self._num_parts, order)
@@ -471,7 +471,7 @@ def _is_ready(load: Load, now: float) -> bool:
 
 
 def fault_of(ticket: LoadTicket) -> str | None:
-    """Description of the reads that ended without their blocks; None without such reads."""
+    """A description of the reads that ended without their blocks; None if there are none."""
     if ticket.fault is None:
         return None
     missing = [i for i, slot in enumerate(ticket.slots[: ticket.begun]) if slot is None]

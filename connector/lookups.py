@@ -5,8 +5,8 @@
     match_prefix   none, load, overlap or retry
     begin_load     the load that was chosen
 
-An answer is remembered until the tiers change. The scheduler looks waiting requests up in every
-step, and one look-up walks over thousands of keys.
+The answer to a look-up is kept until the tiers change, because the scheduler looks up waiting
+requests in every step, and one look-up walks over thousands of keys.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Lookups:
         return len(self._latest)
 
     def queued(self, offload: RequestOffload, request: RequestView) -> None:
-        """Announce the prompt of a new request to the tiers, and ask remote stores about it. While
-        the request waits, read the blocks that only a store has, if they are worth loading."""
+        """Announce the prompt of a new request to the tiers, and ask remote stores for its blocks.
+        If loading is worth it, read blocks that only a store has while the request waits."""
         if self._hierarchy.learns and not offload.is_observed:
             offload.is_observed = True
             self._hierarchy.announce_prompt(self._parts.keys_of(request.block_hashes))
@@ -66,7 +66,7 @@ class Lookups:
         lookup = self._look_up_range(offload, request, 0, self._end_of(request))
         if lookup is None:
             return
-        # Remote stores may not have been asked for windowed blocks before the hit's end either.
+        # With windows, remote stores may not have been asked for blocks before the hit's end.
         prefix = lookup.prefix
         num_found = max(len(prefix.tiers), prefix.num_found)
         known = 0 if self._parts.has_windows else num_found * self._width
@@ -100,7 +100,8 @@ class Lookups:
         return match._replace(junction=self._junction(lookup))
 
     def _junction(self, lookup: Lookup) -> int:
-        """Leading tokens whose blocks were found, but not the states behind them; 0 for none."""
+        """The number of leading tokens whose blocks were found, but not the layer states after
+        them. 0 if there are none."""
         prefix = lookup.prefix
         if prefix.num_found <= len(prefix.tiers) or prefix.num_found <= lookup.num_kept:
             return 0
@@ -184,7 +185,7 @@ class Lookups:
         self.drop_lookup(offload)
 
     def poll_answers(self) -> bool:
-        """Take in answers of stores. Return whether to look up requests that got RETRY."""
+        """Process answers of stores. Return whether to look up requests that got RETRY again."""
         for offload in list(self.unanswered):
             request = offload.unanswered
             assert request is not None
@@ -199,7 +200,7 @@ class Lookups:
         return True
 
     def drop_lookup(self, offload: RequestOffload) -> None:
-        """Forget the look-up of a request that loads now or has ended; release its read-ahead."""
+        """Forget the look-up of a request that loads or has ended; release its reads ahead."""
         self._forget_answer(offload)
         self._mark_answered(offload)
         self._clear_lookup(offload)
@@ -248,7 +249,7 @@ class Lookups:
             del self.unanswered[offload]
 
     def _keep(self, offload: RequestOffload, lookup: Lookup) -> None:
-        """Remember a look-up as the newest; drop the oldest beyond the limit."""
+        """Keep a look-up as the newest. Drop the oldest one beyond REMEMBERED_LOOKUPS."""
         offload.lookup = lookup
         self._latest[offload] = None
         self._latest.move_to_end(offload)
@@ -263,8 +264,9 @@ class Lookups:
 
     def _end_of(self, request: RequestView) -> int:
         """The number of leading blocks that may be loaded. The last token is always computed, to
-        get logits. After another engine's prefill, the block of this token counts too if its digest
-        is known. Its states cannot be loaded, because they include the token."""
+        get logits. If another engine computed the prompt and the digest of the last token's block
+        is known, this block counts too. With layer states it counts only if the request has an
+        output token, because the states after the prompt include the prompt's last token."""
         num_tokens = request.num_tokens - 1
         end = num_tokens // self._block_size
         if request.tail_hash is not None and num_tokens % self._block_size:
@@ -273,8 +275,8 @@ class Lookups:
         return min(end, len(self._digests_of(request)))
 
     def _digests_of(self, request: RequestView) -> Sequence[bytes]:
-        """The block digests. A tail hash replaces the digests from its block on; at most one token
-        follows the tail."""
+        """The digests of the request's blocks. A `tail_hash` replaces the digests from the last
+        token's block on; at most one token follows the tokens that it covers."""
         tail = request.tail_hash
         if not tail:
             return request.block_hashes
@@ -288,8 +290,8 @@ class Lookups:
         end: int,
         num_kept: int = 0,
     ) -> Lookup | None:
-        """The answer of `Parts.find_longest_hit` for blocks `first` to `end` of the request,
-        remembered while nothing changes; None if `end <= first`."""
+        """The answer of `Parts.find_longest_hit` for blocks `first` to `end` of the request, which
+        is kept until the tiers change. None if `end <= first`."""
         if end <= first:
             return None
         version = self._hierarchy.version
@@ -327,7 +329,7 @@ class Lookups:
         return lookup
 
     def _ask_for_states(self, offload: RequestOffload, keys: Sequence[bytes]) -> bool:
-        """Ask remote stores for states, once a position; True if an answer will come."""
+        """Ask remote stores for states, once for each position. True if an answer will come."""
         digest = keys[0][:DIGEST_BYTES]
         if digest in offload.asked_states:
             return False
@@ -335,7 +337,7 @@ class Lookups:
         return self._hierarchy.prefetch_lookup(keys, offload.context)
 
     def _plan_of(self, offload: RequestOffload, lookup: Lookup, num_queued_tokens: int) -> Plan:
-        """The plan for the hit of a look-up, made once."""
+        """The plan for the hit of a look-up. Each look-up has one plan, made at the first call."""
         if lookup.plan is None:
             plan = self._make_plan(
                 offload,
@@ -368,7 +370,7 @@ class Lookups:
         )
 
     def _record_lookup(self, lookup: Lookup) -> None:
-        """Count an answer that the request acts on, once for each prompt."""
+        """Count a look-up whose answer the request follows, once for each prompt."""
         if not lookup.is_counted:
             lookup.is_counted = True
             found = lookup.prefix.tiers
@@ -378,8 +380,8 @@ class Lookups:
     def _needed_keys(
         self, lookup: Lookup, num_positions: int, most_tokens: int | None = None
     ) -> list[bytes]:
-        """The keys of the blocks that a hit of `num_positions` needs, head first. `most_tokens`
-        overrides that of the look-up."""
+        """The keys of the blocks that a hit of `num_positions` needs, in the order of the sequence.
+        `most_tokens` replaces that of the look-up."""
         if not self._parts.is_windowed:
             return lookup.keys[: num_positions * self._width]
         if most_tokens is None:
@@ -392,7 +394,7 @@ class Lookups:
         return keys
 
     def _longest(self, lookup: Lookup, num_positions: int) -> int:
-        """The longest hit of at most `num_positions` of those that were found."""
+        """The length of the longest hit of at most `num_positions` of the positions found."""
         if num_positions == len(lookup.prefix.tiers) or not self._parts.is_windowed:
             return num_positions
         return self._parts.longest(
@@ -406,7 +408,7 @@ class Lookups:
 
 
 def _num_read_ahead(offload: RequestOffload) -> Mapping[str, int]:
-    """Blocks of the request that are still being read ahead, by tier."""
+    """The number of blocks of the request that are still being read ahead, by tier."""
     ticket = offload.read_ahead
     if ticket is None:
         return NONE_READ

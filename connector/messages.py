@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between scheduler, worker and the connector's two sides: matches, jobs, reports."""
+"""Messages between the scheduler and the connector, and between the connector's two sides: matches,
+copy jobs, reports."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 
 class MatchKind(Enum):
-    """The scheduler's next action for a request, as the connector answers."""
+    """The connector's answer to a look-up: what the scheduler does next with the request."""
 
     NONE = "none"  # nothing to load: schedule it
     LOAD = "load"  # allocate blocks, begin a blocking load
@@ -19,12 +20,13 @@ class MatchKind(Enum):
 
 
 class Match(NamedTuple):
-    """Tokens that the tiers hold beyond the computed ones in the pool. At least one token is left
-    to compute. A multiple of the block size except for a request with a `tail_hash`."""
+    """The tokens that the tiers hold after the computed ones in the pool. At least one token of the
+    request is left to compute. A multiple of the block size except for a request with a
+    `tail_hash`."""
 
     tokens: int
     kind: MatchKind
-    # Leading tokens of the request whose K and V can be loaded, but not the states behind them.
+    # Leading tokens of the request whose K and V can be loaded, but not the states after them.
     junction: int = 0
 
 
@@ -34,21 +36,22 @@ NO_MATCH = Match(0, MatchKind.NONE)
 
 class EvictedBlock(NamedTuple):
     """A pool block and its name. An evicted block has lost the name in this step, and the step
-    overwrites the block. Cold, fresh and resident blocks keep name and bytes. A block has a page in
-    one cache group or in several consecutive groups (`page_names.pages_of`)."""
+    overwrites the block. Cold, just computed and resident blocks are passed as EvictedBlock too;
+    they keep name and bytes. A block has a page in one cache group or in several consecutive groups
+    (`page_names.pages_of`)."""
 
     block_id: int  # of its first page; the next ones have the next ids
     key: bytes  # digest | group u16, the pool's name of the first page
     num_pages: int = 1
 
 
-# One list of block ids for each cache group, all of one length. Where layers carry states, another
+# One list of block ids for each cache group, all of one length. If layers carry states, another
 # list follows: the pages of a checkpoint, one for each piece.
 GroupBlockIds = Sequence[Sequence[int]]
 
 
 class Part(NamedTuple):
-    """A block of a position, named by its cache group and rank."""
+    """The cache group and the tensor-parallel rank of one block of a position (`parts.py`)."""
 
     group: int = 0
     rank: int = 0
@@ -59,7 +62,7 @@ ONLY_PART = Part()
 
 @dataclass(slots=True)
 class CopyJob:
-    """Blocks of one part to copy between the pool and the slab: `block_ids[i]` ↔ `slots[i]`."""
+    """Blocks of one `Part` to copy between the pool and the slab: `block_ids[i]` ↔ `slots[i]`."""
 
     job_id: int
     block_ids: list[int]
@@ -73,7 +76,7 @@ class ConnectorMetadata:
 
     stores: list[CopyJob] = field(default_factory=list)  # pool → slab, before anything overwrites
     loads: list[CopyJob] = field(default_factory=list)  # slab → pool, after the stores
-    # pool → slab, beside the forward pass; this step does not write to these blocks.
+    # pool → slab, in parallel with the forward pass; this step does not write to these blocks.
     ahead: list[CopyJob] = field(default_factory=list)
     # Earlier jobs of `ahead` that still run and whose blocks this step overwrites.
     overtaken: list[int] = field(default_factory=list)
@@ -115,7 +118,7 @@ NOTHING_FINISHED = ConnectorWorkerOutput()
 
 @dataclass(slots=True)
 class LoadReport:
-    """The end of one request's load."""
+    """The result of one request's load, sent when the load has ended."""
 
     request_id: str
     # External tokens that were loaded: the first ones of a blocking load, the last ones of an
@@ -135,7 +138,7 @@ class LoadReport:
 
 
 class HandedOver(NamedTuple):
-    """The end of one hand-over."""
+    """The result of one hand-over."""
 
     request_id: str
     missing: list[bytes]  # the pool's names of blocks that other engines cannot load

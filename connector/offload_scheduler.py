@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler side of offloading: decides which blocks are stored and loaded, and when.
 
-    request_queued       blocks that only a store has are read while the request waits for its turn
-    get_matched_tokens   find ──► none, load, overlap or retry; none too where computing is quicker
+    request_queued       blocks that only a store has are read while the request waits to run
+    get_matched_tokens   find ──► none, load, overlap or retry; none too if computing is quicker
     begin_load           blocking or overlapped; ready at once, or when a store has been read
     build_meta           evicted and cold blocks ──► begin_store; ready loads ──► copy jobs
     update_from_worker   end_store, end_load ──► one report for each waiting request
 
-Tensors, devices and files do not appear here. Blocks and slots are numbers; the hierarchy knows
-where bytes are kept.
+This module handles no tensors, devices or files. Blocks and slots are numbers; the `Hierarchy`
+knows where their bytes are.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from .request_offload import RequestOffload, Stage
 
 log = logging.getLogger(__name__)
 
-# Time to close the stores, which is left even if writing blocks took all the time there was.
+# Time to close the stores, granted even if writing blocks took all of the shutdown's time.
 CLOSE_SECONDS = 2.0
 FORGET_SECONDS = 5.0  # for a disk to record that all its blocks were dropped
 
 
 class OffloadScheduler(KVConnectorScheduler):
-    """Decides which blocks move between the pool and the tiers of `context`. Takes over the
-    hierarchy and `serving`, and closes both."""
+    """Decides which blocks move between the pool and the tiers of `context`. It owns the hierarchy
+    and `serving`: `shutdown` closes both."""
 
     stores_ahead: Outgoing
     prompts_elsewhere: PrefillWaits
@@ -212,7 +212,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._signal.set_wakeup(None)  # the engine's loop is over
         self._alarm.close()
         self._forget_answers()
-        # Closing the stores has time of its own, within the limit where possible.
+        # Closing the stores has time of its own, within the limit if possible.
         deadline = time.monotonic() + max(timeout_seconds, CLOSE_SECONDS)
         flush_seconds = timeout_seconds - CLOSE_SECONDS
         if not self._signal.wait_idle(flush_seconds):
@@ -235,14 +235,14 @@ class OffloadScheduler(KVConnectorScheduler):
         return offload
 
     def _forget_answers(self) -> None:
-        """Forget the tiers' answers for requests and jobs; release blocks that were read ahead."""
+        """End all look-ups, reads ahead, waits for other engines and kept turns."""
         for offload in self.requests.values():
             self._lookups.drop_lookup(offload)
         self.prompts_elsewhere.clear()
         self._kept_turns.clear()
 
     def _poll_tiers(self) -> bool:
-        """Take in the tiers' finished transfers. True if a step has a load to copy or report."""
+        """Process finished transfers of the tiers. True if a step has a load to copy or report."""
         self._hierarchy.poll()
         # Most steps have none of this work; the checks avoid calls of code outside the CPU's cache.
         if self._read_times.watched:
@@ -261,7 +261,7 @@ class OffloadScheduler(KVConnectorScheduler):
         return self._loads.has_due
 
     def _handle_worker_output(self, output: ConnectorWorkerOutput) -> None:
-        """Take in the stores that the worker has finished, its counters, and calibration jobs."""
+        """Process the stores that the worker has finished, its timings, and calibration jobs."""
         if output.num_ended > self._signal.ended:  # seldom: `note_ended` usually came first
             self._signal.catch_up(output.num_ended)
         if self._calibration.job is not None:

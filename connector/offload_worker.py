@@ -4,10 +4,10 @@
     store job   after the last writer of the pool; a device without streams copies it at once
     load job    after the last writer, and after every store queued before it: its blocks may be
                 the ones that are being stored
-    ahead job   as a store job, behind those of the step, beside the forward pass
+    ahead job   like a store job, after those of the step, in parallel with the forward pass
     forward     after every store of the step, and after the ahead jobs whose blocks it overwrites
 
-Keys and requests do not appear here: blocks and slots are numbers.
+This module handles no keys and no requests: blocks and slots are numbers.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ STORE_WAIT_SECONDS = 30.0
 
 
 class OffloadWorker(KVConnectorWorker):
-    """Runs copy jobs on a device whose slab is registered already.
+    """Runs copy jobs on a device on which the slab is registered already.
 
-    `wakeup` is called, from any thread, with the number of jobs ended since the start; it must
-    return at once. Calls may be lost or arrive out of order, as long as the last number arrives.
+    Any thread may call `wakeup`, with the number of jobs that have ended since the start. `wakeup`
+    must return at once. Calls may be lost or come out of order, as long as the last number arrives.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class OffloadWorker(KVConnectorWorker):
             log.error("copies are still running %.1f s after the shutdown began", timeout_seconds)
 
     def _news(self) -> ConnectorWorkerOutput:
-        """The output that the next poll returns."""
+        """The output that the next `poll` returns."""
         if self._unreported is None:
             self._unreported = ConnectorWorkerOutput()
         return self._unreported
@@ -168,7 +168,7 @@ class OffloadWorker(KVConnectorWorker):
             self._report_failed_job(job, stream)
 
     def _report_failed_job(self, job: CopyJob, stream: Stream) -> None:
-        """Report a job as failed that has not begun; no byte was copied."""
+        """Report a job that could not begin as failed. No byte of it was copied."""
         output = self._news()
         failed = output.failed_stores if stream is Stream.STORE else output.failed_loads
         failed.append(job.job_id)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks on their way from the pool to the slab: evicted ones, and cold ones that are evicted soon.
+"""Stores of blocks from the pool to the slab: evicted blocks, and cold blocks, which will be
+evicted soon.
 
 A step overwrites the blocks that it evicts, so its forward pass waits for their copies. To shorten
-this wait, blocks near the eviction end are copied ahead, a bounded amount at a time, beside forward
-passes that do not write to them. When such a block is evicted, the step waits at most for the rest
-of its copy. A few cold blocks go in one job with the evicted ones. On the CPU all cold blocks do: a
-job beside the forward pass would take a processor from it.
+this wait, cold blocks are copied before their eviction, a bounded amount at a time, in parallel
+with forward passes that do not write to them. When such a block is evicted, the step waits at most
+for the rest of its copy. A few cold blocks join the job of the evicted blocks. With a pool in CPU
+memory all cold blocks join it, because a copy in parallel with the forward pass would take a
+processor from the pass.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from .connector_context import ConnectorContext
 from .messages import ConnectorMetadata, CopyJob, EvictedBlock
 from .page_names import GROUP_BYTES, group_of, pages_of
 
-# Limit on one job ahead of need: the evicted blocks of a later step queue behind it.
+# Limit on one job of cold blocks, because the evicted blocks of a later step queue behind it.
 AHEAD_BYTES = 16 * 1024**2
 AHEAD_BLOCKS = 128  # for small blocks: bounds the time in which a step chooses them
 AHEAD_JOBS = 2  # in flight
@@ -28,8 +30,9 @@ ALONG_BYTES = 1024**2
 
 
 class Outgoing(StoresAhead):
-    """Store jobs, from the choice of slots to their end. Each part has jobs of its own: a block of
-    the pool has a part on every rank, and its name ends with its cache group."""
+    """The store jobs of one connector, from the choice of slots to the end of the copies. A block
+    of the pool has a part on every rank; its name ends with its cache group. Each part has its own
+    jobs."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
@@ -38,7 +41,7 @@ class Outgoing(StoresAhead):
         self._counters = context.counters
         self._job_ids = context.job_ids
         self._tickets: dict[int, StoreTicket] = {}
-        # Jobs ahead of need, in flight: for each job, the pool block of each key.
+        # Jobs of cold blocks in flight: for each job, the pool block of each key.
         self._ahead: dict[int, dict[bytes, int]] = {}
         self._ahead_job_of: dict[bytes, int] = {}  # key → the job that copies it
         # Jobs that the next step waits for, even if it evicts no block; only this class changes it.
@@ -88,7 +91,8 @@ class Outgoing(StoresAhead):
             self._ahead_job_of.update(dict.fromkeys(keys, job.job_id))
 
     def complete_job(self, job_id: int, ok: bool, digests: Sequence[bytes] | None = None) -> None:
-        """Take in a job that ended, well or not, with its blocks' digests if there are any."""
+        """End a store job; `ok` is False if its copy failed. `digests` are those of its blocks, if
+        the device made them."""
         ticket = self._tickets.pop(job_id)
         for key in self._ahead.pop(job_id, ()):
             self._ahead_job_of.pop(key, None)
@@ -102,7 +106,7 @@ class Outgoing(StoresAhead):
             self._counters.count_failure("store_copy")
 
     def _overtake(self, evicted: Sequence[EvictedBlock], meta: ConnectorMetadata) -> None:
-        """Make the step wait for the jobs ahead whose blocks it overwrites."""
+        """Make the step wait for running copies of cold blocks that it overwrites."""
         if self._ahead:
             job_of = self._ahead_job_of
             jobs = [job_of.get(block.key + shard) for block in evicted for shard in self._shards]

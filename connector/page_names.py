@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of the pool's pages, as the pool and the connector exchange them.
 
-A page's name is a digest (32 bytes) and its cache group (u16, little-endian); the name of a block
-in the tiers adds its rank (`tiers/block.py`). A block of the pool has a page in each of `width`
-consecutive groups; the first is a multiple of `width`. A block has its first page's id and name:
+The name of a page is a digest (32 bytes) and its cache group (u16, little-endian); the key of a
+block in the tiers is such a name followed by a rank (`tiers/block.py`). A block of the pool has a
+page in each of `width` consecutive groups; the first group's number is a multiple of `width`. A
+block has the id and the name of its first page:
 
     width 2     block 7, named D|2     pages 7, named D|2, and 8, named D|3
 """
@@ -42,7 +43,7 @@ def page_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
 
 
 def block_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
-    """The names of the blocks that these pages belong to, each once."""
+    """The names of the blocks to which the pages with these names belong, each block once."""
     if width == 1:
         return list(keys)
     firsts = [key[:DIGEST_BYTES] + group_suffix(group_of(key) // width * width) for key in keys]

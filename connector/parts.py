@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks that make up a position of a request, and the choice of the blocks that a hit needs.
 
-A position is one block's worth of tokens. Its parts are its blocks: one for each cache group and
-each tensor-parallel rank. Lists of keys hold the parts of a position side by side.
+A position is as many tokens as one block holds. Its parts are the blocks with their K and V: one
+for each cache group and tensor-parallel rank. In a list of keys, the parts of a position stand next
+to each other.
 
     position          0   1   2   3   4   5
     full attention    x   x   x   x   x          a hit of five positions: what the next token
     window                        x   x          attends to, and nothing else
 
-A hit needs the blocks of every rank. It does not ask for a windowed group's blocks before the
-window: no tier may have them any more.
+A hit needs the blocks of every rank. Of a cache group with a sliding window it needs only the
+blocks in the window; the tiers may have dropped the blocks before the window.
 
-Where layers carry states, a hit also needs the states behind its last position. They are cut into
-pieces of a block's size; each piece has a group of its own, after the other groups
-(`engine/cache/state_checkpoints.py`). A checkpoint has many pieces but few positions have a
-checkpoint, so the pieces' keys are made for one position at a time.
+If layers carry states (state space models), a hit also needs the states after its last position.
+Such a checkpoint is cut into pieces of a block's size; each piece has a cache group of its own,
+numbered after the other groups (`engine/cache/state_checkpoints.py`). A checkpoint has many pieces
+but few positions have a checkpoint, so the pieces' keys are made for one position at a time.
 """
 
 from __future__ import annotations
@@ -41,16 +42,19 @@ FIND_STATES = 1024  # the same for states
 
 
 class StatePieces(NamedTuple):
-    """The pieces of a checkpoint of states. Each is named like a block of its own cache group."""
+    """The number of pieces of a checkpoint of layer states. The key of a piece is that of a block
+    in a cache group of its own."""
 
     num_pieces: int
 
 
 class Parts:
-    """The parts of a position of `block_size` tokens. `seen` has an entry for each cache group,
-    None for full attention, then one for states. `ranks`, of `num_ranks`, are served here.
+    """The parts of a position of `block_size` tokens. `seen` has an entry for each cache group
+    (None for full attention), then a `StatePieces` if layers carry states. `ranks` are the
+    tensor-parallel ranks, out of `num_ranks`, whose blocks this connector handles.
 
-    With `whole_only` a load brings all found blocks or none. Windows and states forbid overlap.
+    With `whole_only` a load brings all blocks of a hit or none. Windows and states imply
+    `whole_only` and forbid overlapped loads.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Parts:
         self.all = tuple(Part(group, rank) for group in range(num_groups) for rank in ranks)
         self.suffixes = tuple(key_suffix(part.group, part.rank, num_ranks) for part in self.all)
         self.width = len(self.all)
-        # Key suffixes of the states behind a position, piece by piece.
+        # Key suffixes of the states after a position, piece by piece.
         self._state_suffixes = [
             key_suffix(num_groups + piece, rank, num_ranks)
             for rank in ranks
@@ -93,11 +97,11 @@ class Parts:
         return [digest + suffix for digest in digests for suffix in self.suffixes]
 
     def state_keys(self, digest: bytes) -> list[bytes]:
-        """The keys of the states behind the position with this digest."""
+        """The keys of all pieces of the states after the position with this digest."""
         return [digest + suffix for suffix in self._state_suffixes]
 
     def first_state_keys(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The key of the first piece of states behind each position, the last position first.
+        """The key of the first piece of the states after each position, the last position first.
         `keys` are those of the positions' parts. Raises IndexError for a model without states."""
         suffix = self._state_suffixes[0]
         return [key[:DIGEST_BYTES] + suffix for key in keys[:: -self.width]]
@@ -105,10 +109,11 @@ class Parts:
     def needed(
         self, first: int, num_positions: int, most_tokens: int | None = None, num_kept: int = 0
     ) -> Sequence[int]:
-        """The indices of the keys that a hit of `num_positions` needs, head first, in the list of
-        the keys of all parts from position `first` on. Here and below, the token after the first
-        `most_tokens` is computed next, which may lie inside the last position. The pool has the
-        parts of the first `num_kept` positions, but not the states behind them."""
+        """The keys that a hit of `num_positions` needs, in the order of the sequence, as indices
+        into the list of the keys of all parts from position `first` on. In all methods,
+        `most_tokens` is the number of tokens before the next token to compute, which may lie inside
+        the last position. The pool has the parts of the first `num_kept` positions already, but not
+        the states after them."""
         if not self.is_windowed:
             return range(num_positions * self.width)
         starts = self._starts(first, num_positions, most_tokens, num_kept)
@@ -120,8 +125,8 @@ class Parts:
         ]
 
     def hit_keys(self, digests: Sequence[bytes], num_tokens: int) -> list[bytes]:
-        """The keys of the blocks that a hit of the positions with these digests needs, head first,
-        if the next computed token comes after at least `num_tokens` tokens."""
+        """The keys of the blocks that a hit of the positions with these digests needs, in the order
+        of the sequence. The next token to compute has at least `num_tokens` tokens before it."""
         keys = self.keys_of(digests)
         if not self.is_windowed or not digests:
             return keys
@@ -144,9 +149,9 @@ class Parts:
         num_kept: int = 0,
         prefetch: Prefetch | None = None,
     ) -> Prefix:
-        """The longest hit from position `first` on; `keys` are those of its parts. A position's
-        tier is the slowest of the tiers of its blocks. `prefetch` asks remote stores for the other
-        pieces of a checkpoint whose first piece was found."""
+        """The longest hit from position `first` on; `keys` are the keys of the parts from there on.
+        The tier of a position is the slowest of the tiers of its blocks. `prefetch` asks remote
+        stores for the other pieces of a checkpoint whose first piece was found."""
         width = self.width
         if not self.is_windowed:
             prefix = hierarchy.find_prefix(keys)
@@ -178,8 +183,8 @@ class Parts:
         most_tokens: int | None = None,
         num_kept: int = 0,
     ) -> int:
-        """The length of the longest hit of up to `num_positions`. Their full-attention blocks are
-        known to be there."""
+        """The length of the longest hit of at most `num_positions` positions, whose full-attention
+        blocks were found before."""
         if not self.is_windowed:
             return num_positions
         search = _Search(self, hierarchy, first, keys, most_tokens, num_kept)
@@ -188,7 +193,7 @@ class Parts:
     def _starts(
         self, first: int, num_positions: int, most_tokens: int | None, num_kept: int = 0
     ) -> list[int]:
-        """The first position that a hit of `num_positions` needs of each part, less `first`."""
+        """The first position of each part that a hit needs, counted from `first`."""
         end = (first + num_positions) * self.block_size
         if most_tokens is not None:
             end = min(end, most_tokens)
@@ -203,14 +208,14 @@ class Parts:
     def windows(
         self, first: int, num_positions: int, most_tokens: int | None, num_kept: int = 0
     ) -> list[tuple[int, int]]:
-        """The index and the first needed position of each windowed part."""
+        """The index of each windowed part, and its first needed position counted from `first`."""
         starts = self._starts(first, num_positions, most_tokens, num_kept)
         return [(i, starts[i]) for i, seen in enumerate(self._seen) if seen is not None]
 
 
 @dataclass(slots=True, eq=False)
 class _Search:
-    """A search for windowed blocks, in the tiers as they are now."""
+    """A search for the longest hit in the tiers, for a model with windows or states."""
 
     parts: Parts
     hierarchy: Hierarchy
@@ -243,7 +248,7 @@ class _Search:
         return num_positions
 
     def slowest_tiers(self, tiers: Sequence[str]) -> list[str]:
-        """The slowest tier of each position of a hit, with its windowed blocks and states."""
+        """The slowest tier of each position of a hit, its windowed blocks and states included."""
         width, order = self.parts.width, self.hierarchy.tiers
         found = list(tiers)
         places = [
@@ -269,7 +274,7 @@ class _Search:
         return self.keys[position * self.parts.width][:DIGEST_BYTES]
 
     def _last_with_states(self, num_positions: int) -> int:
-        """The most positions, up to `num_positions`, with loadable states behind them, or 0."""
+        """The most positions, up to `num_positions`, with loadable states after them, or 0."""
         answers = self.state_answers
         for position in range(num_positions - 1, -1, -1):
             if position not in answers:
@@ -281,8 +286,8 @@ class _Search:
         return 0
 
     def _has_all_pieces(self, digest: bytes) -> bool:
-        """Whether all pieces of the checkpoint can be loaded, given that a tier has the first one.
-        Remote stores that were not asked for the others are asked now."""
+        """Whether all pieces of a checkpoint can be loaded, if a tier has the first piece. Asks
+        remote stores for the other pieces, unless they were asked before."""
         keys = self.parts.state_keys(digest)
         answers = self.hierarchy.lookup(keys)
         if answers.count(Answer.HIT) == len(keys):
@@ -291,13 +296,13 @@ class _Search:
         unknown = [key for key, each in zip(keys, answers, strict=True) if each is Answer.MISS]
         if unknown and self.prefetch is not None:
             self.asked |= self.prefetch(unknown)
-            # An earlier search asked, and its answer is still to come.
+            # An earlier search has asked remote stores, and their answers may be still to come.
             self.asked |= self.hierarchy.find_prefix(unknown).asked
         return False
 
     def _find_first_pieces(self, last: int) -> None:
-        """Look up the states of the positions up to `last`, many at once: few positions have
-        any."""
+        """Look up the states after the positions up to `last`. One call looks up many positions,
+        because few have states."""
         first, width = max(0, last + 1 - FIND_STATES), self.parts.width
         keys = self.parts.first_state_keys(self.keys[first * width : (last + 1) * width])
         answers = self.hierarchy.lookup(keys)
@@ -308,7 +313,7 @@ class _Search:
             self.asked |= self.hierarchy.find_prefix(keys[:1]).asked
 
     def _missing(self, num_positions: int) -> int | None:
-        """The last position whose block a hit of `num_positions` lacks."""
+        """The last position at which a hit of `num_positions` lacks a windowed block, if any."""
         width = self.parts.width
         last: int | None = None
         for index, start in self._windows(num_positions):
@@ -334,8 +339,8 @@ class _Search:
 
 
 def whole_positions(tiers: Sequence[str], width: int, order: Sequence[str]) -> list[str]:
-    """The tier of each position whose `width` blocks are all there: the last of their tiers in
-    `order`, from the fastest down."""
+    """The tier of each position all of whose `width` blocks were found: the slowest tier of its
+    blocks. `order` lists the tiers, the fastest first."""
     if width == 1:
         return list(tiers)
     whole = range(0, len(tiers) - width + 1, width)

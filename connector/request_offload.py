@@ -5,8 +5,8 @@
                                ├──────► failed       nothing more is offered
                                └──────► finished     the request has ended before its load
 
-A record begins with the first call that names its request and ends with `request_finished`, or, if
-a load is still under way then, with the end of that load.
+The first call that names a request creates its record. `request_finished` deletes the record,
+unless a load still runs; then the end of that load deletes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .prefill_decode.wait_limit import PrefillWait
 
 
 class Stage(Enum):
-    """The stage of a request on this side."""
+    """The stage of a request in the connector."""
 
     READY = "ready"  # it waits for its turn or computes, and may be looked up
     LOADING = "loading"
@@ -54,8 +54,9 @@ class RequestOffload:
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """The answer of `Parts.find_longest_hit` for a request's positions from `first` on. `keys` has
-    their parts' keys side by side; `prefix.tiers` an entry for each position of the hit."""
+    """The answer of `Parts.find_longest_hit` for a request's positions from `first` on. `keys`
+    holds the keys of all parts of these positions, position by position; `prefix.tiers` has one
+    entry for each position of the hit."""
 
     first: int
     keys: list[bytes]
@@ -101,7 +102,7 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Positions `start` to `end` of a load."""
+    """The positions from `start` to `end` of a load, which are read and copied together."""
 
     start: int
     end: int

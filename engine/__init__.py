@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what runs: requests, schedule, model, sampling, front; only cli imports benchmarks.
+"""The engine: request queue, scheduler, model worker, sampler and API servers. Only `engine/cli`
+may import `benchmarks`.
 
-`LLM` and `SamplingParams` are the Python API. They are imported when first asked for, so that
-importing a small part of this package does not import torch.
-"""
+`LLM` and `SamplingParams` are the Python API. Both are imported at their first use, so that
+importing a small part of this package does not import torch."""
 
 from __future__ import annotations
 

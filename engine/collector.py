@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of Python's garbage collector in a process that runs steps."""
+"""Settings of Python's garbage collector for a process that runs engine steps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ YOUNG_OBJECTS = 10_000
 
 
 def settle_collector() -> None:
-    """Exclude all present objects from collection, and scan new ones seldom. Called when the
-    process has been built: its objects stay, so scanning them during steps would be useless."""
+    """Exclude all present objects from garbage collection, and scan new ones less often. Called
+    when a process is built: its objects stay alive, so scans during steps would find no garbage."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])

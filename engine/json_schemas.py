@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares JSON schemas: removes annotations, and rewrites forms that no backend takes.
+"""Prepares JSON schemas: removes annotations, and rewrites forms that no grammar backend supports.
 
-By JSON Schema's rule, a `format` that is not checked here is an annotation. It is removed before a
-schema is compiled, and the front end that takes the request reports it. A `oneOf` of constants
-becomes an `enum`.
-"""
+A `format` that is not in `FORMATS` counts as an annotation, as JSON Schema allows. `prepared`
+removes it before a schema is compiled, and the API server reports it to the client. A `oneOf` of
+constants becomes an `enum`."""
 
 from __future__ import annotations
 
@@ -35,12 +34,13 @@ ONES = (
 
 
 def prepared(schema: Any) -> Any:
-    """Return the schema in the form that backends take; the same object if nothing changes."""
+    """Return the schema in the form that the grammar backends support. If nothing has to change,
+    the result equals the schema."""
     return _mapped(schema, _prepared_one)
 
 
 def with_schemas(tag: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a structural tag with this change applied to each JSON schema in it."""
+    """Return a structural tag in which `change` has been applied to each JSON schema."""
     if isinstance(tag, list):
         return [with_schemas(each, change) for each in tag]
     if not isinstance(tag, dict):
@@ -78,8 +78,8 @@ def _prepared_one(schema: Schema) -> Schema:
 
 
 def _constants(options: list[Any]) -> list[Any] | None:
-    """Return the values that exactly one of these schemas allows, if all of them list constants;
-    else None."""
+    """Return the values that exactly one of these schemas allows. Return None if a schema is
+    anything but a list of constants."""
     given: list[Any] = []
     for option in options:
         if not isinstance(option, dict):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python API: `LLM(model).generate(prompts)`, and `chat` for conversations.
 
-Its calls are synchronous. They run on an engine client, whose event loop has a thread of its own,
-so they work in scripts, threads and notebooks.
-"""
+Calls of `LLM` are synchronous. The calls use an engine client whose event loop runs in a separate
+thread, so they work in scripts, threads and notebooks."""
 
 from __future__ import annotations
 
@@ -72,11 +71,11 @@ _CLOSE_GRACE_SECONDS = 10.0
 
 class LLM:
     """An engine. `options` are the flags of `stratakv serve` with underscores: `LLM("model",
-    kv_offload="cpu,ssd", kv_offload_cpu_bytes="512MiB")`. The default model is the embedded one.
-    With `in_process=False` the engine core runs in another process, which logs from `log_level` up.
-    Without it, `progress` gets the stages of the start. Raises ConfigError for invalid settings.
-    Close it, or use it as a context manager; Python's exit closes open engines.
-    """
+    kv_offload="cpu,ssd", kv_offload_cpu_bytes="512MiB")`. Without `model`, the engine runs
+    StrataKV's embedded model. With `in_process=False` the engine core runs in another process,
+    which logs from `log_level` up. With `in_process=True`, `progress` is called with a line of text
+    at each stage of the start. Raises ConfigError for invalid settings. Close it, or use it as a
+    context manager; at exit, Python closes open engines."""
 
     def __init__(
         self,
@@ -120,15 +119,14 @@ class LLM:
         cache_salt: str = "",
         adapter: str = "",
     ) -> list[RequestOutput]:
-        """Continue prompts, each a text or a list of token ids. Returns one answer each, in order.
-        `priority` has one number for each prompt and needs `scheduling_policy="priority"`.
-        `adapter` is the name of a loaded one (`adapters`), which then answers.
+        """Generate answers to prompts, each a text or a list of token ids. Returns one output per
+        prompt, in order. `priority` has one number for each prompt and needs
+        `scheduling_policy="priority"`. `adapter` names a loaded LoRA adapter to answer with.
 
         If standard error is a terminal and several prompts take longer than a second, a line there
-        counts the answers; `use_tqdm=False` omits it. Raises EngineDead, and ValueError for an
-        invalid prompt before any prompt runs. A request that fails later has the finish reason
-        "error", and the others go on.
-        """
+        counts finished prompts, unless `use_tqdm` is False. Raises EngineDead, and ValueError for
+        an invalid prompt before any prompt runs. A request that fails later has the finish reason
+        "error"; the other requests continue."""
         self._check_open()
         check_switch("use_tqdm", use_tqdm)
         chosen = prompts_in(prompts)
@@ -152,9 +150,9 @@ class LLM:
         cache_salt: str = "",
         adapter: str = "",
     ) -> list[BeamSearchOutput]:
-        """Search the best continuations of prompts, each a text or a list of token ids. Returns one
-        output each, in order. See `BeamSearchParams`. Raises like `generate`.
-        """
+        """Search for the most likely continuations of prompts, each a text or a list of token ids.
+        Returns one output per prompt, in order. `BeamSearchParams` describes the parameters. Raises
+        like `generate`."""
         self._check_open()
         check_switch("use_tqdm", use_tqdm)
         if not isinstance(params, BeamSearchParams):
@@ -188,16 +186,15 @@ class LLM:
         cache_salt: str = "",
         adapter: str = "",
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several. Returns one answer each, in
-        order. Messages are dicts as in /v1/chat/completions.
+        """Answer one conversation (a list of messages) or several. Returns one output per
+        conversation, in order. Messages are dicts as in /v1/chat/completions.
 
         The model's chat template, or `chat_template`, makes the prompt; `chat_template_kwargs` are
-        its variables. It shows `tools`, dicts as in /v1/chat/completions, to the model, whose calls
-        stay in the text of the answer. With `continue_final_message` the answer continues the last
-        message; otherwise it is a new message, unless `add_generation_prompt` is False. If the
-        model's reasoning marks are known, its thoughts are split off as `reasoning`. The rest is as
-        in `generate`.
-        """
+        variables for the template. The template shows `tools`, dicts as in /v1/chat/completions, to
+        the model; tool calls stay in the text of the answer. With `continue_final_message` the
+        answer continues the last message; otherwise the answer is a new message, unless
+        `add_generation_prompt` is False. If the model's reasoning marks are known, the reasoning is
+        returned apart from the text, as `reasoning`. All other arguments are as in `generate`."""
         self._check_open()
         check_switch("use_tqdm", use_tqdm)
         from .api.openai.request.conversation import ChatOptions, ConversationRenderer
@@ -239,8 +236,8 @@ class LLM:
         cache_salt: str = "",
         adapter: str = "",
     ) -> list[EmbeddingRequestOutput]:
-        """Return the vectors of prompts, each a text or a list of token ids: hidden states, pooled
-        by the option `pooling`, scaled to length 1 if `normalize`. Raises like `generate`, and
+        """Return the embeddings of prompts, each a text or a list of token ids: hidden states,
+        pooled by the option `pooling`, scaled to length 1 if `normalize`. Raises like `generate`;
         ValueError for `dimensions` that the model's config.json does not allow."""
         self._check_open()
         check_switch("use_tqdm", use_tqdm)
@@ -269,8 +266,8 @@ class LLM:
         cache_salt: str = "",
         adapter: str = "",
     ) -> Iterator[TextOutput]:
-        """Continue one prompt and yield new text when it is made. Closing the iterator early aborts
-        the request. The call itself raises like `generate`."""
+        """Continue one prompt and yield new text as it is generated. Closing the iterator early
+        aborts the request. The call itself raises like `generate`."""
         params = sampling_params or SamplingParams()
         if isinstance(params, SamplingParams) and params.n != 1:
             raise ValueError(f"n must be 1 in a stream, got {params.n}; use generate")
@@ -283,8 +280,8 @@ class LLM:
         cache_salt: str = "",
         adapter: str = "",
     ) -> PromptSession:
-        """Open a prompt that comes in parts; the engine computes each part before the next arrives.
-        A session ends without a part for `session_idle_seconds`. Raises ValueError for parameters
+        """Open a session: a prompt sent in parts, each computed before the next part arrives. A
+        session without a part for `session_idle_seconds` ends. Raises ValueError for parameters
         that sessions do not support."""
         params = sampling_params or SamplingParams()
         if isinstance(params, SamplingParams) and params.n != 1:
@@ -294,16 +291,17 @@ class LLM:
 
     @property
     def client(self) -> EngineClient:
-        """The engine's client. Use it on its event loop only, by `wait_for`."""
+        """The engine's client, for use on its own event loop only, through `wait_for`."""
         return self._client
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The longest prompt that leaves room for one token of the answer."""
+        """The largest number of prompt tokens that leaves room for one token of the answer."""
         return self._client.ready.max_model_len - 1
 
     def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await a call of `client`, and return its result. Raises EngineDead after `close`."""
+        """Run a coroutine of `client` on the client's event loop, and return its result. Raises
+        EngineDead after `close`."""
         try:
             self._check_open()
         except EngineDead:
@@ -312,34 +310,34 @@ class LLM:
         return self._loop.run(work)
 
     def run_checked(self, prompts: Sequence[CheckedPrompt]) -> list[RequestOutput]:
-        """Run requests that `make_request` has made, and return their answers in order."""
+        """Run requests made by `make_request`, and return their outputs in order."""
         return self._run(prompts, False)
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters in the model's generation_config.json. Missing ones are as
-        in `SamplingParams()`, which all calls use by default. Raises ConfigError for an invalid
-        file."""
+        """Return the sampling parameters of the model's generation_config.json; a missing parameter
+        is as in `SamplingParams()`, the default of all other methods. Raises ConfigError for an
+        invalid file."""
         found: dict[str, Any] = load_default_sampling(self.config.model.path)
         if "max_new_tokens" in found:
             found["max_tokens"] = found.pop("max_new_tokens")
         return SamplingParams(**found)
 
     def reset_prefix_cache(self, reset_tiers: bool = False) -> None:
-        """Forget the cached blocks of the pool, or also of all tiers. While requests run, raise
-        ValueError and change nothing."""
+        """Empty the prefix cache of the pool, or with `reset_tiers` also all tiers. Raises
+        ValueError, and changes nothing, while requests run."""
         self._check_open()
         scope = "all" if reset_tiers else "pool"
         self._loop.run(self._client.call("reset_prefix_cache", scope))
 
     def pause(self, which: str = "new") -> None:
-        """Hold back requests that have not run yet (`new`), or all requests (`all`), until
-        `resume`. Blocks are kept, and generating calls of other threads wait. Raises ValueError for
+        """Pause requests that have not run yet (`new`), or all requests (`all`), until `resume`.
+        They keep their blocks, and calls such as `generate` block meanwhile. Raises ValueError for
         another value."""
         self._check_open()
         self._loop.run(self._client.call("pause", which))
 
     def resume(self) -> None:
-        """Let all requests go on after a `pause`; no effect without one."""
+        """Continue all requests after a `pause`; does nothing if the engine is not paused."""
         self._check_open()
         self._loop.run(self._client.call("resume"))
 
@@ -349,8 +347,8 @@ class LLM:
         return result
 
     def close(self) -> None:
-        """Shut the engine down; the tiers write back. Idempotent. Does nothing in a forked child of
-        the engine's process."""
+        """Shut the engine down, after the tiers have written their pending blocks. A second call
+        does nothing, nor does a call in a forked child of the engine's process."""
         if self._closed or not self._loop.is_here:
             return
         self._closed = True
@@ -391,7 +389,7 @@ class LLM:
         splits_thoughts: bool = False,
         adapter: str = "",
     ) -> AddRequest:
-        """Check a prompt, and make a request with a new id from it. Raises ValueError."""
+        """Check a prompt, and make a request with a new id. Raises ValueError for invalid input."""
         self._check_open()
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling parameters are SamplingParams, not {type_name(params)}")
@@ -445,7 +443,7 @@ class LLM:
         return self.tokenizer
 
     def _run(self, prompts: Sequence[CheckedPrompt], use_tqdm: bool) -> list[RequestOutput]:
-        """Run every choice of every prompt to its end, and return the answers."""
+        """Run all choices of all prompts to their ends, and return the outputs."""
         tokenizer, most = self.tokenizer, self.config.scheduler.max_waiting_requests
         runner = PromptRunner(self._client, tokenizer, self.marks, max_at_once=most)
         answers = self._loop.run(runner.run(prompts, use_tqdm=use_tqdm))
@@ -485,7 +483,8 @@ class LLM:
 def _embeds_extras(
     prompt: npt.NDArray[Any], params: SamplingParams, ready: Ready, longest: int
 ) -> RequestExtras:
-    """Check a prompt of embeddings like the core, and put it into extras. Raises ValueError."""
+    """Check a prompt of embeddings with the engine core's own checks, and pack it into the
+    request's extras. Raises ValueError."""
     check_params_for_embeds(params)
     data = write_embeds(prompt)
     read_embeds(data, ready.hidden_size, longest, ready.largest_embedding)

@@ -4,9 +4,8 @@
     2026-11-21 13:15:02.123 INFO cli.serve: model tiny, context 256 tokens
     {"time":"2026-11-21T12:15:02.123456Z","level":"info","logger":"cli.serve","message":"..."}
 
-In both forms a record cannot look like two: text after a line break is indented or escaped. Every
-process of the program calls `set_up` once.
-"""
+In both forms one record cannot pass for two, because text after a line break is indented or
+escaped. Every process of the program calls `set_up` once."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class LogLine(msgspec.Struct, omit_defaults=True):
 
 
 class TextFormatter(logging.Formatter):
-    """The text form: local time, level, logger, message."""
+    """The text form: local time, level, logger and message."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = _time_of(record).astimezone().isoformat(" ", "milliseconds")[:23]
@@ -43,7 +42,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """The JSON form: one object a line, times in UTC."""
+    """The JSON form: one object a line, with times in UTC."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = LogLine(
@@ -57,7 +56,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(level: str, *, json: bool = False) -> None:
-    """Log from `level` up, including Python's warnings. No effect if logging is set up already."""
+    """Log records of `level` and above, and Python's warnings, to standard error. If the root
+    logger has handlers already, they and their level stay as they are."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if json else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
@@ -65,7 +65,8 @@ def set_up(level: str, *, json: bool = False) -> None:
 
 
 def announce(text: str) -> None:
-    """Print a line on standard output at every log level: the text, or a JSON object with it."""
+    """Print `text` on standard output at every log level. If log lines are JSON, print it as the
+    message of a JSON object."""
     if is_json():
         line = LogLine(datetime.now(UTC), "info", "stratakv", _encodable(text))
         text = msgspec.json.encode(line).decode()
@@ -74,19 +75,20 @@ def announce(text: str) -> None:
 
 
 def is_json() -> bool:
-    """Whether log lines are JSON objects, by the handlers that `set_up` installed."""
+    """Whether log lines are JSON objects; the handlers that `set_up` installed decide."""
     return any(isinstance(each.formatter, JsonFormatter) for each in logging.getLogger().handlers)
 
 
 def adopt(name: str) -> None:
-    """Remove the handlers of a library's logger, which would write lines of another form."""
+    """Remove the handlers of a library's logger, so that its records use this module's format."""
     logger = logging.getLogger(name)
     logger.handlers.clear()
     logger.propagate = True
 
 
 def short_name(name: str) -> str:
-    """Return a logger's name without the prefix that all of them share."""
+    """Return a logger's name without the package prefix `stratakv.engine.` or `stratakv.`; all
+    loggers of uvicorn become `uvicorn`."""
     for prefix in _PACKAGE_PREFIXES:
         if name.startswith(prefix):
             return name.removeprefix(prefix)

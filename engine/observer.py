@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observers of an engine's decisions: traces, events for routers, statistics.
+"""Observers of an engine's decisions. Traces, KV events for routers and statistics are observers.
 
-An engine without observers has no cost for them. The engine's step thread makes every call, and the
-observer must return at once. An observer that raises is not called again.
-"""
+An engine without observers spends no time on reports. The engine's step thread calls the observers,
+so their methods must return quickly. The engine stops calling an observer that raises an
+exception."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Decision(Enum):
     """A change in the life of a request."""
 
     QUEUED = "queued"
-    WAITS = "waits"  # its turn came, but an `Obstacle` kept it back; reported in each such step
+    WAITS = "waits"  # considered, but kept waiting by an `Obstacle`; reported in each such step
     LOADING = "loading"  # blocks are being loaded; it waits for them, or computes meanwhile
     LOADED = "loaded"  # the load it waited for has ended, with blocks or without
     SCHEDULED = "scheduled"  # it runs, for the first time
@@ -33,7 +33,7 @@ class Decision(Enum):
 
 
 class Obstacle(Enum):
-    """The reason why a request does not run although it is its turn."""
+    """The reason why the scheduler does not start a waiting request when it considers it."""
 
     SEATS = "seats"  # the most requests run already
     ADAPTERS = "adapters"  # the most different adapters run already
@@ -51,7 +51,8 @@ class Obstacle(Enum):
 
 
 class Pinned(Protocol):
-    """The pinned turns of jobs."""
+    """Read access to the pins of a scheduler: the KV blocks kept for agents' next requests
+    (`pins.py`)."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -71,8 +72,9 @@ class StepSnapshot(NamedTuple):
 
 
 class StepMade(NamedTuple):
-    """A scheduled step: the ids of requests that are new to the worker, resumed and preempted, and
-    the tokens that each request computes, by id. An observer may keep it, but not change it."""
+    """A scheduled step. It has the ids of the requests that are new to the worker, resumed and
+    preempted, and the number of tokens that each request computes, by request id. An observer may
+    keep this object but must not change it."""
 
     step_id: int
     new_ids: Sequence[str]
@@ -83,37 +85,39 @@ class StepMade(NamedTuple):
 
 
 class Observer:
-    """A receiver of all reports that ignores them; a subclass overrides the methods it needs."""
+    """An observer that ignores all calls; a subclass overrides the methods it needs."""
 
     def decision(self, request: Request, decision: Decision, cause: str = "") -> None:
-        """Report a decision about a request. `cause` is for WAITS the value of an `Obstacle`; for
-        PREEMPTED and LOAD_GIVEN_UP the id of the request that took the room ("": memory pressure);
-        for LOADED the reason why blocks are missing; for FINISHED the finish reason."""
+        """Report a decision about a request. The meaning of `cause` depends on the decision. WAITS:
+        the value of an `Obstacle`. PREEMPTED and LOAD_GIVEN_UP: the id of the request that took the
+        blocks, or "" for memory pressure. LOADED: the reason why blocks are missing. FINISHED: the
+        finish reason."""
 
     def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
-        """Report the tokens that a starting or resumed request need not compute, by place: `pool`
-        or a tier's name. Reported again when an overlapped load adds tokens."""
+        """Report how many tokens of a starting or resumed request are cached, by place: `pool` or a
+        tier's name. An overlapped load that adds tokens causes a further call."""
 
     def named(self, request: Request, group: int, first: int, block_ids: Sequence[int]) -> None:
-        """Report blocks of the pool that can be found from now on: `block_ids[i]` has block `first
-        + i` of the request in a cache group, named by `request.block_hashes[first + i]`. Its parent
-        is the previous hash; its tokens are in `request.all_token_ids`. If its step fails,
-        `unnamed` follows."""
+        """Report blocks that prefix lookups can find from now on. `block_ids[i]` is block `first +
+        i` of the request in cache group `group`, and its name is `request.block_hashes[first + i]`.
+        The parent of a block is the previous hash; the tokens are in `request.all_token_ids`. If
+        the step that computes the blocks fails, a call of `unnamed` follows."""
 
     def unnamed(self, keys: Sequence[bytes]) -> None:
-        """Report names that no block of the pool has any more: hash (32 bytes), then group (u16,
-        little-endian)."""
+        """Report names that no block of the pool has any more. A name is the hash (32 bytes) and
+        the cache group (u16, little-endian)."""
 
     def snapshot(self, snapshot: StepSnapshot) -> None:
-        """Report that a step will be scheduled; all reports until `step` belong to it."""
+        """Report the engine's state before a step is scheduled. All reports until the call of
+        `step` belong to this step."""
 
     def step(self, made: StepMade) -> None:
-        """Report that the step has been scheduled, perhaps without tokens."""
+        """Report a scheduled step, which may have no tokens."""
 
 
 class GuardedObservers(Observer):
-    """Calls other observers, and protects the engine from their exceptions. An observer is called
-    only for methods that it overrides, since most reports are frequent."""
+    """Calls other observers, and catches their exceptions, so that they cannot stop the engine.
+    Most reports are frequent, so an observer is called only for the methods that it overrides."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = list(observers)
@@ -121,7 +125,7 @@ class GuardedObservers(Observer):
 
     @property
     def hears_names(self) -> bool:
-        """Whether an observer overrides `named` or `unnamed`, and so uses the names of blocks."""
+        """Whether an observer overrides `named` or `unnamed`."""
         return bool(self._named or self._unnamed)
 
     def decision(self, request: Request, decision: Decision, cause: str = "") -> None:

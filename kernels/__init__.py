@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels: attention over the paged pool, KV writes, block copies, and the CPU's compiled library.
+"""Kernels: attention over the paged KV pool, KV writes, block copies, and the CPU's C++ library.
 
-A kernel is a public function in the file of its name. The function checks its arguments and runs
-the Triton kernel (`*_triton.py`) or the plain twin in torch (`*_plain.py`); both have the same
-signature. `kernel_choice.py` makes the choice. This folder imports no other folder of StrataKV, and
-imports triton only to run a Triton kernel.
+A kernel is a public function in a file of the same name. The function checks its arguments and runs
+the Triton kernel (`*_triton.py`) or plain torch (`*_plain.py`); both have the same signature.
+`kernel_choice.py` chooses between these implementations. This folder imports no other folder of
+StrataKV, and imports triton only to run a Triton kernel.
 """

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shipped configuration: a Triton kernel with all that the compiler needs.
+"""Configuration: all that the compiler needs to compile a Triton kernel ahead of time.
 
-`shipped.py` lists the configurations. They are compiled ahead of time, for devices that this
-machine lacks, and `resources.json` keeps the compiler's figures. This module imports no triton, so
-that any machine can read the list. `function` is the object that `triton.jit` made.
+`shipped.py` lists the configurations. The configurations are compiled for devices that the building
+machine may lack, and `resources.json` stores the figures that the compiler reports. This module
+imports no triton, so that the list can be read on any machine. `function` is an object that
+`triton.jit` made.
 """
 
 from __future__ import annotations
@@ -18,22 +19,23 @@ NAME = re.compile(r"[a-z0-9_.-]{1,80}")
 
 
 class ConfigurationRefused(ValueError):
-    """A configuration has a mistake that would stop its compilation."""
+    """A configuration has an error that would make its compilation fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """The facts from which the compiler builds one launch.
+    """The inputs from which the compiler builds one launch of a kernel.
 
     `signature` has the type of every argument that is passed when the kernel runs, in Triton's
-    words: "*bf16", "*fp8e4nv", "fp32", "i32", "i64". `constexprs` has the values of all other
-    arguments: `tl.constexpr` ones, integers that are always 1 (Triton makes constants of these at a
-    launch), and None for pointers that are not passed. Pointers count as aligned to 16 bytes.
-    `multiples_of_16` names the integers that are multiples of 16, such as strides.
+    names: "*bf16", "*fp8e4nv", "fp32", "i32", "i64". `constexprs` has the values of all other
+    arguments: those of `tl.constexpr` arguments, those of integers that are always 1 (Triton makes
+    them constants at a launch), and None for pointers that are not passed. Pointers are assumed to
+    be aligned to 16 bytes. `multiples_of_16` names the integers that are multiples of 16, such as
+    strides.
 
-    `tile_bytes` and `tile_flops` are the work of one pass of the inner loop: bytes read from the
-    pool, and operations of the products, without operations on padding. The loop's machine code is
-    compared with them. 0 if they are not counted.
+    `tile_bytes` and `tile_flops` are the work of one pass of the inner loop: the bytes read from
+    the pool, and the operations of the matrix products without those on padding. A tool compares
+    the loop's machine code with both figures; 0 means not counted.
     """
 
     name: str  # unique among all kernels: "paged_decode.bf16.d128.g4"

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a kernel's implementation: Triton, the CPU's compiled library, or plain torch.
+"""The choice of a kernel's implementation: Triton, the compiled library for CPUs ("native"), or
+plain torch.
 
-Triton kernels run on CUDA devices, if the device and the Triton version are new enough. Compiled
-kernels run on CPUs, if the installation built them. Plain kernels run everywhere, and tests compare
-the others with them. A caller may name an implementation. Under `strict` a Triton kernel that
-cannot run on a GPU is refused and not replaced.
+Triton kernels run on CUDA devices, if the compute capability and the Triton version are high
+enough. Compiled kernels run on CPUs, if the installation has built them. Plain kernels run on every
+device, and tests compare the other kernels with them. A caller may request an implementation by
+name. Under `strict`, KernelRefused is raised if a Triton kernel cannot run on a GPU; otherwise the
+plain kernel is used instead.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ FP8_CAPABILITY = (8, 9)  # the first with e4m3 conversion in hardware
 
 
 class KernelRefused(ValueError):
-    """A kernel cannot run, or cannot take these arguments. The message says what was expected."""
+    """A kernel cannot run, or cannot compute with these arguments. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The hardware and Triton of this process. `capability` and `triton_version` are None without a
-    CUDA device; the latter also if the version is not known."""
+    """The hardware and the Triton version that this process uses. `capability` and `triton_version`
+    are None if there is no CUDA device; `triton_version` is also None if it cannot be found."""
 
     device: str
     capability: tuple[int, int] | None
@@ -47,7 +49,8 @@ class Hardware:
 
 @functools.cache
 def probe_hardware() -> Hardware:
-    """Probe the hardware once in a process, and log it. Initialises CUDA if available."""
+    """Find the hardware once per process; a CUDA device is logged. CUDA is initialised by this call
+    if it is available."""
     has_triton = importlib.util.find_spec("triton") is not None
     if not torch.cuda.is_available():
         return Hardware("cpu", None, has_triton)
@@ -62,9 +65,9 @@ def probe_hardware() -> Hardware:
 
 
 def triton_failure(error: Exception) -> str | None:
-    """The first line of an error that Triton's code raised; None for any other error. Triton also
-    raises errors of Python's types: in its import, or without a compiler, Python's headers or a
-    folder."""
+    """The first line of an error that Triton's code raised; None for other errors. Triton also
+    raises Python's built-in errors: when its import fails, or when a compiler, Python's headers or
+    a writable folder is missing."""
     frames = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
     modules = {type(error).__module__, str(getattr(error, "name", "")), *frames}
     if not any(module.partition(".")[0] == "triton" for module in modules):
@@ -74,7 +77,7 @@ def triton_failure(error: Exception) -> str | None:
 
 
 def is_interpreting() -> bool:
-    """Whether Triton's interpreter runs the kernels; it works on CPU tensors."""
+    """Whether Triton's interpreter runs the kernels; the interpreter works on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -86,12 +89,13 @@ def choose_kernel(
     native_unsupported: str | None = NO_NATIVE,
     strict: bool = False,
 ) -> str:
-    """TRITON, NATIVE or PLAIN for tensors on `device`.
+    """Return the implementation for tensors on `device`: TRITON, NATIVE or PLAIN.
 
-    `unsupported` is the caller's reason against Triton, such as a head size, and
-    `native_unsupported` its reason against the CPU's compiled kernel; None without a reason. Raises
-    KernelRefused for an unknown name, for a named kernel that cannot run, and under `strict` for
-    AUTO on a CUDA device if Triton cannot run.
+    `unsupported` is the caller's reason why Triton cannot be used, such as a head size.
+    `native_unsupported` is the reason why the compiled kernel for CPUs cannot be used. A reason of
+    None means that nothing prevents the use. Raises KernelRefused for an unknown name, for a kernel
+    that is requested by name and cannot run, and under `strict` for AUTO on a CUDA device if Triton
+    cannot run.
     """
     if wanted not in KERNELS:
         raise KernelRefused(f"a kernel is one of {', '.join(KERNELS)}, not {wanted!r}")

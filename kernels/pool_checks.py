@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a layer's pool and scales, made by kernels that read and by kernels that write.
+"""Checks of a layer's KV pool and scales, shared by kernels that read and kernels that write.
 
-They check shapes, types, strides and devices, never contents, so they do not wait for a device.
+The checks are of shapes, types, strides and devices, never of contents, so they do not wait for a
+device.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ FP8 = torch.float8_e4m3fn
 
 
 def check_scales(kv: Tensor, kv_scales: Tensor | None) -> None:
-    """Raise KernelRefused for a float8 pool without scales of heads, or of tokens and heads, and
-    for other pools with scales."""
+    """Raise KernelRefused if a float8 pool has no scales, if the scales are neither one for each
+    head nor one for each token and head, or if another pool has scales."""
     if kv.dtype != FP8:
         if kv_scales is not None:
             raise KernelRefused(f"expected no kv_scales beside a pool of {kv.dtype}, got some")
@@ -34,14 +35,14 @@ def check_scales(kv: Tensor, kv_scales: Tensor | None) -> None:
 
 
 def check_one_device(tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise KernelRefused unless all tensors that are not None lie on one device."""
+    """Raise KernelRefused unless all tensors that are not None are on the same device."""
     devices = {name: str(tensor.device) for name, tensor in tensors.items() if tensor is not None}
     if len(set(devices.values())) != 1:
         raise KernelRefused(f"expected one device, got {devices}")
 
 
 def check_last_axis(name: str, tensor: Tensor) -> None:
-    """Raise KernelRefused unless the last axis is contiguous, or of one element."""
+    """Raise KernelRefused unless the last axis is contiguous or has one element."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise KernelRefused(
             f"expected {name} contiguous in its last axis, got strides {tensor.stride()}"
@@ -49,7 +50,8 @@ def check_last_axis(name: str, tensor: Tensor) -> None:
 
 
 def check_written(name: str, tensor: Tensor) -> None:
-    """Raise KernelRefused if two elements share memory: parallel writes would race."""
+    """Raise KernelRefused if an axis has several elements and stride 0, since parallel writes would
+    race."""
     if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise KernelRefused(
             f"expected {name}, which is written, with a place for each element, "
@@ -58,8 +60,8 @@ def check_written(name: str, tensor: Tensor) -> None:
 
 
 def reason_against_fp8(kv: Tensor) -> str | None:
-    """The reason why Triton's kernels cannot convert this pool on its device, or None. On the CPU
-    the interpreter always can."""
+    """The reason why Triton kernels cannot convert this float8 pool on its device, or None. On the
+    CPU, Triton's interpreter can always convert it."""
     if kv.dtype != FP8 or not kv.is_cuda:
         return None
     capability = probe_hardware().capability

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped configurations: all variants of kernels that are compiled ahead of time.
+"""The shipped configurations: all variants of the Triton kernels that are compiled ahead of time.
 
-`tools/compile_kernels.py` compiles them for devices that this machine lacks, and `resources.json`
-keeps the compiler's figures. The configurations follow from the launch tables beside the kernels.
-Calling `shipped_configurations` imports triton.
+`tools/compile_kernels.py` compiles the configurations for devices that this machine may lack, and
+writes the compiler's figures to `resources.json`. The configurations are made from the launch
+tables in the kernels' folders. Calling `shipped_configurations` imports triton.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def shipped_configurations() -> list[Configuration]:
 
 
 def _copies() -> list[Configuration]:
-    """Configurations of all three moves in the widest word, and one in bytes for odd sizes."""
+    """Return configurations of the three kinds of copies in the widest word, and one in bytes for
+    odd sizes."""
     both, to_rows, from_rows = (True, True), (True, False), (False, True)
     return [
         _copy("copy_blocks", "i64", both),
@@ -104,7 +105,7 @@ DECODE_VARIANTS = (
 
 
 def _decodes() -> list[Configuration]:
-    """Configurations of decode, and of combining its splits. Imports triton."""
+    """Return configurations of decode, and of the kernel that combines splits."""
     from .attention.paged_decode_triton import COMBINE_ROWS, combine_splits
 
     combine = Configuration(
@@ -179,16 +180,16 @@ def _decode(variant: _DecodeVariant) -> Configuration:
 
 
 def _least_side_by_side(variant: _DecodeVariant) -> int:
-    """The fewest programs on a multiprocessor. Usual shapes need several: some compute while others
-    load."""
+    """Return the smallest number of programs that must fit on a multiprocessor at the same time.
+    The usual head and group sizes need several: some programs compute while others load."""
     if variant.head_dim > 128 or variant.group > paged_decode_launch.DOT_ROWS:
         return 1
     return 2 if variant.scales or variant.group == 1 else 4
 
 
 def _prefills() -> list[Configuration]:
-    """Configurations of prefill: usual models on the launch table's main device, and for each row
-    of the table the heaviest call."""
+    """Return configurations of prefill: those of usual models on the main device of the launch
+    table, and the most demanding call for each row of the table."""
     usual = (
         ("bf16", 64, 8, 16, 0),
         ("bf16", 96, 4, 16, 0),
@@ -272,7 +273,8 @@ def _prefill(
 
 
 def _writes() -> list[Configuration]:
-    """Configurations of writes: slices of a qkv tensor into a pool of blocks with all layers."""
+    """Return configurations of writes: from slices of a qkv tensor to a pool whose blocks have all
+    layers."""
     found = []
     for head_dim, dtype in ((64, "bf16"), (128, "bf16"), (128, "fp16"), (128, "fp32")):
         found.append(_write(head_dim, dtype, dtype, "none"))
@@ -307,8 +309,8 @@ def _write(head_dim: int, dtype: str, pool_dtype: str, scales: str) -> Configura
 
 
 def _layers() -> list[Configuration]:
-    """Configurations of the norm, gate and rotation: rows of Llama-3 and Qwen3 8B (4096), Qwen3 14B
-    (5120), and Gemma 3 (2560) with float32 norm weights; 8 KV heads."""
+    """Return configurations of the norm, gate and rotation: rows of Llama-3 and Qwen3 8B (4096),
+    Qwen3 14B (5120), and Gemma 3 (2560) with float32 norm weights; 8 KV heads."""
     norms = (("bf16", "bf16", 4096), ("fp16", "fp16", 4096), ("bf16", "bf16", 5120))
     gates = (("bf16", False), ("fp16", False), ("bf16", True))
     rotations = [
@@ -363,7 +365,8 @@ def _gate(dtype: str, is_gelu: bool) -> Configuration:
 
 
 def _rotation(dtype: str, pool_dtype: str, head_dim: int, norms: str) -> Configuration:
-    """Make a configuration of the rotation. `norms`: the type of the norm weights, "" for none."""
+    """Make a configuration of the rotation. `norms` is the type of the norm weights, or "" if there
+    are none."""
     from .layer.rotate_write_triton import rotate_write_kernel
 
     fixed: dict[str, object] = {**layer_launch.rotary_constants(32, 8, head_dim, 16)}

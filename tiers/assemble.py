@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds slab, stores and admission filter from settings, for an engine or a cache server's tenant.
+"""Builds the slab, stores and admission filter of an engine or a cache server's tenant from
+settings.
 
 All functions raise TierConfigError for invalid sizes, paths and names.
 """
@@ -54,8 +55,8 @@ def make_slab(
     *,
     is_served: bool = False,
 ) -> CpuSlab:
-    """Make the slab. While its memory is faulted in, `progress` is called with the bytes done and
-    the total bytes. `is_served`: another process serves the slab to other engines."""
+    """Make the slab. While the kernel allocates its pages, `progress` is called with the bytes done
+    and the total bytes. `is_served` says that another process serves the slab to other engines."""
     return CpuSlab(
         layout,
         cpu.capacity_bytes,
@@ -68,7 +69,8 @@ def make_slab(
 
 
 def make_admission(layout: BlockLayout, ssd: SsdSettings | None) -> AdmissionFilter:
-    """Make the filter of writes to the SSD tier. Without an SSD tier it admits every block."""
+    """Make the filter that selects the blocks to write to the SSD tier. Without an SSD tier the
+    filter admits every block."""
     if ssd is None:
         return AdmitAll()
     admission = make_filter(ssd.admission, ssd.capacity_bytes // layout.slot_bytes)
@@ -87,9 +89,10 @@ def open_ssd(
     require: bool = False,
     after_opening: Callable[[Path], None] | None = None,
 ) -> StoreTier:
-    """Open the store on the disk, or on all disks. `codecs` adds codecs to those in `codecs/`. The
-    tier works without a disk that is down and takes it in later; with `require` such a disk raises
-    TierDown. `after_opening` is called with each opened store's folder, and may raise TierDown."""
+    """Open the SSD tier on one disk or on several. `codecs` adds codecs to those in `codecs/`. The
+    tier works without a disk that is unavailable and opens it later; with `require`, an unavailable
+    disk raises TierDown. `after_opening` is called with each opened store's folder, and may raise
+    TierDown."""
     open_one = partial(
         _open_disk,
         layout,
@@ -156,10 +159,11 @@ def open_hierarchy(
     codecs: Mapping[str, CodecFactory] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> OpenHierarchy:
-    """Open slab, stores and hierarchy of an engine. `wakeup` is called, on any thread, when the
-    hierarchy may have work; `progress` as in `make_slab`. Raises the errors of `open_stores`.
-    Nothing stays open after an error."""
-    # The stores come first: faulting a slab in takes seconds, and a bad path should fail before.
+    """Open the slab, stores and hierarchy of an engine. `wakeup` is called, on any thread, when the
+    hierarchy may have work. `progress` is passed to `make_slab`. Raises the errors of
+    `open_stores`. If a part fails to open, the opened parts are closed."""
+    # The stores are opened first: faulting in a slab takes seconds, and a bad path should fail
+    # before that.
     stores = open_stores(layout, settings, namespace=namespace, codecs=codecs)
     try:
         is_served = settings.listen_address is not None
@@ -196,8 +200,8 @@ def open_stores(
     codecs: Mapping[str, CodecFactory] | None = None,
 ) -> list[StoreTier]:
     """Open the stores below an engine's slab, the fastest first. `settings.drill` may inject faults
-    into the stores. A thread keeps trying to open a store that is down; if the settings require
-    tiers, TierDown names that store instead. Nothing stays open after an error."""
+    into the stores. A thread keeps trying to open a store that is down; if `require_tiers` is set,
+    TierDown is raised instead. If a store fails to open, the opened stores are closed."""
     require, drill = settings.require_tiers, settings.drill
     stores: list[StoreTier] = []
     try:
@@ -227,9 +231,10 @@ def open_stores(
 def open_or_wait(
     name: str, layout: BlockLayout, open_it: Callable[[bool], StoreTier], *, require: bool = False
 ) -> StoreTier:
-    """Open a store. A store that is down is opened later, and a DiskStore that loses its disk is
-    reopened when the disk is back. `open_it(create)` opens the store; with `create` false it opens
-    only an existing one. Raises the errors of `open_it`, but TierDown only with `require`."""
+    """Open a store with `open_it`. If that raises TierDown, the store is opened later, or the error
+    is raised if `require` is set. A DiskStore that loses its disk is reopened when the disk is
+    back. `open_it(False)` must open only an existing store. Raises all other errors of
+    `open_it`."""
     try:
         store = open_it(True)
     except TierDown as error:
@@ -244,7 +249,7 @@ def _open_other(request: TierRequest, create: bool) -> StoreTier:
 
 
 def close_stores(stores: list[StoreTier]) -> None:
-    """Close stores, within `CLOSE_SECONDS` each, after a later part failed to open."""
+    """Close stores after a later part failed to open. Each store may take `CLOSE_SECONDS`."""
     for store in stores:
         store.close(CLOSE_SECONDS)
 
@@ -282,7 +287,8 @@ def _attached(
     what: str,
     addresses: Sequence[ServerAddress],
 ) -> StoreTier:
-    """Return the store. If tiers are required, wait for all its servers or raise TierDown."""
+    """Return the store. If `require_tiers` is set, first wait for all its servers, and raise
+    TierDown after `REQUIRED_SECONDS`."""
     if settings.require_tiers and not store.wait_up(REQUIRED_SECONDS):
         store.close(CLOSE_SECONDS)
         raise TierDown(

@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a tier: its guarantees to the caller, then its duties.
+"""The contract of a tier: what a caller may rely on, and what a tier must do.
 
-Two kinds of tier keep blocks. The *slab* (`SlabTier`) is host memory that the device's copy engine
-can reach. A *store* (`StoreTier`) lies below the slab, on an SSD or behind a network, and each call
-to it is for many blocks. Every block on its way between the device and a store passes through the
-slab. `tiers/testing/memory_store.py` is the simplest store.
+There are two kinds of tier. The *slab* (`SlabTier`) is host memory that the GPU copies to and from.
+A *store* (`StoreTier`) keeps blocks on an SSD or on servers, and each call to it takes many blocks.
+A block that moves between the GPU and a store is copied through the slab.
+`tiers/testing/memory_store.py` is the simplest store.
 
 A caller may rely on this:
 - `lookup` reads memory only, never waits and changes nothing.
-- Where `load` gives a proof, the buffer holds exactly the bytes stored under that key in that
-  layout. A damaged, displaced or late block is a miss (None), and `stats` counts it.
-- Answers come in the order of the keys.
-- Every future ends, with a result or a TierError. Only `trial_read`, `wait_forgotten` and `close`
-  wait for a disk or a socket.
+- If `load` returns a `Proof` for a block, the buffer holds exactly the bytes stored under that key
+  in that layout. If a block is damaged, misplaced or late, `load` returns None for it (a miss), and
+  `stats` counts the miss.
+- A returned list has one entry for each key, in the order of the keys.
+- Every future completes with a result or a TierError. Only `trial_read`, `wait_forgotten` and
+  `close` wait for a disk or a socket.
 
 A tier must do this:
-- keep the tag (`tag.py`) stored with a block and return it with the block; make a tag only for a
-  block stored without one. The digest in a proof from `load` is made from the bytes in the buffer;
-- read and write payloads in the caller's buffers, without copies. The caller reuses a buffer when
-  the future ends or the call raises; from then on the tier must not touch it;
+- store the tag (`tag.py`) that comes with a block, and return it when the block is loaded. A tier
+  makes a tag only for a block that comes without one. The digest in a `Proof` from `load` is
+  computed from the bytes in the buffer;
+- read and write payloads in the caller's buffers, without copies. After the future has completed or
+  the call has raised, the tier must not touch the buffer, because the caller reuses it;
 - stay within its capacity in bytes at every moment;
-- bound its queue: a call that finds the queue full raises TierBusy;
-- accept calls from any thread, one at a time. Futures may complete on the tier's own threads.
+- limit its queue: a call raises TierBusy if the queue is full;
+- accept calls from any thread, one call at a time. Futures may complete on the tier's own threads.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from .block import BlockLayout
 from .holds import Hold
 from .tag import Proof, Proofs
 
-# Bounds of histograms in seconds: from a look-up in memory up to a disk that hardly answers.
+# Bucket bounds of latency histograms, in seconds: from a memory look-up to a very slow disk.
 IO_SECONDS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 
 
@@ -69,7 +71,7 @@ class ReadSample(NamedTuple):
 
 @dataclass(slots=True)
 class TierStats:
-    """Counters of one tier since the start, and its present gauges. Plain numbers, safe to copy."""
+    """Counters of one tier since its start, and gauges of its present state."""
 
     capacity_bytes: int = 0
     used_bytes: int = 0
@@ -100,7 +102,7 @@ class TierStats:
         return replace(self, rejected=dict(self.rejected), errors=dict(self.errors))
 
     def add(self, more: TierStats) -> None:
-        """Add every number of `more`."""
+        """Add each counter and gauge of `more` to this object."""
         for each in fields(TierStats):
             mine, theirs = getattr(self, each.name), getattr(more, each.name)
             if isinstance(mine, dict):
@@ -115,7 +117,7 @@ class StoreTier(ABC):
 
     name: str
     layout: BlockLayout
-    # Whether other engines read the tier too. If so, it gets blocks as soon as the slab has them.
+    # Whether other engines read the tier too. If so, blocks are written to it at once.
     is_shared: bool = False
     # Whether only other engines fill the tier: this engine never writes to it.
     is_read_only: bool = False
@@ -128,24 +130,25 @@ class StoreTier(ABC):
 
     @property
     def learns(self) -> bool:
-        """Whether `observe` has an effect at present. If not, a caller need not list keys."""
+        """Whether `observe` has an effect at present. If it has none, a caller need not call it."""
         return False
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
-        """Note that a prompt has the blocks `chain`, head first, at `now` monotonic seconds. They
-        may be in any tier. A policy can learn from this which blocks are reused. Memory only."""
+        """Tell the eviction policy that a prompt at time `now` (monotonic seconds) has the blocks
+        `chain`, in prompt order. The blocks may be in any tier. The policy can learn which blocks
+        are reused. Does no I/O."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        """HIT, MISS or PENDING for each 40-byte key. Memory only; changes nothing."""
+        """HIT, MISS or PENDING for each 40-byte key. Does no I/O and changes nothing."""
 
     @abstractmethod
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Future[list[Proof | None]]:
         """Read blocks into `buffers` (writable, `layout.page_bytes` or more, aligned to
-        `block.ALIGNMENT`). The result has the proof of each verified block, and None for a miss. If
-        the method takes a keyword `context`, callers pass the request's `RequestContext`."""
+        `block.ALIGNMENT`). The future's result has the `Proof` of each verified block and None for
+        each miss. If the method has a keyword `context`, callers pass a `RequestContext`."""
 
     @abstractmethod
     def store(
@@ -154,64 +157,64 @@ class StoreTier(ABC):
         buffers: Sequence[memoryview],
         proofs: Proofs | None = None,
     ) -> Future[list[Stored]]:
-        """Store blocks. The buffers must not change until the future ends. `proofs[i]` is the proof
-        of the i-th buffer, or None. The tier compares a proof's digest with the bytes; a block that
-        differs is DAMAGED. Raises TierBusy if the queue is full."""
+        """Store blocks. The buffers must not change until the future completes. `proofs[i]` is the
+        proof of the i-th buffer, or None. If the proof's digest differs from that of the bytes, the
+        block's outcome is DAMAGED. Raises TierBusy if the queue is full."""
 
     def touch(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - a hint, not a duty
-        """Count these blocks, given head first, as used. The tier above has just evicted them, so
-        this tier may have the last copies. Memory only; unknown keys are ignored."""
+        """Mark these blocks, given in prompt order, as just used. The slab has just evicted them,
+        so this tier may have the last copies. Does no I/O and ignores unknown keys."""
 
     def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
-        """Prepare the look-up of a queued prompt whose blocks are `keys`, head first. A tier that
-        depends on servers asks them now; until they reply, `lookup` answers PENDING. The future
-        ends soon, with a result, when `lookup` knows the answers. Return None if `lookup` knows
-        them already. For the keyword `context` see `load`."""
+        """Prepare the look-up of a queued prompt whose blocks are `keys`, in prompt order. A tier
+        on servers sends them a look-up now; until they reply, `lookup` returns PENDING. The future
+        soon completes with None, when `lookup` has the answers. Return None if `lookup` has them
+        already. As in `load`, the method may have a keyword `context`."""
         return None
 
     def watch(self, news: Callable[[Sequence[bytes]], None]) -> bool:
-        """Follow blocks that other engines store here: `lookup` soon knows such a block, and after
-        each change some thread calls `news` with the new keys. Optional; False if unsupported."""
+        """Follow blocks that other engines store in this tier: `lookup` soon finds such a block,
+        and a thread calls `news` with the new keys. Return False if this is unsupported."""
         return False
 
     def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
-        """Keep these blocks, given head first, from eviction for `seconds`. The future ends soon
-        and says for each block whether it is kept. Blocks behind the first missing one need not be
-        kept. Optional; return None if unsupported."""
+        """Protect these blocks, given in prompt order, from eviction for `seconds`. The future soon
+        completes with a bool for each block: whether it is protected. Blocks after the first
+        missing block need not be protected. Return None if the tier has no leases."""
         return None
 
     def trial_read(self, seconds: float) -> ReadSample | None:
-        """Read some blocks and discard them, to estimate the tier's speed before the first load.
-        Waits for about `seconds` at most, changes no counter and counts no block as used. Optional;
-        None if there is no estimate."""
+        """Read some blocks and discard them, to measure the tier's speed before the first load. The
+        call takes about `seconds` at most, changes no counter and marks no block as used. Return
+        None if the tier has no estimate."""
         return None
 
     @abstractmethod
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Forget blocks. Return the number of them that were known."""
+        """Forget blocks. Return how many of them the tier had."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every block. A block still being stored may be forgotten when it arrives."""
+        """Forget every block. A block being written may be forgotten when its write ends."""
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
-        """Wait until the blocks forgotten by `drop` and `clear` stay forgotten even after a kill.
-        Return False on a timeout or a failure. A tier that is only in memory returns at once."""
+        """Wait until no block that `drop` or `clear` forgot can return after a kill of the process.
+        False on a timeout or a failure. A tier that uses only memory returns at once."""
         return True
 
     @abstractmethod
     def stats(self) -> TierStats:
-        """A copy of the counters."""
+        """Return a copy of the counters."""
 
     @abstractmethod
     def close(self, timeout_seconds: float) -> None:
-        """Finish queued work within the time, then release everything. Idempotent."""
+        """Finish queued work within `timeout_seconds`, then release all resources. Idempotent."""
 
 
 class SlabTier(ABC):
-    """Fixed slots of memory, one block each. Calls come in pairs:
+    """Memory divided into fixed slots of one block each. Calls come in pairs:
 
-    reserve → (copy bytes in) → commit            a block comes in
+    reserve → (copy bytes in) → commit            a block is stored
     pin     → (copy bytes out) → unpin            a block is read; a pinned slot is never reused
     """
 
@@ -222,12 +225,12 @@ class SlabTier(ABC):
     is_served: bool = False  # whether other engines load blocks from this slab
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
-        """Note that a prompt has the blocks `chain`, head first, at `now` monotonic seconds. A
-        policy can learn from this which blocks are reused."""
+        """Tell the eviction policy that a prompt at time `now` (monotonic seconds) has the blocks
+        `chain`, in prompt order. The policy can learn which blocks are reused."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        """HIT: committed. PENDING: reserved, not yet committed."""
+        """HIT for a committed block, PENDING for a reserved block, MISS for any other."""
 
     @abstractmethod
     def reserve(
@@ -238,53 +241,55 @@ class SlabTier(ABC):
         spared: Callable[[bytes], bool] | None = None,
         evicted: list[bytes] | None = None,
     ) -> list[int | None]:
-        """Reserve a slot for each key, given head first; the policy evicts blocks for them. None
-        where the key is already known or no slot can be freed. With `optional`, the policy may keep
-        its blocks if it values them more than the new ones. Blocks for which `spared` returns true
-        are not evicted. `evicted` gains the keys of the evicted blocks, the coldest first."""
+        """Reserve a slot for each key, given in prompt order; the eviction policy frees slots. The
+        result has None for a key that the slab already has, or for which no slot could be freed.
+        With `optional`, the policy may keep blocks that it values more than the new ones. Blocks
+        for which `spared` returns true are not evicted. The evicted keys are appended to `evicted`,
+        the coldest first."""
 
     @abstractmethod
     def commit(
         self, keys: Sequence[bytes], ok: Sequence[bool], proofs: Proofs | None = None
     ) -> list[bytes]:
-        """End reservations. Where `ok[i]` is true, publish the i-th block, which came with
-        `proofs[i]`; else free its slot. A block forgotten meanwhile is not published. Return the
-        published keys."""
+        """End the reservations of `keys`. If `ok[i]` is true, publish the i-th block (`lookup` then
+        finds it) with the proof `proofs[i]`; otherwise free its slot. A block that was forgotten
+        since `reserve` is not published. Return the published keys."""
 
     @abstractmethod
     def withhold(self, keys: Sequence[bytes]) -> list[int]:
         """End reservations without freeing the slots, because a client may still write to them.
-        Return the slots; they stay unused until `restore`."""
+        Return the slots. The slab does not use them until `restore`."""
 
     @abstractmethod
     def restore(self, slots: Sequence[int]) -> None:
-        """Free withheld slots. No write to them may be under way any more."""
+        """Free the slots that `withhold` returned. No write to them may still be under way."""
 
     @abstractmethod
     def proofs(self, keys: Sequence[bytes]) -> list[Proof | None]:
-        """The proof of each block; None for a miss, and for a block stored without a proof."""
+        """Return the proof of each block; None for a miss or for a block without a proof."""
 
     @abstractmethod
     def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:
-        """Add one pin to each committed block. Return the slots; None for a miss. With `touch`
-        false the pin counts neither as a use nor as a hit; write-back pins blocks in this way."""
+        """Add one pin to each committed block, which keeps it from eviction. Return its slot, None
+        for a miss. With `touch` false the pin counts neither as a use nor as a hit."""
 
     @abstractmethod
     def unpin(self, keys: Sequence[bytes]) -> None:
         """Remove one pin from each block."""
 
     def keep(self, keys: Sequence[bytes], seconds: float) -> list[bool]:
-        """Keep blocks from eviction for `seconds`, for other engines that read this slab. Return
+        """Protect blocks from eviction for `seconds`, for other engines that read this slab. Return
         for each block whether the slab has it."""
         return [False] * len(keys)
 
     def hold(self, keys: Sequence[bytes], seconds: float) -> Hold:
-        """Keep blocks, given head first, from eviction for `seconds` or until `release`. A block on
-        its way in is kept when it arrives. A slab may limit the number of held keys. Optional."""
+        """Protect blocks, given in prompt order, from eviction for `seconds` or until `release`. A
+        block that enters the slab in that time is protected too. A slab may limit the number of
+        protected keys, even to 0."""
         return Hold((), 0.0, is_over=True)
 
     def release(self, hold: Hold) -> None:  # noqa: B027 - optional, as `hold`
-        """End a hold before its time. A hold that has already ended is ignored."""
+        """End a hold before its time. Does nothing if the hold has already ended."""
 
     @abstractmethod
     def buffer(self, slot: int) -> memoryview:
@@ -292,20 +297,20 @@ class SlabTier(ABC):
 
     @abstractmethod
     def memory(self) -> memoryview:
-        """The whole slab, `num_slots * layout.slot_bytes` writable bytes, slot after slot. A device
-        registers this memory and copies runs of slots."""
+        """The whole slab, `num_slots * layout.slot_bytes` writable bytes, slot after slot. The
+        engine registers this memory with CUDA and copies runs of consecutive slots."""
 
     @abstractmethod
     def free_slots(self) -> int:
-        """The number of slots that hold nothing."""
+        """The number of slots that are free."""
 
     @abstractmethod
     def coldest(self, count: int) -> list[bytes]:
         """Up to `count` keys that the policy would evict next, in the order of eviction."""
 
     def may_go_next(self, keys: KeysView[bytes], count: int) -> bool:
-        """Whether any of `keys` may be among the next `count` evicted blocks. False is certain;
-        True may also mean a block that would be evicted a little later."""
+        """Whether any of `keys` may be among the next `count` evicted blocks. False is certain.
+        True may also mean that one of `keys` is evicted a little later."""
         return not keys.isdisjoint(self.coldest(count))
 
     @abstractmethod
@@ -314,8 +319,8 @@ class SlabTier(ABC):
 
     @abstractmethod
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Forget blocks: from now on they are misses. The slot of a pinned block is freed with its
-        last pin, and a reserved block will not be published."""
+        """Forget blocks: committed ones are misses from now on. The slot of a pinned block is freed
+        with its last pin. A reserved block stays PENDING, and `commit` does not publish it."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -324,11 +329,11 @@ class SlabTier(ABC):
 
     @abstractmethod
     def sweep(self, most: int) -> int:
-        """Free up to `most` slots of blocks that `clear` has forgotten; return the number."""
+        """Free up to `most` slots of blocks that `clear` has forgotten. Return how many."""
 
     @abstractmethod
     def stats(self) -> TierStats:
-        """A copy of the counters."""
+        """Return a copy of the counters."""
 
     @abstractmethod
     def close(self) -> None:
@@ -337,8 +342,8 @@ class SlabTier(ABC):
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of observed values by bucket. `counts[i]` counts values up to `bounds[i]` and above
-    the bound before it; the last count is for values above every bound. One thread at a time."""
+    """Counts of observed values by bucket. `counts[i]` counts values above `bounds[i - 1]` and up
+    to `bounds[i]`; the last count is for values above every bound. Not thread-safe."""
 
     bounds: tuple[float, ...]  # ascending
     counts: list[int] = field(init=False)
@@ -354,13 +359,13 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """Tenant, priority and hints of the request behind a call. Every field is optional. No field
-    changes an answer, because keys alone identify blocks."""
+    """The tenant, priority and hints of the request that a call serves. Every field is optional. No
+    field changes which blocks are found, because a key alone identifies a block."""
 
     tenant: str | None = None
     session: str | None = None  # requests of one conversation or job
     priority: int = 0  # the lower, the earlier
-    pin: bool = False  # its blocks will be needed again
+    pin: bool = False  # the request's blocks will be needed again
     adapter: str | None = None
     transfer: Mapping[str, object] | None = None  # parameters of a transfer between engines
 
@@ -374,7 +379,7 @@ def load_for(
     buffers: Sequence[memoryview],
     context: RequestContext,
 ) -> Future[list[Proof | None]]:
-    """Call `StoreTier.load`, with `context` if the store's method takes one."""
+    """Call `store.load`. Pass `context` if the method has a parameter of that name."""
     more = {"context": context} if _takes_context(store.load) else {}
     return store.load(keys, buffers, **more)
 
@@ -382,7 +387,7 @@ def load_for(
 def prefetch_lookup_for(
     store: StoreTier, keys: Sequence[bytes], context: RequestContext
 ) -> Future[None] | None:
-    """Call `StoreTier.prefetch_lookup`, with `context` if the store's method takes one."""
+    """Call `store.prefetch_lookup`. Pass `context` if the method has a parameter of that name."""
     more = {"context": context} if _takes_context(store.prefetch_lookup) else {}
     return store.prefetch_lookup(keys, **more)
 

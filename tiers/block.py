@@ -2,7 +2,7 @@
 """The block: its name (the key) and the layout of its bytes.
 
 Keys and layouts are part of the ABI in `docs/abi.md`. The golden vectors of
-`tests/tiers/test_block.py` detect any change of them.
+`tests/tiers/test_block.py` detect any change to them.
 
     root   = SHA-256(canonical CBOR of the identity)
     digest = SHA-256(parent digest | token ids, little-endian int32 | canonical CBOR of the extras)
@@ -47,11 +47,13 @@ Extra = tuple[str | bytes | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The values that two engines must have in common to share blocks: the root of every chain.
+    """The values that must be equal in two engines that share blocks. Every chain of digests starts
+    from the hash of these values (`root`).
 
-    `model` is a fingerprint of weights and configuration, not a path. An operator may set
-    `revision`, a free text, to separate otherwise equal models. K and V are computed in `dtype` and
-    kept in `kv_dtype`. `epoch` is 0; it is there for weights that change while an engine runs.
+    `model` is a fingerprint of weights and configuration, not a path. An operator may set the free
+    text `revision` to keep the blocks of otherwise equal models apart. K and V are computed in
+    `dtype` and kept in `kv_dtype`. `epoch` is always 0; it is reserved for weights that change
+    while an engine runs.
     """
 
     model: str
@@ -62,7 +64,7 @@ class Identity:
     epoch: int = 0
 
     def root(self) -> bytes:
-        """The 32-byte parent digest of every chain's first block."""
+        """The 32-byte digest that is the parent of the first block of every chain."""
         fields = {
             "root_version": ROOT_VERSION,
             "model": self.model,
@@ -77,8 +79,8 @@ class Identity:
 
 
 def encode_extras(extras: Sequence[Extra]) -> bytes:
-    """Canonical CBOR of a block's extra keys, `b""` where there are none. Their order is part of
-    the block's name; callers keep the order salt, lora, mm, embeds."""
+    """Encode a block's extra keys as canonical CBOR, or as `b""` if there are none. Their order
+    changes the block's key, so callers use the order salt, lora, mm, embeds."""
     if not extras:
         return b""
     return cbor2.dumps([list(extra) for extra in extras], canonical=True)
@@ -93,8 +95,9 @@ def chain_digests(
     """The 32-byte digests of the consecutive full blocks in `token_bytes` (little-endian int32).
 
     `parent` is the parent of the first block. `extras` maps a block's index in this call to its
-    encoded extras. A partial block at the end is ignored. The hashed bytes cannot be read in two
-    ways: the root has the block size, so all blocks have equally many token bytes.
+    encoded extras. A partial block at the end is ignored. Two different inputs never give the same
+    hashed bytes. The reason is that the root contains the block size, so all blocks of a chain have
+    equally many token bytes.
     """
     step = block_size * TOKEN_BYTES
     digests: list[bytes] = []
@@ -114,10 +117,11 @@ def chain_digests_sha256_cbor(
     blocks: Iterable[Sequence[int]],
     extras: Mapping[int, Extra] | None = None,
 ) -> list[bytes]:
-    """The digests that vLLM's `sha256_cbor` computes, for routers that compute the same chain.
+    """The block hashes that vLLM's `sha256_cbor` computes, for routers that compute them too.
 
     Each digest is SHA-256(canonical CBOR of [parent, token ids, extra keys or null]). These digests
-    do not contain the identity, so a store of such blocks belongs to one root (its namespace).
+    do not depend on the `Identity`, so a store of such blocks is for one identity, whose root is
+    the store's namespace.
     """
     digests: list[bytes] = []
     for index, tokens in enumerate(blocks):
@@ -129,10 +133,11 @@ def chain_digests_sha256_cbor(
 
 
 def tenant_salt(secret: bytes, tenant: str, cache_salt: str) -> bytes | None:
-    """The salt of a tenant's first blocks; None if secret, tenant and cache salt are all empty.
+    """The salt for the first block of a tenant's prompts. None if secret, tenant and cache salt are
+    all empty.
 
-    The salt is an HMAC-SHA256 under the engine's secret. A client does not know the secret, so it
-    cannot choose a cache salt that widens sharing.
+    The salt is an HMAC-SHA256 with the engine's secret as the key. A client does not know this
+    secret, so it cannot choose a cache salt that yields another tenant's salt.
     """
     if not (secret or tenant or cache_salt):
         return None
@@ -150,7 +155,7 @@ class KeyParts(NamedTuple):
 
 
 def key_suffix(group: int = 0, shard_rank: int = 0, shard_count: int = 1) -> bytes:
-    """The 8 bytes that follow a digest in a key; constant for one worker and cache group."""
+    """The 8 bytes that follow a digest in a key, equal for all blocks of a worker and group."""
     if not 0 <= shard_rank < shard_count:
         raise InvalidBlock(f"shard rank {shard_rank} is not below the shard count {shard_count}")
     return _KEY_SUFFIX.pack(group, shard_rank, shard_count, 0)
@@ -163,8 +168,8 @@ def pack_key(digest: bytes, group: int = 0, shard_rank: int = 0, shard_count: in
 
 
 def cut_keys(packed: bytes) -> list[bytes]:
-    """Cut joined keys of `KEY_BYTES` each. Unpacks 64 keys at a time, because making a tuple for
-    each key would take longer than making the key."""
+    """Split concatenated keys of `KEY_BYTES` each. The function unpacks 64 keys at a time, because
+    making a tuple for each key would take longer than making the key."""
     many = len(packed) // _KEYS.size * _KEYS.size
     keys: list[bytes] = []
     for part in _KEYS.iter_unpack(memoryview(packed)[:many]):
@@ -184,9 +189,9 @@ def unpack_key(key: bytes) -> KeyParts:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The layout of a block's bytes: the same in the pool, the slab, an SSD slot and on the wire.
-    Row-major `[num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]` of `kv_dtype`,
-    little-endian: one contiguous chunk over all layers."""
+    """The layout of a block's bytes. It is the same in the GPU pool, in the slab, in an SSD slot
+    and on the wire. The bytes are a row-major, little-endian array `[num_layers, 2 (K, V),
+    block_size, num_kv_heads, head_dim]` of `kv_dtype`: one contiguous chunk over all layers."""
 
     num_layers: int
     block_size: int
@@ -203,27 +208,27 @@ class BlockLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one block over all its layers, K and V."""
+        """The size of one block in bytes: K and V of all its layers."""
         elements = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim
         return elements * DTYPE_BYTES[self.kv_dtype]
 
     @property
     def place_bytes(self) -> int:
-        """Bytes of one layer of a block, K and V."""
+        """The size of one layer of a block in bytes, K and V together."""
         return self.page_bytes // self.num_layers
 
     @property
     def slot_bytes(self) -> int:
-        """`page_bytes` rounded up to the alignment: the bytes of one block in a slab."""
+        """`page_bytes` rounded up to `ALIGNMENT`: the size of one slot of a slab in bytes."""
         return -(-self.page_bytes // ALIGNMENT) * ALIGNMENT
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's K and V over all layers."""
+        """The size of one token's K and V over all layers, in bytes."""
         return self.page_bytes // self.block_size
 
     def layout_id(self) -> bytes:
-        """A 16-byte fingerprint that keeps blocks of different layouts apart."""
+        """A 16-byte fingerprint of the layout. Different layouts have different fingerprints."""
         fields = {
             "layout_version": LAYOUT_VERSION,
             "num_layers": self.num_layers,

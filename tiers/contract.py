@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the contracts in `tiers/base.py`, for any implementation.
 
-Authors of tiers, also outside this project, call `check_store_contract` or `check_slab_contract` on
-an empty, open tier with room for 16 blocks or more. The check makes real calls with real bytes,
-waits for the answers and leaves the tier closed. It raises ContractBroken at the first difference.
+Authors of tiers, also those of other packages, call `check_store_contract` or `check_slab_contract`
+on an empty, open tier with room for 16 blocks or more. The check stores and loads real blocks,
+waits for the answers and closes the tier. It raises ContractBroken at the first violation.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ BLOCKS = 8
 
 
 class ContractBroken(AssertionError):
-    """A tier breaks its contract; the message has the expected and the actual value."""
+    """Raised if a tier violates its contract. The message has the expected and the actual value."""
 
 
 def check_store_contract(store: StoreTier) -> None:
-    """Check every promise of `StoreTier` that one thread can observe."""
+    """Check every guarantee of `StoreTier` that a single thread can observe."""
     _keeps_what_it_is_given(store)
     _answers_in_the_order_of_the_keys(store)
     _carries_tags(store)
@@ -41,7 +41,7 @@ def check_store_contract(store: StoreTier) -> None:
 
 
 def check_slab_contract(slab: SlabTier) -> None:
-    """Check every promise of `SlabTier` that one thread can observe."""
+    """Check every guarantee of `SlabTier` that a single thread can observe."""
     _cuts_its_memory_into_slots(slab)
     _pairs_reserve_and_commit(slab)
     _never_takes_a_pinned_slot(slab)
@@ -50,7 +50,7 @@ def check_slab_contract(slab: SlabTier) -> None:
 
 
 def make_keys(count: int, salt: str = "") -> list[bytes]:
-    """`count` keys, the same in every run. Another `salt` gives other keys."""
+    """Make `count` keys, the same in every run. A different `salt` gives different keys."""
     return [pack_key(hashlib.sha256(f"{salt}/{i}".encode()).digest()) for i in range(count)]
 
 
@@ -65,7 +65,7 @@ def make_buffers(count: int, layout: BlockLayout) -> list[memoryview]:
 
 
 def filled_buffers(keys: Sequence[bytes], layout: BlockLayout) -> list[memoryview]:
-    """Buffers that hold the payloads of the keys."""
+    """Make one buffer for each key, filled with the key's payload."""
     buffers = make_buffers(len(keys), layout)
     for key, buffer in zip(keys, buffers, strict=True):
         buffer[: layout.page_bytes] = payload_of(key, layout)
@@ -73,13 +73,14 @@ def filled_buffers(keys: Sequence[bytes], layout: BlockLayout) -> list[memoryvie
 
 
 def put(store: StoreTier, keys: Sequence[bytes]) -> list[bool]:
-    """Store the payloads of the keys and wait. Return which blocks were kept."""
+    """Store the payloads of the keys and wait. Return for each block whether it was kept."""
     outcomes = store.store(keys, filled_buffers(keys, store.layout)).result(SECONDS)
     return [outcome is Stored.KEPT for outcome in outcomes]
 
 
 def fetch(store: StoreTier, keys: Sequence[bytes]) -> list[bytes | None]:
-    """Load blocks and return each payload, None for a miss. Wrong bytes raise ContractBroken."""
+    """Load blocks and return their payloads, None for a miss. Raises ContractBroken for wrong
+    bytes."""
     buffers = make_buffers(len(keys), store.layout)
     proofs = store.load(keys, buffers).result(SECONDS)
     _expect("one answer for each key", len(keys), len(proofs))

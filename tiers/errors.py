@@ -8,16 +8,17 @@
     ├── TierBusy         the tier's bounded queue is full; drop the blocks or call again later
     └── TierClosed       the tier was closed; it takes no more calls
 
-A damaged, missing or misplaced record is no error: the tier answers with a miss and counts it.
-The connector turns every TierError on the data path into a miss with a reason.
+A damaged, missing or misplaced record is not an error: the tier counts it and returns a miss. The
+hierarchy turns each TierError of a store into a miss and counts it by the name of its class.
 """
 
 import errno
 import os
 from pathlib import Path
 
-# Lasting errors of a file system, and their cures. All other errors may pass: a disk that is not
-# mounted, full, read-only or broken, wrong permissions, a shortage of memory or descriptors.
+# Permanent errors of a file system, and their remedies. All other errors may be temporary: a disk
+# that is not mounted, full, read-only or broken, wrong permissions, a shortage of memory or
+# descriptors.
 LASTING = {
     errno.ELOOP: "its links lead in a circle; name a directory",
     errno.ENAMETOOLONG: "a name in it is too long; use a shorter path",
@@ -36,11 +37,11 @@ class TierError(Exception):
 
 
 class InvalidBlock(TierError, ValueError):
-    """An invalid key, layout or buffer; the caller's mistake."""
+    """The caller passed an invalid key, layout or buffer."""
 
 
 class TierConfigError(TierError, ValueError):
-    """An invalid setting; the message has the expected value, the actual one and the cure."""
+    """A setting is invalid. The message has the expected value, the actual value and a remedy."""
 
 
 class TierDown(TierConfigError):
@@ -49,8 +50,8 @@ class TierDown(TierConfigError):
 
 
 def lasting_cause(error: BaseException, path: Path | None = None) -> str | None:
-    """The cure of a lasting file system error; None for an error that may pass, and for any other
-    kind of error. If the error comes from making a directory, `path` is that directory."""
+    """Return the remedy of a permanent file system error, or None for a temporary error and for any
+    other exception. If the error was raised while making a directory, `path` is that directory."""
     if not isinstance(error, OSError) or error.errno is None:
         return None
     if path is not None and error.errno in (errno.EEXIST, errno.ENOENT, errno.ENOTDIR):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds: keep blocks from eviction until a given time, because a request will need them.
+"""Holds protect blocks of the slab from eviction until a given time, because a request will need
+them.
 
-A hold lists keys, not slots. So a block on its way in is held when it arrives, and a block that
-never arrives costs only its key. Every hold ends at its time at the latest, and the number of held
-keys is bounded. Times are monotonic seconds.
+A hold lists keys, not slots. Therefore a block that is still being loaded is protected as soon as
+it is in the slab. A block that never comes occupies no slot. Every hold expires at its time, and
+the number of held keys is limited. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MOST_DEAD = 64
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """The held keys, and the time at which the hold ends by itself."""
+    """The protected keys, and the time at which the hold expires."""
 
     keys: Sequence[bytes]
     until: float
@@ -28,8 +29,9 @@ class Hold:
 
 
 class Holds:
-    """Holds on at most `most_blocks` keys. A key in several holds counts once, and stays held until
-    the last of these holds ends. The owner calls all methods under its own lock."""
+    """The holds of one slab, on at most `most_blocks` keys in all. A key in several holds counts
+    once, and stays protected until the last of these holds ends. Not thread-safe: the caller must
+    hold its own lock during each call."""
 
     def __init__(self, most_blocks: int) -> None:
         self.most_blocks = most_blocks
@@ -39,7 +41,7 @@ class Holds:
         self._num_dead = 0
 
     def create_hold(self, keys: Sequence[bytes], until: float, now: float) -> Hold:
-        """Hold `keys`, given head first, up to the first key for which there is no room."""
+        """Protect `keys`, given in prompt order, up to the first key beyond `most_blocks`."""
         self.expire(now)
         room = self.most_blocks - len(self.times)
         taken: list[bytes] = []
@@ -56,7 +58,7 @@ class Holds:
         return hold
 
     def end_hold(self, hold: Hold) -> None:
-        """End a hold before its time. A hold that has already ended is ignored."""
+        """End a hold before its time. Does nothing if the hold has already ended."""
         if hold.is_over:
             return
         self._release_hold(hold)
@@ -67,7 +69,7 @@ class Holds:
             self._num_dead = 0
 
     def expire(self, now: float) -> None:
-        """End the holds whose time has come."""
+        """End the holds whose end time is not later than `now`."""
         ends = self._ends
         while ends and ends[0][0] <= now:
             hold = heapq.heappop(ends)[2]

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MAC key: seals the records of a store, or makes the tags of blocks on cache servers. It is
-read from an operator's file; StrataKV never makes one.
+"""The MAC key: a secret that authenticates the records of a store or the tags of blocks on cache
+servers. The operator provides the key in a file; StrataKV never generates one.
 
     id                 the first 8 bytes of HMAC-SHA256(key, "id")
     key of one store   HMAC-SHA256(key, "store" ‖ 0 ‖ namespace)
     key of tags        HMAC-SHA256(key, "tag")
 
-A store's key depends on the store's namespace. So a record is not valid in a store of another
-namespace with the same MAC key, even where the block keys do not identify the model.
+The key of a store is derived from the store's namespace. Therefore a record is not valid in a store
+of another namespace, even if both stores use the same MAC key and their block keys do not identify
+the model.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ class MacKey:
 
 
 def read_mac_key(path: Path, flag: str, store: Path | None = None) -> MacKey:
-    """Read the key at `path`: all bytes of the file, a line end too. `flag` is the option that
-    names the file. The file must not lie in the folder `store`, where any writer could exchange
-    it. Logs a warning if other users may use the file. Raises TierConfigError with a cure."""
+    """Read the key from the file `path`: all its bytes, including a line end. `flag` is the option
+    that names the file. The file must not lie in the store's folder `store`, where any process that
+    writes to the folder could replace the key. Logs a warning if other users may access the file.
+    Raises TierConfigError."""
     if store is not None and _lies_in(store, path):
         raise TierConfigError(
             f"{flag} names {path}, which lies in {store}, where any writer could exchange "
@@ -91,7 +93,7 @@ def read_mac_key(path: Path, flag: str, store: Path | None = None) -> MacKey:
 
 
 def _lies_in(folder: Path, path: Path) -> bool:
-    """Whether the file at `path`, or a link there to it, lies in `folder`."""
+    """Whether `path`, or the file to which a link at `path` leads, lies in `folder`."""
     # realpath does not raise for a circle of links.
     places = Path(os.path.realpath(path.parent), path.name), Path(os.path.realpath(path))
     return any(place.is_relative_to(os.path.realpath(folder)) for place in places)

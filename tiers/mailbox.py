@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mailbox: passes completions and alarms to the one thread that owns the hierarchy."""
+"""The mailbox: passes I/O completions and timer events to the thread that owns the hierarchy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 
 class Mailbox:
-    """Completions, one alarm, and a version that counts changes. Any thread may call `deliver`; the
-    other methods are for the owner. `wakeup` is called, on any thread, when the owner has work."""
+    """A queue of completion callbacks, a timer, and a version number that counts changes. Any
+    thread may call `deliver`; only the owner's thread may call the other methods. `wakeup` is
+    called, on any thread, when the owner has work."""
 
     def __init__(self, wakeup: Callable[[], None]) -> None:
         self._wakeup = wakeup
@@ -23,13 +24,13 @@ class Mailbox:
         self.version = 0  # the owner's parts add 1 for a change that a ticket or look-up can show
 
     def deliver(self, completion: Callable[[], None]) -> None:
-        """Queue a call that the owner runs in its next `run_delivered`."""
+        """Queue a callback. The owner's thread runs it in the next `run_delivered`."""
         self._queue.append(completion)
         self._delivered.set()
         self._ring()
 
     def wake_at(self, moment: float) -> None:
-        """Set an alarm: the owner is woken at `moment` (seconds, monotonic clock)."""
+        """Set a timer: `wakeup` is called at `moment` (seconds, monotonic clock)."""
         self._alarm.at(moment)
 
     def run_delivered(self) -> None:
@@ -42,7 +43,7 @@ class Mailbox:
         self._delivered.wait(timeout_seconds)
 
     def close(self) -> None:
-        """End the alarm for good. Completions can still be delivered and run."""
+        """Stop the timer for good. Completions can still be delivered and run."""
         self._alarm.close()
 
     def _ring(self) -> None:
@@ -62,7 +63,7 @@ class Alarm:
         self._thread: threading.Thread | None = None
 
     def at(self, moment: float) -> None:
-        """Ring at `moment` (seconds, monotonic clock). A moment cannot be cancelled."""
+        """Call `ring` at `moment` (seconds, monotonic clock). The call cannot be cancelled."""
         with self._changed:
             if self._closed:
                 return
@@ -76,7 +77,7 @@ class Alarm:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Stop ringing and wait for the thread. Idempotent."""
+        """Stop calling `ring`, and wait up to a second for the thread to end. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -6,10 +6,10 @@ A package declares a tier as an entry point in its own `pyproject.toml`:
     [project.entry-points."stratakv.tiers"]
     mytier = "mypackage.tier:open_tier"
 
-`open_tier` takes a `TierRequest` and returns a `StoreTier`, empty or filled, that keeps the promise
-of `tiers/base.py`; `tiers/contract.py` checks the promise. `policies/known_policies.py` and
-`admission/filters.py` describe the entry points of policies and filters. A package is imported only
-when a setting names its entry point.
+`open_tier` takes a `TierRequest` and returns a `StoreTier`, empty or filled, that fulfils the
+contract in `tiers/base.py`; `tiers/contract.py` checks the contract. `policies/known_policies.py`
+and `admission/filters.py` describe the entry points of policies and filters. A package is imported
+only when a setting names its entry point.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENTRY_POINTS = "stratakv.tiers"
 
 @dataclass(frozen=True, slots=True)
 class TierRequest:
-    """A request to open a tier. `options` are the operator's texts, unchecked."""
+    """A request to open a tier. `options` are the operator's option values as unchecked text."""
 
     name: str
     layout: BlockLayout
@@ -48,8 +48,9 @@ def installed(group: str) -> list[str]:
 
 
 def find_entry(group: str, what: str, name: str, ours: Sequence[str]) -> EntryPoint:
-    """The entry point `name` of a group. `what` (its kind) and `ours` (the built-in names) are for
-    messages. Raises TierConfigError for no entry point, or for several different ones."""
+    """The entry point `name` of a group. Error messages show `what` (the kind of entry point) and
+    `ours` (the built-in names). Raises TierConfigError if there is no such entry point, or several
+    different ones."""
     found = list(entry_points(group=group, name=name))
     if not found:
         raise TierConfigError(
@@ -65,7 +66,8 @@ def find_entry(group: str, what: str, name: str, ours: Sequence[str]) -> EntryPo
 
 
 def open_tier(request: TierRequest) -> StoreTier:
-    """Open a tier. Raises TierConfigError with cause and cure; TierDown if the cause may pass."""
+    """Open a tier. Raises TierConfigError with the cause, or TierDown if the cause may be
+    temporary."""
     point = find_entry(ENTRY_POINTS, "tier", request.name, ("cpu", "ssd"))
     try:
         open_it: OpenTier = point.load()

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ReopeningStore: a store that may be down at the start, and whose disk may vanish and return.
+"""ReopeningStore: wraps a store that may be down at the start, and whose disk may vanish and
+return.
 
     down ──opened──► in use ──the disk or the folder is gone──► closed ──► down
 
 While the store is down, every look-up is a miss and every block is refused. A thread tries to open
-the store, soon at first and then at growing intervals. After a loss of the disk the thread opens
-only an existing store: while the disk is not mounted, a new store would lie on another disk.
+the store, at intervals that grow from 1 to 60 seconds. After the disk was lost, the thread opens
+only an existing store. A new store would be made on another disk while the lost disk is not
+mounted.
 
 A file that was open on a lost disk never works again, even when the disk is back, and writes to
 removed files are lost. So the thread checks whether the files of a `DiskStore` are still at their
-path, and after faults also whether they can be read. If not, the thread closes the store.
+path, and after faults also whether they can be read. If a check fails, the thread closes the store.
 
-A disk that hangs may block a thread of the store for longer than `close` waits. The store's files
-stay open and its folder locked until that thread has ended, so no process can open the store again
-before that.
+A disk that hangs may block a thread of the store for longer than `close` waits. Until that thread
+has ended, the store's files stay open and its folder stays locked, so no process can open the
+store.
 """
 
 from __future__ import annotations
@@ -49,15 +51,17 @@ _T = TypeVar("_T")
 
 
 class ReopeningStore(ForwardingStore):
-    """A store that may be down. `opened` is the inner store, if it is open already. `open_it`
-    opens it, and raises TierDown while that is not possible. Any other error at the first opening
-    ends the attempts. Thread-safe. Only tests set the `..._seconds`."""
+    """A store that may be down. `opened` is the inner store, if it is already open. `open_it` opens
+    the inner store, and raises TierDown while that is not possible. Before the first success, any
+    other error ends the attempts. Later, a TierConfigError does not. Thread-safe. Only tests set
+    the parameters `..._seconds`."""
 
     @classmethod
     def wait_for(
         cls, name: str, layout: BlockLayout, open_it: Callable[[bool], StoreTier], error: TierDown
     ) -> ReopeningStore:
-        """Return a store that is down for the reason in `error`, which is logged."""
+        """Log `error`, the reason why the store is down, and return a wrapper that opens it
+        later."""
         log.warning("serving without the %s tier until it can be opened: %s", name, error)
         return cls(name, layout, open_it)
 
@@ -121,8 +125,8 @@ class ReopeningStore(ForwardingStore):
         return self._retry_after_reopen(lambda: self.inner.lease(keys, seconds))
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """See StoreTier. A store that is down drops the blocks when it opens; the result does not
-        count them."""
+        """See StoreTier. If the store is down, the blocks are dropped when it opens, and the result
+        does not count them."""
         with self._lock:
             if self.inner is self._empty and not self._is_cleared:
                 self._dropped.update(keys)
@@ -131,13 +135,13 @@ class ReopeningStore(ForwardingStore):
             return self.inner.drop(keys)
 
     def clear(self) -> None:
-        """See StoreTier. A store that is down forgets its blocks when it opens."""
+        """See StoreTier. If the store is down, its blocks are forgotten when it opens."""
         with self._lock:
             self._is_cleared |= self.inner is self._empty
             self.inner.clear()
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
-        """See StoreTier. False while the store is down and has blocks to forget."""
+        """See StoreTier. Returns False while the store is down and has blocks to forget."""
         inner = self.inner  # read once: the thread may replace it
         if inner is not self._empty:
             return inner.wait_forgotten(timeout_seconds)
@@ -152,7 +156,8 @@ class ReopeningStore(ForwardingStore):
         return stats
 
     def close(self, timeout_seconds: float) -> None:
-        """See StoreTier. If an opening takes longer, the thread closes the store that it opened."""
+        """See StoreTier. If the store is still being opened at the timeout, the thread closes it
+        later."""
         deadline = time.monotonic() + timeout_seconds
         self._closing.set()
         with self._lock:
@@ -162,7 +167,7 @@ class ReopeningStore(ForwardingStore):
         self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
 
     def _retry_after_reopen(self, call: Callable[[], _T]) -> _T:
-        """Run `call`, and once more if the inner store was closed and replaced meanwhile."""
+        """Run `call`. Run it again if it raised TierClosed because `inner` was replaced."""
         asked = self.inner
         try:
             return call()
@@ -263,7 +268,7 @@ class ReopeningStore(ForwardingStore):
         self._end_hanging()
 
     def _end_hanging(self) -> None:
-        """Close the hanging stores again. Remove each store whose files are closed now."""
+        """Close the stores in `_hanging` again. Remove each store whose files are closed now."""
         for store in self._hanging:
             store.close(0.0)
         self._hanging = [store for store in self._hanging if store.has_open_files]
@@ -276,21 +281,23 @@ class DiskStore(StoreTier):
 
     @abstractmethod
     def has_lost_disk(self) -> bool:
-        """Whether this store has lost its disk. Waits for the disk. Called by one thread."""
+        """Whether this store has lost its disk. May block on the disk. Only one thread calls
+        this."""
 
     @abstractmethod
     def not_yet_forgotten(self) -> tuple[list[bytes], bool]:
-        """Dropped keys that may still be on the disk, and whether all blocks must be forgotten."""
+        """The dropped keys that may still be on the disk, and whether all blocks must be
+        forgotten."""
 
     @property
     @abstractmethod
     def has_open_files(self) -> bool:
-        """Whether the store's files are open and its folder is locked. They stay so until the store
-        is closed and none of its threads waits for the disk."""
+        """Whether the store's files are open and its folder is locked. Both end when the store is
+        closed and none of its threads waits for the disk."""
 
 
 class EmptyStore(StoreTier):
-    """Stands in for a store that is down: has no blocks and refuses every block."""
+    """Replaces a store that is down. It has no blocks and refuses every block."""
 
     is_up = False
 

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tag of a block. The engine that stores the block makes the tag, every tier keeps the tag
-with the block, and an engine that loads the block checks it.
+"""The tag of a block. The engine that stores the block makes the tag. Every tier keeps the tag with
+the block. An engine that loads the block checks the tag.
 
     digest   xxh3-128(payload)                                   identifies the bytes
     tag      xxh3-128(name ‖ digest)                             binds the bytes to the block's name
     tag      HMAC-SHA256(tag key, name ‖ payload)[:16]           the same, with a tag key
     name     "STRKVTAG" ‖ layout id (16) ‖ payload bytes u64 ‖ key (40)
 
-A tier keeps digest and tag together as the block's proof. Whenever it moves the bytes it compares
-the digest, which takes neither the name nor the tag key. It makes no new tag for a block that came
-with one. A tag without a tag key detects damage and mix-ups. A tag with a tag key can be made only
-by a holder of that key: not by the server that keeps the block, and not by its other clients.
+A tier keeps the digest and the tag together as the block's `Proof`. Whenever a tier moves the
+bytes, it compares the digest, which needs neither the name nor the tag key. It makes no new tag for
+a block that came with a tag. A tag without a tag key detects damaged and mixed-up blocks. Only a
+holder of the tag key can make a tag with that key. The server that keeps the block, and the
+server's other clients, cannot.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ def unpack_proof(packed: bytes) -> Proof:
 
 
 def payload_digest(payload: Buffer) -> bytes:
-    """The 16-byte digest of a block's bytes. Releases the interpreter while it hashes."""
+    """The 16-byte digest of a block's bytes. Releases the GIL while it hashes."""
     return xxhash.xxh3_128_digest(payload)
 
 
 class Tagger:
-    """Makes tags of blocks of one layout. `tag_key`: a secret of 32 bytes or more, shared by all
-    engines that load each other's blocks. Thread-safe."""
+    """Makes tags of blocks of one layout. `tag_key` is a secret of 32 bytes or more, which all
+    engines that load each other's blocks share. Thread-safe."""
 
     def __init__(self, layout_id: bytes, payload_bytes: int, tag_key: bytes | None = None) -> None:
         self._name_head = _NAME_HEAD.pack(_MAGIC, layout_id, payload_bytes)
@@ -65,7 +66,8 @@ class Tagger:
 
     @property
     def is_keyed(self) -> bool:
-        """Whether there is a tag key. Tags are then made from a block's bytes, not its digest."""
+        """Whether the tagger has a tag key. If so, it makes tags from a block's bytes, not its
+        digest."""
         return self._keyed is not None
 
     def join_names(self, keys: Sequence[bytes]) -> bytes:
@@ -84,8 +86,8 @@ class Tagger:
         return [Proof(digest_of(head + key + digest), digest) for key, digest in pairs]
 
     def create_hasher(self, key: bytes) -> Any:
-        """A hasher for a payload that comes in parts. `update` hashes each part while it is in the
-        processor's cache; `finish_proof` then takes the hasher."""
+        """A hasher for a payload that comes in parts. Call its `update` with each part, while the
+        part is in the CPU cache, and then pass the hasher to `finish_proof`."""
         if self._keyed is None:
             return xxhash.xxh3_128()
         return _KeyedHasher(self._keyed, self._name_head + key)
@@ -108,7 +110,8 @@ class Tagger:
 
 
 class Hashed:
-    """Passes a known digest to `finish_proof` in place of a hasher. Only without a tag key."""
+    """Takes the place of a hasher in `finish_proof` if the digest is known. Only without a tag
+    key."""
 
     def __init__(self, digest: bytes) -> None:
         self._digest = digest

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the tiers. Most fields are options too, each with its reader and its help.
+"""The settings of the tiers. Most fields are also options: `setting` gives a default, a parser and
+a help text.
 
 `settings/option.py` makes flags, environment variables and keys of configuration files from these
-options, and `assemble.py` builds the tiers. A new option needs a field here and code that uses it.
+options, and `assemble.py` builds the tiers. A new option needs a field in this module and code that
+uses the field.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _policy = readers.one_of_these_or(POLICIES, known_policies)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuSettings:
-    """The settings of the slab, which options call the cpu tier."""
+    """The settings of the slab. Options and help texts call the slab the cpu tier."""
 
     policy: str = setting(
         DEFAULT_POLICY, _policy,
@@ -54,10 +56,10 @@ class CpuSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdSettings:
-    """The settings of the SSD tier. `path` may be several directories with commas between them, one
-    on each disk (see `paths`); they share `capacity_bytes` evenly. `daily_bytes` bounds the bytes
-    written in a day, except at shutdown. The key in `mac_key_file` seals the records: the tier then
-    refuses records from other writers of the directory."""
+    """The settings of the SSD tier. `path` is one directory, or several separated by commas, one on
+    each disk (see `paths`). The directories share `capacity_bytes` evenly. `daily_bytes` limits the
+    bytes written per day, except at shutdown. With `mac_key_file` the tier seals its records with
+    that key, and refuses records that were written without the key."""
 
     path: Path | None = setting(
         None, readers.path, "directory of the ssd tier, or of several disks by commas", "DIR",
@@ -104,7 +106,7 @@ class SsdSettings:
 
     @property
     def rounds(self) -> bool:
-        """Whether the codec rounds K and V: a block comes back with less precision."""
+        """Whether the codec rounds K and V, so that a loaded block has less precision."""
         return self.codec in ROUNDING_CODECS
 
     @property
@@ -121,7 +123,7 @@ class SsdSettings:
 
 def _check_apart(paths: Sequence[Path]) -> None:
     """Raise ConfigError for too many directories, and for a directory that is given twice, lies in
-    another one, or has no name."""
+    another directory, or has an empty name."""
     if any(path == Path() for path in paths):
         raise ConfigError(
             "an ssd path between two commas is empty; name a directory or drop a comma"
@@ -148,7 +150,7 @@ SERVER_SSD = SsdSettings(admission="all")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSettings:
-    """A client's credentials: token, certificate and trusted authorities, in files."""
+    """The files of a client's credentials: token, certificate and trusted authorities."""
 
     THEM: ClassVar[str]  # the servers, as help texts name them
 
@@ -183,7 +185,7 @@ class PeerSettings(ClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteTierSettings(ClientSettings):
-    """The credential files for cache servers, the tag key, and the longest wait for an answer."""
+    """The credential files for cache servers, the tag key, and the look-up timeout."""
 
     THEM: ClassVar[str] = "cache servers"
 
@@ -200,7 +202,7 @@ class RemoteTierSettings(ClientSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """Access of other engines to this engine's slab, if the slab is served."""
+    """The settings for other engines' access to this engine's slab, if the slab is served."""
 
     token_file: Path | None = setting(
         None, readers.path, "file of the token that other engines send", "FILE",
@@ -218,7 +220,7 @@ class ServeSettings:
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """The address to listen on; port 0 takes any free port."""
+    """The address to listen on. Port 0 means any free port."""
 
     host: str  # without brackets
     port: int
@@ -226,8 +228,9 @@ class ListenAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """The settings of all tiers from the slab down. Settings of engines and adapters inherit from
-    this class and define the options of its fields. There is an SSD tier if `ssd.path` is set."""
+    """The settings of the slab and all stores below it. The settings of engines and adapters
+    inherit from this class and declare the options for its fields. There is an SSD tier if
+    `ssd.path` is set."""
 
     cpu: CpuSettings = field(default_factory=CpuSettings)
     ssd: SsdSettings = field(default_factory=SsdSettings)
@@ -252,7 +255,8 @@ class TierSettings:
 
     @property
     def store_names(self) -> tuple[str, ...]:
-        """The names of the tiers below the slab, the fastest first; metrics and drills use them."""
+        """The names of the tiers below the slab, the fastest first. Metrics and fault injection use
+        these names."""
         return (
             *("ssd",) * self.has_ssd,
             *self.other_tiers,
@@ -262,7 +266,8 @@ class TierSettings:
 
     @property
     def drill(self) -> Drill | None:
-        """The faults to inject; None where `faults` is empty. Raises TierConfigError."""
+        """The faults to inject, or None without `faults`. Raises TierConfigError for invalid
+        `faults`."""
         if not self.faults:
             return None
         from .testing.faulty_store import parse_drill  # only a process with a drill loads it

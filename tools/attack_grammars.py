@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four clients send hostile grammars to a server for a while; what do the other clients get?
+"""Measures what a server's honest clients get while four other clients send hostile grammars.
 
     .venv/bin/python tools/attack_grammars.py --seconds 600 [--backend xgrammar] [--one-tenant]
 
-It starts `stratakv serve` on the embedded model. One honest client reads streams: alone, beside
-clients without grammars, and beside the attack. Another asks every few seconds for an answer to a
-schema that is new each time. At the end no schema may be refused, and no process and no
-thread may be left that was not there before. Prints JSON; the exit status is 1 where something is
-not kept.
+The tool starts `stratakv serve` on the embedded model. One honest client reads streams: alone,
+beside clients without grammars, and beside the attack. A second honest client asks every two
+seconds for an answer to a new schema. The tool prints JSON. Its exit status is 1 unless every
+honest schema is answered within 5 s, the 99th percentile of the seconds between tokens is at most
+1.3 times that beside clients without grammars, the server ends with all its descendants, and at
+most three threads more than before are left.
 
-`hostile_grammars` is also what `tests/engine/structured/test_attack.py` sends, in part.
+`tests/engine/structured/test_attack.py` sends some of `hostile_grammars` too.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ MOST_P99 = 1.3
 START_SECONDS, ANSWER_SECONDS, END_SECONDS = 300.0, 300.0, 60.0
 SETTLE_SECONDS = 30.0
 ALONE_SECONDS = 30.0
-PAUSE_SECONDS = 2.0  # between an honest schema and the next
+PAUSE_SECONDS = 2.0  # seconds between two honest schemas
 HOST = "127.0.0.1"
 TENANT, MODEL = "x-tenant", "embedded"
 Grammar = dict[str, Any]
 
 
 def hostile_grammars(number: int) -> dict[str, Grammar]:
-    """Sixty hostile grammars by name; each `number` gives other ones, which no cache has."""
+    """Sixty hostile grammars by name; each `number` gives new grammars, which no cache holds."""
     made: dict[str, Grammar] = {}
     for kind in (_regexes, _schemas, _rules, _choices):
         for name, grammar in kind(number):
@@ -127,14 +128,14 @@ def _choices(number: int) -> Iterator[tuple[str, Grammar]]:
 
 
 def honest_schema(number: int) -> Grammar:
-    """A schema such as programs ask for, another for each number."""
+    """A schema such as programs send; each number gives another schema."""
     names = {f"field_{number}": {"type": "integer"}, "kind": {"enum": ["a", "b"]}}
     schema = {"type": "object", "properties": names, "required": list(names)}
     return {"json": schema | {"additionalProperties": False}}
 
 
 class Served:
-    """`stratakv serve`, asked over HTTP."""
+    """A `stratakv serve` process, and requests to its HTTP server."""
 
     def __init__(self, words: list[str], log: Path) -> None:
         command = [sys.executable, "-P", "-m", "stratakv.engine.cli.main", "serve", "--port", "0"]
@@ -154,7 +155,7 @@ class Served:
                 self.port = int(found[1])
 
     def ask(self, fields: dict[str, Any], tenant: str) -> tuple[int, dict[str, Any]]:
-        """A completion: the status and the answer."""
+        """Send a completion request; return the HTTP status and the decoded answer."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)
         try:
             body = json.dumps({"model": MODEL, "prompt": "As JSON: ", **fields})
@@ -167,7 +168,7 @@ class Served:
             connection.close()
 
     def waits(self, is_over: Callable[[], bool]) -> Iterator[float]:
-        """The seconds between tokens, of one stream after the other."""
+        """The seconds between the tokens of streams that the client reads one after the other."""
         while not is_over():
             connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)
             fields = {"prompt": "On and on", "stream": True, "max_tokens": 1500}
@@ -186,7 +187,7 @@ class Served:
             connection.close()
 
     def threads_and_processes(self) -> tuple[int, list[int]]:
-        """The number of threads of the server and all that it has started, and the process ids."""
+        """The number of threads of the server and its descendants, and their process ids."""
         found, left = [], [self.process.pid]
         while left:
             pid = left.pop()
@@ -197,7 +198,8 @@ class Served:
         return sum(len(_files(f"/proc/{pid}/task")) for pid in found), sorted(found)
 
     def stop(self) -> bool:
-        """Stop the server; whether it ended by itself, and everything with it."""
+        """Stop the server; return whether the server and all its descendants ended by
+        themselves."""
         _, pids = self.threads_and_processes()
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -232,7 +234,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def _beside_free_requests(served: Served, seconds: float) -> list[float]:
-    """The reader's seconds between tokens beside as many clients that ask without grammars."""
+    """The stream reader's seconds between tokens beside NUM_CLIENTS clients without grammars."""
     end = time.monotonic() + seconds
 
     def ask(client: int) -> None:
@@ -250,7 +252,7 @@ def _beside_free_requests(served: Served, seconds: float) -> list[float]:
 
 
 def attack(served: Served, seconds: float, one_tenant: bool) -> dict[str, Any]:
-    """Attack the server for so many seconds; the figures."""
+    """Attack the server for `seconds`; return the measured figures."""
     alone_until = time.monotonic() + min(ALONE_SECONDS, seconds)
     served.ask({"structured_outputs": honest_schema(10**6), "max_tokens": 64}, "honest")
     alone = list(served.waits(lambda: time.monotonic() > alone_until))
@@ -303,7 +305,7 @@ def attack(served: Served, seconds: float, one_tenant: bool) -> dict[str, Any]:
         ask_honestly()
     deadline = time.monotonic() + SETTLE_SECONDS
     while (left := served.threads_and_processes())[0] > threads_before + 3:
-        if time.monotonic() > deadline:  # what is kept idle is a process or two
+        if time.monotonic() > deadline:  # idle processes that the server keeps: one or two
             break
         time.sleep(PAUSE_SECONDS)
     return {

@@ -4,9 +4,10 @@
     python tools/command_pages.py            rewrite the pages
     python tools/command_pages.py --check    name the rows that would change; 1 if there are any
 
-A table has the columns flag, default, unit and what. Flags, their order and their defaults come
-from the code. Units and descriptions are kept as the page has them, because they hold links and
-more than `--help` has room for. A new flag gets both from its option, a removed flag loses its row.
+A table has the columns flag, default, unit and what (the description). Flags, their order and their
+defaults come from the code. Units and descriptions are kept as the page has them, because they hold
+links and more than `--help` has room for. A new flag's row takes unit and description from the
+code; a removed flag loses its row.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from stratakv.tiers.settings.option import Option, flag_of
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "commands"
 HEADER = "| flag | default | unit | what |"
-WORDLESS = (None, argparse.SUPPRESS, [])  # defaults that only the page can put into words
+WORDLESS = (None, argparse.SUPPRESS, [])  # defaults that only the page can describe
 
 
 class Row(NamedTuple):
-    """A row of a table. An empty default or unit is for the page to fill."""
+    """A row of a table of flags. The text of the page fills an empty default or unit."""
 
     flag: str
     default: str
@@ -67,7 +68,8 @@ def rows_of_parser(add_arguments: Callable[[Parser], None] | None) -> Iterator[R
 
 
 def rows_of_benchmark(name: str) -> Iterator[Row]:
-    """The rows of a benchmark's flags, and of the two that all benchmarks share."""
+    """The rows of a benchmark's own flags, behind `--quick` and `--out`, which all benchmarks
+    share."""
     module = importlib.import_module(bench.BENCHMARKS[name], bench.__package__)
     yield Row("--quick", "off", "switch", "a small form, for a demonstration")
     yield Row("--out", f"`build/bench/{name}`", "directory", "where the results go")
@@ -75,8 +77,8 @@ def rows_of_benchmark(name: str) -> Iterator[Row]:
 
 
 def rows_of_generate() -> Iterator[Row]:
-    """The rows of `generate` beside the engine's flags. The log level depends on the command, and
-    the defaults of sampling are those of the parameters."""
+    """The rows of `generate` without those of the engine's flags. The default of the log level is
+    that of the command, and the defaults of sampling flags are those of `SamplingParams`."""
     parser = Parser(prog="command_pages")
     generate.add_arguments(parser)
     asked = parser.parse_all(["--prompt", "x"])
@@ -99,7 +101,7 @@ def _without(rows: Iterable[Row], others: Iterable[Row]) -> list[Row]:
 
 
 def tables() -> dict[str, list[Row]]:
-    """The rows of each table, by the heading above it."""
+    """The rows of each table, by the heading above the table."""
     cache_servers = list(rows_of_options(cache_server.OPTIONS))
     routers = list(rows_of_options(ROUTER_OPTIONS))
     others = _without(rows_of_parser(cache_server.add_arguments), cache_servers)
@@ -122,7 +124,7 @@ def tables() -> dict[str, list[Row]]:
 
 
 def written(page: str, rows_by_heading: Mapping[str, list[Row]]) -> str:
-    """The page with its tables of flags as the code has them."""
+    """The text of the page, with its tables of flags brought up to date with the code."""
     lines: list[str] = []
     heading, kept = "", None
     for line in [*page.splitlines(), ""]:
@@ -142,8 +144,8 @@ def written(page: str, rows_by_heading: Mapping[str, list[Row]]) -> str:
 
 
 def _filled(rows: Iterable[Row], kept: Mapping[str, list[str]]) -> Iterator[Row]:
-    """The rows, with what the page says of a flag: its unit, its description, and a default that
-    the code has not, or that is the same in backticks or without."""
+    """The rows, with the unit and the description that the page has for a flag. The page's default
+    stays if the code gives none, or if the two differ only in backticks."""
     for row in rows:
         if row.flag not in kept:
             yield row._replace(default=row.default or "none")
@@ -158,7 +160,7 @@ def _line(row: Row) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """The command line; 1 where a page is behind the code and `--check` was given."""
+    """Run the command line; return 1 if `--check` is given and a page differs from the code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing")
     checks = parser.parse_args(arguments).check

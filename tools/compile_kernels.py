@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every shipped kernel configuration for GPUs that are not here, and say what it takes.
+"""Compile every shipped kernel configuration for GPUs that are not here; report its resources.
 
-Needs Triton, which brings NVIDIA's assembler and disassembler, and no device. Without options it
-writes `kernels/resources.json`: registers, spilled bytes and shared memory of every configuration
-for sm_80 and sm_90, how many of its programs a multiprocessor runs side by side, and what a pass of
-each inner loop does (`machine_code.py`). Another Triton than that of `constraints.txt`, put on the
-path, writes `kernels/resources-triton-VERSION.json`, which may have fewer of them: those that the
-launch tables were chosen by.
+The tool needs Triton, which brings NVIDIA's assembler and disassembler, and no device. Without
+options it writes `kernels/resources.json`. For every configuration, for sm_80 and sm_90, this table
+holds registers, spilled bytes, shared memory, the number of programs that a multiprocessor runs at
+a time, and what a pass of each inner loop does (`machine_code.py`). If another Triton than that of
+`constraints.txt` is on the path, the tool writes `kernels/resources-triton-VERSION.json`, which may
+have only the configurations by which the launch tables were chosen.
 
-The exit status is 1 when a configuration breaks a limit or lacks an instruction that it names; the
-table has its figures all the same, and the tests refuse it. It is 1 too, and nothing is written,
-when machine code costs more than the table says; `--accept` writes it. Knows nothing of what a
-kernel does. `kernel_model.py` makes predictions of the table.
+The exit status is 1 if a configuration exceeds a limit or lacks an instruction that it names. The
+tool then writes the table, which the tests refuse. The exit status is 1 too if machine code costs
+more than the table says; then nothing is written unless `--accept` is given. The tool does not
+interpret what a kernel computes. `kernel_model.py` makes predictions from the table.
 
     python tools/compile_kernels.py                         compile all, write the table
     python tools/compile_kernels.py --only 'write_kv.*'     compile some, replace their rows
@@ -41,13 +41,13 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "kernels" / "resources.json"
 PINNED = re.compile(r"^triton==(\S+)", re.MULTILINE)
 MAX_REGISTERS = 255
-MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may have, by target
-# Of a multiprocessor: registers in units of 8 a thread, shared memory of which each program takes a
-# KiB more, warps, programs.
+MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # the limit of one program, by target
+# Limits of a multiprocessor: registers, given out in units of 8 a thread, shared memory, of which
+# each program takes 1 KiB more than it asks for, warps, programs.
 REGISTERS, REGISTER_UNIT, MAX_WARPS, MAX_PROGRAMS = 65536, 8, 64, 32
 SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024}
 PROGRAM_SHARED_BYTES = 1024
-NEEDS_TARGET = 90  # where a configuration's `needs` are looked for
+NEEDS_TARGET = 90  # the target whose machine code must have a configuration's `needs`
 
 
 def declared() -> Iterator[Any]:
@@ -58,7 +58,7 @@ def declared() -> Iterator[Any]:
 
 
 def read_from(path: Path) -> Iterator[Any]:
-    """The configurations of one file that is no part of the package."""
+    """The configurations in one file outside the package."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise SystemExit(f"expected a Python file, got {path}")
@@ -68,10 +68,10 @@ def read_from(path: Path) -> Iterator[Any]:
 
 
 def compile_for(configuration: Any, target: int) -> tuple[dict[str, Any], bytes]:
-    """Compile a configuration: the figures of the compiler, and the machine code.
+    """Compile a configuration; return the compiler's figures and the machine code.
 
-    The figures have its warps and the work of a tile too, so that a reader of the table needs
-    nothing else."""
+    The figures include the number of warps and the work of a tile, so that a reader of the table
+    needs no other file."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -111,7 +111,7 @@ def compile_for(configuration: Any, target: int) -> tuple[dict[str, Any], bytes]
 
 
 def side_by_side(target: int, registers: int, shared_bytes: int, num_warps: int) -> int:
-    """The number of programs that a multiprocessor of this target has room for."""
+    """The number of programs that one multiprocessor of this target can run at the same time."""
     of_a_thread = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
     return min(
         REGISTERS // (of_a_thread * 32 * num_warps),
@@ -122,7 +122,7 @@ def side_by_side(target: int, registers: int, shared_bytes: int, num_warps: int)
 
 
 def table_of(version: str) -> Path:
-    """The file of the resources by this version of Triton."""
+    """The path of the resource table for this version of Triton."""
     pinned = PINNED.search((ROOT / "constraints.txt").read_text())
     if pinned is None or pinned[1] == version:
         return TABLE
@@ -139,7 +139,7 @@ def _number(pattern: str, log: str) -> int:
 def faults(
     configuration: Any, target: int, found: dict[str, Any], mnemonics: set[str]
 ) -> Iterator[str]:
-    """Faults of one result, one sentence each."""
+    """Limits that one compiled configuration breaks, a sentence each."""
     if found["registers"] > MAX_REGISTERS:
         yield f"expected at most {MAX_REGISTERS} registers, got {found['registers']}"
     if found["spilled_bytes"]:
@@ -151,7 +151,7 @@ def faults(
         return
     if lacks := sorted(configuration.needs - mnemonics):
         yield f"expected {', '.join(lacks)} in the machine code, got none"
-    if 0 < found["programs"] < configuration.min_programs:  # 0 has its reason above
+    if 0 < found["programs"] < configuration.min_programs:  # a fault above explains a 0
         yield (
             f"expected room for {configuration.min_programs} programs on a multiprocessor, "
             f"got {found['programs']}"
@@ -159,7 +159,7 @@ def faults(
 
 
 def worse(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """Costs of a result that exceed those of the table, one sentence each."""
+    """Costs of a compiled configuration that exceed those in the table, a sentence each."""
     if after["programs"] < before["programs"]:
         yield (
             f"expected room for {before['programs']} programs on a multiprocessor as before, "
@@ -173,8 +173,8 @@ def worse(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
 def compile_all(
     configurations: list[Any], known: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """The table of resources, everything that is wrong with it, and what costs more than in the
-    rows that are known."""
+    """The new table of resources, all broken limits, and all costs that exceed those of the known
+    rows."""
     import triton
 
     names = [configuration.name for configuration in configurations]
@@ -198,7 +198,8 @@ def compile_all(
 
 
 def _rows(path: Path) -> tuple[str, dict[str, Any]]:
-    """The version of Triton that a table is of, and its rows; none where there is no table."""
+    """The version of Triton that wrote a table, and the table's rows; both empty without a
+    table."""
     if not path.exists():
         return "", {}
     table = json.loads(path.read_text())
@@ -206,7 +207,7 @@ def _rows(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _text(table: dict[str, Any]) -> str:
-    """JSON, one line for each target of a configuration and for each pass of a loop."""
+    """The table as JSON, with a line for each target of a configuration and each pass of a loop."""
     rows = []
     for name, row in sorted(table["configurations"].items()):
         targets = []
@@ -233,7 +234,7 @@ def main() -> int:
     if options.source and not (options.print or options.list):
         parser.error("the table has shipped configurations only; add --print")
     with tempfile.TemporaryDirectory() as cache:
-        # A kernel out of the cache would leave no log to read, and two names may be one kernel.
+        # A cached kernel would leave no log to read, and two names may stand for one kernel.
         os.environ.update(TRITON_CACHE_DIR=cache, TRITON_ALWAYS_COMPILE="1")
         os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
         found = list(read_from(options.source) if options.source else declared())
@@ -246,7 +247,7 @@ def main() -> int:
 
         path = table_of(triton.__version__)
         version, known = _rows(options.against or path)
-        if version != triton.__version__:  # another compiler's figures are no measure
+        if version != triton.__version__:  # figures of another compiler are not comparable
             if options.only and not options.print and version:
                 parser.error(
                     f"the table is triton {version}'s, not {triton.__version__}'s; compile all"

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows one prompt's blocks out to the SSD and back, and counts modules and doors on their way.
+"""Follows one prompt's blocks to the SSD and back, and counts the modules and doors they pass.
 
     python tools/follow_block.py             the counts
     python tools/follow_block.py --list      the modules and doors too
     python tools/follow_block.py --runs 3    three times, each in a process of its own
 
-One engine with the embedded model, a pool of few blocks and a slab of fewer computes a prompt, then
-others until the pool and the slab have evicted the prompt's blocks, then the prompt again. A module
-takes part if one of its functions ran, in any thread, from the first of these requests to the last;
-what runs only while the engine starts or closes does not count. A door is a pair of functions in
-different files, both on the floors that a block passes, of which one called the other. The exit
-status is 1 unless the request's own counts say that its blocks came back from the SSD.
+An engine with the embedded model, a small pool and a smaller slab computes a prompt. It then
+computes other prompts until the pool and the slab have evicted the first prompt's blocks, and then
+the first prompt again. A module counts if one of its functions ran, in any thread, between the
+first and the last of these requests; code that runs only at the start or end of the engine does not
+count. A door is a pair of functions in different files below `FLOORS`, one of which called the
+other. The exit status is 1 unless the request's own counts say that its blocks came from the SSD.
 
-The tool uses nothing of the package but `LLM` and `SamplingParams`, so the same file can be run on
-another version: what counts is the package that this Python imports.
+The tool imports only `LLM` and `SamplingParams` from the package, so it can be run on another
+version: it follows the package that this Python imports.
 """
 
 from __future__ import annotations
@@ -32,37 +32,39 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-# The floors that a block passes; the rest is about text, sampling, the model and the process.
+# Folders of the code that handles blocks; the rest is about text, sampling, the model and the
+# process.
 FLOORS = ("connector", "tiers", "kernels", "engine/scheduler", "engine/cache")
-# Files that were moved off the floors on 2026-11-28 or later, and count as before.
+# Files that were moved out of these folders on 2026-11-28 or later, and count as before.
 ONCE_ON_FLOORS: tuple[str, ...] = ()
 NOT_OURS = ("tests", "tools", ".venv", "build")
 BLOCK_TOKENS = 16
-PROMPT_TOKENS = 4 * BLOCK_TOKENS + 1  # four whole blocks can be reused
+PROMPT_TOKENS = 4 * BLOCK_TOKENS + 1  # the prompt has four whole blocks that can be reused
 POOL_BLOCKS = 16
 SLAB_BYTES = "1MiB"  # ten blocks of the embedded model
-NUM_OTHERS = 8  # prompts, twice what the pool and the slab hold together
+NUM_OTHERS = 8  # other prompts: they fill twice what pool and slab hold together
 
 
 class Follower:
-    """Notes every call while it is on, in threads started after it was made."""
+    """Records every call while `is_on`, in threads that were started after the follower was
+    made."""
 
     def __init__(self) -> None:
         self.is_on = False
         self.codes: set[CodeType] = set()
-        self.calls: set[tuple[CodeType | None, CodeType]] = set()  # caller and called
+        self.calls: set[tuple[CodeType | None, CodeType]] = set()  # (caller, called function)
         threading.setprofile(self._hear)
         sys.setprofile(self._hear)
 
     def close(self) -> None:
-        """Note no more calls, and start no thread that notes them."""
+        """Stop recording, in this thread and in threads that are started later."""
         self.is_on = False
         threading.setprofile(None)
         sys.setprofile(None)
 
     def way(self, root: Path) -> Way:
-        """The modules and doors below `root` of what was noted."""
-        # A module's or a class's body runs when it is imported, which is no part of the way.
+        """The modules and doors below `root` among the recorded calls."""
+        # The body of a module or class runs at its import, which does not count.
         codes = {code for code in self.codes if code.co_flags & CO_OPTIMIZED}
         paths = {code: path for code in codes if (path := _path_below(root, code.co_filename))}
         modules = {
@@ -85,14 +87,14 @@ class Follower:
 
 
 class Way(NamedTuple):
-    """The way of a prompt's blocks."""
+    """The modules and doors that a prompt's blocks passed."""
 
-    modules: dict[str, int]  # path -> lines, of each with a function that ran
+    modules: dict[str, int]  # path → number of lines, of each module with a function that ran
     doors: list[str]
 
 
 def _path_below(root: Path, name: str) -> str | None:
-    """The path of one of our files below `root`; None for any other file."""
+    """The path of one of the package's files below `root`; None for any other file."""
     path = Path(name).resolve()
     if name.startswith("<") or not path.is_relative_to(root):
         return None
@@ -101,8 +103,9 @@ def _path_below(root: Path, name: str) -> str | None:
 
 
 def follow(pause_seconds: float) -> tuple[Way, dict[str, int]]:
-    """The way of the prompt's blocks, and where its tokens came from in the end."""
-    follower = Follower()  # before torch and the engine start threads
+    """The modules and doors that the blocks passed, and the last request's cached tokens by
+    tier."""
+    follower = Follower()  # made before torch and the engine start threads
     import stratakv
     from stratakv.engine import LLM, SamplingParams
 
@@ -125,14 +128,14 @@ def follow(pause_seconds: float) -> tuple[Way, dict[str, int]]:
         follower.is_on = True
         for number in [*range(NUM_OTHERS + 1), 0]:
             [output] = llm.generate([[100 + number] * PROMPT_TOKENS], params)
-            time.sleep(pause_seconds)  # for the tiers to write what the next prompt displaces
+            time.sleep(pause_seconds)  # meanwhile the tiers write what the next prompt evicts
         follower.is_on = False
     follower.close()
     return follower.way(root), output.cached_tokens_by_tier
 
 
 def report(ways: Sequence[Way], *, lists: bool) -> None:
-    """Print the counts of one run or several."""
+    """Print the counts of one run or several runs."""
     runs = [way.modules for way in ways]
     every: dict[str, int] = {}
     for run in runs:
@@ -172,7 +175,7 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command line; 1 where the blocks did not come back from the SSD."""
+    """Run the command line; return 1 if the blocks did not come back from the SSD."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="name each module and door")
     parser.add_argument("--json", action="store_true", help="print the way of one run as JSON")
@@ -190,7 +193,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for _ in range(given.runs):
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if not done.stdout:
-            return 1  # it has said why
+            return 1  # the child has printed the reason
         answer = json.loads(done.stdout)
         print(f"cached tokens of the last request: {answer['cached_tokens']}")
         if done.returncode:

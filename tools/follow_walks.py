@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows three ways through the code as a reader would, and counts how often the file changes.
+"""Follows three paths through the code as a reader would, and counts how often the file changes.
 
     python tools/follow_walks.py                the counts, and the files in the order of reading
     python tools/follow_walks.py chat --list    the functions too, of one of them
 
-    admission   a request whose blocks the CPU tier has is let in, beside another one: once to be
-                loaded, once, when its blocks have come, to run
-    chat        a chat completion, from its HTTP route to its first token, which leaves as an event
+    admission   a request whose blocks lie in the CPU tier is admitted beside another request: once
+                to load its blocks and, when they have come, once to run
+    chat        a chat completion, from its HTTP route to the event with its first token
     settings    the tiers' settings, from the command line to the opening of the SSD store
 
-A walk is that of a reader who reads the first functions from top to bottom and opens what is
-called:
+The imagined reader reads a walk's first functions from top to bottom and opens the functions that
+they call:
 
     stay      a file that is read without leaving it
     return    a stay in a file where the reader was before
 
-The files of `followed` are followed. Others of `doors` are doors: opening one is a stay, what is
-behind it is none, for their docstrings say what they do. Functions that call nothing of ours are
-read in passing, and coming back to a caller counts only where it goes on to call something that is
-not. In the long walks a function is opened where it is first called, and not again.
+The reader follows calls into the files of `followed`. A function in the files of `doors` is opened,
+which is a stay, but its calls are not followed, because its docstring says what it does. A function
+that calls none of the package's functions is no stay, and coming back to a caller is a stay only if
+the caller then opens another function. In a walk with `opens_once`, each function is opened once.
 
-The admission walk uses nothing of the package but `LLM` and `SamplingParams`, the others nothing
-but the command line. So the same file can be run on another version, as far as its names are there:
-what counts is the package that this Python imports.
+The admission walk imports only `LLM` and `SamplingParams` from the package, and the other walks use
+only the command line. So the file can be run on another version that has the same names: it follows
+the package that this Python imports.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from types import CodeType, FrameType
 from typing import Any
 
 BLOCK_TOKENS = 16
-TOKEN = 100  # the only one of the prompt that is followed through admission
-NUM_OTHERS = 6  # prompts, twice what the pool holds
+TOKEN = 100  # the token id of which the followed prompt consists
+NUM_OTHERS = 6  # other prompts: they fill twice the pool
 WAIT_SECONDS = 60.0
 
 
 @dataclass(slots=True)
 class Call:
-    """A call of a function of ours, with those made in it."""
+    """A call of one of the package's functions, with the calls made in it."""
 
     file: str
     name: str = ""
@@ -63,20 +63,21 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """A way through the code: its roots, what is followed, and what makes it happen."""
+    """A path through the code: its first functions, the files to follow, and a function to run
+    it."""
 
-    roots: tuple[tuple[str, str], ...]  # files and functions, in the order of reading
+    roots: tuple[tuple[str, str], ...]  # (file, function), in the order of reading
     followed: tuple[str, ...]  # files and folders
     doors: tuple[str, ...]
     happen: Callable[[Follower], None]
-    apart: tuple[str, ...] = ()  # neither, in a followed folder
-    end: tuple[str, str] = ("", "")  # what it leads to: the last function that is opened
-    is_wanted: Callable[[FrameType], bool] = lambda _: True  # calls of the roots that count
+    apart: tuple[str, ...] = ()  # files in a followed folder that are neither followed nor doors
+    end: tuple[str, str] = ("", "")  # (file, function) of the last call, at which the walk ends
+    is_wanted: Callable[[FrameType], bool] = lambda _: True  # whether a call of a root counts
     opens_once: bool = True
 
 
 class Follower:
-    """Notes the calls made in the roots of a walk, on any thread, and in coroutines."""
+    """Records the calls made below the roots of a walk, on any thread and in coroutines."""
 
     def __init__(self, walk: Walk) -> None:
         import stratakv
@@ -85,14 +86,14 @@ class Follower:
         self._walk = walk
         self._open: dict[int, list[tuple[FrameType, Call]]] = {}  # by thread
         self._suspended: dict[FrameType, Call] = {}  # coroutines and generators
-        self._paths: dict[CodeType, str] = {}  # "" for code that is not ours
+        self._paths: dict[CodeType, str] = {}  # "" for code outside the package
         self.walks: list[Call] = []
         self.is_over = False
         threading.setprofile(self._hear)
         sys.setprofile(self._hear)
 
     def close(self) -> None:
-        """Note no more calls, and start no thread that notes them."""
+        """Stop recording, in this thread and in threads that are started later."""
         threading.setprofile(None)
         sys.setprofile(None)
 
@@ -108,7 +109,8 @@ class Follower:
             calls.append((frame, call))
 
     def _begin(self, frame: FrameType, calls: list[tuple[FrameType, Call]]) -> Call | None:
-        """A new call in those that are open, or a root; None: it is part of no walk."""
+        """Record a new call as a root or inside the open call; None if the call is part of no
+        walk."""
         code = frame.f_code
         path = self._path(code)
         if not path or code.co_name.startswith("<"):
@@ -131,13 +133,13 @@ class Follower:
         if code not in self._paths:
             path = Path(code.co_filename)
             place = path.relative_to(self._root) if path.is_relative_to(self._root) else Path()
-            # In a checkout the packages of .venv lie below ours.
+            # In a checkout the packages of .venv lie below the package's root.
             self._paths[code] = "" if place.parts[:1] in ((), (".venv",)) else place.as_posix()
         return self._paths[code]
 
 
 def stays(walk: Walk, calls: Sequence[Call]) -> list[tuple[str, list[str]]]:
-    """The files in the order in which they are read, each with the functions opened there."""
+    """The files in the order of reading, each with the functions that are opened in that stay."""
     found: list[tuple[str, list[str]]] = []
     opened: set[tuple[str, str]] = set()
 
@@ -167,8 +169,8 @@ def stays(walk: Walk, calls: Sequence[Call]) -> list[tuple[str, list[str]]]:
 
 
 def _let_in(follower: Follower) -> None:
-    """Bring a request's blocks into the tier alone, then let it in. Raises RuntimeError where they
-    did not come from the tier."""
+    """Bring a request's blocks into the CPU tier only, then send the request again. Raises
+    RuntimeError if its blocks did not come from the tier."""
     from stratakv.engine import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -184,7 +186,7 @@ def _let_in(follower: Follower) -> None:
         prompt = [TOKEN] * (4 * BLOCK_TOKENS + 1)
         for number in range(NUM_OTHERS + 1):
             llm.generate([[TOKEN + number] * len(prompt)], params)
-            time.sleep(0.1)  # for the tier to take what the next prompt displaces
+            time.sleep(0.1)  # meanwhile the tier takes what the next prompt evicts
         follower.walks.clear()
         _, output = llm.generate([[TOKEN - 1] * BLOCK_TOKENS, prompt], params)
     if not (cached := output.cached_tokens_by_tier).get("cpu"):
@@ -205,7 +207,8 @@ def _command(*words: str) -> None:
 
 
 def _free_port() -> int:
-    """A free port below the ones that the system gives to clients, which may take it meanwhile."""
+    """A free port below the range that the system gives to clients. Another process may take it
+    meanwhile."""
     for port in random.sample(range(15_000, 30_000), 100):
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))
@@ -214,9 +217,9 @@ def _free_port() -> int:
 
 
 def _chat(follower: Follower) -> None:
-    """A server in this thread, and a client beside it that asks for one streamed answer."""
+    """Run a server in this thread, and beside it a client that asks for one streamed answer."""
     port = _free_port()
-    # So many tokens that the first output, which is where the walk ends, is never the last too.
+    # With so many tokens the first output, at which the walk ends, is never the last output too.
     body = {
         "messages": [{"role": "user", "content": "hello"}],
         "max_tokens": 64,
@@ -248,7 +251,7 @@ def _chat(follower: Follower) -> None:
 
 
 def _open_store(follower: Follower) -> None:
-    """Run a command whose engine is in this process, with an SSD tier."""
+    """Run the command `generate`, whose engine is in this process, with an SSD tier."""
     with tempfile.TemporaryDirectory() as folder:
         tiers = ["--kv-offload", "cpu,ssd", "--kv-offload-cpu-bytes", "16MiB"]
         disk = ["--kv-offload-ssd-path", folder, "--kv-offload-ssd-bytes", "64MiB"]
@@ -291,7 +294,7 @@ WALKS = {
             "tiers/reopening_store.py",
         ),
         doors=("connector/", "tiers/"),
-        apart=("engine/config/engine_config.py",),  # the other settings of an engine
+        apart=("engine/config/engine_config.py",),  # holds the other settings of an engine
         happen=_open_store,
         end=("tiers/ssd/store.py", "__init__"),
     ),
@@ -299,7 +302,7 @@ WALKS = {
 
 
 def main() -> int:
-    """The command line; 1 where a walk did not come to its end."""
+    """Run the command line; return 1 if a walk did not reach its end."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("walks", nargs="*", default=[], choices=[*WALKS, []])
     parser.add_argument("--list", action="store_true", help="name the functions of each stay")

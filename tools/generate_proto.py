@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generate the Python code of every `proto/v1/*.proto` and put it beside its source.
 
-Knows nothing of what the messages mean. `make proto` runs it; `tests/proto/test_generated_code.py`
-runs it into an empty folder and compares, so that the checked-in code is never behind its source.
+`make proto` runs the tool; `tests/proto/test_generated_code.py` compares its output with the
+checked-in code.
 
-The compiler comes from `grpcio-tools`, kept at a version that generates for protobuf 6.31.1: newer
-generated code refuses older runtimes, older generated code runs on newer ones.
+The compiler comes from `grpcio-tools`, pinned to a version that generates for protobuf 6.31.1. Code
+generated for a newer protobuf refuses an older runtime, and not the reverse.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def generate(out: Path) -> list[Path]:
         for path in made:
             target = path.relative_to(Path(folder, "stratakv"))
             (out / target).parent.mkdir(parents=True, exist_ok=True)
-            # The compiler copies no comments, so the licence line is put back here.
+            # The compiler copies no comments, so the licence line is added here.
             (out / target).write_text(SPDX + path.read_text())
             written.append(target)
         return written
 
 
 def main() -> int:
-    """Generate into the repository, or into another folder."""
+    """Generate the code into the repository, or into the folder given by `--out`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, default=ROOT, help="default: the repository")
     out: Path = parser.parse_args().out

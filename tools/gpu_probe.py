@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes a machine with a GPU: what is there, and whether its simplest calls work.
+"""Probes a machine with a GPU: its properties, and whether the simplest calls work.
 
     python tools/gpu_probe.py --json FILE [--lock-gib N] [--rehearse]
 
-Each check stands for itself: one that fails leaves its error in the JSON and the others run.
-`tools/on_gpu.py first` starts it, and `probe` with more memory to lock; StrataKV has to be on the
-path. A rehearsal has no GPU and leaves out what needs one.
+The checks are independent: if one fails, its error is written into the JSON and the others run.
+`tools/on_gpu.py first` starts the probe, and `tools/on_gpu.py probe` starts it with more memory to
+lock. StrataKV must be on the Python path. A rehearsal has no GPU and leaves out what needs one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
-# GiB to lock in all, a part in each way of locking, beside the 128 MiB of the copies. The first
-# touch of a virtual machine's memory may run at 1 GB/s.
+# GiB to lock in all, divided among the ways of locking, beside the 128 MiB of the copies. The first
+# touch of a virtual machine's memory may run at only 1 GB/s.
 LOCKED_GIB, TINY_GIB, MOST_GIB = 1.0, 1 / 32, 1024.0
-PIECES = (256 << 20, 64 << 20)  # the slab's own, and the next thing to try where it fails
+PIECES = (256 << 20, 64 << 20)  # the size that the slab uses, and the size to try if that one fails
 BLOCK_BYTES, NUM_BLOCKS = 2 << 20, 64
 PACKAGES = (
     "torch", "triton", "numpy", "cupy-cuda13x", "pytest", "pytest-xdist", "pytest-timeout",
@@ -44,7 +44,7 @@ MODULES = (
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that matter here, or that one is not installed."""
+    """The versions of the packages that matter here, or "not installed"."""
     found = {}
     for name in PACKAGES:
         try:
@@ -55,7 +55,7 @@ def versions() -> dict[str, str]:
 
 
 def imports() -> dict[str, str]:
-    """Every module that the steps need, `ok` or why not."""
+    """The result of importing each module that the steps need. Raises RuntimeError if one fails."""
     found = {}
     for name in MODULES:
         try:
@@ -70,7 +70,7 @@ def imports() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Properties of the machine that decide about page-locking, beside the driver."""
+    """Properties of the machine, beside the driver, that affect page-locking."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {
         "python": platform.python_version(),
@@ -85,7 +85,7 @@ def machine() -> dict[str, Any]:
 
 
 def text_of(path: str) -> str:
-    """The text of a file of the kernel, or why there is none."""
+    """The text of a file below /sys, or the reason why it cannot be read."""
     try:
         return Path(path).read_text().strip()
     except OSError as error:
@@ -93,7 +93,7 @@ def text_of(path: str) -> str:
 
 
 def device() -> dict[str, Any]:
-    """The GPU and its driver, as torch and the CUDA runtime have them."""
+    """The GPU and its driver, as torch and the CUDA runtime report them."""
     import torch
 
     from stratakv.kernels.copy.copy_engine import cuda_runtime
@@ -112,8 +112,8 @@ def device() -> dict[str, Any]:
 
 
 def one_kernel() -> dict[str, Any]:
-    """A small kernel of Triton's, compiled and launched. It is the first to need a C compiler,
-    Python's headers, libcuda and a folder to write to; without them nothing else runs."""
+    """Compile and launch a small Triton kernel. This check is the first to need a C compiler,
+    Python's headers, libcuda and a writable folder; without them no other kernel runs."""
     import torch
 
     from stratakv.engine.models.layers import norm as plain
@@ -130,7 +130,7 @@ def one_kernel() -> dict[str, Any]:
 
 
 def both_names() -> dict[str, str]:
-    """Try all classes that take a device, with `cuda` and with `cuda:0`."""
+    """Construct all classes that take a device, for `cuda` and for `cuda:0`."""
     import torch
 
     from stratakv.connector.device.cuda_copy_runtime import TorchRuntime
@@ -147,7 +147,7 @@ def both_names() -> dict[str, str]:
 
 
 def batched_copies() -> dict[str, Any]:
-    """64 blocks out and back in one call each; every byte compared."""
+    """Copy 64 blocks to the host in one call and back in one call; compare every byte."""
     import torch
 
     from stratakv.connector.device.cuda_copy_runtime import TorchRuntime
@@ -162,7 +162,7 @@ def batched_copies() -> dict[str, Any]:
     locked = runtime.page_locked(num_bytes)
     places = [number * BLOCK_BYTES for number in range(NUM_BLOCKS)]
     sizes = [BLOCK_BYTES] * NUM_BLOCKS
-    # Out in one order and back in another, so that an address that is off shows.
+    # The blocks go out in one order and come back in another, which shows a wrong address.
     host = [locked.address + place for place in places]
     out = Batch([there.data_ptr() + place for place in places], host[::-1], sizes)
     home = Batch(host[::-1], [back.data_ptr() + place for place in places], sizes)
@@ -186,8 +186,8 @@ def batched_copies() -> dict[str, Any]:
 
 
 def page_locking(total_bytes: int, register: Callable[[int, int], None] | None) -> dict[str, Any]:
-    """GB/s of locking memory of the process and of a memory file, as the slab has it, in pieces.
-    `register` None only touches the pages, as a rehearsal does."""
+    """GB/s of page-locking private memory and, as the slab uses, a memory file, in pieces. With
+    `register` None the pages are only touched, as in a rehearsal."""
     found: dict[str, Any] = {}
     kinds = ("anonymous", "memory file")
     num_bytes = total_bytes // (len(PIECES) * len(kinds)) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -217,7 +217,7 @@ def page_locking(total_bytes: int, register: Callable[[int, int], None] | None) 
 
 
 def map_memory(what: str, num_bytes: int) -> tuple[mmap.mmap, int | None]:
-    """New memory, and the file that it is of."""
+    """New memory, and the descriptor of its file, if it has one."""
     if what == "anonymous":
         return mmap.mmap(-1, num_bytes), None
     file = os.memfd_create("stratakv-probe")
@@ -234,7 +234,7 @@ def unlock(address: int, num_bytes: int, piece: int) -> None:
 
 
 def checks(lock_gib: float, *, is_rehearsal: bool) -> dict[str, Callable[[], Any]]:
-    """Checks by name, in the order in which they run."""
+    """The checks by name, in the order in which they run."""
     found: dict[str, Callable[[], Any]] = {
         "versions": versions,
         "machine": machine,
@@ -258,7 +258,7 @@ def checks(lock_gib: float, *, is_rehearsal: bool) -> dict[str, Callable[[], Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every check; 1 where one failed."""
+    """Run every check; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     parser.add_argument(

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of a device against those of the CPU: with tiers and without, recorded and launched.
+"""Compares a device's tokens with the CPU's, with tiers and without, in CUDA graphs and without.
 
     python tools/gpu_tokens.py --device cuda|cpu [--out FILE]
 
 The embedded model answers the same prompts in several engines, one after the other. In float64 all
-must give the CPU's tokens, wherever K and V come from: computed, out of the pool, out of the cpu or
-the ssd tier. In bfloat16 a step may round otherwise, so launched steps agree with recorded ones
-only nearly; but what the cpu tier brings must answer as what the pool had kept. A line a check,
-JSON in FILE, exit status 1 where a check is `wrong` or `failed`; StrataKV has to be on the path.
+engines must give the CPU's tokens, whether K and V are computed or come from the pool, the cpu tier
+or the ssd tier. In bfloat16 a step without a CUDA graph may round otherwise than a graph, so their
+tokens must agree only in part; but blocks from the cpu tier must give the same tokens as blocks
+from the pool. The tool prints a line for each check and writes JSON into FILE. Its exit status is 1
+if a check is `wrong` or `failed`. StrataKV must be on the Python path.
 
-With `--device cpu` the kernels' twins compute. That tries the checks and says nothing about a GPU;
-what has no meaning there is left out.
+With `--device cpu` the CPU versions of the kernels compute. This tries the checks and says nothing
+about a GPU; checks that have no meaning on a CPU are left out.
 """
 
 from __future__ import annotations
@@ -33,23 +34,24 @@ from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 600
-# Prompts and tokens of each answer; the twins on a CPU are slow.
+# Prompts, and tokens of each answer; the kernels' CPU versions are slow.
 NUM_PROMPTS, ANSWER_TOKENS = {"cuda": 4, "cpu": 3}, {"cuda": 32, "cpu": 12}
 BLOCK_SIZE = 16
-# Of a prompt that was there before, all whole blocks are found.
+# The cache holds all whole blocks of a prompt that was computed before.
 FOUND_TOKENS = PROMPT_TOKENS // BLOCK_SIZE * BLOCK_SIZE
 MAX_MODEL_LEN = 1024
-ALL_BLOCKS, FEW_BLOCKS = 200, 70  # a pool for all prompts, and for hardly two
-LEAST_FOUND = 0.9  # of the tokens that a tier could bring
-LEAST_NEAR = 0.5  # of the tokens, until the first that differs
-# Of the device, for the engine that sizes its own pool: others compute beside this.
+ALL_BLOCKS, FEW_BLOCKS = 200, 70  # the first pool holds all prompts, the second hardly two
+LEAST_FOUND = 0.9  # share of the tokens that a tier could bring
+LEAST_NEAR = 0.5  # share of the tokens, up to the first that differs
+# Share of the device's memory for the engine that sizes its own pool; other processes run beside
+# this one. TRIES is how often that engine is started at most.
 MEMORY_SHARE, TRIES = 0.1, 3
 OK, WRONG, FAILED, LEFT_OUT = "ok", "wrong", "failed", "left out"
 
 
 @dataclass
 class Check:
-    """A line: `wrong` is another token than it must be, `failed` is everything else."""
+    """A check and its result: `wrong` means wrong tokens, `failed` means any other failure."""
 
     name: str
     result: str
@@ -58,7 +60,7 @@ class Check:
 
 @dataclass
 class Report:
-    """The JSON, written again after every check."""
+    """The results; the JSON file is written again after every check."""
 
     device: str
     path: Path | None = None
@@ -66,13 +68,13 @@ class Report:
     seconds: dict[str, Any] = field(default_factory=dict)
 
     def add(self, name: str, result: str, said: object = "") -> None:
-        """Add a check that is done, print it and write the file."""
+        """Add a finished check, print it and write the file."""
         self.checks.append(Check(name, result, str(said)))
         print(f"{result:8}  {name}{f': {said}' if str(said) else ''}", flush=True)
         self.write()
 
     def write(self) -> None:
-        """Write the file, if there is one."""
+        """Write the JSON file, if a path was given."""
         if self.path is not None:
             body = {
                 "device": self.device,
@@ -83,7 +85,8 @@ class Report:
             self.path.write_text(json.dumps(body, indent=2) + "\n")
 
     def attempt(self, name: str, part: Callable[[], None]) -> None:
-        """Run a part; the others run whatever happens in it."""
+        """Run a part of the session; an exception becomes a failed check, and later parts still
+        run."""
         try:
             part()
         except Exception as error:  # noqa: BLE001 - whatever an engine may raise
@@ -91,19 +94,20 @@ class Report:
             self.add(name, FAILED, f"{type(error).__name__}: {words}")
 
     def equal(self, name: str, got: Answers, expected: Answers) -> None:
-        """Check that the tokens are the same."""
+        """Add a check that all tokens are equal."""
         near = agreed(got, expected)
         total = sum(map(len, expected.tokens))
         said = f"{near} of {total} tokens"
         self.add(name, OK if got.tokens == expected.tokens else WRONG, said)
 
     def near(self, name: str, got: Answers, expected: Answers) -> None:
-        """Check that LEAST_NEAR of the tokens agree, up to the first that differs."""
+        """Add a check that at least LEAST_NEAR of the tokens, up to each first difference,
+        agree."""
         near, total = agreed(got, expected), sum(map(len, expected.tokens))
         self.add(name, OK if near >= LEAST_NEAR * total else FAILED, f"{near} of {total} tokens")
 
     def found(self, tier: str, answers: Answers, name: str) -> None:
-        """Check that LEAST_FOUND of the prompts' tokens came out of that tier."""
+        """Add a check that LEAST_FOUND of the prompts' reusable tokens came from `tier`."""
         got, most = answers.found[tier], FOUND_TOKENS * len(answers.tokens)
         said = f"{got} of {most} tokens, of all places {dict(answers.found)}"
         self.add(name, OK if got >= LEAST_FOUND * most else FAILED, said)
@@ -114,13 +118,13 @@ class Answers:
     """The answers of one engine to all prompts, in order."""
 
     tokens: list[list[int]]
-    found: Counter[str]  # tokens of the prompts that were not computed, by place
-    cached: list[int]  # the same by prompt
+    found: Counter[str]  # cached prompt tokens by tier
+    cached: list[int]  # cached tokens of each prompt
     seconds: list[float]
 
 
 def agreed(ones: Answers, others: Answers) -> int:
-    """Tokens until the first that differs, over all answers."""
+    """The number of tokens before the first difference in each answer, summed over all answers."""
     count = 0
     for one, other in zip(ones.tokens, others.tokens, strict=True):
         for mine, theirs in zip(one, other, strict=False):
@@ -131,8 +135,8 @@ def agreed(ones: Answers, others: Answers) -> int:
 
 
 def make_prompts(count: int) -> list[list[int]]:
-    """Texts of this checkout that begin differently and are equally long, so that they share no
-    block and meet the same kernels."""
+    """Equally long prompts from the text of LICENSE. Their first blocks differ, so they share no
+    block, and they run the same kernels."""
     root = Path(__file__).resolve().parent.parent
     tokenizer = Tokenizer.load_if_present(EMBEDDED_MODEL)
     assert tokenizer is not None
@@ -147,7 +151,7 @@ def make_prompts(count: int) -> list[list[int]]:
 
 
 def ask(llm: LLM, prompts: Sequence[list[int]], answer_tokens: int) -> Answers:
-    """Ask one prompt after the other, so that every engine computes the same batches."""
+    """Send one prompt after the other, so that every engine computes the same batches."""
     params = SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True)
     answers = Answers([], Counter(), [], [])
     for prompt in prompts:
@@ -164,8 +168,8 @@ def ask(llm: LLM, prompts: Sequence[list[int]], answer_tokens: int) -> Answers:
 
 
 def open_engine(device: str, **given: Any) -> LLM:
-    """An engine of the embedded model, which is closed by `with`. An option that is None is left to
-    the engine."""
+    """An engine of the embedded model, for a `with` statement. The engine chooses the value of an
+    option that is None."""
     options: dict[str, Any] = {
         "device": device,
         "num_blocks": ALL_BLOCKS,
@@ -178,7 +182,8 @@ def open_engine(device: str, **given: Any) -> LLM:
 
 
 def tiers(folder: Path | None = None) -> dict[str, Any]:
-    """Options of a cpu tier below a pool of few blocks, and of an ssd tier in that folder."""
+    """Options of an engine with few blocks and a cpu tier; given a folder, an ssd tier there
+    too."""
     found: dict[str, Any] = {
         "num_blocks": FEW_BLOCKS,
         "kv_offload": "cpu" if folder is None else "cpu,ssd",
@@ -191,25 +196,25 @@ def tiers(folder: Path | None = None) -> dict[str, Any]:
 
 
 class Session:
-    """The parts of the check on one device."""
+    """The checks on one device."""
 
     def __init__(self, device: str, report: Report) -> None:
         self.report = report
         self._device = device
         self._is_gpu = device != "cpu"
         self._prompts = make_prompts(NUM_PROMPTS[device])
-        # On the CPU by the kernels' twins, since the reference gathers.
+        # The CPU runs its versions of the kernels too; the reference attends to gathered K and V.
         self._float64: dict[str, Any] = {"dtype": "float64", "attention_backend": "kernels"}
         self._bfloat16: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "kernels"}
         if self._is_gpu:
-            # Recorded steps could not read back what plain kernels check.
+            # In a CUDA graph the kernels' checks could not read values back to the host.
             self._float64 |= {"enforce_eager": True}
             self._bfloat16 |= {"strict_kernels": True}
-        self._kept: Answers | None = None  # second answers in bfloat16, out of the pool
+        self._kept: Answers | None = None  # second answers in bfloat16, from the pool
         self._recorded: Answers | None = None
 
     def run(self) -> None:
-        """Everything; what needs an earlier part that failed says so."""
+        """Run all parts. A part that needs an earlier part's answers fails if that part failed."""
         for name, part in (
             ("float64", self.float64),
             ("bfloat16", self.bfloat16),
@@ -233,7 +238,7 @@ class Session:
         return ask(llm, self._prompts, ANSWER_TOKENS[self._device])
 
     def float64(self) -> None:
-        """The CPU's tokens, whatever brings K and V."""
+        """Check that float64 gives the CPU's tokens, wherever K and V come from."""
         with open_engine("cpu", dtype="float64", attention_backend="gather") as llm:
             expected = self._ask(llm)
         with open_engine(self._device, **self._float64) as llm:
@@ -251,8 +256,8 @@ class Session:
             self.report.found("ssd", again, "float64: the ssd tier brought the prompts")
 
     def bfloat16(self) -> None:
-        """Seconds to the answers, and what others are compared with. Nothing has met the compiler
-        of the kernels before."""
+        """Measure the seconds to the answers, and keep the answers for later comparisons. These are
+        the first bfloat16 kernels of the session, so the compiler's time shows here."""
         began = time.perf_counter()
         with open_engine(self._device, **self._bfloat16) as llm:
             start = time.perf_counter() - began
@@ -263,7 +268,7 @@ class Session:
             "start": round(start, 2),
             "first_answers": first.seconds,
             "second_answers": second.seconds,
-            # All prompts are alike, so the first of a round pays alone for what the start left out.
+            # The prompts are equally long; only a round's first one pays for compiling.
             "of_the_compiler": round(compiler, 3),
         }
         self.report.near("bfloat16: out of the pool nearly as computed", second, first)
@@ -273,7 +278,7 @@ class Session:
         )
 
     def bfloat16_tiers(self) -> None:
-        """The same blocks, the same batches: not even a rounding may differ."""
+        """Check that blocks from the cpu tier give the same tokens as blocks from the pool."""
         expected = _needed(self._kept)
         with open_engine(self._device, **self._bfloat16, **tiers()) as llm:
             self._ask(llm)
@@ -287,7 +292,8 @@ class Session:
             self.report.add(name, FAILED, said)
 
     def fp8(self) -> None:
-        """A pool of float8 answers; how near is only said, since K and V are rounded to 4 bits."""
+        """Check that a pool of float8 gives whole answers. How many tokens agree with bfloat16 is
+        only reported, since float8 rounds K and V to 4 significant bits."""
         expected = _needed(self._recorded)
         with open_engine(self._device, **self._bfloat16, kv_cache_dtype="fp8") as llm:
             got = self._ask(llm)
@@ -296,14 +302,14 @@ class Session:
         self.report.add("fp8 KV: every answer is whole", OK if is_whole else FAILED, said)
 
     def launched(self) -> None:
-        """Steps without a record."""
+        """Check that steps without CUDA graphs nearly agree with steps in graphs."""
         expected = _needed(self._recorded)
         with open_engine(self._device, **self._bfloat16, enforce_eager=True) as llm:
             got = self._ask(llm)
         self.report.near("bfloat16: launched steps nearly as recorded ones", got, expected)
 
     def library(self) -> None:
-        """Prompts of one long chunk each, by torch's attention over gathered K and V."""
+        """Check prompts of one long chunk, attended by torch's attention over gathered K and V."""
         ones, others = self._prompts[::2], self._prompts[1::2]
         prompts = [one + other for one, other in zip(ones, others, strict=True)]
         options = self._bfloat16 | {
@@ -318,7 +324,8 @@ class Session:
         self.report.near("bfloat16: chunks by a library nearly as by the kernel", got, expected)
 
     def sized(self) -> None:
-        """A pool that the engine sizes keeps to its share of the device."""
+        """Check that a pool whose size the engine chooses keeps to its share of the device's
+        memory."""
         import torch
 
         expected = _needed(self._recorded)
@@ -331,7 +338,7 @@ class Session:
                     blocks = int(llm.stats()["core"]["cache_config"]["num_gpu_blocks"])
                     got = self._ask(llm)
                 break
-            except ValueError:  # others may take memory while it is measured
+            except ValueError:  # others may take memory while the engine measures it
                 if not left:
                     raise
         size = blocks * block_bytes
@@ -347,7 +354,7 @@ def _needed(answers: Answers | None) -> Answers:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every check; 1 where one was wrong or failed."""
+    """Run every check; return 1 if one was wrong or failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--out", type=Path, metavar="FILE", help="for JSON")

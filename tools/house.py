@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts how well the repository can be read: what `house_counts.py` counts, and private words.
+"""Counts what makes the code hard to read: the counts of `house_counts.py`, and forbidden words.
 
     python tools/house.py           one line for each count
     python tools/house.py --list    every finding behind it
     python tools/house.py --lower   write what has fallen into tests/house_limits.json
 
-`house_words.py` holds the words, which are looked for in the syntax trees of the files, so words in
-strings and comments count nowhere, except for the stamp sentence. tests/test_house.py holds the
-code to the limits; `tools/follow_block.py` counts doors.
+`house_words.py` lists the forbidden words. Only identifiers are searched for them, not strings or
+comments. "Stamps" are sentences with the phrase in the pattern STAMP, anywhere. tests/test_house.py
+fails if a count exceeds its limit; `tools/follow_block.py` counts doors.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FOLDERS = ("benchmarks", *house_counts.PRODUCT, "proto", "tools", "deploy", "tes
 LIMITS = "tests/house_limits.json"
 STAMP = re.compile(r"knows[\s#]+nothing[\s#]+of", re.IGNORECASE)
 
-# Which attribute of a node is a name, and what carries it. The `b` of `import a as b` is found
-# where it is used.
+# The attribute of a syntax node that holds a name, and the name's kind. The `b` of `import a as b`
+# is found where it is used.
 _NAMED_BY: dict[type[ast.AST], tuple[str, Kind]] = {
     ast.Name: ("id", Kind.VARIABLE),
     ast.arg: ("arg", Kind.VARIABLE),
@@ -47,30 +47,30 @@ _NAMED_BY: dict[type[ast.AST], tuple[str, Kind]] = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The names of one file."""
+    """The identifiers of one file, and the lines of its stamps."""
 
     path: Path  # below the root
-    names: dict[Identifier, int]  # the line of the first of each
+    names: dict[Identifier, int]  # identifier → the first line that has it
     stamps: list[int]  # lines
 
 
 @dataclass(slots=True)
 class House:
-    """The counts; each finding is one line of text."""
+    """All counts. A finding is one line of text."""
 
-    findings: dict[str, list[str]]  # by the name of their count: those of `house_counts.py`
+    findings: dict[str, list[str]]  # by the name of the count in `house_counts.py`
     sizes: dict[str, int]
-    words: list[str] = field(default_factory=list)  # identifiers that the table replaces
+    words: list[str] = field(default_factory=list)  # one for each forbidden identifier
     stamps: list[str] = field(default_factory=list)
 
     def numbers(self) -> dict[str, int]:
-        """Every count that has a limit, by the name of its limit."""
+        """Every count that has a limit, by the name of the limit."""
         found = {name: len(each) for name, each in self.findings.items()}
         return found | {"stamps": len(self.stamps), "words": len(self.words)} | self.sizes
 
 
 def count(root: Path) -> House:
-    """Count everything below `root`. Raises SyntaxError for a file that does not parse."""
+    """Count everything below `root`. Raises SyntaxError for a file that cannot be parsed."""
     product, words, stamps = [], [], []
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
@@ -84,18 +84,18 @@ def count(root: Path) -> House:
 
 
 def read_source(module: Module) -> Source:
-    """The names of a file, and the lines of its stamps."""
+    """The identifiers of a file, and the lines of its stamps."""
     path, text = Path(module.path), module.text
     stamps = [text.count("\n", 0, found.start()) + 1 for found in STAMP.finditer(text)]
     source = Source(path, {}, stamps)
     stem = path.parent.name if path.name == "__init__.py" else path.stem
     source.names[Identifier(stem.removeprefix("test_"), Kind.MODULE)] = 1
-    node: Any  # which of its attributes there are depends on its type
+    node: Any  # the node's type decides which attributes it has
     for node in module.nodes:
         if (named := _NAMED_BY.get(type(node))) is not None:
             attribute, kind = named
             name: str | None = getattr(node, attribute)
-            # A test function's name is a sentence.
+            # A test function's name is a sentence, so its words are not checked.
             if name is not None and not (kind is Kind.FUNCTION and name.startswith("test_")):
                 last = name.rpartition(".")[2]  # of `import a.b`
                 source.names.setdefault(Identifier(last, kind), node.lineno)
@@ -103,7 +103,7 @@ def read_source(module: Module) -> Source:
 
 
 def forbidden_names(source: Source, rules: Rules) -> list[str]:
-    """Each forbidden name of a file once, where it stands first."""
+    """A line of text for each forbidden identifier of a file, with its first place."""
     hits: dict[str, str] = {}
     for identifier, line in source.names.items():
         if (rule := rules.against(identifier, source.path.parent)) is not None:
@@ -113,8 +113,8 @@ def forbidden_names(source: Source, rules: Rules) -> list[str]:
 
 
 def lower(limits: dict[str, int], numbers: dict[str, int]) -> dict[str, int]:
-    """Limits that no count exceeds, with those lowered whose counts have fallen. Raises ValueError
-    for a count that has risen."""
+    """The limits, lowered to the counts that have fallen. Raises ValueError for a count that
+    exceeds its limit."""
     risen = [name for name, most in limits.items() if numbers.get(name, most) > most]
     if risen:
         raise ValueError(f"above their limits: {', '.join(risen)}; a limit never goes up")
@@ -122,7 +122,7 @@ def lower(limits: dict[str, int], numbers: dict[str, int]) -> dict[str, int]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="name each finding")
     parser.add_argument("--lower", action="store_true", help="lower the limits to the counts")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of what makes the product hard to read, each with its findings.
 
-`tests/house_limits.json` holds the most of each: a number there goes down and never up.
+`tests/house_limits.json` holds the limit of each count. A limit is lowered and never raised.
 
     glued constants       a constant or logger below the first definition of its module, which needs
                           nothing defined there: two files were joined
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TypeVar
 
 PRODUCT = ("connector", "engine", "kernels", "tiers")
-# Where a block's way is decided; adapters and devices have constructors of their own.
+# These parts decide where a block goes; adapters and devices have constructors of their own.
 FLOORS = ("connector/", "tiers/hierarchy/", "engine/scheduler/")
 APART = tuple(f"connector/{name}/" for name in ("chunks", "device", "lmcache", "sglang", "vllm"))
 CONTRACT = "KVConnectorScheduler"
@@ -56,7 +56,7 @@ Definition = Function | ast.ClassDef
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A file, parsed once."""
+    """A Python file of the product, parsed once."""
 
     path: str  # below the root
     text: str
@@ -68,7 +68,7 @@ class Module:
         return self.path.startswith(FLOORS) and not self.path.startswith(APART)
 
     def of_kind(self, *kinds: type[Node]) -> Iterator[Node]:
-        """The nodes of these types in the module, at any depth."""
+        """All syntax nodes of the module that have one of these types, at any depth."""
         return (node for node in self.nodes if isinstance(node, kinds))
 
 
@@ -80,12 +80,12 @@ def read_module(root: Path, path: str) -> Module:
 
 
 def is_counted(path: str) -> bool:
-    """Whether it is a file of the product, and written by hand."""
+    """Whether the file belongs to the product and is written by hand."""
     return path.split("/")[0] in PRODUCT and not path.endswith("_pb2.py")
 
 
 def count(modules: Sequence[Module]) -> dict[str, list[str]]:
-    """The findings in modules of the product by the name of their count."""
+    """The findings in these modules, by the name of the count."""
     files = [module for module in modules if not module.path.endswith("__init__.py")]
     return {
         "glued constants": [each for module in modules for each in glued_constants(module)],
@@ -103,7 +103,7 @@ def count(modules: Sequence[Module]) -> dict[str, list[str]]:
 
 
 def sizes(modules: Sequence[Module]) -> dict[str, int]:
-    """Counts that are sizes: lines of the product and of its functions."""
+    """Counts that are sizes: the product's lines, and the lines of its functions."""
     lengths = sorted(
         (node.end_lineno or node.lineno) - node.lineno + 1
         for module in modules
@@ -122,7 +122,7 @@ def sizes(modules: Sequence[Module]) -> dict[str, int]:
 
 
 def glued_constants(module: Module) -> Iterator[str]:
-    """Constants and loggers behind a definition, except those that need one of the module's."""
+    """Module-level constants and loggers that follow a definition without using one."""
     defined = {node.name for node in module.tree.body if isinstance(node, Definition)}
     is_behind = False
     for node in module.tree.body:
@@ -138,7 +138,7 @@ def glued_constants(module: Module) -> Iterator[str]:
 
 
 def floating_comments(module: Module) -> Iterator[str]:
-    """Comments at the margin, below the head of the file, with an empty line behind them."""
+    """Comments without indentation, below the head of the file, that an empty line follows."""
     lines = module.text.splitlines()
     first = 0
     while first < len(lines):
@@ -154,14 +154,14 @@ def floating_comments(module: Module) -> Iterator[str]:
 
 
 def documented(module: Module) -> Iterator[tuple[Definition, str]]:
-    """Functions and classes that have docstrings, and the docstrings of these."""
+    """Functions and classes that have docstrings, each with its docstring."""
     for node in module.of_kind(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):
         if docstring := ast.get_docstring(node):
             yield node, docstring
 
 
 def clause_openings(module: Module) -> Iterator[str]:
-    """Docstrings whose first word is one of OPENINGS."""
+    """Functions and classes whose docstring begins with a word of OPENINGS."""
     for node, docstring in documented(module):
         word = re.match(r"[`\"']*([A-Za-z]+)", docstring.strip())
         if word and word[1] in OPENINGS:
@@ -169,7 +169,7 @@ def clause_openings(module: Module) -> Iterator[str]:
 
 
 def short_docstrings(module: Module) -> Iterator[str]:
-    """Docstrings of functions that a better name would replace."""
+    """Short functions with a short docstring, which a better name would replace."""
     for node, docstring in documented(module):
         if isinstance(node, ast.ClassDef) or len(node.body) < 2:
             continue
@@ -179,15 +179,16 @@ def short_docstrings(module: Module) -> Iterator[str]:
 
 
 def people(module: Module) -> Iterator[str]:
-    """Each use of a word of PEOPLE, in code, strings and comments."""
+    """Each line with a word of PEOPLE, in code, strings and comments, once for each such word."""
     for number, line in enumerate(module.text.splitlines(), 1):
         for _ in PEOPLE.finditer(line):
             yield f"{module.path}:{number} {line.strip()}"
 
 
 def one_word_methods(modules: Sequence[Module]) -> list[str]:
-    """Names of methods without an underscore that classes of four families have. A family is a
-    class of the product with all that inherit from it by their first base."""
+    """Names of methods without an underscore that classes of UNRELATED_CLASSES families or more
+    have. A family is a class of the product with all classes that inherit from it by their first
+    base."""
     bases: dict[str, str] = {}
     owners: dict[str, set[str]] = defaultdict(set)
     for module in modules:
@@ -209,12 +210,12 @@ def one_word_methods(modules: Sequence[Module]) -> list[str]:
 
 
 def methods(node: ast.ClassDef) -> list[str]:
-    """The names of the functions that a class defines itself."""
+    """The names of the methods that a class defines itself."""
     return [each.name for each in node.body if isinstance(each, Function)]
 
 
 def family(name: str, bases: dict[str, str], known: set[str]) -> str:
-    """The oldest ancestor of a class that is one of `known`."""
+    """The oldest ancestor of a class among the classes in `known`."""
     passed = set()
     while name in bases and name not in passed and bases[name] in known:
         passed.add(name)
@@ -223,19 +224,19 @@ def family(name: str, bases: dict[str, str], known: set[str]) -> str:
 
 
 def repeated_names(files: Sequence[Module]) -> list[str]:
-    """File names that stand in two folders or more, with counts."""
+    """File names that occur in two folders or more, with counts."""
     counted = Counter(Path(module.path).name for module in files)
     return [f"{name}: {times} times" for name, times in sorted(counted.items()) if times > 1]
 
 
 def full_folders(files: Sequence[Module]) -> list[str]:
-    """Folders with more than FULL_MODULES modules of their own, with counts."""
+    """Folders that directly hold more than FULL_MODULES modules, with counts."""
     counted = Counter(Path(module.path).parent.as_posix() for module in files)
     return [f"{name}/: {size} modules" for name, size in counted.items() if size > FULL_MODULES]
 
 
 def parameters(module: Module) -> Iterator[str]:
-    """Parameters of constructors on the floors of a block's way."""
+    """Constructor parameters of the classes in a module below FLOORS."""
     if not module.is_on_floors:
         return
     for node in module.of_kind(ast.ClassDef):
@@ -246,13 +247,13 @@ def parameters(module: Module) -> Iterator[str]:
 
 
 def keyed_by_request(module: Module) -> Iterator[str]:
-    """Attributes of the connector and the scheduler that are keyed by a request's name."""
+    """Attributes of the connector and the scheduler whose keys are request ids."""
     if module.is_on_floors and not module.path.startswith("tiers/"):
         yield from (f"{module.path} {found[1]}" for found in KEYED.finditer(module.text))
 
 
 def contract_methods(module: Module) -> Iterator[str]:
-    """Public methods of the connector's scheduler side."""
+    """Public methods of the class CONTRACT."""
     for node in module.of_kind(ast.ClassDef):
         if node.name == CONTRACT:
             yield from (

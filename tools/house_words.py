@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words that names in this repository avoid, and what they say instead; `house.py` reads it.
+"""The words that identifiers of this repository avoid, with replacements; `house.py` reads them.
 
-A rule is a pattern over an identifier's words in lower case (`_make_room` and `MakeRoom` are both
-"make room"), or over the identifier itself. Where a word is also ordinary English, the rule names
-the folders or the kinds of names in which it is meant, and says why the rest is something else.
+A rule is a pattern that is matched with an identifier's words in lower case (`_make_room` and
+`MakeRoom` are both "make room") or with the identifier itself. If a word is also ordinary English,
+its rule names the folders or kinds of names that are checked, and a comment explains the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """The kind of code that carries a name."""
+    """The kind of syntax that holds an identifier."""
 
     MODULE = "module"
     CLASS = "class"
@@ -27,32 +27,32 @@ class Kind(Enum):
 
 
 class Identifier(NamedTuple):
-    """A name and what carries it."""
+    """An identifier and its kind."""
 
     name: str
     kind: Kind
 
 
 def words_of(identifier: str) -> str:
-    """The words of a name in lower case, with spaces between them."""
+    """The words of an identifier in lower case, separated by spaces."""
     found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", identifier)
     return " ".join(found).lower()
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A word of the table. Its folders stand for their mirrors below tests/ too."""
+    """A forbidden word. A folder in `where` or `but` stands for its mirror below tests/ too."""
 
     pattern: str
     better: str
-    exact: bool = False  # the pattern is matched with the whole identifier
-    where: tuple[str, ...] = ("",)  # the only folders
-    but: tuple[str, ...] = ()  # folders that are left out, by path or by name
-    tests: bool = True  # whether tests are judged
+    exact: bool = False  # the pattern must match the whole identifier
+    where: tuple[str, ...] = ("",)  # only these folders are checked
+    but: tuple[str, ...] = ()  # folders that are not checked, by path or by name
+    tests: bool = True  # whether names in tests/ are checked
     kinds: frozenset[Kind] = frozenset(Kind)
 
     def applies_to(self, folder: Path) -> bool:
-        """Whether names in a folder are judged."""
+        """Whether the rule checks names in `folder`."""
         path = f"/{folder.as_posix()}/"
         if path.startswith("/tests/"):
             if not self.tests:
@@ -63,7 +63,7 @@ class Rule:
         )
 
     def matches(self, identifier: Identifier) -> bool:
-        """Whether it is a name that the rule forbids in its folders."""
+        """Whether the rule forbids this identifier."""
         if identifier.kind not in self.kinds:
             return False
         if self.exact:
@@ -72,7 +72,7 @@ class Rule:
 
 
 class Rules:
-    """A table of rules, which judges each distinct name once."""
+    """A table of rules that caches its answer for each identifier."""
 
     def __init__(self, *rules: Rule) -> None:
         self._rules = rules
@@ -82,7 +82,8 @@ class Rules:
         self._known: dict[Identifier, list[Rule]] = {}
 
     def against(self, identifier: Identifier, folder: Path) -> Rule | None:
-        """The first rule that forbids a name in a folder."""
+        """The first rule that forbids an identifier in `folder`; None if the identifier is
+        allowed."""
         if identifier not in self._known:
             self._known[identifier] = self._judge(identifier)
         found = self._known[identifier]
@@ -91,7 +92,7 @@ class Rules:
     def _judge(self, identifier: Identifier) -> list[Rule]:
         name = identifier.name
         if not self._exact.fullmatch(name) and not self._inside.search(words_of(name)):
-            return []  # nearly every name
+            return []  # true of nearly every identifier
         return [rule for rule in self._rules if rule.matches(identifier)]
 
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Installs what pyproject.toml asks for, by uv, into the environment of the Python that runs this.
+"""Installs the dependencies in pyproject.toml, by uv, into the environment of this Python.
 
-`make` calls it before pip, which then finds everything there and installs the project itself. uv
-takes a quarter of pip's processor time, from the indexes that pip is set to. Whatever goes wrong is
-told and left to pip, and the exit status is 1: `python tools/install_dependencies.py EXTRA...`.
-With `--into FOLDER REQUIREMENT` that one alone goes there.
+`make` runs this tool before pip; pip then finds all dependencies and installs only the project. uv
+takes a quarter of pip's processor time and uses the indexes that pip is set to. If uv fails, the
+tool prints the reason and its exit status is 1; pip then installs everything. The arguments are
+extras: `python tools/install_dependencies.py EXTRA...`. With `--into FOLDER REQUIREMENT` the tool
+installs that requirement alone into the folder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 UV = "uv==0.13.9"
 SECONDS = 900
-# uv's variable and what joins several values, by pip's option.
+# pip's option → uv's variable, and the text that joins several values.
 SETTINGS = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
     "extra-index-url": ("UV_INDEX", " "),
@@ -33,7 +34,7 @@ SETTINGS = {
 
 
 def requirements(extras: Sequence[str], project: dict[str, object]) -> Iterator[str]:
-    """Requirements of the project and of these extras, which may name others of the project's."""
+    """Requirements of the project and of these extras; an extra may name other extras."""
     optional = project["optional-dependencies"]
     assert isinstance(optional, dict)
     listed = [project["dependencies"], *(optional[extra] for extra in extras)]
@@ -45,8 +46,8 @@ def requirements(extras: Sequence[str], project: dict[str, object]) -> Iterator[
 
 
 def settings(listed: str) -> dict[str, str]:
-    """Variables for uv of what `pip config list` says; what comes later in it replaces earlier
-    values, as it does for pip."""
+    """uv's environment variables for the settings in the output of `pip config list`. A later
+    section replaces the values of an earlier one, as in pip."""
     found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
     for section in ("global.", "install.", ":env:."):
         for line in listed.splitlines():
@@ -58,7 +59,7 @@ def settings(listed: str) -> dict[str, str]:
 
 
 def wanted(words: Sequence[str]) -> list[str]:
-    """The arguments of uv that say what to install, and where."""
+    """The arguments of `uv pip install`: the requirements and the target."""
     if words[:1] == ["--into"]:
         return ["--no-deps", "--target", *words[1:]]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

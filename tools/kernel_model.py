@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts from machine code alone how near the attention kernels come to what a GPU can do.
+"""Predicts from machine code alone how near the attention kernels come to a GPU's limits.
 
     python tools/kernel_model.py                    the shapes that docs/gpu.md has targets for
     python tools/kernel_model.py --only '*'         every attention kernel of the table
     python tools/kernel_model.py --table FILE       another table, such as that of Triton 3.6.0
 
-It reads `kernels/resources.json`, which `compile_kernels.py` writes, and prints Markdown. A pass of
-the inner loop does one tile. It takes, in cycles of a multiprocessor,
+The tool reads `kernels/resources.json`, which `compile_kernels.py` writes, and prints Markdown. A
+pass of a kernel's inner loop computes one tile. The terms of its time, in cycles of a
+multiprocessor, are
 
-    bytes    K and V of the tile, at an even share of what memory (decode) or L2 (prefill) carries
+    bytes    K and V of the tile, at an even share of the rate of memory (decode) or L2 (prefill)
     tensor   the products, those on padding included
-    issue    one instruction of a warp a cycle and scheduler
+    issue    the instructions, at one of a warp in each cycle and scheduler
     mufu     exponentials
     shared   loads and stores of shared memory
 
-If all of them overlapped perfectly a tile would take the longest, if none did their sum. The truth
-lies between, nearer to the former with more programs on a multiprocessor. Nothing here is measured.
-Left out are latencies, waits at barriers, conflicts of banks, what the tensor cores read of shared
-memory by themselves, a clock that falls under load, edges of the causal mask, and launches.
+With perfect overlap a tile takes the longest of these terms, and without overlap their sum. The
+real time lies between, nearer to the longest if a multiprocessor runs more programs. Nothing here
+is measured. The model leaves out latencies, waits at barriers, bank conflicts, the shared memory
+that tensor cores read by themselves, a clock that falls under load, edges of the causal mask, and
+launches.
 """
 
 from __future__ import annotations
@@ -38,26 +40,26 @@ from stratakv.kernels.attention.paged_decode_launch import (
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "kernels" / "resources.json"
 TARGET = "sm_90"
-# The shapes of the targets in docs/gpu.md: heads of 128, 4 to a kv head.
+# The shapes with targets in docs/gpu.md: heads of 128 numbers, 4 query heads for each KV head.
 USUAL = ("paged_decode.*.d128.g4", "paged_decode.*.d128.g4.*-scales", "paged_prefill.*.d128.g4.*")
 
 MULTIPROCESSORS = 132  # data sheets of H100 SXM and H200
-MEMORY_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # a second; the same data sheets
-COPY_SHARE = 0.9  # of it that a plain copy gets: 4.3e12 was seen on an H200
-# With its tensor cores busy ("Hopper architecture" white paper, the table of peak rates): 132
-# multiprocessors, 4,096 operations on 16-bit numbers a cycle, 989.4 TFLOP/s.
+MEMORY_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # bytes per second; the same data sheets
+COPY_SHARE = 0.9  # the share of memory's rate that a plain copy gets: 4.3e12 was seen on an H200
+# The clock with busy tensor cores ("Hopper architecture" white paper, table of peak rates): 132
+# multiprocessors with 4,096 operations on 16-bit numbers in a cycle give 989.4 TFLOP/s.
 CLOCK = 1.83e9
 TENSOR_FLOPS = 4096
-# Of that rate, for products that one warp issues instead of four together: 62.9 % on average,
-# Luo et al. 2024, arXiv:2402.13499.
+# The share of that rate for products that one warp issues instead of four together: 62.9 % on
+# average, Luo et al. 2024, arXiv:2402.13499.
 WARP_SHARE = 0.63
-SCHEDULERS = 4  # the same white paper: four parts of a multiprocessor, one instruction each
-MUFU_RESULTS = 16  # a cycle; CUDA C++ programming guide, throughput of arithmetic, capability 9.0
-L2_BYTES = 5120  # a cycle, of the whole device; A100 white paper, for H100 there is no such figure
-WARP, WARPGROUP = 32, 4  # threads; warps
+SCHEDULERS = 4  # the same white paper: four parts of a multiprocessor issue one instruction each
+MUFU_RESULTS = 16  # per cycle; CUDA C++ programming guide, arithmetic throughput, capability 9.0
+L2_BYTES = 5120  # per cycle of the whole device; A100 white paper (not published for the H100)
+WARP, WARPGROUP = 32, 4  # threads of a warp; warps of a warpgroup
 
-# Name, requests, tokens of each; the benchmark's cases (benchmarks/gpu/attention/decode.py) but
-# that of one short request, which is all latency.
+# Name, requests, tokens of each: the benchmark's cases (benchmarks/gpu/attention/decode.py) without
+# that of one short request, whose time is all latency.
 CASES = (
     ("4k x 32", 32, 4096),
     ("8k x 64", 64, 8192),
@@ -69,10 +71,11 @@ KV_HEADS = 8
 
 
 class Prediction(NamedTuple):
-    """The prediction of one kernel on one device; cycles of a multiprocessor for one tile."""
+    """The prediction for one kernel on one device: for one tile, cycles of a multiprocessor by
+    term."""
 
     cycles: dict[str, float]
-    useful: float  # of the resource that the kernel should be limited by: bytes, or products
+    useful: float  # cycles of the resource that should be the limit: bytes, or products
 
     @property
     def limit(self) -> str:
@@ -80,17 +83,18 @@ class Prediction(NamedTuple):
 
     @property
     def best(self) -> float:
-        """The share of that resource's rate if all terms overlap."""
+        """The share of that resource's rate that the kernel reaches if all terms overlap."""
         return self.useful / max(self.cycles.values())
 
     @property
     def worst(self) -> float:
-        """The share of that resource's rate if no terms overlap."""
+        """The share of that resource's rate that the kernel reaches if no terms overlap."""
         return self.useful / sum(self.cycles.values())
 
 
 def predict(name: str, found: dict[str, Any], device: str) -> Prediction:
-    """`found` is a row of the table for sm_90 with `tile_bytes`, and so with one tile a pass."""
+    """Predict a tile's cycles. `found` is the kernel's row for sm_90; its `tile_bytes` must be set,
+    which means that a pass is one tile."""
     one_pass = min(found["passes"], key=lambda each: each["instructions"])  # without a mask
     warps = found["warps"]
     bytes_a_cycle = MEMORY_BYTES[device] * COPY_SHARE / MULTIPROCESSORS / CLOCK
@@ -109,8 +113,8 @@ def predict(name: str, found: dict[str, Any], device: str) -> Prediction:
 
 
 def _tensor_cycles(instruction: str, count: int) -> float:
-    """The cycles of one warp's products. "HGMMA.64x128x16" is of four warps together, and of
-    "HMMA.16816" the last two sizes are 8 and 16."""
+    """The cycles of one warp's products. Four warps share an "HGMMA.64x128x16"; in "HMMA.16816" the
+    last two sizes are 8 and 16."""
     mnemonic, shape = instruction.split(".")
     if mnemonic == "HGMMA":
         m, n, k = map(int, shape.split("x"))
@@ -121,11 +125,11 @@ def _tensor_cycles(instruction: str, count: int) -> float:
 
 
 def used(name: str, found: dict[str, Any], requests: int, tokens: int) -> tuple[int, float]:
-    """The number of splits that contexts are cut into, and the share of its time that a device full
-    of programs would be at work, by the waves that they run in."""
+    """The number of splits that contexts are cut into, and the share of time that a full device
+    would be at work, from the waves in which its programs run."""
     _, pool, head_dim, *_ = name.split(".")
     element = {"fp8e4nv": 1, "bf16": 2, "fp16": 2, "fp32": 4}[pool]
-    tile = found["tile_bytes"] // (2 * int(head_dim[1:]) * element)  # tokens, K and V of each
+    tile = found["tile_bytes"] // (2 * int(head_dim[1:]) * element)  # tokens; each has K and V
     expected = FP8_PROGRAMS_PER_MULTIPROCESSOR if element == 1 else PROGRAMS_PER_MULTIPROCESSOR
     pairs, tiles = requests * KV_HEADS, -(-tokens // tile)
     splits = choose_splits(pairs, tokens, MULTIPROCESSORS, tile, expected)
@@ -136,7 +140,8 @@ def used(name: str, found: dict[str, Any], requests: int, tokens: int) -> tuple[
 
 
 def of_one_tile(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """A Markdown table: each kernel's terms, and the share of its limit's rate."""
+    """A Markdown table: each kernel's terms, and the share that it reaches of its resource's
+    rate."""
     lines = [
         "| kernel | programs | bytes | tensor | issue | mufu | shared | longest | H200 | H100 |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -150,7 +155,7 @@ def of_one_tile(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def of_cases(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """A Markdown table: decode of whole batches, as a share of a copy's rate on an H200."""
+    """A Markdown table: decode of whole batches on an H200, as shares of a plain copy's rate."""
     names = [name for name in rows if name.startswith("paged_decode")]
     lines = [
         f"| kernel | {' | '.join(name for name, _, _ in CASES)} |",
@@ -168,7 +173,7 @@ def of_cases(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def report(rows: dict[str, dict[str, Any]]) -> str:
-    """Both tables, and prefill in TFLOP/s."""
+    """Both tables, and a table of prefill in TFLOP/s."""
     peak = TENSOR_FLOPS * MULTIPROCESSORS * CLOCK / 1e12
     rates = []
     for name in rows:
@@ -180,7 +185,7 @@ def report(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def read_rows(table: Path, patterns: tuple[str, ...] = USUAL) -> dict[str, dict[str, Any]]:
-    """Rows of the table for sm_90, of the kernels that match and whose tiles are known."""
+    """The sm_90 rows of the kernels that match a pattern and have `tile_bytes`."""
     configurations = json.loads(table.read_text())["configurations"]
     found = {
         name: row[TARGET]

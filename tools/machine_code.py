@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the machine code of a kernel: its instructions, and what one pass of each inner loop does.
 
-NVIDIA's disassembler, which Triton brings, does the first part, for many kernels at once, for each
-start of it takes a third of a processor second. A loop is what lies between a
-branch backwards and where it leads; those with another loop inside do not count, nor do loops that
-neither multiply matrices nor copy where another does. A kernel without a loop counts as one pass.
+NVIDIA's disassembler, which Triton brings, prints the instructions of many kernels at once, because
+each start of it takes a third of a processor second. A loop is the code from a backward branch's
+target to the branch. Loops that contain another loop do not count, nor do loops without matrix
+products or copies if another loop has some. A kernel without a counted loop is one pass.
 
-    instructions   of one warp, whether a predicate lets them run or not
+    instructions   of one warp; those that a predicate may skip count too
     barriers       for all warps of a program
     narrow_shared  loads and stores of shared memory by one or two bytes
     mufu           exponentials, reciprocals and other functions of the special unit
     matrix         products of matrices by instruction and shape: {"HGMMA.64x128x16": 16}
     memory         accesses of global memory by their bits a thread: {"LDGSTS.128": 16}
     shared_words   accesses of shared memory by one warp, in words of 32 x 4 bytes; without what
-                   products read by themselves, and as if no two threads met in a bank
+                   products read by themselves, and as if there were no bank conflicts
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 TOOL_SECONDS = 60
-SLACK = 1.02  # of instructions; a pass may have so many more than before
+SLACK = 1.02  # a pass may have up to 2 % more instructions than before
 INSTRUCTION_BYTES = 16  # since capability 7.0
-_LINE = re.compile(  # an address, a predicate, what it does
+_LINE = re.compile(  # an address, a predicate, an instruction
     r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w.]*)(?P<operands>[^;]*);",
     re.MULTILINE,
 )
 _TARGET = re.compile(r"\b0x([0-9a-f]+)\s*$")
-_WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}  # bits; without one 32
+_WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}  # bits; 32 without one
 _MATRIX = {"HMMA", "HGMMA", "IMMA", "IGMMA", "QGMMA", "DMMA"}
 _GLOBAL = {"LDG", "STG", "LDGSTS"}
 _ENDS = {"EXIT", "RET"}
 
 
 class Instruction(NamedTuple):
-    opcode: str  # with its modifiers: "LDGSTS.E.BYPASS.128"
-    leads_to: int | None  # of a branch: the index of an instruction
+    opcode: str  # opcode with modifiers: "LDGSTS.E.BYPASS.128"
+    leads_to: int | None  # a branch's target: the index of an instruction
 
     @property
     def mnemonic(self) -> str:
@@ -50,12 +50,12 @@ class Instruction(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """The bits that one thread loads or stores; 32 without a width."""
+        """The bits that one thread loads or stores; 32 if the opcode names no width."""
         return next((_WIDTHS[part] for part in self.opcode.split(".") if part in _WIDTHS), 32)
 
 
 def disassemble(cubins: Sequence[bytes], target: int) -> list[list[Instruction]]:
-    """The instructions of each of some kernels that were compiled for one target, in order."""
+    """The instructions of each kernel in `cubins`, all compiled for one target, in order."""
     from triton import knobs
 
     if not cubins:
@@ -72,7 +72,7 @@ def disassemble(cubins: Sequence[bytes], target: int) -> list[list[Instruction]]
 
 
 def _text(cubin: bytes) -> bytes:
-    """The code in an ELF file of one kernel."""
+    """The machine code in an ELF file that holds one kernel."""
     (headers,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, strings = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<I20xQQ", cubin, headers + size * i) for i in range(count)]
@@ -88,7 +88,7 @@ def _text(cubin: bytes) -> bytes:
 
 
 def read(printed: str, lengths: Sequence[int]) -> list[list[Instruction]]:
-    """The instructions of kernels that lie one behind another, each so many instructions long."""
+    """The instructions of several kernels in one disassembly, of which `lengths` has each size."""
     lines = [(line["opcode"], line["operands"]) for line in _LINE.finditer(printed)]
     if len(lines) != sum(lengths):
         raise ValueError(f"expected {sum(lengths)} instructions, the disassembler has {len(lines)}")
@@ -105,8 +105,8 @@ def read(printed: str, lengths: Sequence[int]) -> list[list[Instruction]]:
 
 
 def passes(code: Sequence[Instruction]) -> list[dict[str, Any]]:
-    """The passes of the inner loops that do the work, one of each, in the order of the code."""
-    ends: dict[int, int] = {}  # by the first instruction of a loop
+    """The work of one pass of each counted inner loop, in the order of the code."""
+    ends: dict[int, int] = {}  # first instruction of a loop → last
     for index, one in enumerate(code):
         if one.leads_to is not None and one.leads_to < index:
             ends[one.leads_to] = index
@@ -123,7 +123,7 @@ def passes(code: Sequence[Instruction]) -> list[dict[str, Any]]:
 
 
 def _work(loop: Sequence[Instruction]) -> int:
-    """2: multiplies or copies; 1: loads or stores; 0: neither."""
+    """The rank of a loop: 2 with matrix products or copies, 1 with loads or stores, otherwise 0."""
     found = {one.mnemonic for one in loop}
     return 2 if found & {*_MATRIX, "LDGSTS"} else 1 if found & _GLOBAL else 0
 
@@ -148,13 +148,13 @@ def _counts(code: Sequence[Instruction]) -> dict[str, Any]:
 def _shared_words(one: Instruction) -> int:
     if one.mnemonic in ("LDS", "STS", "LDGSTS"):
         return max(1, one.bits // 32)
-    if one.mnemonic in ("LDSM", "STSM"):  # so many matrices of 8 x 8 numbers of two bytes
+    if one.mnemonic in ("LDSM", "STSM"):  # the opcode's number: matrices of 8 x 8 two-byte numbers
         return next((int(part) for part in one.opcode.split(".") if part in ("2", "4")), 1)
     return 0
 
 
 def worse(before: Sequence[Any], after: Sequence[Any]) -> Iterator[str]:
-    """Costs of a kernel's passes that exceed the earlier ones, one sentence each."""
+    """Costs of a kernel's passes that exceed the earlier costs, a sentence each."""
     if len(before) != len(after):
         yield f"expected {len(before)} inner loops, got {len(after)}"
         return
@@ -174,7 +174,7 @@ def worse(before: Sequence[Any], after: Sequence[Any]) -> Iterator[str]:
 
 
 def _narrower(old: dict[str, int], new: dict[str, int], where: str) -> Iterator[str]:
-    """A sentence for each kind whose widest accesses carry less than they did."""
+    """A sentence for each kind of access that moves fewer bits at its earlier widest width."""
     for kind in sorted({key.partition(".")[0] for key in old}):
         widest = max(_bits(kind, old))
         if _carried(kind, new, widest) < _carried(kind, old, widest):
@@ -182,11 +182,11 @@ def _narrower(old: dict[str, int], new: dict[str, int], where: str) -> Iterator[
 
 
 def _bits(kind: str, memory: dict[str, int]) -> dict[int, int]:
-    """The number of accesses of a kind, by their width in bits."""
+    """The number of accesses of one kind, by width in bits."""
     parts = ((*key.split("."), count) for key, count in memory.items())
     return {int(bits): count for name, bits, count in parts if name == kind}
 
 
 def _carried(kind: str, memory: dict[str, int], least: int) -> int:
-    """The bits that accesses carry which are as wide as that or wider."""
+    """The bits that accesses of at least `least` bits carry together."""
     return sum(bits * count for bits, count in _bits(kind, memory).items() if bits >= least)

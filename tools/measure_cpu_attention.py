@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on the CPU against its limits, and steps of the embedded model with and without it.
+"""Measures attention on the CPU against its limits, and the embedded model's steps with it.
 
     .venv/bin/python tools/measure_cpu_attention.py [--pairs 9] [--only kernels|steps]
 
     decode      one token each at context 4,000, against summing as many bytes (torch's own sum)
     prefill     3,600 tokens, its products a second against torch's product of large matrices
-    steps       1, 16 and 64 decodes and a prefill of 3,600, in place against gathered, in turns
+    steps       1, 16 and 64 decodes and a prefill of 3,600: attention in place in the pool and
+                attention over gathered K and V, in turns
 
-Medians, in seconds by the clock and of processor time; ratios are of one pair each.
+All figures are medians, in wall-clock seconds and in processor seconds. A ratio is the median of
+the ratios of single pairs.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from stratakv.kernels.kernel_choice import NATIVE  # noqa: E402
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "engine" / "models" / "embedded"
 BLOCK_SIZE = 16
-Timed = tuple[float, float]  # by the clock, processor seconds
+Timed = tuple[float, float]  # wall-clock seconds, processor seconds
 
 
 def timed(work: Callable[[], object]) -> Timed:
@@ -55,7 +57,7 @@ def timed(work: Callable[[], object]) -> Timed:
 def in_turns(
     first: Callable[[], object], second: Callable[[], object], pairs: int
 ) -> tuple[Timed, Timed, Timed]:
-    """Medians of both, and of second over first by pair."""
+    """Median times of `first` and of `second`, and the median of second over first in a pair."""
     first(), second()
     found = [(timed(first), timed(second)) for _ in range(pairs)]
 
@@ -72,7 +74,7 @@ def in_turns(
 def pool_of(
     tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype, requests: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer of a pool of several, and tables with blocks in any order."""
+    """One layer of a pool with three layers, and block tables in random order."""
     blocks = -(-tokens // BLOCK_SIZE)
     pool = torch.randn(requests * blocks, 3, 2, BLOCK_SIZE, kv_heads, head_dim).to(dtype)
     order = torch.randperm(requests * blocks).to(torch.int32).view(requests, blocks)
@@ -133,7 +135,7 @@ def measure_prefill(pairs: int) -> None:
 
 
 class Steps:
-    """A runner of the embedded model, and as much of a scheduler as its steps need."""
+    """A model runner of the embedded model, with the part of a scheduler that its steps need."""
 
     def __init__(self, backend: str) -> None:
         self._runner = ModelRunner(

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first quarter of an hour on a machine with a GPU: one command a step, within its time.
+"""Runs the first quarter of an hour on a GPU machine: one command a step, within its time limit.
 
     python tools/on_gpu.py first   [--wheels DIR] [--out DIR] [--commit ID] [--seconds N]
     python tools/on_gpu.py figures [...]
 
-`first` shows that tokens, bytes and order are right, and `figures` measures what decides most, the
-most wanted first; the steps `probe`, `tests`, `bench`, `full` and `sanitize` are for later loans. A
-step is a few commands, alone or side by side, each in a process group with a limit, which is a
-share of the seconds that the machine is lent for. Logs, JSON, pictures and `on-gpu.json`, which
-says what ran and how it ended, go into one archive, written again after every command: a step that
-is cut off keeps what it had. Nothing has to be installed, and this needs only the standard library.
+The step `first` shows that tokens, bytes and order are right. The step `figures` takes the
+measurements, the most important first. The steps `probe`, `tests`, `bench`, `full` and `sanitize`
+are for later loans of a machine. A step is a few commands, alone or side by side. Each command has
+a process group and a time limit, which is a share of the loan's seconds. Logs, JSON, pictures and
+`on-gpu.json`, which says what ran and how it ended, go into one archive. The archive is written
+again after every command, so a step that is cut off keeps its results. The tool needs only the
+standard library; nothing has to be installed.
 
-`--rehearse` runs the same steps without a GPU, at tiny sizes and without the packages that such a
-machine lacks. It shows that the steps work and measures nothing; whatever it writes says so.
-docs/gpu.md has the order and what each figure decides.
+`--rehearse` runs the same steps without a GPU, at tiny sizes and without the packages that a GPU
+machine lacks. A rehearsal shows that the steps work and measures nothing, and its output says so.
+docs/gpu.md describes the order of the steps and what each figure decides.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ from gpu_session.steps import (
     sections_of,
 )
 
-LEAST_SECONDS = 240.0  # of a loan: the start alone takes a third of that
+LEAST_SECONDS = 240.0  # of a loan; the machine's start takes up to a third of that
 NO_COMMIT = "NO COMMIT is known, and figures without one belong to nothing; give --commit ID"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one step; 0, 1 where a command of it failed or ran out of time, 2 for wrong use."""
+    """Run one step; return 0, 1 if a command failed or ran out of time, or 2 for wrong use."""
     began = time.monotonic()
     args = read_arguments(arguments)
     work = Path(tempfile.mkdtemp(prefix="on-gpu-"))
-    # A machine that is taken back says SIGTERM: end what runs, and leave no folder behind.
+    # The machine's owner sends SIGTERM to take it back: end all commands and remove the folder.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         check_arguments(args)
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, unchecked."""
+    """Parse the command line, without checking values."""
     parser = argparse.ArgumentParser(
         prog="on_gpu.py", description=(__doc__ or "").split("\n", 1)[0]
     )
@@ -120,7 +121,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raises WrongUse."""
+    """Raises WrongUse for a value that cannot work."""
     if args.wheels is not None and not args.wheels.is_dir():
         raise WrongUse(f"--wheels takes a folder, and {args.wheels} is none")
     if not args.seconds >= LEAST_SECONDS:
@@ -135,8 +136,8 @@ def check_arguments(args: argparse.Namespace) -> None:
 def choose_groups(
     args: argparse.Namespace, sections: Sequence[str]
 ) -> tuple[list[Group], list[str]]:
-    """The commands to run, and a note for each whose benchmark has no such section. Raises
-    WrongUse."""
+    """The commands to run, and a note for each group that is left out because `bench gpu` lacks one
+    of its sections. Raises WrongUse."""
     groups, notes = [], []
     every = groups_of(args.step, is_rehearsal=args.rehearse, lent=args.seconds, peers=args.peers)
     for group in every:
@@ -153,7 +154,7 @@ def choose_groups(
 
 
 def sanitize_command(args: argparse.Namespace) -> str:
-    """The command that comes instead of `figures`, with the options of this one."""
+    """The `sanitize` command to run instead of `figures`, with the options of this run."""
     words = ["python", "tools/on_gpu.py", "sanitize", "--only", SANITIZE_FIRST]
     for name in ("wheels", "out", "commit"):
         value = getattr(args, name)
@@ -164,7 +165,7 @@ def sanitize_command(args: argparse.Namespace) -> str:
 
 
 def tell(step: Step, archive: Path) -> None:
-    """The short table, and what a reader of the archive must know."""
+    """Print the table of outcomes, the archive's path and the notes."""
     for each in step.outcomes:
         print(f"{each.result:10} {each.seconds:7.1f} s  {each.name:22} {each.last_line}")
     print(f"written: {archive} ({archive.stat().st_size / 2**20:.1f} MB)")

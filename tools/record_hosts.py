@@ -3,9 +3,9 @@
 
     python tools/record_hosts.py WHEEL_OR_SITE_PACKAGES ...
 
-Reads the source, out of a wheel or an installation, and imports nothing. Writes a file for each
-host found into tests/connector/HOST/signatures, named after the version: of each class its bases,
-its methods with their parameters, and its fields.
+The tool reads the source code in a wheel or an installation and imports nothing. For each host it
+writes tests/connector/HOST/signatures/VERSION.json with each class's bases, methods with their
+parameters, and fields.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLASSES = {
         HICACHE + "pool_host/base.py": ("HostKVCache",),
     },
 }  # fmt: skip
-# How the host makes the plug-in: the arguments of these calls.
+# The call by which the host constructs the plug-in: its arguments are recorded.
 CALLS = {
     "lmcache": {L2 + "l2_adapters/plugin_l2_adapter.py": "adapter_cls"},
     "sglang": {HICACHE + "storage/backend_factory.py": "backend_class"},
@@ -48,7 +48,7 @@ Source = Callable[[str], str]
 
 
 def record(host: str, source: Source, version: str, origin: str) -> dict[str, Any]:
-    """The record of one host. `source` gives the text of a file."""
+    """The record of one host. `source` returns the text of a file."""
     classes: dict[str, Any] = {}
     for path, names in CLASSES[host].items():
         found = {
@@ -91,7 +91,7 @@ def _class(node: ast.ClassDef) -> dict[str, Any]:
 
 
 def _parameters(args: ast.arguments) -> list[list[Any]]:
-    """Name and whether there is a default, of each but the first."""
+    """Name of each parameter without the first, and whether it has a default."""
     positional = [*args.posonlyargs, *args.args]
     first_default = len(positional) - len(args.defaults)
     made: list[list[Any]] = [[each.arg, i >= first_default] for i, each in enumerate(positional)]
@@ -114,7 +114,8 @@ def _arguments(tree: ast.Module, name: str) -> list[list[str]]:
 
 
 def _open(host: str, place: Path) -> tuple[Source, str] | None:
-    """A reader of the host's files at this place, and the version; None where it is not there."""
+    """A reader of the host's files at this place, and the version; None if the host is not
+    there."""
     if place.suffix == ".whl":
         if not place.name.startswith(host + "-"):
             return None
@@ -126,7 +127,7 @@ def _open(host: str, place: Path) -> tuple[Source, str] | None:
 
 
 def main() -> None:
-    """Record what is at each of the places in the arguments."""
+    """Record the hosts found at each place in the arguments."""
     if not sys.argv[1:]:
         raise SystemExit(__doc__)
     for place in map(Path, sys.argv[1:]):

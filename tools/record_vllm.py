@@ -4,9 +4,9 @@ without vLLM.
 
     python tools/record_vllm.py WHEEL_OR_SITE_PACKAGES ...
 
-Reads the source, out of a wheel or an installation, and imports nothing. Writes a file for each
-into tests/connector/vllm/signatures, named after the version: of each class its bases, its
-methods with their parameters, its fields, and the attributes that its constructor sets.
+The tool reads the source code in a wheel or an installation and imports nothing. For each place it
+writes tests/connector/vllm/signatures/VERSION.json with each class's bases, methods with their
+parameters, fields, and the attributes that its constructor sets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLASSES = {
     OFFLOAD + "tiering/spec.py": ("TieringOffloadingSpec",),
     CONNECTOR + "offloading/metrics.py": ("OffloadingConnectorStats",),
 }  # fmt: skip
-# The same for a KV connector: what it overrides, and what it reads of vLLM.
+# Classes for a KV connector: those that the adapter overrides, and those that it reads.
 CONNECTOR_CLASSES = {
     CONNECTOR + "base.py": (
         "KVConnectorBase_V1", "SupportsHMA", "KVConnectorRole", "KVConnectorMetadata",
@@ -61,22 +61,22 @@ CONNECTOR_CLASSES = {
     "vllm/distributed/kv_events.py": ("BlockStored", "BlockRemoved"),
     "vllm/v1/metrics/cache_hit_source.py": ("CacheHitSource",),
 }  # fmt: skip
-# Not in every version.
+# Files that some versions lack.
 NEW = ("vllm/v1/metrics/cache_hit_source.py",)
-# Of these, the adapter looks at fields only.
+# The adapter reads only fields of these classes.
 READ_ONLY = (
     "KVCacheConfig", "KVConnectorOutput", "KVTransferConfig", "Request", "FullAttentionSpec",
     "SinkFullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec",
 )  # fmt: skip
 INIT = "__init__"
-# Module -> names of it that the adapter reads.
+# Module → its names that the adapter reads.
 NAMES = {"vllm/v1/core/kv_cache_utils.py": ("_NONE_HASH_SEED", "DEFAULT_NONE_HASH_SEED")}
-# How each kind of job is handed to a tier: the keywords of these calls.
+# The calls that hand a job to a tier: their keywords are recorded.
 CALLS = {OFFLOAD + "tiering/factory.py": "tier_cls", OFFLOAD + "tiering/manager.py": "TransferJob"}
 
 
 def record(source: Callable[[str], str], version: str, origin: str) -> dict[str, Any]:
-    """The record of one version. `source` gives the text of a file."""
+    """The record of one version. `source` returns the text of a file."""
     return {
         "version": version,
         "taken_from": origin,
@@ -139,7 +139,7 @@ def _class(node: ast.ClassDef) -> dict[str, Any]:
 
 
 def _parameters(args: ast.arguments) -> list[list[Any]]:
-    """Name, kind and whether there is a default, of each but the first."""
+    """Name and kind of each parameter without the first, and whether it has a default."""
     positional = [*args.posonlyargs, *args.args]
     first_default = len(positional) - len(args.defaults)
     made: list[list[Any]] = [
@@ -185,7 +185,7 @@ def _open(place: Path) -> tuple[Callable[[str], str], str]:
 
 
 def main() -> None:
-    """Record each of the places in the arguments."""
+    """Record vLLM at each place in the arguments."""
     if not sys.argv[1:]:
         raise SystemExit(__doc__)
     OUT.mkdir(parents=True, exist_ok=True)

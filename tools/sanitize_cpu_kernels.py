@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the tests of the CPU's compiled kernels with a library that watches itself.
+"""Run the tests of the CPU's compiled kernels with a library built with sanitizers.
 
 The library is built with AddressSanitizer and UndefinedBehaviorSanitizer into `build/sanitized`,
-beside links to everything else of the package, and the tests run on that. Memory that torch
-allocates has guarded ends then, so reading past a tensor ends the run, as undefined behaviour does.
-Needs GCC with its sanitizers.
+beside links to all other files of the package, and the tests use that package. AddressSanitizer
+guards the ends of memory that torch allocates. So a read past a tensor ends the process, and
+undefined behaviour does, too. The tool needs GCC with its sanitizers.
 
     python tools/sanitize_cpu_kernels.py                     all parts, some minutes
     python tools/sanitize_cpu_kernels.py --part build        the library; objects are kept
     python tools/sanitize_cpu_kernels.py --part planted      a fault made on purpose must be found
     python tools/sanitize_cpu_kernels.py --part test_cpu_network.py -k pass    options are pytest's
 
-Building takes some 300 s of a processor, of which each variant of the library is a third; what is
-compiled once is not compiled again. So a machine that is busy does it in parts, each in its own
-time: whatever was begun and ended counts.
+The build takes some 300 processor seconds, a third for each variant of the library. Compiled
+objects are kept for the next build, so a busy machine can run the parts one by one.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ TESTS = {
     "test_cpu_products.py": "kernels",
     "test_cpu_thresholds.py": "kernels",
     "test_pool_memory.py": "engine/worker",
-}  # and where they lie below tests/
+}  # file → its folder below tests/
 SANITIZERS = "-fsanitize=address,undefined"
 FLAGS = f"-g {SANITIZERS} -fno-sanitize-recover=all -fno-omit-frame-pointer"
 PARTS = ("build", "planted", *TESTS)
-PART_SECONDS = 4 * 3600  # by the clock, on a machine that has an eighth of a core to give
-# Lays down a matrix of twice the rows that there are, which must end the process.
+PART_SECONDS = 4 * 3600  # by the clock, for a machine that gives an eighth of a core
+# Packs a matrix of twice the rows that its memory has, which must end the process.
 PLANTED = """
 import ctypes, torch
 from stratakv.kernels.cpu.library import Matrix, cpu_library
@@ -50,7 +49,7 @@ cpu_library().pack(weight.data_ptr(), 64, ctypes.addressof(matrix), 0, 0)
 
 
 def build() -> Path:
-    """The folder that has the package with the watched library."""
+    """Build the library; return the folder with the package that contains it."""
     flags = {"CFLAGS": FLAGS, "CXXFLAGS": FLAGS, "LDFLAGS": SANITIZERS}
     kept = {"KEEP_OBJECTS_IN": str(ROOT / "build" / "objects")}
     command = [sys.executable, "setup.py", "-q", "build_ext"]
@@ -83,14 +82,14 @@ def environment(path: Path) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": str(path),
         "LD_PRELOAD": asan,
-        # Python and torch keep what they have allocated to the end.
+        # Python and torch keep memory to the end, which is no leak.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
 
 
 def find_planted(path: Path) -> int:
-    """0 where the library finds what is wrong on purpose, and so watches itself."""
+    """Return 0 if the sanitizer finds the planted fault, which shows that it works, otherwise 1."""
     planted = subprocess.run(
         [sys.executable, "-P", "-c", PLANTED],
         cwd=path, check=False, timeout=PART_SECONDS, env=environment(path), capture_output=True,
@@ -103,9 +102,9 @@ def find_planted(path: Path) -> int:
 
 
 def test(path: Path, name: str, options: list[str]) -> int:
-    """pytest's status for one file."""
+    """Run one test file; return pytest's exit status."""
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
-    # Run elsewhere: `-m` puts the folder it is run in on the path.
+    # pytest runs in another folder, because `-m` puts the working folder on the path.
     command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
     command += [str(ROOT / "tests" / TESTS[name] / name), *options]
     return subprocess.run(
@@ -114,7 +113,7 @@ def test(path: Path, name: str, options: list[str]) -> int:
 
 
 def main() -> int:
-    """The first status that is not 0."""
+    """Run the chosen parts; return the first exit status that is not 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--part", choices=PARTS, help="only this; `build` comes first")
     given, options = parser.parse_known_args()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed traffic on one server for a long while: does it grow, and is every answer right?
+"""Sends mixed traffic to one server for a long time; checks its memory and every answer.
 
     .venv/bin/python tools/soak.py --seconds 3600
 
-It starts a cache server and `stratakv serve` with all tiers on the embedded model, in float64.
-Before that a server without tiers and without prefix caching answers 200 prompts; every answer
-under load is compared with its. Clients read streams, abort them, ask for schemas and chats, and
-send what is refused; the cache server is ended and started again while they do. At the end the
-server is killed, started again on its SSD, and asked for all 200 prompts. Prints JSON; the exit
-status is 1 where an answer was wrong, something grew, or a tier gave nothing.
+First a server without tiers and without prefix caching answers 200 prompts; these are the right
+answers. Then the tool starts a cache server and `stratakv serve` with all tiers on the embedded
+model, in float64. Clients read streams, abort them, ask for schemas and chats, and send invalid
+requests; meanwhile the cache server is restarted several times. At the end the server is killed,
+started again on its SSD store, and asked for all 200 prompts twice. The tool prints JSON; its exit
+status is 1 if an answer was wrong, memory, threads or descriptors grew, or a tier gave no blocks.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ NUM_CLIENTS = 4
 NUM_DOCUMENTS, NUM_PROMPTS, OUTPUT_TOKENS = 20, 200, 16
 START_SECONDS, ANSWER_SECONDS, END_SECONDS = 300.0, 120.0, 60.0
 SAMPLE_SECONDS = 5.0
-SETTLE_SECONDS = 600.0  # or a third of the whole
-CACHE_SERVER_SECONDS = 300.0  # between its restarts, or a fifth of the whole
+SETTLE_SECONDS = 600.0  # or a third of the whole time
+CACHE_SERVER_SECONDS = 300.0  # seconds between two restarts, or a fifth of the whole time
 MOST_GROWTH = 1.05
-# As /proc/PID/smaps_rollup calls them.
+# Our name → the name in /proc/PID/smaps_rollup.
 OF_BYTES = {"anonymous_bytes": "Pss_Anon", "file_bytes": "Pss_File", "shared_bytes": "Pss_Shmem"}
-# Beside that: processes that are kept idle, with a thread and two descriptors each.
+# Growth that is allowed beside MOST_GROWTH: idle processes, with a thread and two descriptors each.
 MOST_IDLE = {"bytes": 0, "processes": 2, "threads": 2, "descriptors": 4}
 FREE = ["--no-enable-prefix-caching"]
 TIERS = ["--kv-offload-cpu-bytes", "64MiB", "--kv-offload-ssd-bytes", "1GiB", "--num-blocks", "500"]
@@ -54,7 +54,7 @@ WORDS = (
 
 
 def make_prompts(seed: int) -> list[str]:
-    """Prompts that grow out of a few documents, parting at any word."""
+    """Prompts that begin like one of a few documents, up to a random word, and end differently."""
     rng = random.Random(seed)
     documents = [rng.choices(WORDS, k=400) for _ in range(NUM_DOCUMENTS)]
     prompts = []
@@ -66,10 +66,10 @@ def make_prompts(seed: int) -> list[str]:
 
 
 class Program:
-    """A command of stratakv, in a session of its own, with what it has written."""
+    """A command of stratakv, in a session of its own, with its output in a log file."""
 
     def __init__(self, stack: ExitStack, folder: Path, *words: str) -> None:
-        """Start it; `stack` kills it at the latest."""
+        """Start the command; leaving `stack` kills it if it still runs."""
         self.log = folder / f"{words[0]}-{time.monotonic_ns()}.log"
         command = [sys.executable, "-P", "-m", "stratakv.engine.cli.main", *words]
         with self.log.open("wb") as sink:
@@ -79,7 +79,7 @@ class Program:
         stack.callback(self._kill)
 
     def wait_for(self, pattern: str) -> str:
-        """The first group of `pattern` in its log."""
+        """Wait until `pattern` is in the log; return the pattern's first group."""
         deadline = time.monotonic() + START_SECONDS
         while not (found := re.search(pattern, self.log.read_text(errors="replace"))):
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -89,7 +89,7 @@ class Program:
         return found[1]
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """End it by this signal, with all that it has started."""
+        """Send a signal and wait for the end; SIGKILL goes to all processes of the session."""
         if number == signal.SIGKILL:
             self._kill()
         else:
@@ -105,7 +105,7 @@ class Program:
 
 
 class Served(Program):
-    """`stratakv serve`, asked over HTTP."""
+    """A `stratakv serve` process, and requests to its HTTP server."""
 
     def __init__(self, stack: ExitStack, folder: Path, *words: str) -> None:
         super().__init__(
@@ -115,7 +115,7 @@ class Served(Program):
         self.port = int(self.wait_for(rf"http://{HOST}:(\d+)"))
 
     def ask(self, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """The status and the answer."""
+        """Send a request; return the HTTP status and the decoded answer."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)
         try:
             self._send(connection, path, fields)
@@ -125,14 +125,14 @@ class Served(Program):
             connection.close()
 
     def complete(self, prompt: str) -> dict[str, Any]:
-        """The choice and the usage of a greedy answer."""
+        """The text and the usage of a greedy completion."""
         status, answer = self.ask("/v1/completions", greedy(prompt))
         if status != 200:
             raise RuntimeError(f"{status}: {answer}")
         return {"text": answer["choices"][0]["text"], "usage": answer["usage"]}
 
     def stream(self, prompt: str, most_events: int | None = None) -> str:
-        """The text of a stream, which is left after so many events."""
+        """The text of a stream; with `most_events` the client leaves after that many events."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)
         try:
             self._send(connection, "/v1/completions", {**greedy(prompt), "stream": True})
@@ -148,8 +148,8 @@ class Served(Program):
             connection.close()
 
     def sizes(self) -> dict[str, int]:
-        """Sizes of it and all that it has started: bytes of memory, each page shared among those
-        that have it, also by kind; descriptors, threads and processes."""
+        """Resource totals of the server and its descendants: bytes of memory (a shared page counts
+        in part for each process), also by kind, and descriptors, threads and processes."""
         found = Counter[str]()
         left = [self.process.pid]
         while left:
@@ -160,7 +160,7 @@ class Served(Program):
                 tasks = list((place / "task").iterdir())
                 for task in tasks:
                     left += map(int, (task / "children").read_text().split())
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
             for name in ("bytes", *OF_BYTES):
                 kibibytes = re.findall(rf"^{OF_BYTES.get(name, 'Pss')}:\s+(\d+)", rollup, re.M)
@@ -182,7 +182,7 @@ def greedy(prompt: str) -> dict[str, Any]:
 
 
 class Traffic:
-    """Clients that ask until `end`, and what came of it."""
+    """Clients that send requests until `end`, with the counts and faults of their answers."""
 
     def __init__(self, served: Served, prompts: list[str], answers: list[str], end: float) -> None:
         self.served, self.prompts, self.answers, self.end = served, prompts, answers, end
@@ -215,7 +215,8 @@ class Traffic:
                 self.faults.append(f"{kind}, prompt {place}: {fault}"[:500])
 
     def _ask(self, kind: str, place: int, rng: random.Random) -> str:
-        """The fault of the answer; empty where it is right."""
+        """Send a request of one kind; return the fault of its answer, empty if the answer is
+        right."""
         served, prompt, right = self.served, self.prompts[place], self.answers[place]
         if kind in ("whole", "stream"):
             text = served.complete(prompt)["text"] if kind == "whole" else served.stream(prompt)
@@ -249,7 +250,7 @@ def medians(samples: list[dict[str, int]]) -> dict[str, float]:
 
 
 def soak(stack: ExitStack, folder: Path, seconds: float) -> dict[str, Any]:
-    """The figures."""
+    """Run the whole test; return its figures."""
     prompts = make_prompts(7)
     plain = Served(stack, folder, *FREE)
     answers = [plain.complete(prompt)["text"] for prompt in prompts]
@@ -274,7 +275,7 @@ def soak(stack: ExitStack, folder: Path, seconds: float) -> dict[str, Any]:
         time.sleep(SAMPLE_SECONDS)
         if time.monotonic() > settled:
             samples.append(served.sizes())
-        # Not in the last part, so that it has blocks to give back.
+        # No restart in the last part, so that the cache server has blocks to give.
         if restart_at < time.monotonic() < began + seconds - 2 * pause:
             cache_server.end()
             cache_server = Program(stack, folder, *cache_words)
@@ -286,7 +287,7 @@ def soak(stack: ExitStack, folder: Path, seconds: float) -> dict[str, Any]:
     again = Served(stack, folder, *words)
     tiers: Counter[str] = Counter()
     wrong = []
-    for _ in range(2):  # the second time from what is near
+    for _ in range(2):  # the second round reads from the faster tiers
         for place, prompt in enumerate(prompts):
             answer = again.complete(prompt)
             if answer["text"] != answers[place]:

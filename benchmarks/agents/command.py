@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv bench agents [TRACE ...]`: the policy `continuum` against `fcfs`, in equal memory.
 
-Agents' jobs whose tools take 0.2 to 2 s, or 5 to 60 s, with and without a CPU tier of four times
-the pool, and recorded sessions (TRACE, JSON Lines with session_id), in virtual time: scheduler,
-cache manager and pins are the engine's own, and no model is computed. Three ratios, continuum over
-fcfs: tokens computed again (of what the turn before had computed), tokens loaded again, and the
-99th percentile of the time to the first token. The first two are of all jobs together, the third is
-the median over the seeds.
+Jobs of agents run in virtual time under both policies: made-up jobs whose tools take 0.2 to 2 s or
+5 to 60 s, and recorded sessions (TRACE, JSON Lines with session_id). Each runs with and without a
+CPU tier of four times the pool. Scheduler, cache manager and pins are the engine's own; no model is
+computed. The figures are three ratios, continuum over fcfs: tokens computed again (of those that
+the turn before had computed), tokens loaded again, and the 99th percentile of the time to the first
+token. The first two count the tokens of all runs together; the third is the median over the seeds.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ SHORT: Mapping[str, tuple[float, float]] = {
     "grep": (0.2, 1.0), "read": (0.3, 1.2), "edit": (0.5, 2.0),
 }  # fmt: skip
 LONG: Mapping[str, tuple[float, float]] = {"test": (5.0, 60.0), "build": (10.0, 40.0)}
-TIER_POOLS = 4  # the tier's blocks over the pool's
-# Blocks of the pool that the gates apply to: a fifth of all blocks that the jobs write.
+TIER_POOLS = 4  # the tier's blocks, divided by the pool's blocks
+# The pool size to which the gates apply: a fifth of all blocks that the jobs write.
 GATED_BLOCKS = 2500
-TRACE_SHARE = 0.05  # the pool's blocks over the distinct blocks of a recorded trace
+TRACE_SHARE = 0.05  # the pool's blocks, divided by a recorded trace's distinct blocks
 NO_WORSE = Gate(most=1.02)
 
 
@@ -45,7 +45,7 @@ class Scale:
     seeds: int
     jobs: int
     pools: tuple[int, ...]
-    gated: int  # the pool that the report's ratios are of
+    gated: int  # the pool size whose ratios go into the report
 
 
 FULL = Scale(9, 60, (2000, GATED_BLOCKS, 3000), GATED_BLOCKS)
@@ -54,7 +54,7 @@ QUICK = Scale(2, 12, (600,), 600)
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Jobs and an engine for them."""
+    """Jobs, and the engine's pool and tier for them."""
 
     name: str
     has_long_tools: bool
@@ -71,7 +71,7 @@ class Scene:
 
 
 def compare(runs: Sequence[Sequence[Job]], scene: Scene) -> dict[str, Any]:
-    """Figures of both policies on the same jobs: sums of tokens, times of each run, and ratios."""
+    """Figures of both policies on the same jobs: token sums, times of each run, and ratios."""
     found: list[list[Outcome]] = []
     for jobs in runs:
         simulations = [
@@ -100,7 +100,7 @@ def compare(runs: Sequence[Sequence[Job]], scene: Scene) -> dict[str, Any]:
 
 
 def measure(report: Report, scale: Scale, traces: Sequence[Path]) -> None:
-    """Fill the report. Raises WrongWork and TraceError."""
+    """Run all scenes and fill the report. Raises WrongWork and TraceError."""
     report.figures |= {
         "plan": {"seeds": scale.seeds, "jobs": scale.jobs, "block_size": BLOCK_SIZE},
         "scenes": {},
@@ -144,7 +144,7 @@ def _longest(jobs: Sequence[Job]) -> int:
 
 
 def print_agents(report: Report) -> None:
-    """Print the table of all scenes."""
+    """Print a table with a row for each scene."""
     rows = []
     for name, figures in report.figures["scenes"].items():
         tokens, ratios = figures["tokens"], figures["ratios"]
@@ -161,7 +161,7 @@ def print_agents(report: Report) -> None:
 
 
 def plot_agents(report: Report, path: Path) -> Path:
-    """Bars of the ratios of each scene, a panel for each ratio."""
+    """Draw a panel for each ratio, with a bar for each scene."""
     scenes = report.figures["scenes"]
     ratios = ("recomputed", "reloaded", "ttft_p99")
     figure, [panels] = new_figure(1, len(ratios), 1.2 + 0.25 * len(scenes), sharey=True)
@@ -182,14 +182,14 @@ def plot_agents(report: Report, path: Path) -> Path:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    """Add the options of this benchmark; `stratakv bench` itself adds `--quick` and `--out`."""
     parser.add_argument(
         "traces", metavar="TRACE", nargs="*", help="recorded sessions: a .jsonl(.gz), or a folder"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Take all figures; 0, or 1 with the reason on the terminal."""
+    """Measure all figures; return 0, or 1 after printing an error."""
     report = Report("agents", "stratakv bench agents" + " --quick" * arguments.quick)
     traces = [readers.path("TRACE", each) for each in arguments.traces]
     work = partial(measure, report, QUICK if arguments.quick else FULL, traces)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine's scheduler, cache manager and policy under agents' jobs, in virtual time.
 
-Scheduler, cache manager, policies and pins are the engine's own. The model is a clock: a step
-takes a fixed time and more for each token, and every answer has the length that the job says. The
-CPU tier is a list of names, the oldest of which goes first, behind one link that copies at a fixed
+Scheduler, cache manager, policies and pins are the engine's own. No model is computed: a step takes
+a fixed time and a fixed time for each token, and the job says how long each answer is. The CPU tier
+is a list of block keys, of which the oldest is evicted first. One link copies its blocks at a fixed
 rate.
 """
 
@@ -50,19 +50,20 @@ from ..harness.comparison import WrongWork
 from ..trace.formats import TraceError
 
 BLOCK_SIZE = 16
-# An 8B model in 16 bits on a GPU of today: 2 MiB a block, 25 GB/s, 10,000 tokens/s of prefill.
+# An 8B model in 16 bits on a current GPU: 2 MiB a block, 25 GB/s, 10,000 tokens/s of prefill.
 STEP_SECONDS = 0.010
 TOKEN_SECONDS = 0.0001
 BLOCK_SECONDS = 2 * 2**20 / 25e9
 _TOKEN = 7
 SCALE = 512 // BLOCK_SIZE  # a recorded trace has blocks of 512 tokens
-MOST_TURNS = 40  # that are read of a recorded session
+MOST_TURNS = 40  # turns that are read of a recorded session, at most
 _GROUP = (0).to_bytes(2, "little")
 
 
 class Turn(NamedTuple):
-    """The length of an answer, and the seconds of the tool call after it. The prompt is the text so
-    far and `new_tokens` random tokens; or `prompt`, where a trace records it."""
+    """One request of a job: the length of its answer, and the seconds of the tool call after it.
+    The prompt is `prompt` if a trace records it, and otherwise the text so far and `new_tokens`
+    random tokens."""
 
     new_tokens: int
     output_tokens: int
@@ -71,7 +72,7 @@ class Turn(NamedTuple):
     prompt: Sequence[int] | None = None
 
     def prompt_behind(self, text: Sequence[int], rng: random.Random) -> np.ndarray[Any, Any]:
-        """int32 `[num_tokens]`."""
+        """The prompt's token ids: int32 `[num_tokens]`."""
         if self.prompt is not None:
             return np.array(self.prompt, np.int32)
         new = [rng.randrange(1, 50_000) for _ in range(self.new_tokens)]
@@ -79,11 +80,11 @@ class Turn(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The job of one agent: its arrival, and turns that follow each other."""
+    """The job of one agent: when it arrives, and its turns, which follow each other."""
 
     job_id: str
     arrival_seconds: float
-    prefix: Sequence[int]  # other jobs may begin with it too
+    prefix: Sequence[int]  # other jobs may begin with the same prefix
     turns: Sequence[Turn]
 
 
@@ -92,7 +93,7 @@ class Outcome:
     """The results of one run."""
 
     prompt_tokens: int = 0
-    recomputed_tokens: int = 0  # computed by the turn before too, in whole blocks
+    recomputed_tokens: int = 0  # in whole blocks that the turn before had computed
     reloaded_tokens: int = 0  # loaded from the tier
     first_token_seconds: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -103,7 +104,7 @@ class Outcome:
 
 
 class Clock:
-    """Takes the place of `time`; stands still until `now` is set."""
+    """A replacement of the module `time`; its time changes only when `now` is set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -113,7 +114,7 @@ class Clock:
 
 
 class ListedTier(KVConnectorScheduler, StoresAhead):
-    """Names of blocks, and a link on which one load follows the other."""
+    """A CPU tier without bytes: a list of block keys, and a link that makes one load at a time."""
 
     def __init__(self, clock: Clock, num_blocks: int) -> None:
         self.stores_ahead = self
@@ -124,7 +125,7 @@ class ListedTier(KVConnectorScheduler, StoresAhead):
         self._loads: deque[tuple[float, LoadReport]] = deque()
 
     def due_at(self) -> float | None:
-        """The time at which the oldest load ends; None without loads."""
+        """The time at which the oldest load ends; None if no load is under way."""
         return self._loads[0][0] if self._loads else None
 
     def get_matched_tokens(
@@ -190,8 +191,8 @@ class ListedTier(KVConnectorScheduler, StoresAhead):
 
 
 def make_jobs(seed: int, count: int, tools: dict[str, tuple[float, float]]) -> list[Job]:
-    """Jobs that arrive at random, two thirds of them with one of two shared prefixes. The range of
-    each tool's seconds is in `tools`."""
+    """Jobs that arrive at random times; two thirds of them begin with one of two shared prefixes.
+    `tools` gives the range of each tool's seconds."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(1, 50_000) for _ in range(512)] for _ in range(2)]
     jobs, now = [], 0.0
@@ -208,13 +209,13 @@ def make_jobs(seed: int, count: int, tools: dict[str, tuple[float, float]]) -> l
 
 
 def longest_of(job: Job) -> int:
-    """The most tokens that a request of the job has."""
+    """The tokens of the job's longest request, with its answer."""
     grown = len(job.prefix) + sum(turn.new_tokens + turn.output_tokens for turn in job.turns)
     return max(grown, *[len(t.prompt or ()) + t.output_tokens for t in job.turns])
 
 
 def num_shared(text: Sequence[int], prompt: np.ndarray[Any, Any]) -> int:
-    """The number of tokens that `text` and `prompt` have in common from the start."""
+    """The number of tokens at the start of `text` and `prompt` that are equal."""
     count = min(len(text), len(prompt))
     differ = np.flatnonzero(np.asarray(text[:count], np.int32) != prompt[:count])
     return int(differ[0]) if len(differ) else count
@@ -222,8 +223,8 @@ def num_shared(text: Sequence[int], prompt: np.ndarray[Any, Any]) -> int:
 
 def read_jobs(path: Path) -> list[Job]:
     """The sessions of a recorded trace (JSON Lines with `session_id`, `timestamp` in milliseconds,
-    `hash_ids` and `output_length`, plain or gzip). Each id is one block here; a tool takes the time
-    between two requests of its session. Raises TraceError."""
+    `hash_ids` and `output_length`, plain or gzip). Each hash id becomes one block here. A tool call
+    takes the time between two requests of its session. Raises TraceError."""
     sessions: dict[str, list[_Recorded]] = {}
     try:
         is_packed = path.name.endswith(".gz")
@@ -270,7 +271,7 @@ def _job(name: str, records: Sequence[_Recorded]) -> Job:
 
 
 class Simulation:
-    """Runs jobs through one engine. `tier_blocks` of 0: without a tier."""
+    """Runs jobs through one engine. With `tier_blocks` 0 the engine has no tier."""
 
     def __init__(self, jobs: Sequence[Job], policy: str, num_blocks: int, tier_blocks: int) -> None:
         self._clock = Clock()
@@ -291,13 +292,13 @@ class Simulation:
         for number, job in enumerate(jobs):
             heapq.heappush(self._events, (job.arrival_seconds, number, job, 0))
         self._texts: dict[str, Sequence[int]] = {job.job_id: job.prefix for job in jobs}
-        self._known = dict.fromkeys(self._texts, 0)  # computed tokens of each text
+        self._known = dict.fromkeys(self._texts, 0)  # computed tokens at the start of each text
         self._turns: dict[str, tuple[Job, int, Request, int]] = {}
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
-        """Run until the last job ends. Raises WrongWork where requests wait for nothing, or where
-        blocks are still held at the end."""
+        """Run until the last job ends. Raises WrongWork if requests wait although nothing can
+        happen, or if blocks are still held at the end."""
         with self._patched():
             while self._events or self._scheduler.requests:
                 self._take_arrivals()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench cluster`: prompts computed here and answered there."""
+"""`stratakv bench cluster`: prompts computed on one node and answered by another."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cases of `stratakv bench cluster`; `command.py` says what each figure counts.
 
-A run raises WrongWork where blocks come from another place than its case wants, or where a
-prompt gets other tokens than it got before.
+A case raises WrongWork if blocks come from another place than the case requires, or if a prompt
+gets other tokens than before.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from .nodes import (
 
 MIB = 2**20
 BLOCK_TOKENS = 16
-# The first token may come out of a ticket; the second one takes the blocks of the prompt.
+# A ticket may bring the first token; the second token needs the blocks of the prompt.
 OUTPUT_TOKENS = 2
-# Much KV and little to compute, so that a link's time depends on bytes alone. Random weights.
+# A model with random weights, much KV and little to compute, so that its time on a link depends on
+# bytes alone.
 WIDE_MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096,
     "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 32,
@@ -61,14 +62,14 @@ class Scale:
     pairs: int
     prompt_tokens: int = 3600
     wide_tokens: int = 1536
-    chunk_tokens: int = 256  # of the node that pushes chunk by chunk
+    chunk_tokens: int = 256  # tokens a step of the node that sends blocks chunk by chunk
     wire_bits: float = 2e9  # per second
     arrival_seconds: float = 12.0
     chats_per_second: float = 2.5
     longs_per_second: float = 0.8
     chat_tokens: tuple[int, int] = (96, 64)  # of prompt and answer
     long_answer_tokens: int = 8
-    step_tokens: int = 512  # the limit of a step in `take_itl`
+    step_tokens: int = 512  # the token limit of a step in `take_itl`
     slab_mib: int = 256  # of each engine that hands over; the cache server has twice as much
 
 
@@ -78,19 +79,20 @@ QUICK = Scale(pairs=1, prompt_tokens=1200, wide_tokens=640, arrival_seconds=2.0,
 
 @dataclass(slots=True)
 class Pairs:
-    """Seconds of both sides of a ratio, pair by pair, and further values by name."""
+    """Seconds of both sides of a ratio, pair by pair, and other values by name."""
 
     ours: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
     seen: dict[str, list[float]] = field(default_factory=dict)
 
     def see(self, **values: float) -> None:
-        """Keep values of the current pair that are not part of its ratio."""
+        """Add values of the current pair that are not part of its ratio."""
         for name, value in values.items():
             self.seen.setdefault(name, []).append(value)
 
     def take(self, count: int, ours: Callable[[int], float], other: Callable[[int], float]) -> None:
-        """Take `count` pairs, the sides first in turn, after one pair that is not counted."""
+        """Measure `count` pairs after one uncounted pair. The side that runs first changes with
+        each pair."""
         for number in range(count + 1):
             turns = [(ours, self.ours), (other, self.others)]
             for run, taken in reversed(turns) if number % 2 else turns:
@@ -100,7 +102,7 @@ class Pairs:
 
 
 class Prompts:
-    """Random prompts by number, the same in every run, and the tokens that each must give."""
+    """Random prompts by number, the same in every run, and the answer that each prompt must get."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -128,7 +130,7 @@ _INCOMPLETE = ("stratakv:handed_over_incomplete_total",)
 
 
 class Watch:
-    """Increases of some of a node's counters since the watch was made."""
+    """The increases of some of a node's counters since this object was made."""
 
     def __init__(self, node: Node, *figures: tuple[str, ...]) -> None:
         self._node, self._figures = node, figures
@@ -149,7 +151,7 @@ def _check_handed(moved: Sequence[float], prompts: int = 1) -> None:
 
 
 def _check_loaded(answer: StreamedAnswer, computed: float) -> None:
-    """Raises WrongWork where a decode node computed any token of the prompt."""
+    """Raises WrongWork if a decode node computed any token of the prompt."""
     if computed or answer.cached_tokens != answer.prompt_tokens:
         raise WrongWork(
             f"the decode node computed {computed:g} of {answer.prompt_tokens} tokens and found "
@@ -158,7 +160,7 @@ def _check_loaded(answer: StreamedAnswer, computed: float) -> None:
 
 
 class Wish(NamedTuple):
-    """A node to be started: flags, model, and the core that it is pinned to, if any."""
+    """A node to be started: its flags, its model, and the core to pin it to, if any."""
 
     words: Sequence[str]
     model: Path = EMBEDDED_MODEL
@@ -166,7 +168,7 @@ class Wish(NamedTuple):
 
 
 def start(stack: ExitStack, scratch: Path, *wishes: Wish) -> list[Node]:
-    """Start all nodes at once. Raises ServerFailed."""
+    """Start all nodes at the same time. Raises ServerFailed."""
     common = ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--num-threads", "1"]
 
     def one(wish: Wish) -> Node:
@@ -179,8 +181,8 @@ def start(stack: ExitStack, scratch: Path, *wishes: Wish) -> list[Node]:
 
 
 def hand_over(node: Node, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Seconds until a prefill node's acknowledged answer, and the request that goes on behind it.
-    Raises WrongWork."""
+    """Send a prompt to a prefill node. Return the seconds until its answer, which acknowledges the
+    hand-over, and the request to send to the decode node. Raises WrongWork."""
     whole = {name: value for name, value in body.items() if name != "stream_options"}
     watch = Watch(node, _HANDED, _INCOMPLETE)
     began = time.perf_counter()
@@ -193,13 +195,13 @@ def hand_over(node: Node, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
 
 
 def second_token(answer: StreamedAnswer) -> float:
-    """Seconds to the second token; where one event holds both tokens, that event's."""
+    """Seconds to the second token. If the first event holds both tokens, seconds to that event."""
     return answer.event_seconds[min(1, len(answer.event_seconds) - 1)]
 
 
 def take_handover(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
-    """Pairs of a prompt: through router, prefill node, server and decode node; on the decode node
-    alone."""
+    """Measure, in pairs, a prompt that goes through router, prefill node, cache server and decode
+    node, and the same prompt on the decode node alone."""
     cache = stack.enter_context(open_cache(2 * scale.slab_mib * MIB))
     flags = (*cache.flags(HOST, f"{scale.slab_mib}MiB"), "--num-blocks", "600", "--role")
     roles = (Wish((*flags, "prefill")), Wish((*flags, "decode")))
@@ -241,7 +243,7 @@ def take_handover(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
 
 
 def take_wire(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
-    """Bare bytes and a hand-over through the same link."""
+    """Measure, in pairs, bare bytes and a hand-over through the same link."""
     model = scratch / "wide"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(WIDE_MODEL))
@@ -279,7 +281,8 @@ def take_wire(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
 
 
 def take_push(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
-    """A prompt computed in one step, whose blocks go at its end, and the same in chunks."""
+    """Measure, in pairs, a prompt computed in one step, which sends its blocks at the end, and the
+    same prompt in chunks."""
     cache = stack.enter_context(open_cache(512 * MIB))
     link = stack.enter_context(Link(cache, scratch))
     flags = (*cache.flags(LINK_HOST, "256MiB"), "--role", "prefill", "--num-blocks", "600")
@@ -294,7 +297,7 @@ def take_push(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
         node.settle()
         return seconds, watch.moved()[0]
 
-    # The first runs have no limit: they give the seconds of the prefill and the number of bytes.
+    # The first runs have no rate limit: they give the seconds of the prefill and the bytes.
     free = [take(by_chunk, -number) for number in range(1, 4)]
     prefill_seconds, num_bytes = sorted(free)[1]
     link.set_rate(8 * num_bytes / prefill_seconds)
@@ -312,7 +315,7 @@ def take_push(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
 
 
 class Arrival(NamedTuple):
-    """A request of the mix, and when it arrives."""
+    """A request, and the time at which it arrives."""
 
     at_seconds: float
     prompt: list[int]
@@ -320,7 +323,8 @@ class Arrival(NamedTuple):
 
 
 def make_arrivals(scale: Scale, seed: int) -> list[Arrival]:
-    """Short chats and long prompts: two Poisson processes, each with one arrival at least."""
+    """Arrivals of short chats and of long prompts: two Poisson processes, each with one at
+    least."""
     rng = random.Random(f"arrivals {seed}")
     chats = (scale.chats_per_second, *scale.chat_tokens)
     longs = (scale.longs_per_second, scale.prompt_tokens, scale.long_answer_tokens)
@@ -334,7 +338,7 @@ def make_arrivals(scale: Scale, seed: int) -> list[Arrival]:
 
 
 async def replay(port: int, arrivals: Sequence[Arrival]) -> list[StreamedAnswer]:
-    """The answers, in the order of the arrivals. Raises RequestFailed."""
+    """Send all requests at their times; return the answers in that order. Raises RequestFailed."""
     loop = asyncio.get_running_loop()
     began = loop.time()
 
@@ -347,7 +351,8 @@ async def replay(port: int, arrivals: Sequence[Arrival]) -> list[StreamedAnswer]
 
 
 def take_itl(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
-    """The same arrivals at one prefill and one decode node, and at two that do both."""
+    """Measure, in pairs, the same arrivals at a prefill and a decode node, and at two nodes that
+    both prefill and decode."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise ConfigError("inter-token times take two cores; leave itl out of --cases")

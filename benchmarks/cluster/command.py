@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv bench cluster`: prompts computed on one node and answered by another, on one machine.
 
-handover_over_recompute   From the request at the router to the second token, less the router's
-    own seconds of the prefill leg, which ends with the acknowledged answer; over the decode
-    node's time to the first token of the same prompt where it finds none of it. The first token
-    may come out of a ticket before any block does; the second one takes the blocks.
-whole_over_recompute      The same with the prefill leg.
-handover_over_wire        Bare bytes of the prompt's blocks, on one connection through a link;
-    over the time from the request at the decode node, behind the prefill node's acknowledged
-    answer, to its second token, with all blocks through the same link and none before.
-push_by_chunk             From the request at a prefill node to its acknowledged answer: where
-    the prompt is one step, so that all is pushed at the end, over where it is many, through a
-    link on which the bytes take as long as the prompt takes without it.
-itl_p99_split_over_mixed  99th percentile of the seconds between events of all streams, behind a
-    router: one prefill and one decode node, over two without tiers that do both; the same
-    arrivals, a core for each node, as many tokens in a step.
-computed_once             Prompt tokens computed by both nodes, over those of the prompt.
+handover_over_recompute   The time from the request at the router to the second token, less the
+    router's seconds for the prefill node's acknowledged answer, divided by the decode node's time
+    to the first token of the same prompt with an empty cache. A ticket may bring the first token
+    before any block arrives; the second token needs the blocks.
+whole_over_recompute      The same without subtracting the prefill node's seconds.
+handover_over_wire        The time of as many bare bytes as the prompt's blocks have, on one
+    connection through a link, divided by the time from the request at the decode node to its second
+    token. The prefill node has answered before, and all blocks come through the same link.
+push_by_chunk             The time from the request at a prefill node to its acknowledged answer if
+    the prompt is one step, which sends all blocks at the end, divided by that time in many steps.
+    The link's rate is such that the bytes take as long as the prefill.
+itl_p99_split_over_mixed  The 99th percentile of the seconds between events of all streams behind a
+    router: with a prefill and a decode node, divided by that of two nodes without tiers that do
+    both. Both get the same arrivals, a core for each node and as many tokens in a step.
+computed_once             Prompt tokens that both nodes computed, divided by the prompt's tokens.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ GATES: Mapping[str, Gate] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    """Add the options of this benchmark; `stratakv bench` itself adds `--quick` and `--out`."""
     parser.add_argument(
         "--cases", metavar="NAME,...", help=f"only these: {', '.join(CASES)} (default: all)"
     )
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Take all figures; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    """Measure all figures; return 0, or 1 after printing an error. Raises ConfigError."""
     scale = QUICK if arguments.quick else FULL
     if arguments.pairs is not None:
         if not 1 <= arguments.pairs <= MOST_PAIRS:
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, scale: Scale, wanted: Sequence[str]) -> None:
-    """Take one case after the other, each in processes of its own."""
+    """Take the chosen cases one after the other, each with processes of its own."""
     plan = asdict(scale) | {"load_average_before": os.getloadavg()}
     report.figures |= {"plan": plan, "pairs": {}, "spreads": {}}
     for case in map(CASES.__getitem__, wanted):
@@ -103,7 +103,7 @@ def measure(report: Report, scale: Scale, wanted: Sequence[str]) -> None:
 
 
 def add_pairs(report: Report, case: Case, pairs: Pairs) -> None:
-    """Add the ratio, its spread, its limit, and the further values of the pairs."""
+    """Add a case's ratio, the ratio's spread and limit, and the other values of its pairs."""
     report.figures["pairs"][case.ratio] = {
         case.ours: pairs.ours, case.other: pairs.others, "seen": pairs.seen,
     }  # fmt: skip
@@ -121,7 +121,7 @@ def add_pairs(report: Report, case: Case, pairs: Pairs) -> None:
 
 
 def print_cluster(report: Report) -> None:
-    """Print both sides, ratio, spread and gate of each figure."""
+    """Print both sides, the ratio, its spread and its gate for each figure."""
     rows = []
     for name, ratio in report.ratios.items():
         taken = report.figures["pairs"].get(name, {})
@@ -137,7 +137,7 @@ def print_cluster(report: Report) -> None:
 
 
 def plot_cluster(report: Report, path: Path) -> Path:
-    """Draw a bar for each ratio, with its gate."""
+    """Draw a bar and the gate for each ratio."""
     figure, panels = plots.new_figure(1, 1, 3.4)
     axes, names = panels[0, 0], list(report.ratios)
     met = [name not in GATES or GATES[name].is_met(report.ratios[name]) for name in names]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A link of a known rate between two processes of this machine: a relay of TCP in its own process.
+"""A link of a known rate between two processes of this machine: a TCP relay in its own process.
 
-The relay listens at the same ports of 127.0.0.2 as the server at 127.0.0.1, so that ports which a
-server tells its clients lead through the link too. All connections share one token bucket for each
-direction. A source of bare bytes runs in another process: their time through the link is the limit
-of all other traffic through it.
+The relay listens at 127.0.0.2, at the same ports as the server at 127.0.0.1, so that ports which a
+server tells its clients lead through the link too. In each direction all connections share one
+token bucket. A further process is a source of bare bytes: their time through the link is the limit
+for all other traffic through it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ..harness.served import HOST, free_ports
 LINK_HOST = "127.0.0.2"
 PIECE_BYTES = 64 * 1024
 _START_SECONDS = 30.0
-# Time of this length that went unused is given back: a sleep that was too long costs nothing.
+# Unused time up to this length is given back, so that a sleep that ends late costs nothing.
 _BURST_SECONDS = 0.004
 _COUNT_BYTES = 8
 _BITS = 8
 
 
 class Link:
-    """The relay to these ports and the source; a context manager. `bits_per_second` limits each
-    direction; 0 is no limit."""
+    """The relay to these ports and the byte source; a context manager. `bits_per_second` limits
+    each direction; 0 means no limit."""
 
     def __init__(self, ports: Sequence[int], scratch: Path, bits_per_second: float = 0) -> None:
         [self._source_port] = free_ports(1)
@@ -56,14 +56,14 @@ class Link:
         self._stack.close()
 
     def set_rate(self, bits_per_second: float) -> None:
-        """Limit each direction to this rate from now on; 0 is no limit."""
+        """Limit each direction to this rate after this call; 0 means no limit."""
         self.bits_per_second = bits_per_second
         self._relay.send({"bits_per_second": bits_per_second})
         self._relay.read(_START_SECONDS)
 
     def bare_seconds(self, num_bytes: int) -> float:
-        """Seconds of `num_bytes` through the link, on one connection, from the request to the last
-        byte. Raises OSError."""
+        """The seconds that `num_bytes` take through the link on one connection, from the request to
+        the last byte. Raises OSError."""
         memory = memoryview(bytearray(PIECE_BYTES))
         with socket.create_connection((LINK_HOST, self._source_port), _START_SECONDS) as sock:
             began = time.perf_counter()
@@ -78,15 +78,15 @@ class Link:
 
 
 class Bucket:
-    """The token bucket of one direction; threads take from it what they are about to send."""
+    """The token bucket of one direction. A thread takes bytes from it before it sends them."""
 
     def __init__(self) -> None:
         self.bytes_per_second = 0.0
         self._lock = threading.Lock()
-        self._free_at = 0.0  # monotonic: the time at which all bytes taken so far have left
+        self._free_at = 0.0  # monotonic time at which all bytes taken so far will have left
 
     def take(self, num_bytes: int) -> None:
-        """Wait until `num_bytes` more have left."""
+        """Wait until the rate allows `num_bytes` more to leave."""
         with self._lock:
             if not self.bytes_per_second:
                 return
@@ -110,7 +110,7 @@ def _pump(source: socket.socket, sink: socket.socket, bucket: Bucket) -> None:
 
 
 def _carry(near: socket.socket, port: int, up: Bucket, down: Bucket) -> None:
-    """Relay one connection until both sides have ended it."""
+    """Relay one connection until both sides have closed it."""
     with near:
         try:
             far = socket.create_connection((HOST, port), _START_SECONDS)
@@ -132,7 +132,7 @@ def _send_bytes(sock: socket.socket) -> None:
         left = int.from_bytes(sock.recv(_COUNT_BYTES, socket.MSG_WAITALL), "little")
         while left:
             left -= sock.send(noise[: min(left, PIECE_BYTES)])
-        sock.recv(1)  # until the other side has read all of it
+        sock.recv(1)  # waits until the other side has read everything
 
 
 def _accept(listener: socket.socket, serve: Callable[..., None], *more: Any) -> None:
@@ -142,7 +142,7 @@ def _accept(listener: socket.socket, serve: Callable[..., None], *more: Any) -> 
 
 
 def main() -> int:
-    """Run the child: listen, report it, and obey orders until the input ends."""
+    """Run the child process: listen, report that, and set rates until standard input ends."""
     tell = answerer()
     kind, *ports = sys.argv[1:]
     up, down = Bucket(), Bucket()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of a cluster on one machine: nodes, the router, and the cache server between them.
 
-Blocks go through TCP, as between machines: the server shares no memory with a node. Caches are
-never reset; each request has its own salt instead, under which no node has blocks.
+Blocks go through TCP, as between machines: the cache server shares no memory with a node. Caches
+are never reset. Instead each request has a new cache salt, for which no cache holds blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..harness.served import HOST, Server, ServerFailed, cache_server, free_port
 
 COMPLETIONS = "/v1/completions"
 TICKETS = "kv_transfer_params"
-# Fields that ask a node to hand a prompt over.
+# Fields that make a node hand a prompt's blocks over to another node.
 HAND_OVER: dict[str, Any] = {TICKETS: {"do_remote_decode": True}}
 _SALTS = itertools.count()
 _REQUEST_SECONDS = 300.0
@@ -34,7 +34,7 @@ _SETTLE_SECONDS = 60.0
 
 
 class Node(Server):
-    """`stratakv serve` or `stratakv route`, as the first word says."""
+    """A `stratakv serve` or `stratakv route` process; the first of `words` says which."""
 
     def __init__(self, words: Sequence[str], scratch: Path) -> None:
         [port] = free_ports(1)
@@ -43,7 +43,7 @@ class Node(Server):
         super().__init__(command, port, scratch / f"{words[0]}-{port}.log")
 
     def figure(self, name: str, *labels: str) -> float:
-        """The sum of one metric over the rows that have these labels."""
+        """The sum of one metric over the rows that have all these labels."""
         text = self._exchange("GET", "/metrics").decode()
         rows = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for shown, value in rows if all(each in shown for each in labels))
@@ -54,14 +54,14 @@ class Node(Server):
         return answer
 
     def stream(self, body: dict[str, Any]) -> StreamedAnswer:
-        """A streamed completion. Raises ServerFailed."""
+        """The answer to a streamed completion. Raises ServerFailed."""
         try:
             return asyncio.run(ask(HOST, self.port, COMPLETIONS, body, _REQUEST_SECONDS))
         except RequestFailed as error:
             raise ServerFailed(f"{error}\n{self._tail()}") from error
 
     def settle(self) -> None:
-        """Wait until nothing is on its way to or from its tiers. Raises ServerFailed."""
+        """Wait until no block is on its way to or from the node's tiers. Raises ServerFailed."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         before = None
         while (now := self._traffic()) != before or any(now[:2]):
@@ -90,21 +90,22 @@ class Node(Server):
 
 
 class Cache(NamedTuple):
-    """A running cache server."""
+    """The ports of a running cache server."""
 
     port: int
     data_port: int
 
     def flags(self, host: str, slab: str) -> list[str]:
-        """Flags of a node that reaches the server at this address. The node loads all blocks that
-        are handed over: the benchmark measures whether that is quicker than computing them."""
+        """Flags of a node that reaches the cache server at `host`. The node loads all blocks that
+        are handed over, because the benchmark measures whether that is quicker than computing them.
+        """
         tiers = ["--kv-offload", f"cpu,grpc://{host}:{self.port}", "--kv-offload-cpu-bytes", slab]
         return [*tiers, "--kv-offload-load", "always"]
 
 
 @contextmanager
 def open_cache(cpu_bytes: int) -> Iterator[Cache]:
-    """A cache server with `cpu_bytes` of memory, reached by TCP alone. Raises ServerFailed."""
+    """Start a cache server with `cpu_bytes` of memory that uses TCP only. Raises ServerFailed."""
     [data_port] = free_ports(1)
     flags = ("--data-port", str(data_port), "--no-shared-memory", "--log-level", "warning")
     with cache_server(cpu_bytes, *flags) as server:
@@ -112,7 +113,7 @@ def open_cache(cpu_bytes: int) -> Iterator[Cache]:
 
 
 def open_router(prefill: Sequence[Node], decode: Sequence[Node], scratch: Path) -> Node:
-    """`stratakv route` in front of these nodes."""
+    """Start `stratakv route` in front of these nodes."""
     words = ["route"]
     for role, nodes in (("--prefill", prefill), ("--decode", decode)):
         words += [word for node in nodes for word in (role, f"http://{HOST}:{node.port}")]
@@ -120,14 +121,14 @@ def open_router(prefill: Sequence[Node], decode: Sequence[Node], scratch: Path) 
 
 
 def body_of(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """A request that finds nothing in any cache: its salt is new."""
+    """The body of a request whose new cache salt makes sure that no cache holds its blocks."""
     fields = {"prompt": list(prompt), "max_tokens": max_tokens, "return_token_ids": True}
     return fields | GREEDY | {"cache_salt": f"bench-{os.getpid()}-{next(_SALTS)}"}
 
 
 @contextmanager
 def pinned(core: int | None) -> Iterator[None]:
-    """Pin processes that are started meanwhile to this core; None changes nothing."""
+    """Pin processes that are started inside this context to `core`; None changes nothing."""
     before = os.sched_getaffinity(0)
     if core is not None:
         os.sched_setaffinity(0, {core})

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of `stratakv bench core`: the real block hasher, cache manager and scheduler at work,
-with a worker's answers made up. Knows nothing of time."""
+"""The cases of `stratakv bench core`: the real block hasher, cache manager and scheduler run, with
+a worker's answers made up. This module does no timing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VOCABULARY = 128_000
 NUM_RUNNING = 256
 NUM_WAITING = 4096
 DECODE_PROMPT_TOKENS = 512
-# Requests of the cycles: enough that the pool drops the blocks of each before it comes again.
+# Requests of the cycles: so many that the pool evicts a request's blocks before it comes again.
 REQUESTS = 24
 POOL_REQUESTS = 8
 SEED = 11
@@ -44,12 +44,12 @@ ROOT = Identity("benchmark", "", "bfloat16", "bfloat16", BLOCK_SIZE).root()
 
 
 class WrongWork(RuntimeError):
-    """A piece of work did not do what its figure would claim."""
+    """Measured work had a wrong result, so its time means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The work of a figure: `work` does `count` units, after `prepare`, which is not timed."""
+    """The work of a figure: `work` does `count` units after `prepare`, which is not timed."""
 
     name: str
     unit: str
@@ -59,13 +59,13 @@ class Case:
 
 
 def hash_cases(num_tokens: int) -> list[Case]:
-    """The same tokens hashed in each form, and SHA-256 alone as the limit."""
+    """Cases that hash the same tokens in each form, and SHA-256 alone as the limit."""
     tokens = _tokens(np.random.default_rng(SEED), num_tokens)
     request = Request("hash", tokens, SamplingParams(max_tokens=1))
     ids: list[int] = tokens.tolist()
     count = num_tokens // BLOCK_SIZE
-    # The bytes of all blocks and their parents in one piece, `times` over: a shorter run would
-    # share its processor less often than the other cases do.
+    # The bytes of all blocks and their parents, `times` over: a shorter run would share its
+    # processor with other programs less often than the other cases do.
     times = 8
     raw = times * (request.all_token_ids.tobytes() + bytes(count * DIGEST_BYTES))
 
@@ -96,9 +96,10 @@ def cycle_case(
     attention: Sequence[LayerAttention] = ONE_GROUP,
     num_tokens: int = PROMPT_TOKENS,
 ) -> Case:
-    """Look up, allocate and free a request whose first half is cached, over and over.
+    """Look up, allocate and free a request whose first half is cached, again and again.
 
-    Each second half takes blocks that an older one left, so names are dropped and given all along.
+    Each second half takes blocks that an older request left, so that block hashes are dropped and
+    given all the time.
     """
     rng = np.random.default_rng(SEED)
     half = num_tokens // 2
@@ -119,7 +120,8 @@ def cycle_case(
 
 
 def evicting_case(count: int) -> Case:
-    """The cycle with nothing cached and a full pool: every block that is taken drops a name."""
+    """A cycle with nothing cached and a full pool: each block that is taken evicts a cached
+    block."""
     rng = np.random.default_rng(SEED)
     requests = cycle([prompt(f"r{i}", _tokens(rng, PROMPT_TOKENS)) for i in range(REQUESTS)])
     manager = _manager(POOL_REQUESTS * PROMPT_BLOCKS)
@@ -138,7 +140,7 @@ def evicting_case(count: int) -> Case:
 
 
 def look_up_cases(count: int) -> list[Case]:
-    """Look-ups of 4,096 tokens that are cached, and of tokens that are not."""
+    """Look-ups of 4,096 cached tokens, and of 4,096 tokens that are not cached."""
     rng = np.random.default_rng(SEED)
     manager = _manager(2 * PROMPT_BLOCKS)
     known = prompt("known", _tokens(rng, PROMPT_TOKENS))
@@ -154,7 +156,7 @@ def look_up_cases(count: int) -> list[Case]:
 
         return work
 
-    # The last block is never a hit: its last token must be computed to get its logits.
+    # The last block is never a hit: the logits need the last token to be computed.
     return [
         Case("look_up_hit", "look-ups/s", count, looking(known, PROMPT_TOKENS - BLOCK_SIZE)),
         Case("look_up_miss", "look-ups/s", count, looking(unknown, 0)),
@@ -169,8 +171,8 @@ def step_case(
     *,
     attention: Sequence[LayerAttention] = ONE_GROUP,
 ) -> Case:
-    """Steps of 256 requests that each get one token, with `waiting` others. The requests end after
-    `max_steps` steps in all calls together."""
+    """Steps of 256 requests that each get one token, while `waiting` other requests wait. A request
+    ends after `max_steps` steps, counted over all calls."""
     decodes = Decodes(waiting, max_steps, attention=attention)
 
     def work() -> None:
@@ -181,12 +183,13 @@ def step_case(
 
 
 def decode_lengths() -> list[int]:
-    """Lengths of the prompts: they differ, so that as many requests begin a block in each step."""
+    """Different lengths of the prompts, so that each step has equally many requests that begin a
+    block."""
     return [DECODE_PROMPT_TOKENS + i % BLOCK_SIZE for i in range(NUM_RUNNING)]
 
 
 class Decodes:
-    """A scheduler with NUM_RUNNING requests, as many as may run, all of them past their prompts."""
+    """A scheduler with NUM_RUNNING running requests, its maximum, whose prompts are computed."""
 
     def __init__(
         self,
@@ -196,7 +199,7 @@ class Decodes:
         attention: Sequence[LayerAttention] = ONE_GROUP,
     ) -> None:
         lengths = decode_lengths()
-        # The step of the prompts gives a token too, and no request may come to its end.
+        # The step of the prompts gives a token too, and no request may end.
         max_tokens = max_steps + 2
         longest = max(lengths) + max_tokens
         manager = KVCacheManager(
@@ -222,7 +225,7 @@ class Decodes:
         self.step(sum(lengths[:NUM_RUNNING]))
 
     def step(self, num_tokens: int = NUM_RUNNING) -> None:
-        """Run one `schedule` and the update from a worker's made-up answer. Raises WrongWork."""
+        """Run `schedule` and the update from a worker's made-up answer. Raises WrongWork."""
         scheduled = self.scheduler.schedule()
         outputs = self.scheduler.update_from_output(scheduled, self._sampled)
         done = (scheduled.total_num_scheduled_tokens, len(outputs), self.scheduler.num_running)
@@ -231,7 +234,7 @@ class Decodes:
 
 
 def run_through(manager: KVCacheManager, request: Request) -> int:
-    """Take a request from look-up to free, with a step's calls in between; its cached tokens."""
+    """Look up, allocate, commit and free a request as a step does; return its cached tokens."""
     hits, num_cached = manager.get_computed_blocks(request)
     added = manager.allocate_slots(request, request.num_tokens - num_cached, num_cached, hits)
     if added is None:
@@ -255,7 +258,8 @@ def _tokens(rng: np.random.Generator, count: int) -> TokenArray:
 
 
 def _manager(num_blocks: int, attention: Sequence[LayerAttention] = ONE_GROUP) -> KVCacheManager:
-    """A manager with `num_blocks` for each group, so that each drops blocks of the same age."""
+    """A manager with `num_blocks` blocks for each group, so that all groups evict equally old
+    blocks."""
     return KVCacheManager(
         num_blocks * len(attention) + 1,
         BLOCK_SIZE,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole engine steps of 256 decodes beside a device that takes 10 ms for each of them.
+"""Whole engine steps of 256 decodes beside a simulated device that takes 10 ms for each.
 
-Everything is the engine's own but the model's arithmetic and its time: scheduler, batch, inputs of
-the step, sampler, outputs. The device is a clock: it does one step after the other, each so long
-after it was launched or after the one before, and its tokens can be read no sooner. What a step
-takes beyond the device's time is what the host adds to it.
+Scheduler, batch, the step's inputs, sampler and outputs are the engine's own; only the model's
+arithmetic and its time are simulated. The device runs one step after the other. A step ends 10 ms
+after its launch or, if the device was busy, after the step before it, and its tokens cannot be read
+earlier. A step's time beyond these 10 ms is what the host adds.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _MODEL: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
-# A sleep may end late by so much, so a busy loop takes the rest of the wait.
+# A sleep may end this much too late, so a busy loop waits for the rest.
 _TIMER_SECONDS = 0.0005
 
 
 class ClockedExecutor(InProcessExecutor):
-    """A runner whose model computes nothing, and whose device is a clock."""
+    """An executor whose model computes nothing; each step of its device takes a fixed time."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
@@ -76,7 +76,7 @@ class ClockedExecutor(InProcessExecutor):
 
 
 class DeviceSteps:
-    """An engine whose requests are past their prompts and do not end within `max_steps` steps."""
+    """An engine whose prompts are computed, and whose requests outlast `max_steps` steps."""
 
     def __init__(self, model: Path, max_steps: int, *, is_async: bool) -> None:
         max_tokens = max_steps + 4
@@ -103,13 +103,13 @@ class DeviceSteps:
         self.core.step()
 
     def step(self) -> int:
-        """Make one step; return the number of tokens that came out."""
+        """Run one step; return the number of tokens that it gave."""
         return sum(len(output.new_token_ids) for output in self.core.step())
 
 
 @contextmanager
 def device_engines(max_steps: int) -> Iterator[dict[str, DeviceSteps]]:
-    """Two engines: `sync` makes each step after the one before, `async` beside it."""
+    """Two engines: `sync` makes a step after the step before it, `async` while that one runs."""
     with TemporaryDirectory(prefix="stratakv-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
         engines = {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block hashing as it is done where token ids are lists of Python integers, to be compared with.
+"""Block hashing over Python lists of token ids, to compare with.
 
-The form is vLLM's default: each block is SHA-256 over the pickle of (parent, ids, extras). Pickle
-is only written here and never read."""
+The form is vLLM's default: each block's hash is SHA-256 over the pickle of (parent, ids, extras).
+Pickles are only written here and never read."""
 
 from __future__ import annotations
 

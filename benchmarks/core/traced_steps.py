@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a step trace for steps of 256 decodes: the same scheduler with it and without, in
-turns.
+"""The cost of a step trace for steps of 256 decodes: the same scheduler with the trace and without,
+in turns.
 
     round     without   with ──── until all is written    without
 
-A round's ratio is the turn with the trace over the mean of those beside it, so what becomes slower
-from turn to turn meets both alike; the second turn without over the first is the floor below which
-no difference means anything. Two figures: the processor seconds of the whole process, in which the
-trace's own thread makes and writes the records, and those of the thread that makes the steps.
+A round's ratio is the time of the turn with the trace over the mean of the two turns beside it, so
+a machine that slows down affects both alike. The second turn without the trace over the first shows
+the noise: smaller differences mean nothing. The two figures are the processor seconds of the whole
+process, whose writer thread makes and writes the records, and of the thread that makes the steps.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..harness.report import Report, median, print_table
 from .cases import Decodes, WrongWork
 
 LEAST_ROUNDS = 9
-TURNS = 3  # of a round
-WRITTEN_SECONDS = 60.0  # for what a turn has left in the queue
+TURNS = 3  # turns of a round
+WRITTEN_SECONDS = 60.0  # limit for writing what a turn has left in the queue
 TRACED, TRACED_THREAD, FLOOR = (
     "steps_traced_over_untraced", "steps_traced_over_untraced_thread", "steps_untraced_twice",
 )  # fmt: skip
@@ -42,12 +42,12 @@ class Spent(NamedTuple):
     """Processor seconds of a turn."""
 
     process: float
-    thread: float  # that makes the steps
+    thread: float  # of the thread that makes the steps
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRound:
-    """Three turns, one after the other."""
+    """The three turns of a round."""
 
     before: Spent
     traced: Spent
@@ -55,7 +55,7 @@ class TraceRound:
 
 
 class TracedSteps:
-    """Decodes that a trace follows in some turns; they end after `max_steps` steps in all."""
+    """Decodes that a step trace records in some turns; they end after `max_steps` steps in all."""
 
     def __init__(self, trace: StepTrace, max_steps: int) -> None:
         self._trace = trace
@@ -63,13 +63,14 @@ class TracedSteps:
         self._decodes = Decodes(0, max_steps)
 
     def take_round(self, count: int) -> TraceRound:
-        """`count` steps in each turn. Raises WrongWork where the trace does not write."""
+        """Run three turns of `count` steps. Raises WrongWork if the trace is not written in
+        time."""
         return TraceRound(
             self._turn(count, None), self._turn(count, self._heard), self._turn(count, None)
         )
 
     def _turn(self, count: int, heard: GuardedObservers | None) -> Spent:
-        # One scheduler for all turns: another's memory lies elsewhere, which makes 5 % of a step.
+        # All turns use one scheduler: another scheduler's memory would change a step by up to 5 %.
         self._decodes.scheduler._observer = heard
         process, thread = time.process_time(), time.thread_time()
         for _ in range(count):
@@ -82,7 +83,7 @@ class TracedSteps:
 
 @contextmanager
 def traced_steps(max_steps: int) -> Iterator[TracedSteps]:
-    """Decodes, and a trace that is written to a file while they are used."""
+    """Decodes, and a step trace that is written to a temporary file."""
     with TemporaryDirectory(prefix="stratakv-bench-") as folder:
         trace = StepTrace(Path(folder) / "trace.jsonl", SchedulerConfig(), NullConnector())
         try:
@@ -98,7 +99,7 @@ def take_trace_rounds(steps: TracedSteps, rounds: int, count: int) -> list[Trace
 
 
 def add_trace_ratios(report: Report, rounds: Sequence[TraceRound]) -> None:
-    """Medians and quartiles of the ratios within a round."""
+    """Add the medians and quartiles of the ratios within a round."""
     found = {
         TRACED: [2 * r.traced.process / (r.before.process + r.after.process) for r in rounds],
         TRACED_THREAD: [2 * r.traced.thread / (r.before.thread + r.after.thread) for r in rounds],

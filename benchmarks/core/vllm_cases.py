@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our side of `vllm_peer.py`: has vLLM's core in another interpreter do its cases in turn with
-ours, and says how they compare."""
+"""Our side of `vllm_peer.py`: runs the cases of vLLM's core in another interpreter, in turn with
+ours, and compares them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ..harness.report import Report, median, print_table, ratios
 from . import vllm_peer
 
 FLAG = "--peer-python"
-# Importing vLLM and looking into a model takes the most of a start.
+# Importing vLLM and inspecting a model take most of a start.
 START_SECONDS, CASE_SECONDS = 600.0, 300.0
 
 
 class Pair(NamedTuple):
-    """Our case that a case of the peer's is compared with, the title of theirs, and the aim."""
+    """Our case, the title of the peer's case that is compared with it, and the aim of the ratio."""
 
     ours: str
     title: str
     aim: Gate | None = None
 
 
-# The ratio and the rate of the peer have one name.
+# The peer's ratio and its rate have the same name.
 PEERS: Mapping[str, Pair] = {
     "peer_hash": Pair("hash", "  vLLM's, its default"),
     "peer_cycles": Pair("cycles_half_cached", "  vLLM's", Gate(least=3.5)),
@@ -40,14 +40,14 @@ PEERS: Mapping[str, Pair] = {
 
 
 class Seconds(NamedTuple):
-    """Seconds of a piece of work: by the clock, and of its thread on a processor."""
+    """Seconds of a piece of work: wall-clock time, and its thread's processor time."""
 
     wall: float
     busy: float
 
 
 def interpreter(given: str, flag: str = FLAG) -> str:
-    """The interpreter that the flag names. Raises ConfigError."""
+    """The path of the interpreter that the flag names. Raises ConfigError."""
     found = shutil.which(Path(given).expanduser())
     if found is None:
         wanted = "the path of a Python interpreter that has vLLM"
@@ -56,7 +56,7 @@ def interpreter(given: str, flag: str = FLAG) -> str:
 
 
 class VllmPeer(Child):
-    """Does vLLM's cases; a context manager. Raises ConfigError where `python` cannot be run."""
+    """Runs vLLM's cases; a context manager. Raises ConfigError if `python` cannot be run."""
 
     def __init__(self, python: str, plan: Mapping[str, Any]) -> None:
         self._python, self._plan = python, plan
@@ -69,12 +69,12 @@ class VllmPeer(Child):
             raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
 
     def close(self) -> None:
-        """End the child by the end of its input, and remove the folder."""
+        """End the child by closing its input, and remove the folder."""
         super().close()
         self._folder.cleanup()
 
     def start(self) -> dict[str, Any]:
-        """Start once; vLLM's version and hash algorithm, when all is ready. Raises PeerFailed."""
+        """Start the child, once; return vLLM's version and hash algorithm. Raises PeerFailed."""
         self.send(dict(self._plan))
         try:
             answer = self.read(START_SECONDS)
@@ -96,7 +96,7 @@ class VllmPeer(Child):
 
 
 def add_peers(report: Report, rates: Mapping[str, Sequence[float]]) -> None:
-    """Ratios to those of the peer's cases that were taken, and their quartiles."""
+    """Add our rates over those of the peer's measured cases, with quartiles."""
     for name, pair in PEERS.items():
         if name in rates:
             taken = ratios(rates[pair.ours], rates[name])
@@ -106,7 +106,7 @@ def add_peers(report: Report, rates: Mapping[str, Sequence[float]]) -> None:
 
 
 def print_peers(report: Report) -> None:
-    """The ratios to the peer, their quartiles and what is aimed at."""
+    """Print the ratios to the peer, their quartiles and aims."""
     rows = []
     for name, (low, high) in report.figures.get("spreads", {}).items():
         ratio, aim = report.ratios[name], PEERS[name].aim

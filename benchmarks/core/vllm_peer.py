@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own hashing, cache manager and scheduler, doing what our cases do.
+"""vLLM's own hashing, cache manager and scheduler, doing the same work as our cases.
 
-Run as a file by an interpreter that has vLLM, without this package. The first line of its input is
-the plan, answered by vLLM's version; each further one names a case and how many units of it to do,
-answered by the seconds these took. All lines are JSON, and one with `error` is the last."""
+An interpreter that has vLLM runs this file without the package stratakv. The first line of its
+input is the plan; the answer is vLLM's version. Each further line names a case and how many units
+to do; the answer is their seconds. All lines are JSON. A line with `error` is the last."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-# The newest version of vLLM with which all cases were run.
+# The newest version of vLLM with which all cases have run.
 TRIED = "0.33"
-# Any model will do: the scheduler reads of it how long it is, and that it is text only.
+# Any model is fine: the scheduler reads only its length and that it is text only.
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
     "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -31,17 +31,17 @@ Work = Callable[[int], None]
 
 
 class WrongWork(RuntimeError):
-    """A piece of work did not do what its figure would claim."""
+    """Measured work had a wrong result, so its time means nothing."""
 
 
 def fitting(make: Callable[..., Any], **given: Any) -> Any:
-    """Call `make` with those arguments that it knows in this version."""
+    """Call `make` with those of the arguments that it has in this version of vLLM."""
     known = inspect.signature(make).parameters
     return make(**{name: value for name, value in given.items() if name in known})
 
 
 class Bench:
-    """The cases by name, with the sizes of our cases from the plan."""
+    """The cases by name, with sizes from the plan."""
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
         from vllm.config import CacheConfig
@@ -160,7 +160,8 @@ class Bench:
         return work
 
     def _scheduler(self, lengths: Sequence[int], max_tokens: int) -> Any:
-        """A scheduler that makes one step after the other, as ours does; defaults in all else."""
+        """A scheduler that, like ours, makes one step after the other; all else has vLLM's
+        defaults."""
         from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
@@ -194,7 +195,8 @@ class Bench:
 
 
 def prepare(plan: Mapping[str, Any]) -> tuple[Bench, dict[str, Any]]:
-    """The bench, vLLM's version and hash algorithm. Raises WrongWork where vLLM cannot run it."""
+    """The bench, and vLLM's version and hash algorithm. Raises WrongWork if vLLM is missing or
+    cannot run the cases."""
     try:
         import vllm
     except Exception as error:  # a broken package may raise anything
@@ -206,7 +208,7 @@ def prepare(plan: Mapping[str, Any]) -> tuple[Bench, dict[str, Any]]:
             f"vLLM {vllm.__version__} lacks a package, or has other classes than vLLM {TRIED}, "
             f"with which this was tried ({brief(error)})"
         ) from error
-    # vLLM's engine does this before its first step, as ours does.
+    # vLLM's engine does this before its first step, as our engine does.
     gc.collect()
     gc.freeze()
     return bench, {"version": vllm.__version__, "algorithm": bench.algorithm}
@@ -218,7 +220,7 @@ def brief(error: Exception) -> str:
 
 
 def take(bench: Bench, order: Mapping[str, Any]) -> dict[str, float]:
-    """Do what one line asks for; its seconds."""
+    """Do the work that one line asks for; return its seconds."""
     work = bench.works[order["case"]]
     wall, busy = time.perf_counter(), time.thread_time()
     work(order["count"])
@@ -227,7 +229,7 @@ def take(bench: Bench, order: Mapping[str, Any]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Answer line by line until the input ends; libraries print into the log."""
+    """Answer line by line until the input ends; what libraries print goes into the log."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench gpu`: the ceilings of a GPU, and kernels and copies held against them.
+"""`stratakv bench gpu`: the limits of a GPU, and kernels, copies and steps compared with them.
 
-First what the device can do at most, then KV writes, decode and prefill attention, copies in every
-way, size and direction, and what copies cost a decode beside them; then the whole engine on a model
-of Llama-3.1-8B's shape: one step against its bound, and the first token from every tier. Every case
-is compared with its reference before it is timed. The JSON is written after every case, the table
-of targets last.
+The first section measures the device's limits. Others measure KV writes, decode and prefill
+attention, copies by every method, size and direction, and what copies cost a decode beside them.
+The last ones run the whole engine on a model of Llama-3.1-8B's shape: a step against its bound, and
+the first token from every tier. Every case is compared with a reference before it is timed. The
+JSON is written after every case; the table of targets comes last.
 """
 
 import argparse
@@ -17,7 +17,7 @@ NAMES = (  # of the sections, as the command runs them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    """Add the options of this benchmark; `stratakv bench` itself adds `--quick` and `--out`."""
     parser.add_argument(
         "--sections", metavar="NAMES", help=f"which to run, by commas (all): {', '.join(NAMES)}"
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the device can do at most: copies on it, copies to and from the CPU, a matrix product.
+"""The device's limits: copies on it, copies to and from the CPU, and a matrix product.
 
-The other sections are held against these figures of the same run.
+The other sections compare their figures with these limits, measured in the same run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHECKED_ROWS = 64  # of the matrix product
 
 
 def run(place: Place, results: Results) -> None:
-    """Measure every ceiling; one that there is no memory for leaves a note."""
+    """Measure every limit; if the device has too little memory for one, leave a note."""
     for measure in (measure_device_copy, measure_pinned, measure_matmul):
         place.check_time()
         try:
@@ -40,7 +40,7 @@ def run(place: Place, results: Results) -> None:
 
 
 def measure_device_copy(place: Place, results: Results) -> None:
-    """Bytes read and bytes written, on the device."""
+    """Measure the bytes per second, read and written, of a copy on the device."""
     size = place.choose(2 << 30, 1 << 30, 16 << 10)
     sources = [_random_bytes(place, size, number) for number in range(2)]
     targets = [torch.zeros_like(source) for source in sources]
@@ -52,7 +52,8 @@ def measure_device_copy(place: Place, results: Results) -> None:
 
 
 def measure_pinned(place: Place, results: Results) -> None:
-    """Page-locked memory to the device, from it, and both at once, in pieces and whole."""
+    """Measure copies to the host's page-locked memory, from it, and both at once, in pieces and
+    whole."""
     size = place.choose(1 << 30, 256 << 20, 16 << 10)
     pieces = place.choose((2 << 20, 32 << 20, size), (2 << 20, size), (4 << 10, size))
     lanes = make_lanes(place)
@@ -72,7 +73,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def _time_pinned(
     place: Place, lanes: Lanes, out: Pair, back: Pair, piece: int
 ) -> list[tuple[str, float, int]]:
-    """Ceiling, seconds, bytes."""
+    """The name of each limit, its seconds and its bytes."""
     size = out[0].numel()
     out[1].add_(1)
     back[0].zero_()
@@ -95,7 +96,8 @@ def _time_pinned(
 
 
 def measure_matmul(place: Place, results: Results) -> None:
-    """bf16 on random data, which takes more power than zeros and is therefore slower."""
+    """Measure a bf16 product of random matrices, which need more power than zeros and so take
+    longer."""
     size = place.choose(8192, 8192, 64)
     generator = torch.Generator(place.device).manual_seed(SEED)
     a, b = (
@@ -109,13 +111,13 @@ def measure_matmul(place: Place, results: Results) -> None:
     check_close(
         "a matrix product", c[:CHECKED_ROWS], expected, absolute=0.02 * size**0.5, relative=0.01
     )
-    # A product takes a millisecond, so the host keeps ahead without a graph.
+    # A product takes a millisecond, so the host stays ahead of the device without a graph.
     seconds = time_launches(place, [launch], in_graph=False).median
     _set(results, "matmul_bf16_tflops", 2 * size**3 / seconds / 1e12, size=size)
 
 
 def _set(results: Results, name: str, value: float, **sizes: int) -> None:
-    """Add a row, and raise the ceiling where no other size has reached more."""
+    """Add a row, and raise the limit if no other piece size has reached more."""
     results.add_row(NAME, {"case": name, "value": value, **sizes})
     results.set_ceiling(name, max(value, results.ceilings.get(name, 0.0)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of `stratakv bench gpu`: one function for each section, from rows to a figure."""
+"""The pictures of `stratakv bench gpu`: a function for each section draws its rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE_COPY = "device_copy_gb_per_second"
 
 
 def draw_ceilings(rows: Sequence[Row], ceilings: Ceilings) -> Any:
-    """Bars of the page-locked copies by the size of a piece; the other ceilings in the title."""
+    """Draw bars of the page-locked copies by piece size; the title has the other limits."""
     pinned = [row for row in rows if row["case"].startswith("pinned")]
     if not pinned:
         return None
@@ -35,7 +35,7 @@ def draw_ceilings(rows: Sequence[Row], ceilings: Ceilings) -> Any:
 
 
 def draw_copies(rows: Sequence[Row], ceilings: Ceilings) -> Any:
-    """GB/s over the size of a block: a panel for each direction, a line for each method."""
+    """Draw GB/s over the block size: a panel for each direction, a line for each method."""
     figure, panels = _panels(len(_DIRECTIONS))
     sizes = sorted({row["block_bytes"] for row in rows})
     for axes, (direction, title) in zip(panels, _DIRECTIONS.items(), strict=True):
@@ -55,7 +55,8 @@ def draw_copies(rows: Sequence[Row], ceilings: Ceilings) -> Any:
 
 
 def draw_interference(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Left: step times against those alone. Right: what the copies reached meanwhile."""
+    """Draw, at the left, step times beside copies over times alone; at the right, the copies'
+    rates."""
     figure, (times, rates) = _panels(2)
     names = [row["case"].replace(", ", ",\n") for row in rows]
     series = {
@@ -71,7 +72,8 @@ def draw_interference(rows: Sequence[Row], _: Ceilings) -> Any:
 
 
 def draw_steps(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Left: seconds of a step by batch. Right: what it reads in a second."""
+    """Draw, at the left, seconds of a step by batch; at the right, the bytes that it reads a
+    second."""
     figure, (times, rates) = _panels(2)
     found = {(row["way"], row["requests"], row["context"]): row for row in rows}
     batches = list(dict.fromkeys((row["requests"], row["context"]) for row in rows))
@@ -90,7 +92,7 @@ def draw_steps(rows: Sequence[Row], _: Ceilings) -> Any:
 
 
 def draw_phases(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Seconds to the first token over the length that is cached, a line for each phase."""
+    """Draw seconds to the first token over the cached length, a line for each phase."""
     figure, panels = _panels(2)
     for axes, key, title in zip(
         panels,
@@ -107,7 +109,7 @@ def draw_phases(rows: Sequence[Row], _: Ceilings) -> Any:
 
 
 def draw_writes(rows: Sequence[Row], ceilings: Ceilings) -> Any:
-    """Bandwidth over the number of tokens, a line for each pool and order."""
+    """Draw bandwidth over the number of tokens, a line for each pool and order."""
     figure, [axes] = _panels(1)
     plots.draw_lines(axes, _points(rows, "tokens", "gb_per_second", "pool", "order"))
     _line(axes, ceilings.get(DEVICE_COPY), "device copy")
@@ -120,7 +122,8 @@ def draw_writes(rows: Sequence[Row], ceilings: Ceilings) -> Any:
 
 
 def draw_decode(rows: Sequence[Row], ceilings: Ceilings, grid: frozenset[str]) -> Any:
-    """Bandwidth of every case over the bytes it reads; those of `grid` in their own colour."""
+    """Draw bandwidth over the bytes that a case reads; the cases of `grid` have their own
+    colour."""
     figure, [axes] = _panels(1)
     in_grid, float8, other = kinds = (
         "requests x context, bf16, group 4", "float8 pool", "another shape or type",
@@ -149,7 +152,8 @@ def draw_decode(rows: Sequence[Row], ceilings: Ceilings, grid: frozenset[str]) -
 def draw_prefill(
     rows: Sequence[Row], ceilings: Ceilings, target: float, grid: frozenset[str]
 ) -> Any:
-    """A bar for each case, those of `grid` in their own colour; the target is a line."""
+    """Draw a bar for each case and a line for the target; the cases of `grid` have their own
+    colour."""
     figure, [axes] = _panels(1)
     cases = [row["case"] for row in rows]
     colours = [plots.COLOURS[case in grid] for case in cases]
@@ -163,7 +167,7 @@ def draw_prefill(
 
 
 def draw_sweep(rows: Sequence[Row], _: Ceilings) -> Any:
-    """The time of every launch that was tried, in units of the chosen one's."""
+    """Draw the time of every tried launch, divided by the time of the chosen one."""
     rows = [row for row in rows if "best_over_chosen" in row]
     if not rows:
         return None
@@ -183,7 +187,7 @@ def draw_sweep(rows: Sequence[Row], _: Ceilings) -> Any:
 
 
 def draw_peers(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Draw how fast each peer is where we are 1, case by case; None without a peer."""
+    """Draw our time over each peer's, case by case; None without a peer."""
     rows = [row for row in rows if row["peers"]]
     if not rows:
         return None
@@ -202,7 +206,7 @@ def draw_peers(rows: Sequence[Row], _: Ceilings) -> Any:
 
 
 def bytes_name(size: int) -> str:
-    """2097152 → `2 MiB`."""
+    """A size as text: 2097152 → `2 MiB`."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:g} {name}"
@@ -210,7 +214,7 @@ def bytes_name(size: int) -> str:
 
 
 def _points(rows: Sequence[Row], x: str, y: str, *names: str) -> dict[str, list[Any]]:
-    """The points of each line; rows with the same names are one line."""
+    """The points of each line; rows that agree in all `names` are one line."""
     series: dict[str, list[Any]] = {}
     for row in rows:
         label = ", ".join(row[name] for name in names)

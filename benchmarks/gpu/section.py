@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections of `stratakv bench gpu`: their parts, the place where they run, and their clock.
+"""The sections of `stratakv bench gpu`: their parts, device, deadlines and timing.
 
-A rehearsal runs every section on the CPU with the plain kernels, at sizes of a few kilobytes: it
-shows that the benchmark works and says nothing of any GPU. The JSON is written after every case, so
-a run that is cut off keeps what it had.
+A rehearsal runs every section on the CPU with the plain kernels, at sizes of a few kilobytes. It
+shows that the benchmark works and says nothing about a GPU. The JSON is written after every case,
+so a run that is cut off keeps its results.
 
-Work is captured in a CUDA graph, replayed, and timed by events. A graph leaves Python and launch
-overhead out, as a serving engine does. A caller gives one callable for each set of buffers, and
-together the sets are larger than the level-2 cache, so that a launch finds its data in memory. In a
-rehearsal the clock of the CPU takes the events' place.
+Work is captured in a CUDA graph, replayed, and timed by events. As in a serving engine, a graph
+leaves out Python and launch overhead. A caller gives a callable for each set of buffers. Together
+the sets are larger than the level-2 cache, so that a launch finds its data in memory. A rehearsal
+uses the CPU's clock instead of events.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ Choice = TypeVar("Choice")
 
 
 class WrongResult(Exception):
-    """A launch that was to be timed gave a wrong result; the message says which and how far off."""
+    """A launch to be timed gave a wrong result; the message says which and by how much."""
 
 
 class SectionOver(Exception):
-    """A section's time is spent; what it has measured until here stands."""
+    """A section's time is over; what it has measured so far is kept."""
 
 
 @dataclass(slots=True)
 class Place:
-    """The device, the sizes, and deadlines: of the run, and what `start_section` sets anew."""
+    """The device, the form of the run, and two deadlines: the run's, and the section's, which
+    `start_section` sets."""
 
     device: torch.device
     is_quick: bool
@@ -49,32 +50,33 @@ class Place:
     run_ends: float = float("inf")
 
     def choose(self, full: Choice, quick: Choice, rehearsal: Choice) -> Choice:
-        """The size, or the list of cases, for this run."""
+        """The size or the list of cases for this form of the run."""
         if self.is_rehearsal:
             return rehearsal
         return quick if self.is_quick else full
 
     def start_section(self, seconds: float = SECTION_SECONDS) -> None:
-        """Set the deadline of a section. Called before each of them."""
+        """Set the deadline of a section, before it runs."""
         self._deadline = min(time.monotonic() + seconds, self.run_ends)
 
     def check_time(self) -> None:
-        """Raise SectionOver past the deadline. Called by sections before every case."""
+        """Raises SectionOver after the deadline. Sections call this before every case."""
         if time.monotonic() > self._deadline:
             raise SectionOver
 
     @property
     def kernel(self) -> str:
-        """The kernel to name in calls: under test on a device, the plain one in a rehearsal."""
+        """The kernel's name for calls: the kernel under test on a device, the plain one in a
+        rehearsal."""
         return "plain" if self.is_rehearsal else "triton"
 
     def synchronise(self) -> None:
-        """Wait for all work on the device; a rehearsal has nothing to wait for."""
+        """Wait for all work on the device; in a rehearsal there is none."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def release_memory(self) -> None:
-        """Give the cached memory of the last section's tensors back to the device."""
+        """Give memory that torch keeps for freed tensors back to the device."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -82,7 +84,7 @@ class Place:
 def check_close(
     what: str, got: torch.Tensor, expected: torch.Tensor, *, absolute: float, relative: float = 0.0
 ) -> None:
-    """Compare in float32, NaN as a difference. Raises WrongResult."""
+    """Compare in float32; NaN counts as a difference. Raises WrongResult."""
     if got.shape != expected.shape:
         raise WrongResult(f"{what}: expected {list(expected.shape)}, got {list(got.shape)}")
     wide, right = got.float(), expected.to(got.device).float()
@@ -94,12 +96,12 @@ def check_close(
 
 Launch = Callable[[], object]
 WARM_UPS = 2
-MIN_SECONDS = 0.02  # of one timed replay: events have a resolution of half a microsecond
+MIN_SECONDS = 0.02  # shortest timed replay, because events have a resolution of half a microsecond
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one launch, over several timed rounds."""
+    """The seconds of one launch over several timed rounds."""
 
     median: float
     p10: float
@@ -111,17 +113,17 @@ class Timing:
         return cls(median(seconds), percentile(seconds, 10), percentile(seconds, 90), len(seconds))
 
     def figures(self) -> dict[str, float]:
-        """The entries of a row: median, 10th and 90th percentile in seconds."""
+        """The entries of a row: the median and the 10th and 90th percentile, in seconds."""
         return {"seconds": self.median, "seconds_p10": self.p10, "seconds_p90": self.p90}
 
 
 def time_launches(
     place: Place, launches: Sequence[Launch], *, rounds: int = 7, in_graph: bool = True
 ) -> Timing:
-    """Seconds of one launch. All `launches` run in turn, so that each finds its data cold.
+    """Seconds of one launch. All `launches` run in turn, so that none finds its data in a cache.
 
-    `in_graph` false times them as they are called, for work a graph cannot hold; what the host
-    takes to submit them is then part of it, unless the device is kept busy long enough.
+    With `in_graph` false the launches are called directly, for work that a graph cannot hold. Then
+    the host's time to submit them counts too, unless the device stays busy long enough.
     """
 
     def launch_all() -> None:
@@ -142,7 +144,7 @@ def time_launches(
 
 
 def record_event() -> torch.cuda.Event:
-    """A timed event, recorded at this point of the current stream."""
+    """An event with timing, recorded at this point of the current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -169,20 +171,20 @@ def _elapsed(place: Place, replay: Launch, repeats: int) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-MAX_REASON = 300  # characters of an error in a note
-Row = dict[str, Any]  # one measured case: "case" names it, the other entries are plain values
+MAX_REASON = 300  # characters of an error message in a note
+Row = dict[str, Any]  # a measured case: "case" is its name, the other entries are plain values
 
 
 @dataclass(frozen=True, slots=True)
 class Target(Gate):
-    """A promise about one ratio or figure: its name in `ratios`, and what it is."""
+    """A limit for one ratio or figure: its name in `ratios`, and its description."""
 
     name: str
     what: str
 
 
 class Results:
-    """The results of a run; sections add to them as they go."""
+    """The results of a run, to which the sections add rows, notes and ratios."""
 
     def __init__(self, report: Report, directory: Path) -> None:
         self.report = report
@@ -190,11 +192,11 @@ class Results:
 
     @property
     def ceilings(self) -> Mapping[str, float]:
-        """Figures that the device reaches at most, by name (`device_copy_gb_per_second`, …)."""
+        """The device's limits by name (`device_copy_gb_per_second`, …)."""
         return self.report.limits
 
     def set_ceiling(self, name: str, value: float) -> None:
-        """Set what the device can do at most. Only the first section does so."""
+        """Set a limit of the device. Only the section `ceilings` does so."""
         self.report.limits[name] = value
 
     def add_row(self, section: str, row: Row) -> None:
@@ -203,20 +205,20 @@ class Results:
         self.write()
 
     def add_note(self, section: str, note: str) -> None:
-        """Add a remark to a section: a case left out, a peer not found."""
+        """Add a remark to a section, such as a case left out or a peer not found."""
         self.report.figures.setdefault(section, {"rows": []}).setdefault("notes", []).append(note)
 
     def rows(self, section: str) -> list[Row]:
-        """Measured rows of a section, in order; empty where it has none."""
+        """The measured rows of a section, in order; empty if it has none."""
         found: list[Row] = self.report.figures.get(section, {}).get("rows", [])
         return found
 
     def set_ratio(self, name: str, value: float) -> None:
-        """A figure that a target, or a reader of another run, compares."""
+        """Set a figure for comparison with a target or with another run."""
         self.report.ratios[name] = value
 
     def ratio_to_ceiling(self, value: float, ceiling: str) -> float | None:
-        """The value over a ceiling; None where the ceiling was not measured."""
+        """The value divided by a limit; None if the limit was not measured."""
         limit = self.report.limits.get(ceiling)
         return value / limit if limit else None
 
@@ -225,13 +227,14 @@ class Results:
         return self.report.write(self._directory)
 
 
-# Makes a figure of a section's rows and the ceilings by name; None where there is nothing to see.
+# Draws a section's rows and the device's limits; None if there is nothing to draw.
 Draw = Callable[[Sequence[Row], Mapping[str, float]], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`run` checks each case against its reference before timing it, and adds rows and ratios."""
+    """A section. `run` checks each case against its reference before timing it, and adds rows and
+    ratios."""
 
     name: str
     title: str
@@ -240,7 +243,7 @@ class Section:
     targets: tuple[Target, ...] = ()
 
     def plot(self, results: Results, directory: Path) -> Path | None:
-        """Draw `gpu-NAME.png`; None where nothing was measured."""
+        """Draw `gpu-NAME.png`; return None if nothing was measured."""
         rows = results.rows(self.name)
         figure = self.draw(rows, results.ceilings) if self.draw is not None and rows else None
         if figure is None:
@@ -255,9 +258,9 @@ def run_cases(
     cases: Sequence[Any],
     measure: Callable[[Any], None],
 ) -> None:
-    """Measure each case in turn, by its `name`. Too little memory becomes a note; another fault
-    too, and raises RuntimeError after all other cases. A wrong result ends the run. Raises
-    SectionOver, WrongResult."""
+    """Measure each case in turn. Too little memory or another error becomes a note; errors raise
+    RuntimeError after all cases. A wrong result ends the section. Raises SectionOver, WrongResult.
+    """
     failed = []
     for case in cases:
         place.check_time()

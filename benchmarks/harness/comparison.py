@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A figure and its limit, taken in turn: what else the machine does in a round meets both alike.
+"""A figure and its limit, measured in turn, so that other work of the machine affects both.
 
     warm-up      round 0      round 1      round 2      round 3
     ours limit | ours limit | limit ours | ours limit | limit ours
                       └─ limit twice ┘          └─ limit twice ┘
 
-The figure is the median of the ratios within a round; their quartiles tell how far they spread.
-Where two rounds meet the limit runs twice in a row: the spread of those ratios, which would be 1 if
-the machine were still, is the floor below which no difference means anything. Where a figure has
-several limits, the strictest decides: the one whose median ratio is least.
+The figure is the median of the ratios within a round; the quartiles of these ratios show their
+spread. At every other boundary of rounds the limit runs twice in a row. The ratios of these two
+runs would be 1 on a quiet machine; their spread shows how small a difference means nothing. If a
+figure has several limits, the strictest counts: the limit with the lowest median ratio.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LEAST_ROUNDS = 4
 
 
 class WrongWork(RuntimeError):
-    """A piece of work did not do what its figure would claim."""
+    """Measured work had a wrong result, so its time means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`ours` and `limit` do one round's work and give its rate; so do `rivals`, further limits by
-    name, and `beside`, which decides nothing. The strictest limit decides; none of `shown` can be
-    it."""
+    """A figure to measure. `ours` and `limit` do one round's work and return its rate, as do
+    `rivals` (further limits by name) and `beside`, which is only reported. The strictest limit
+    counts; the limits that `shown` names never do."""
 
     name: str
     unit: str
@@ -43,7 +43,7 @@ class Comparison:
     limit: Callable[[], float]
     beside: Callable[[], float] | None = None
     rivals: Mapping[str, Callable[[], float]] = field(default_factory=dict)
-    shown: tuple[str, ...] = ()  # limits of something else, in the same table
+    shown: tuple[str, ...] = ()  # names of limits that are only listed and never count
 
 
 @dataclass(slots=True)
@@ -58,22 +58,22 @@ class Outcome:
 
     @property
     def by_limit(self) -> dict[str, list[float]]:
-        """Rates of each limit by its name, one for every round."""
+        """The rates of each limit, one for each round, by the limit's name."""
         return {self.comparison.limit_name: self.limits, **self.rivals}
 
     @property
     def strictest(self) -> str:
-        """The name of the limit that decides: its median ratio is least."""
+        """The name of the limit that counts: the one with the lowest median ratio."""
         names = [name for name in self.by_limit if name not in self.comparison.shown]
         return min(names, key=lambda name: median(self.ratios_to(name)))
 
     def ratios_to(self, name: str) -> list[float]:
-        """Our rates over those of the limit `name`, round by round."""
+        """Our rates divided by those of the limit `name`, round by round."""
         return ratios(self.ours, self.by_limit[name])
 
     @property
     def ratios(self) -> list[float]:
-        """Ours over the strictest limit, round by round."""
+        """Our rates divided by those of the strictest limit, round by round."""
         return self.ratios_to(self.strictest)
 
     @property
@@ -83,8 +83,9 @@ class Outcome:
 
     @property
     def limit_twice(self) -> list[float]:
-        """Neighbouring runs of the limit, one over the other; the earlier and the later one are
-        above in turn, so that a machine that slows down shifts no median."""
+        """The ratios of the limit's two runs at boundaries of rounds. Later over earlier and
+        earlier over later take turns, so that a machine that slows down does not shift the median.
+        """
         limits = self.by_limit[self.strictest] if self.ours and self.rivals else self.limits
         pairs = zip(limits[::2], limits[1::2], strict=False)
         return [
@@ -93,7 +94,7 @@ class Outcome:
         ]
 
     def figures(self) -> dict[str, Any]:
-        """Entries of this figure in the JSON."""
+        """The JSON entries of this figure."""
         strictest = self.by_limit[self.strictest]
         figures = {
             "unit": self.comparison.unit,
@@ -123,8 +124,8 @@ class Outcome:
     def add_to(
         self, report: Report, figure: Callable[[float], float] = float, **more: float
     ) -> None:
-        """Figures with `more`, ratio, limit; spreads where the report has them. `figure` makes what
-        is promised from the ratio of the rates, where that is another."""
+        """Add the figures with `more`, the ratio and the limit to the report, and spreads if the
+        report has them. `figure` computes the reported value from the ratio of the rates."""
         name = self.comparison.name
         figures = report.figures["contests"][name] = self.figures() | more
         report.ratios[name] = figure(self.ratio)
@@ -135,8 +136,7 @@ class Outcome:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """A quarter of the values is below the first, a quarter above the second; of a single value,
-    which has no spread, itself."""
+    """The first and third quartile of the values; a single value counts as both."""
     if len(values) < 2:
         return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -147,7 +147,7 @@ COMPARISON_COLUMNS = ("what", "GB/s / limit", "limit", "ratio", "quartiles", "A/
 
 
 def comparison_row(report: Report, name: str, gate: Gate | None) -> list[str]:
-    """A row of COMPARISON_COLUMNS for one ratio."""
+    """The cells of a table row for one ratio, in the order of COMPARISON_COLUMNS."""
     ratio, rates = report.ratios[name], ["", ""]
     comparison = report.figures["contests"].get(name)
     if comparison is not None:
@@ -167,9 +167,9 @@ def _spread(quarters: Sequence[float] | None) -> str:
 
 
 def take_rounds(comparison: Comparison, rounds: int, seconds: float = math.inf) -> Outcome:
-    """Run both sides in each round; the first one changes from round to round. Both run once
-    before, uncounted: threads, files and processors are warm then. After `seconds` LEAST_ROUNDS are
-    enough."""
+    """Run all sides in each round; the side that runs first changes from round to round. Before
+    that, `ours` and `limit` run once, uncounted, to warm up threads, files and processors. Once
+    `seconds` have passed, LEAST_ROUNDS rounds are enough."""
     over = time.monotonic() + seconds
     outcome = Outcome(comparison, rivals={name: [] for name in comparison.rivals})
     comparison.ours()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promise of a figure: a limit that it must reach, or must not exceed."""
+"""The gate of a figure: a limit that it must reach or must not exceed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """A limit of a value: at least, or at most, so much."""
+    """A limit for a value: `least` or `most`."""
 
     least: float | None = None
     most: float | None = None
@@ -16,7 +16,7 @@ class Gate:
 
     @property
     def wanted(self) -> str:
-        """The limit as the tables write it, with its unit: `>= 0.8`."""
+        """The limit with its unit, as tables show it: `>= 0.8`."""
         sign, value = (">=", self.least) if self.least is not None else ("<=", self.most)
         return f"{sign} {value:,g}{self.unit}"
 
@@ -26,5 +26,5 @@ class Gate:
         return self.most is not None and value <= self.most
 
     def verdict(self, value: float) -> str:
-        """The tables' word for a value of this gate: `met` or `missed`."""
+        """The word for a value in tables: `met` or `missed`."""
         return "met" if self.is_met(value) else "missed"

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load on a server: sessions run one beside the other, closed loop or open, over HTTP.
+"""Load on a server over HTTP: sessions side by side, in a closed or an open loop.
 
     closed   a fixed number of users; each begins a session when the one before it has ended
     open     sessions begin at random times, however many still run; the gaps are exponential, so
-             arrivals are a Poisson process of the rate asked for
+             arrivals are a Poisson process of the given rate
 
-A session's own requests follow each other at once. Requests that fail are kept and counted. The
-socket's pieces are kept with their times while an answer comes, and are read only once it is whole:
-beside a server on the same machine, a client that parses between events would be measured as
-latency.
+A session sends its next request as soon as the one before it is answered. Failed requests are
+recorded and counted. While an answer comes, the client only keeps the received pieces with their
+times; it parses them at the end. If it parsed between events, beside a server on the same machine,
+its work would count as latency.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .workloads import Session
 
 MAX_ANSWER_BYTES = 64 * 2**20
 _MAX_QUOTED_BYTES = 300
-# Part of every request's body: greedy, and always as many tokens as asked for.
+# Fields of every request: greedy sampling, and exactly as many tokens as asked for.
 GREEDY: dict[str, Any] = {
     "temperature": 0,
     "ignore_eos": True,
@@ -38,12 +38,12 @@ GREEDY: dict[str, Any] = {
 
 
 class RequestFailed(RuntimeError):
-    """The server refused the request, or its answer ended before the end."""
+    """The server refused the request, or its answer broke off."""
 
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """An answer. Times are in seconds since before the connection was opened."""
+    """An answer. Times are seconds since before the connection was opened."""
 
     text: str = ""
     event_seconds: list[float] = field(default_factory=list)  # of events that hold a choice
@@ -52,7 +52,7 @@ class StreamedAnswer:
     output_tokens: int = 0
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     cached_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)  # where the request asked for them
+    token_ids: list[int] = field(default_factory=list)  # if the request asked for them
 
     @property
     def first_token_seconds(self) -> float:
@@ -60,14 +60,14 @@ class StreamedAnswer:
 
     @property
     def gaps_seconds(self) -> list[float]:
-        """Between one event and the next; an event may hold several tokens."""
+        """Seconds between neighbouring events. An event may hold several tokens."""
         return [later - earlier for earlier, later in pairwise(self.event_seconds)]
 
 
 async def ask(
     host: str, port: int, path: str, body: Mapping[str, Any], timeout_seconds: float
 ) -> StreamedAnswer:
-    """Send a request for a stream and wait for its end. Raises RequestFailed."""
+    """Send a streaming request and wait for the end of the answer. Raises RequestFailed."""
     started = time.perf_counter()
     pieces = _Pieces()
     try:
@@ -87,11 +87,11 @@ async def ask(
 
 
 class _Pieces(asyncio.Protocol):
-    """The bytes of a response and when they came, until the server closed the connection."""
+    """The bytes of a response and their times, until the server closes the connection."""
 
     def __init__(self) -> None:
         self.data = bytearray()
-        self.marks: list[tuple[int, float]] = []  # bytes so far, and when
+        self.marks: list[tuple[int, float]] = []  # number of bytes so far, and the time
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:
@@ -144,8 +144,8 @@ _PREFIX, _DONE = b"data: ", b"[DONE]"
 
 
 def read_answer(data: bytes | bytearray, marks: list[tuple[int, float]]) -> StreamedAnswer:
-    """The answer in the bytes of a whole HTTP response; `marks` are ascending byte counts with the
-    time at which so many had come. Raises RequestFailed."""
+    """The answer in the bytes of a whole HTTP response. `marks` are ascending byte counts, each
+    with the time at which that many bytes had come. Raises RequestFailed."""
     head, separator, rest = bytes(data).partition(b"\r\n\r\n")
     status = head.split(b"\r\n", 1)[0].split(b" ")
     if not separator or len(status) < 2:
@@ -192,9 +192,10 @@ def _decode(line: bytes) -> _Event:
 
 
 def _event_lines(body: bytes, offset: int) -> list[tuple[int, bytes]]:
-    """The events' data, each with the offset (in the response, from `offset` on) of its end.
+    """The data of each event, with the position of its end in the response; the body starts at
+    `offset`.
 
-    The body is chunked; an event may be spread over chunks.
+    The body is in HTTP chunks; an event may be spread over several.
     """
     found: list[tuple[int, bytes]] = []
     pending, place = b"", 0
@@ -229,7 +230,7 @@ def _shown(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server, and what every request asks of it."""
+    """The server, and the settings of every request."""
 
     host: str
     port: int
@@ -239,7 +240,7 @@ class Target:
 
 @dataclass(slots=True)
 class LoadRun:
-    """Answers and errors of a run. A session whose request fails ends there."""
+    """The answers and errors of a run. A session ends when a request of it fails."""
 
     by_session: list[list[StreamedAnswer]]
     errors: list[str] = field(default_factory=list)
@@ -251,7 +252,7 @@ class LoadRun:
 
 
 async def run_closed(target: Target, sessions: Sequence[Session], concurrency: int) -> LoadRun:
-    """All sessions, `concurrency` at a time."""
+    """Run all sessions, `concurrency` at a time."""
     run = LoadRun([[] for _ in sessions])
     waiting = iter(zip(sessions, run.by_session, strict=True))
 
@@ -268,7 +269,7 @@ async def run_closed(target: Target, sessions: Sequence[Session], concurrency: i
 async def run_open(
     target: Target, sessions: Sequence[Session], requests_per_second: float, seed: int
 ) -> LoadRun:
-    """All sessions, begun so that their requests come at this rate on average."""
+    """Run all sessions. They begin so that requests come at this rate on average."""
     run = LoadRun([[] for _ in sessions])
     rng = random.Random(seed)
     turns = sum(session.num_turns for session in sessions) / len(sessions)
@@ -276,7 +277,7 @@ async def run_open(
     started = time.perf_counter()
     begin = started
     for session, answers in zip(sessions, run.by_session, strict=True):
-        # By the clock, not by the gap: a late wake-up must not lower the rate.
+        # Waits until a time, not for a gap: a late wake-up must not lower the rate.
         begin += rng.expovariate(requests_per_second / turns)
         await asyncio.sleep(max(0.0, begin - time.perf_counter()))
         work = _run_session(target, session, answers, run.errors)

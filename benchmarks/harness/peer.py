@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work in a process of its own: a child of this benchmark, or a peer that waits while others work.
+"""Work in a process of its own: a child of this benchmark, or a peer that waits meanwhile.
 
 The parent writes lines of JSON to the child's standard input and reads lines from its standard
-output. Both sides stand here: `Child` and `Peer` for the parent, `answerer` and `serve` for the
-child. It gets the environment that an engine core gets, which must be there before Python starts.
+output. `Child` and `Peer` are the parent's side; `answerer` and `serve` are the child's. The child
+gets the environment variables of an engine core, which must be set before Python starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...tiers.processes.python_command import python_command
 
 _READ_BYTES = 1 << 16
 _EXIT_SECONDS = 10.0
-_SHOWN_CHARACTERS = 4000  # of its log, if it ends early
+_SHOWN_CHARACTERS = 4000  # characters of the log to show if the child ends early
 
 
 class PeerFailed(RuntimeError):
@@ -33,8 +33,8 @@ class PeerFailed(RuntimeError):
 
 
 class Child:
-    """Runs `python WORDS`, by default with this Python; a context manager. Its errors go to `log`.
-    Raises OSError where it cannot be started."""
+    """Runs `python WORDS`, by default with this Python; a context manager. The child's standard
+    error goes to `log`. Raises OSError if the child cannot be started."""
 
     def __init__(
         self, words: Sequence[str], log: Path, name: str, python: str | None = None
@@ -56,8 +56,8 @@ class Child:
         self.close()
 
     def close(self) -> None:
-        """End the child by the end of its input."""
-        with suppress(BrokenPipeError):  # it is gone already
+        """End the child by closing its standard input."""
+        with suppress(BrokenPipeError):  # the child has ended already
             self._process.stdin.close()
         try:
             self._process.wait(timeout=_EXIT_SECONDS)
@@ -67,7 +67,7 @@ class Child:
         self._process.stdout.close()
 
     def send(self, order: dict[str, Any]) -> None:
-        """Write `order` as one line. Where the child has ended, `read` says so."""
+        """Write `order` as one line. If the child has ended, the next `read` raises."""
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
@@ -101,7 +101,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class PeerRun:
-    """The output tokens of each prompt, and the time for all of them."""
+    """The output tokens of each prompt, and the seconds for all of them."""
 
     seconds: float
     token_ids: list[list[int]]
@@ -112,20 +112,20 @@ class PeerRun:
 
 
 class Peer(Child):
-    """The same work done in another way: a child that runs `MODULE MODEL THREADS`."""
+    """Another program that does the same work: a child that runs `MODULE MODEL THREADS`."""
 
     def __init__(self, module: str, model: Path, threads: int, log: Path) -> None:
         name = module.rpartition(".")[2]
         super().__init__(["-m", module, str(model), str(threads)], log, name)
 
     def wait_ready(self, timeout_seconds: float = 120.0) -> None:
-        """Wait until the model is loaded; called once, first. Raises PeerFailed."""
+        """Wait until the peer has loaded the model. Must be the first call. Raises PeerFailed."""
         self.read(timeout_seconds)
 
     def run(
         self, mode: str, prompts: Sequence[list[int]], max_tokens: int, timeout_seconds: float
     ) -> PeerRun:
-        """Greedy outputs of exactly `max_tokens` for each prompt. Raises PeerFailed."""
+        """Greedy outputs of exactly `max_tokens` tokens for each prompt. Raises PeerFailed."""
         self.send({"mode": mode, "prompts": list(prompts), "max_tokens": max_tokens})
         run = PeerRun(**self.read(timeout_seconds))
         if [len(ids) for ids in run.token_ids] != [max_tokens] * len(prompts):
@@ -134,8 +134,8 @@ class Peer(Child):
 
 
 def answerer() -> Callable[[dict[str, Any]], None]:
-    """A function by which the child writes lines to the parent. Libraries print too: from now on
-    their output goes to the child's log."""
+    """A function with which the child sends a line to the parent. After this call, what libraries
+    print goes to the child's log."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -150,7 +150,7 @@ Work = Callable[[str, list[list[int]], int], PeerRun]
 
 
 def serve(make_work: Callable[[Path, int], Work]) -> int:
-    """Run a peer's side: load, report it, then answer line by line until the input ends."""
+    """Run a peer: load the model, report that, then answer line by line until the input ends."""
     tell = answerer()
     try:
         work = make_work(Path(sys.argv[1]), int(sys.argv[2]))

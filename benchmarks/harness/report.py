@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that every benchmark leaves behind: `DIR/NAME.json`, a table on the terminal, a plot.
+"""The results of every benchmark: `DIR/NAME.json`, a table on the terminal, and a plot.
 
-The JSON always has `environment`, `limits`, `figures` and `ratios`; ratios map a name to a number,
-the others may nest.
+The JSON always has `environment`, `limits`, `figures` and `ratios`. `ratios` maps names to numbers;
+the other entries may be nested.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PACKAGES = ("torch", "numpy", "lmdb", "msgspec", "pyzmq", "fastapi", "uvicorn")
 
 
 def environment() -> dict[str, Any]:
-    """The machine and software a figure belongs to. Holds no host or user name."""
+    """The machine and software of a measurement, without any host name or user name."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "cpu": _cpu_name(),
@@ -60,7 +60,7 @@ class Report:
     ratios: dict[str, float] = field(default_factory=dict)
 
     def write(self, directory: Path) -> Path:
-        """Write `NAME.json` whole or not at all; the path. Raises OSError."""
+        """Write `NAME.json`, complete or not at all; return its path. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{self.name}.json"
         body = {
@@ -90,18 +90,18 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
-    """`ones` over `others`, pair by pair, both taken in the same rounds."""
+    """`ones` divided by `others`, pair by pair. Both come from the same rounds."""
     return [one / other for one, other in zip(ones, others, strict=True)]
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on standard output; the first column is a name, the others are numbers."""
+    """Print a table; the first column is a name, the others are numbers."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*row)
-    # A log file has no width: each row is one line there, however long a figure is.
+    # A log file has no width, so each row is one line there, however long the figures are.
     console = Console()
     console = console if console.is_terminal else Console(width=1_000)
     console.print(table)
@@ -117,7 +117,7 @@ def _cpu_name() -> str:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Versions of the packages that are installed."""
+    """The versions of those packages that are installed."""
     versions = {}
     for name in names:
         with suppress(metadata.PackageNotFoundError):
@@ -126,7 +126,7 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """$STRATAKV_COMMIT, or the commit by git, marked where the tree differs; empty without .git."""
+    """$STRATAKV_COMMIT or git's name of the commit, marked if files differ; empty without .git."""
     if given := os.environ.get("STRATAKV_COMMIT", "").strip():
         return given
     root = Path(__file__).resolve().parents[2]
@@ -145,8 +145,8 @@ def run_and_tell(
     plot: Callable[[Report, Path], Path],
     *failures: type[Exception],
 ) -> int:
-    """Measure, write the JSON, print tables, draw; 0, or 1 with the reason of a failure on the
-    terminal. Raises ConfigError."""
+    """Measure, write the JSON, print tables and draw. Return 0, or 1 after printing the reason of a
+    failure. Raises ConfigError."""
     path = measure_and_write(report, out, measure, *failures)
     if path is None:
         return 1
@@ -159,7 +159,8 @@ def run_and_tell(
 def measure_and_write(
     report: Report, out: Path, measure: Callable[[], object], *failures: type[Exception]
 ) -> Path | None:
-    """The JSON's path; None with the reason of a failure on the terminal. Raises ConfigError."""
+    """Measure and write the JSON; return its path, or None after printing a failure's reason.
+    Raises ConfigError."""
     expected: tuple[type[Exception], ...] = (*failures, OSError)
     try:
         measure()
@@ -172,8 +173,8 @@ def measure_and_write(
 
 
 def chosen(flag: str, given: str | None, known: Sequence[str]) -> list[str]:
-    """Names by commas, in the order in which they are known; all unless some are given. Raises
-    ConfigError."""
+    """The names in a comma-separated text, in the order of `known`; all names if the text is None.
+    Raises ConfigError for an unknown name."""
     names = known if given is None else [name.strip() for name in given.split(",")]
     for name in names:
         if name not in known:
@@ -183,12 +184,13 @@ def chosen(flag: str, given: str | None, known: Sequence[str]) -> list[str]:
 
 
 def tell_failure(name: str, error: object) -> None:
-    """Print a failure in red on standard error. No markup: errors name extras, as in '.[test]'."""
+    """Print a failure in red on standard error, without markup, since errors may contain
+    '.[test]'."""
     console = Console(stderr=True)
     console.print(f"bench {name}: {error}", style="red", markup=False, soft_wrap=True)
 
 
 def progress(console: Console) -> Progress:
-    """A progress bar with the current item and the count of those done."""
+    """A progress bar with the current item and the number of finished items."""
     columns = (TextColumn("{task.description:26}"), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeElapsedColumn(), console=console)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of a run, in processes of their own: `stratakv serve`, `cache-server` and Redis.
+"""The servers of a run, in their own processes: `stratakv serve`, `cache-server` and Redis.
 
-A client times the first token of a served model, as a user would see it: one request at a time over
-plain HTTP, so that the client's own work is in no figure.
+A client measures the time to the first token of a served model as a user sees it. It sends one
+request at a time over plain HTTP, so that other requests of the client do not disturb the figure.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ OPENSSL = "openssl"
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start, or answered with an error; carries its last lines."""
+    """The server did not start or answered with an error; the message has its log's last lines."""
 
 
 class Server:
-    """A process that listens at a port of this host, once it does; a context manager."""
+    """A server process, ready at a port of this host; a context manager."""
 
     def __init__(
         self, command: Sequence[str], port: int, log: Path, start_seconds: float = 120.0
@@ -65,7 +65,8 @@ class Server:
         self.stop()
 
     def stop(self, timeout_seconds: float = 60.0) -> None:
-        """Send SIGTERM: tiers are written back. Raises ServerFailed where that takes too long."""
+        """Send SIGTERM, after which the server writes its tiers back, and wait. Raises ServerFailed
+        if that takes too long."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -99,7 +100,7 @@ class Server:
 
 
 class ServedModel(Server):
-    """Starts the server, asks it, stops it in an orderly way."""
+    """A `stratakv serve` process, and requests to it."""
 
     def __init__(self, arguments: Sequence[str], log: Path, start_seconds: float = 120.0) -> None:
         [port] = free_ports(1)
@@ -108,23 +109,24 @@ class ServedModel(Server):
         super().__init__(command, port, log, start_seconds)
 
     def reset(self, tiers: str = "all") -> None:
-        """Forget cached blocks: those of the pool, or with `all` those of tiers too."""
+        """Empty the caches: only the pool, or with `all` the tiers too."""
         self._exchange("POST", f"/reset_prefix_cache?tiers={tiers}")
 
     def metric(self, name: str) -> float:
-        """The sum of one metric's values over all of its labels."""
+        """The sum of one metric's values over all labels."""
         text = self._exchange("GET", "/metrics").decode()
         rows = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for value in rows)
 
     def warm_up(self) -> None:
-        """The first request of a process pays for lazy initialisation, which is not measured."""
+        """Send a first request, which pays for lazy initialisation and is not measured."""
         self.ask([1, 2, 3], 2)
 
     def ask(
         self, prompt: Sequence[int], max_tokens: int, timeout_seconds: float = 120.0
     ) -> StreamedAnswer:
-        """A greedy completion of token ids, streamed; the clock runs from before the request."""
+        """Stream a greedy completion of token ids. Its times start before the connection is
+        made."""
         body = {"prompt": list(prompt), "max_tokens": max_tokens, "return_token_ids": True}
         path = "/v1/completions"
         try:
@@ -147,7 +149,7 @@ class ServedModel(Server):
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this host that were free a moment ago."""
+    """Ports of this host that are free now; another process may take them."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -157,7 +159,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def cache_server(cpu_bytes: int, *flags: str) -> Iterator[Server]:
-    """A cache server with `cpu_bytes` of memory. Raises ServerFailed where it does not start."""
+    """Start a cache server with `cpu_bytes` of memory. Raises ServerFailed if it does not start."""
     port, data_port = free_ports(2)
     words = f"--port {port} --data-port {data_port} --drain-seconds 1 --cpu-bytes {cpu_bytes}"
     command = python_command("-m", "stratakv.engine.cli.main", "cache-server", *words.split())
@@ -170,7 +172,7 @@ def cache_server(cpu_bytes: int, *flags: str) -> Iterator[Server]:
 
 @contextmanager
 def redis_server(binary: str) -> Iterator[Server]:
-    """Redis without a disk. Raises ServerFailed where it does not start."""
+    """Start Redis without persistence. Raises ServerFailed if it does not start."""
     [port] = free_ports(1)
     with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as folder:
         command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", folder]
@@ -180,14 +182,14 @@ def redis_server(binary: str) -> Iterator[Server]:
 
 
 def find_redis(given: str | None) -> tuple[str, str]:
-    """The path of Redis and no reason, or no path and the reason why."""
+    """The path of the Redis binary and "", or "" and the reason why there is none."""
     binary = shutil.which(given or REDIS)
     return (binary, "") if binary else ("", f"{given or REDIS} is not installed")
 
 
 @contextmanager
 def certificate() -> Iterator[tuple[Path, Path]]:
-    """A certificate of this host and its key, for a day. Raises WrongWork."""
+    """A certificate for this host and its key, valid for a day. Raises WrongWork."""
     with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as folder:
         cert, key = Path(folder) / "cert.pem", Path(folder) / "key.pem"
         words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes of work by name: what prompts share, and so what a prefix cache can find again.
+"""Workloads by name. They differ in what their prompts share, so in what a prefix cache finds.
 
     chat-system-prompt  many users, one question each, all under the same long system prompt
     multi-turn          conversations; each turn repeats all that was said before it
@@ -7,9 +7,9 @@
     few-shot-code       functions to continue, each after one of a few sets of examples
     unique              prompts that share nothing: what serving costs without any cache
 
-Everything follows from a seed. The text is the help of Python's standard library: every machine
-that runs the benchmark has it, it is real prose and code, so tokens are as long, and outputs as
-likely, as in real use, and nothing has to be downloaded.
+All prompts follow from a seed. The text of the prompts is the help of Python's standard library. It
+is on every machine that runs the benchmark, so nothing is downloaded. It is real prose and code, so
+lengths of tokens and likelihoods of outputs are as in real use.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Encoder = Callable[[str], list[int]]
 def documents(encode: Encoder, count: int, prefix_tokens: int) -> list[list[int]]:
     """`count` different documents of exactly `prefix_tokens` token ids each.
 
-    Each starts with its own number, so no two share a first block. Raises ValueError where the
+    Each starts with its own number, so no two share a first block. Raises ValueError if the
     standard library has too little text.
     """
     tokens: list[int] = []
@@ -83,7 +83,7 @@ def _help_texts() -> Iterator[str]:
 
 
 def _class_texts(name: str, cls: type) -> Iterator[str]:
-    # A class may keep something else than text under __doc__.
+    # Some classes keep something other than text in __doc__.
     if isinstance(cls.__doc__, str):
         yield f"class {name}: {inspect.cleandoc(cls.__doc__)}"
     for method_name, method in sorted(vars(cls).items()):
@@ -104,7 +104,7 @@ EXAMPLE_TOKENS = 384
 FUNCTION_TOKENS = (192, 384)
 UNIQUE_TOKENS = (96, 160)
 
-LONGEST_PROMPT_TOKENS = 2560  # of any prompt here, while answers keep to the limit
+LONGEST_PROMPT_TOKENS = 2560  # of any workload's prompt, if answers stay within the limit
 LONGEST_ANSWER_TOKENS = 256
 CONTEXT_TOKENS = LONGEST_PROMPT_TOKENS + LONGEST_ANSWER_TOKENS
 
@@ -117,14 +117,14 @@ CORPUS_DOCUMENTS, CORPUS_DOCUMENT_TOKENS = 16, 8192
 
 @dataclass(frozen=True, slots=True)
 class PromptSession:
-    """A prompt of token ids, and the route that takes it."""
+    """A prompt of token ids, and the HTTP route for it."""
 
     token_ids: list[int]
     path: str = COMPLETIONS
     num_turns: int = 1
 
     def body(self, answers: Sequence[str]) -> dict[str, Any]:
-        """The prompt of the request that follows these answers, as fields of its JSON."""
+        """The JSON fields with the prompt that follows these answers."""
         return {"prompt": self.token_ids}
 
 
@@ -149,26 +149,27 @@ class ChatSession:
         return {"messages": messages}
 
 
-Session = PromptSession | ChatSession  # requests of one user, one after another
+Session = PromptSession | ChatSession  # one user's requests, which follow one another
 
 
 class Text:
-    """Passages of real text, drawn at random."""
+    """Random passages of real text."""
 
     def __init__(self, encode: Encoder, decode: Decoder, rng: random.Random) -> None:
-        """Raises ValueError where the standard library is too small for it."""
+        """Raises ValueError if the standard library has too little text."""
         self.encode, self._decode, self.rng = encode, decode, rng
         made = documents(encode, CORPUS_DOCUMENTS, CORPUS_DOCUMENT_TOKENS)
         self._ids = list(itertools.chain.from_iterable(made))
 
     def ids(self, least: int, most: int | None = None) -> list[int]:
-        """Token ids of a random passage: `least` of them, or up to `most`."""
+        """Token ids of a random passage: exactly `least`, or `least` to `most`."""
         count = self.rng.randint(least, most or least)
         start = self.rng.randrange(len(self._ids) - count)
         return self._ids[start : start + count]
 
     def message(self, least: int, most: int | None = None) -> str:
-        """The text of as many tokens; encoded again it may be a few tokens more or less."""
+        """The text of a random passage of that many tokens. Encoded again it may differ by a
+        few."""
         return self._decode(self.ids(least, most))
 
 
@@ -178,7 +179,7 @@ def _chat_system_prompt(text: Text, count: int) -> list[Session]:
 
 
 def _multi_turn(text: Text, count: int) -> list[Session]:
-    # Each conversation has its own instructions, so a hit comes from the same conversation.
+    # Each conversation has its own instructions, so its hits come from the same conversation.
     return [
         ChatSession(
             text.message(INSTRUCTION_TOKENS), [text.message(*MESSAGE_TOKENS) for _ in range(TURNS)]
@@ -189,7 +190,7 @@ def _multi_turn(text: Text, count: int) -> list[Session]:
 
 def _documents(text: Text, count: int) -> list[Session]:
     library = [text.ids(DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
-    # The n-th most popular is asked about 1/n as often as the first.
+    # The n-th most popular document is asked about 1/n as often as the first.
     weights = [1 / (rank + 1) for rank in range(DOCUMENTS)]
     return [
         PromptSession(chosen + text.ids(*MESSAGE_TOKENS) + text.encode(text.rng.choice(QUESTIONS)))
@@ -208,8 +209,8 @@ def _unique(text: Text, count: int) -> list[Session]:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A class of work. `usual_hit_rate` is the share of prompt tokens that such work is commonly
-    said to find cached; the measured one is shown beside it."""
+    """A workload. `usual_hit_rate` is the share of cached prompt tokens that is commonly stated for
+    such work; the measured share is shown beside it."""
 
     usual_hit_rate: float
     sessions: Callable[[Text, int], list[Session]]
@@ -228,6 +229,6 @@ def make_sessions(
     name: str, encode: Encoder, decode: Decoder, count: int, seed: int
 ) -> list[Session]:
     """Sessions with about `count` requests in all, the same for the same arguments. Raises
-    ValueError where there is too little text."""
+    ValueError if there is too little text."""
     text = Text(encode, decode, random.Random(f"{name} {seed}"))
     return WORKLOADS[name].sessions(text, count)

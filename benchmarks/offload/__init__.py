@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench offload`: what keeping blocks in tiers saves, and what it costs where it cannot.
+"""`stratakv bench offload`: what keeping blocks in tiers saves, and what it costs without hits.
 
-Seen from a client first. Documents far longer than the questions about them are asked of a real
-server whose KV pool holds little more than one of them. The same questions are asked
+The first section is seen from a client. It asks a real server about documents that are far longer
+than the questions. The server's KV pool holds little more than one document. The same questions are
+asked
     cold      with every cache reset before each request,
     pool      with the document still in the pool,
     cpu       after other documents have pushed it out of the pool,
     ssd       after the server was stopped and started again,
     remote    of another server, which shares a cache server with one that computed them,
-one request at a time. Every phase must give the tokens of the cold one; a phase that was not
-answered from where it should have been is an error, not a figure.
+one request at a time. Every phase must give the tokens of the cold phase. If a phase's blocks do
+not come from its tier, the benchmark stops with an error.
 
-Then, unless it is the quick form, engines without a server around them, with tiers and without in
-alternating pairs, in processor seconds: unique prompts, mixes of hits with a tier that is slow,
-requests behind one prefix, and steps while blocks leave the pool (`sections.py`); and the time to
-the first token of a model whose layers carry states, which the benchmark makes (`hybrid.py`). Equal
-prompts must give equal tokens.
+In the full form other sections follow: engines without a server, with tiers and without in
+alternating pairs, in processor seconds. They measure unique prompts, mixes of hits with a slow
+tier, requests behind one prefix, and steps while blocks leave the pool (`sections.py`). A last one
+measures the time to the first token of a made-up model whose layers carry states (`hybrid.py`).
+Equal prompts must give equal tokens.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from .scale import PHASES, SECTIONS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    """Add the options of this benchmark; `stratakv bench` itself adds `--quick` and `--out`."""
     parser.add_argument("--model", type=Path, help="a model directory (the embedded model)")
     parser.add_argument("--documents", type=int, help="documents asked about (5, quick 3)")
     parser.add_argument("--prefix-tokens", type=int, help="tokens of each document (3,600)")

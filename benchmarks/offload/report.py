@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of `stratakv bench offload`: from answers to JSON, ratios and a table."""
+"""The figures of `stratakv bench offload`: from answers to JSON, ratios and tables."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _PLACES = {
     "ssd": "SSD, after a restart",
     "remote": "cache server",
 }
-# phase → the limit that its loads are compared with
+# phase → the limit to compare its loads with
 LOAD_LIMITS = {
     "cpu": "memory_copy_gb_per_second",
     "ssd": "disk_read_gb_per_second",
-    "remote": "memory_copy_gb_per_second",  # of a server on this host
+    "remote": "memory_copy_gb_per_second",  # the cache server is on this host
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The work of a run: model, documents, questions and the room of the tiers."""
+    """The work of a run: model, documents, questions and the sizes of the tiers."""
 
     model: Path
     num_documents: int
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def pool_blocks(self) -> int:
-        """Room for one whole request and a quarter of the next document, and the null block."""
+        """Blocks for one whole request, a quarter of the next document, and the null block."""
         longest = self.prefix_tokens + self.suffix_tokens + self.output_tokens
         return 1 + int(1.25 * -(-longest // self.block_size))
 
@@ -79,17 +79,17 @@ class Plan:
             "--num-blocks", str(self.pool_blocks),
             "--block-size", str(self.block_size),
             "--kv-offload-cpu-bytes", str(self.cpu_bytes),
-            "--kv-offload-load", "always",  # a phase is to be answered from its tier
+            "--kv-offload-load", "always",  # blocks must come from the phase's tier
             "--max-model-len", str(self.prefix_tokens + self.suffix_tokens + self.output_tokens),
-            # In the type of the CPU: all phases must give the same tokens, and bfloat16 sums in
-            # another order where less is computed.
+            # The CPU's number type: all phases must give the same tokens, and bfloat16 sums have
+            # another order if fewer tokens are computed.
             "--device", self.device, "--dtype", "float32",
         ]  # fmt: skip
 
 
 @dataclass(slots=True)
 class Phase:
-    """The answers of one phase and what it cost to load them."""
+    """The answers of one phase, and the seconds that loading took."""
 
     answers: list[StreamedAnswer] = field(default_factory=list)
     seconds_loading: float = 0.0
@@ -106,7 +106,7 @@ class Phase:
 
 
 def fill_report(report: Report, plan: Plan, spec: ModelSpec, phases: dict[str, Phase]) -> None:
-    """Turn answers into figures and ratios; `report.limits` must be measured."""
+    """Compute figures and ratios from the answers; `report.limits` must be measured before."""
     cold = median(phases["cold"].first_token_seconds)
     prompt_tokens = plan.prefix_tokens + plan.suffix_tokens
     names = {"model": plan.model.name, "pool_blocks": plan.pool_blocks}
@@ -130,18 +130,19 @@ def fill_report(report: Report, plan: Plan, spec: ModelSpec, phases: dict[str, P
 
 
 def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
-    """Operations of a causal forward pass over `num_tokens`, one row of logits."""
+    """The operations of a causal forward pass over `num_tokens` tokens, with one row of logits."""
     qkv = spec.hidden_size * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     out = spec.num_heads * spec.head_dim * spec.hidden_size
     mlp = 3 * spec.hidden_size * spec.intermediate_size
     products = 2.0 * spec.num_layers * (qkv + out + mlp) * num_tokens
-    # Scores and their sum over values, for half of the square.
+    # Scores and the weighted sum of values, for half of the square.
     attention = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * num_tokens**2
     return products + attention + 2.0 * spec.hidden_size * spec.vocab_size
 
 
 def phase_figures(phase: Phase, cold_seconds_per_token: float) -> dict[str, object]:
-    """A row of the table; seconds saved are cached tokens at the cold phase's rate."""
+    """A row of the table. Saved seconds are cached tokens times the cold phase's seconds a
+    token."""
     first = phase.first_token_seconds
     cached = sum(answer.cached_tokens for answer in phase.answers)
     generated = sum(len(answer.token_ids) for answer in phase.answers)
@@ -157,7 +158,7 @@ def phase_figures(phase: Phase, cold_seconds_per_token: float) -> dict[str, obje
 
 
 def print_phases(report: Report) -> None:
-    """Print the phases, and under them the rates beside the machine's limits."""
+    """Print a table of the phases, and one of the rates with the machine's limits."""
     rows = []
     for name, figures in report.figures["phases"].items():
         tiers = figures["cached_tokens_by_tier"]
@@ -209,7 +210,7 @@ def print_limits(report: Report) -> None:
 
 
 def print_costs(report: Report) -> None:
-    """The ratios with their gates, and the cells of the worst case."""
+    """Print the ratios with their gates, and a table of each section with cells."""
     rows = []
     for name, gate in GATES.items():
         if name in report.ratios:
@@ -245,8 +246,8 @@ def _row(name: str, figures: dict[str, Any]) -> list[str]:
 
 
 def plot_phases(report: Report, path: Path) -> Path:
-    """Bars of the median time to first token by phase, each with the factor over the cold one;
-    whiskers up to the 99th percentile."""
+    """Draw bars of the median time to the first token by phase, each with the factor over the cold
+    phase, and with a whisker to the 99th percentile."""
     phases = report.figures["phases"]
     figure, panels = new_figure(1, 1, 3.2)
     axes = panels[0][0]
@@ -266,7 +267,7 @@ def plot_phases(report: Report, path: Path) -> Path:
 
 
 def plot_costs(report: Report, path: Path) -> Path:
-    """Bars of the gated ratios, and the cells of the worst case where they were measured."""
+    """Draw bars of the ratios with gates, and the cells of the worst case if they were measured."""
     names = [name for name in GATES if name in report.ratios]
     cells = report.figures.get(WORST_CASE, {})
     heights = [0.8 + 0.3 * len(names)] + [0.8 + 0.2 * len(cells)] * bool(cells)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections of `stratakv bench offload`, how much each of them does, and what is promised."""
+"""The sections of `stratakv bench offload`, their sizes, and the gates of their ratios."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ...tiers.settings.values import ConfigError
 from ..harness.gate import Gate
 from ..harness.report import chosen
 
-PHASES = "phases"  # time to first token, by HTTP
+PHASES = "phases"  # time to the first token, over HTTP
 NO_HIT, WORST_CASE, CONVOY, STREAMING = "no_hit", "worst_case", "convoy", "streaming"
-HYBRID = "hybrid"  # of a model of its own
-COSTS = (NO_HIT, WORST_CASE, CONVOY, STREAMING, HYBRID)  # by engines in one process
+HYBRID = "hybrid"  # on a model of its own
+COSTS = (NO_HIT, WORST_CASE, CONVOY, STREAMING, HYBRID)  # sections whose engines run in one process
 SECTIONS = (PHASES, *COSTS)
 
 GATES: Mapping[str, Gate] = {
     "no_hit_throughput": Gate(least=0.97),
     "no_hit_throughput_wall": Gate(least=0.97),
-    "no_hit_throughput_writing_all": Gate(least=0.97),  # as an SSD is filled for the first time
+    "no_hit_throughput_writing_all": Gate(least=0.97),  # while an SSD is filled for the first time
     "worst_case": Gate(least=0.95),
     "worst_case_wall": Gate(least=0.95),
     "convoy": Gate(least=1.5),
@@ -29,10 +29,10 @@ GATES: Mapping[str, Gate] = {
     "step_time_while_streaming": Gate(most=1.05),
     "step_cpu_while_streaming": Gate(most=1.05),
 }
-# The least of two dozen medians is below all of them by what they scatter (0.008 with 15 pairs), so
-# cells that come as near to the gate as this take more pairs.
+# The lowest of two dozen medians lies below them by their scatter (0.008 with 15 pairs). So cells
+# this near to the gate take more pairs.
 NEAR_WORST_CASE = 0.97
-# Percentage of hits → the pairs that hit, of so many neighbours.
+# Percentage of hits → pairs with hits, and the number of neighbouring pairs that have them.
 MIXES: Mapping[int, tuple[int, int]] = {0: (0, 2), 20: (1, 5), 50: (1, 2), 80: (4, 5)}
 NORMAL, SLOW = "normal", "slow"
 SPEEDS = (NORMAL, SLOW)
@@ -44,32 +44,32 @@ STREAMING_OUTPUT = 4
 
 @dataclass(frozen=True, slots=True)
 class CostScale:
-    """Tokens, requests and pairs."""
+    """The numbers of tokens, requests and pairs of each section."""
 
     pairs: int
-    warm_up: int  # pairs before those
-    processes: int  # that measure no_hit one after the other, each from its start
-    more_pairs: int  # after them, in cells of the worst case that come near the gate
-    # The CPU tier has at least so many blocks where blocks pass through it. Each quarter of it is
-    # one batch and costs a commit, so a tiny tier would cost more than a real one.
+    warm_up: int  # uncounted pairs before those
+    processes: int  # processes that measure no_hit one after the other
+    more_pairs: int  # further pairs, in worst_case cells near the gate
+    # The CPU tier has at least this many blocks if blocks pass through it. A quarter of the tier is
+    # one batch, which costs a commit, so a tiny tier would cost more than a real one.
     slab_blocks: int
-    # no_hit: unique prompts, all at once.
+    # no_hit: unique prompts at the same time.
     requests: int
     prompt_tokens: int
     output_tokens: int
-    # worst_case: one by one. By prefix: the requests of a pair, so that it is long enough to be
-    # timed.
+    # worst_case: one request after the other. Prefix length → requests of a pair, enough of them to
+    # time.
     prefixes: Mapping[int, int]
     mixes: tuple[int, ...]
-    # convoy: that many requests at once behind one prefix.
+    # convoy: this many requests at the same time behind one prefix.
     convoy_requests: int
     convoy_prefix: int
     convoy_output: int
-    # streaming: steps of so many tokens.
+    # streaming: steps of this many tokens.
     step_tokens: int
     long_prompts: int
     long_prompt_tokens: int
-    # hybrid: one request behind such a prefix.
+    # hybrid: one request behind a prefix of this length.
     hybrid_prefix: int
 
 
@@ -92,7 +92,7 @@ QUICK_COSTS = CostScale(
 
 
 def num_pairs(sections: Sequence[str], scale: CostScale) -> int:
-    """Pairs in all, those that warm up among them, without those that cells take in addition."""
+    """The number of all pairs with those for warm-up, without the further pairs of cells."""
     usual = scale.warm_up + scale.pairs
     mixes = sum(scale.warm_up + pairs_of(mix, scale) for mix in scale.mixes)
     worst_case = len(scale.prefixes) * len(SPEEDS) * mixes
@@ -108,18 +108,19 @@ def num_pairs(sections: Sequence[str], scale: CostScale) -> int:
 
 
 def pairs_of(mix: int, scale: CostScale) -> int:
-    """Pairs of a mix of hits: as many windows over them as other sections have pairs."""
+    """The pairs of a mix of hits, so many that it has as many windows as other sections have
+    pairs."""
     _, window = MIXES[mix]
     return scale.pairs + window - 1
 
 
 def chosen_sections(text: str | None, quick: bool) -> list[str]:
-    """The sections in the order of a run; raises ConfigError for unknown names."""
+    """The chosen sections, in the order of a run. Raises ConfigError for unknown names."""
     return chosen("--sections", PHASES if text is None and quick else text, SECTIONS)
 
 
 def check_context(model: Path, sections: Sequence[str], scale: CostScale) -> None:
-    """Raise ConfigError where the model is too short for the sections without a server."""
+    """Raises ConfigError if the model's context is too short for the sections without a server."""
     longest = {
         NO_HIT: scale.prompt_tokens + scale.output_tokens,
         WORST_CASE: max(scale.prefixes) + SUFFIX_TOKENS + WORST_CASE_OUTPUT,

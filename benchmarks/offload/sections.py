@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What offloading costs where it cannot help, and what it gives to requests that come together.
+"""The costs of offloading without hits, and its gains if requests come together.
 
-    no_hit      unique prompts at once, a pool and tiers that are full all the time: an SSD that was
-                written over once by unread blocks, and beside it one to which everything
-                is written
-    worst_case  one request after the other, some of their prefixes on the SSD, also on one that
-                is a hundred times slower; by length of prefix and share of hits. A pair has hits
-                alone or none; compared are as many neighbouring pairs as have the share
-    convoy      requests at once behind one long prefix that the tiers have, and that is nowhere
+    no_hit      unique prompts at the same time; pool and tiers are always full: with the default
+                admission filter after the SSD was written over once by blocks that are never
+                read, and with everything admitted to the SSD
+    worst_case  one request after the other, some with prefixes on the SSD, as it is and a hundred
+                times slower; by prefix length and share of hits. A pair has only hits or
+                none; a ratio is of as many neighbouring pairs as give the share
+    convoy      requests at the same time behind one long prefix that the tiers have
     streaming   the time of steps while blocks leave the pool ahead of need
     hybrid      the time to the first token of a model whose layers carry states (`hybrid.py`)
 
-Every section holds an engine with tiers against the same one without, in pairs, in a process of its
-own that computes like a core; no_hit in several, one after the other. The parent sends one order
-and reads what was done, again and again, and at last the figures.
+Every section compares, in pairs, an engine with tiers and the same engine without them. It runs in
+a child process that is set up like an engine core; no_hit runs in several, one after the other. The
+parent sends one order and reads a line after each pair, and at last the figures.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _LEAST_BYTES = 64 * 2**20
 
 
 def read_seconds(folder: Path, layout: BlockLayout, count: int) -> float:
-    """The median of reading `count` blocks in one batch. Raises RunFailed."""
+    """The median seconds of reading `count` blocks in one batch. Raises RunFailed."""
     store = SsdStore(folder, layout, max(_LEAST_BYTES, 2 * count * layout.slot_bytes))
     keys = [pack_key(number.to_bytes(32, "little")) for number in range(count)]
     buffers = make_buffers(count, layout)
@@ -98,14 +98,14 @@ def read_seconds(folder: Path, layout: BlockLayout, count: int) -> float:
 
 
 def expect_nothing_cached(pairs: Pairs, what: str) -> None:
-    """Raise RunFailed where the engine without tiers found any cached token."""
+    """Raises RunFailed if the engine without tiers found any cached token."""
     for run in pairs.without:
         if found := sum(run.cached_tokens.values()):
             raise RunFailed(f"{what}: the engine without tiers found {found} tokens cached")
 
 
 def no_hit(bench: Bench) -> tuple[Figures, dict[str, float]]:
-    """Everything leaves the pool and nothing comes back."""
+    """Measure prompts whose blocks all leave the pool and never come back."""
     pairs, figures = _no_hit(bench, DEFAULT_FILTER)
     pairs_of_all, figures["writing_all"] = _no_hit(bench, "all")
     return figures, {
@@ -116,7 +116,7 @@ def no_hit(bench: Bench) -> tuple[Figures, dict[str, float]]:
 
 
 def _no_hit(bench: Bench, admission: str) -> tuple[Pairs, Figures]:
-    """Pairs with one admission filter, which has seen the SSD written over."""
+    """Pairs and figures with one admission filter, after the SSD was written over once."""
     scale = bench.scale
     request_tokens = scale.prompt_tokens + scale.output_tokens
     round_blocks = scale.requests * blocks_of(request_tokens)
@@ -135,7 +135,7 @@ def _no_hit(bench: Bench, admission: str) -> tuple[Pairs, Figures]:
 
         for _ in range(2 + (pool + slab + bench.ssd_room(ssd)) // round_blocks):
             engine.run(prompts(), params)
-            engine.rest()  # or a disk that is behind would lose blocks unwritten
+            engine.rest()  # if the disk were behind, the slab would lose unwritten blocks
         before = engine.stats()["stored_blocks"]
         pairs = bench.pairs(
             "no hits", engine, plain,
@@ -160,7 +160,7 @@ def _no_hit(bench: Bench, admission: str) -> tuple[Pairs, Figures]:
 
 
 def worst_case(bench: Bench) -> tuple[Figures, dict[str, float]]:
-    """Every mix of hits, length of prefix and speed of the SSD."""
+    """Measure every mix of hits, prefix length and SSD speed."""
     cells: Figures = {}
     for prefix in bench.scale.prefixes:
         seconds = (TIMES_SLOWER - 1) * read_seconds(
@@ -176,7 +176,7 @@ def worst_case(bench: Bench) -> tuple[Figures, dict[str, float]]:
 
 
 def _cells(bench: Bench, prefix: int, speed: str, delay_seconds: float) -> Figures:
-    """All mixes of one length and one speed."""
+    """Measure all mixes of one prefix length and one speed."""
     scale = bench.scale
     request_tokens = prefix + SUFFIX_TOKENS + WORST_CASE_OUTPUT
     request = blocks_of(request_tokens)
@@ -222,7 +222,7 @@ def _cell(
     params = greedy(WORST_CASE_OUTPUT)
 
     def prompts_of(number: int) -> Prompts:
-        # Spread evenly: hits wherever their running share passes a whole number.
+        # Hits are spread evenly: a pair has hits if its running share passes a whole number.
         is_hit = (number + 1) * hits // window > number * hits // window
         heads = [next(known) if is_hit else bench.tokens(prefix) for _ in range(requests)]
         return [head + bench.tokens(SUFFIX_TOKENS) for head in heads]
@@ -246,7 +246,7 @@ def _num_found(engine: MeasuredEngine) -> int:
 
 
 def convoy(bench: Bench) -> tuple[Figures, dict[str, float]]:
-    """Compare prompts with one prefix, in either tier, with computing it once for all."""
+    """Compare loading one prefix for several prompts, from each tier, with computing it once."""
     figures = {tier: _convoy_from(bench, tier) for tier in ("cpu", "ssd")}
     ratios = {f"convoy_from_{tier}": figures[tier]["wall_ratio"] for tier in figures}
     return figures, {"convoy": min(ratios.values()), **ratios}
@@ -281,7 +281,7 @@ def _convoy_from(bench: Bench, tier: str) -> Figures:
 
 
 def streaming(bench: Bench) -> tuple[Figures, dict[str, float]]:
-    """Steps that compute as much as they may, while blocks leave the pool and without."""
+    """Compare full steps while blocks leave the pool with the same steps without tiers."""
     scale = bench.scale
     request_tokens = scale.long_prompt_tokens + STREAMING_OUTPUT
     pool = 3 * blocks_of(request_tokens)
@@ -324,8 +324,9 @@ def streaming(bench: Bench) -> tuple[Figures, dict[str, float]]:
 
 
 def full_steps(run: Run, without: Run, tokens: int) -> dict[str, float]:
-    """Medians of the steps of `tokens` in which blocks left the pool, and of the same steps of the
-    engine without tiers. Raises RunFailed where the engines did other steps, or nothing left."""
+    """Medians over the steps of `tokens` tokens in which blocks left the pool, and over the same
+    steps of the engine without tiers. Raises RunFailed if the engines' steps differ, or if no block
+    left the pool."""
     if [step.tokens for step in run.steps] != [step.tokens for step in without.steps]:
         raise RunFailed("streaming: the engines did not compute the same steps")
     chosen = [
@@ -357,8 +358,8 @@ MEASURE: Mapping[str, Callable[[Bench], tuple[Figures, dict[str, float]]]] = {
 def measure_in_child(
     sections: Sequence[str], model: Path, scratch: Path, quick: bool, told: Callable[[str], None]
 ) -> dict[str, Any]:
-    """`{"figures": {section: ...}, "ratios": {name: value}}`; `told` is called after every pair
-    with the name of its part. Raises PeerFailed."""
+    """Run the sections in a child process. `told` is called after every pair with its section's
+    name. Returns `{"figures": {section: ...}, "ratios": {name: value}}`. Raises PeerFailed."""
     order = {"sections": list(sections), "model": str(model), "scratch": str(scratch)}
     with Child(["-m", __name__], scratch / "child.log", "the measuring process") as child:
         child.send(order | {"quick": quick})
@@ -370,7 +371,8 @@ def measure_in_child(
 def measure_here(
     sections: Sequence[str], model: Path, scratch: Path, quick: bool, told: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The same in this process. Raises RunFailed and OtherTokens."""
+    """Run the sections in this process, as `measure_in_child` does. Raises RunFailed and
+    OtherTokens."""
     figures, ratios = {}, {}
     for name in sections:
         bench = Bench(model, scratch, QUICK_COSTS if quick else FULL_COSTS, told)
@@ -380,9 +382,9 @@ def measure_here(
 
 
 def main() -> int:
-    """The child's side."""
+    """Run the child process: read the order, measure, and write the results."""
     tell = answerer()
-    # The closing has no time to write back, as is intended: no warning of it.
+    # Closing has no time for writing blocks back, on purpose; this hides the warning.
     logging.basicConfig(level=logging.ERROR)
     order = json.loads(sys.stdin.readline())
     given = order["sections"], Path(order["model"]), Path(order["scratch"]), order["quick"]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sections of `stratakv bench offload` share: engines, texts, tiers with prefixes, pairs.
+"""Shared parts of the sections of `stratakv bench offload`: engines, texts, tiers, pairs.
 
-A pair is a run of an engine with tiers and one of the same engine without, in turn and with equal
-prompts. Both must give the same tokens. Engines compute in other batches when they find other
-things cached, so rounding differs, and where the two likeliest tokens are as good as equal either
-may come: such a tie is counted, anything else stops the benchmark.
+A pair is a run of an engine with tiers and a run of the same engine without tiers, with equal
+prompts. Both must give the same tokens. If the engines find different tokens cached, they compute
+different batches and round differently. If then the two likeliest tokens are almost equally likely,
+either may come. Such a tie is counted; any other difference stops the benchmark.
 
-Engines are stepped in this process without a server. A run of one with tiers is charged for the
-threads behind it too, also for what they do after the last token, up to the engine's next run; one
-without tiers has no such threads. Only one engine runs at a time.
+Engines are stepped in this process without a server, one at a time. The cost of a run with tiers
+includes their threads, also the work after the last token, up to the engine's next run. An engine
+without tiers has no such threads.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from .scale import SUFFIX_TOKENS, CostScale
 Prompts = Sequence[Sequence[int]]
 WrapStore = Callable[[StoreTier], StoreTier]
 
-# Far above what any run takes.
+# Far longer than any run takes.
 RUN_SECONDS = 300.0
-# After a run: completions are taken in until there are none for so long, at most this long in all.
+# After a run, completions are processed until none comes for _QUIET_SECONDS, for _SETTLE_SECONDS at
+# most.
 _QUIET_SECONDS = 0.01
 _SETTLE_SECONDS = 0.5
 _REST_SECONDS = 60.0
 
 
 class RunFailed(RuntimeError):
-    """An engine did not answer, or not as it should."""
+    """An engine did not answer, or gave a wrong answer."""
 
 
 @dataclass(slots=True)
@@ -60,29 +61,29 @@ class Step:
 
     tokens: int
     wall_seconds: float
-    thread_seconds: float  # of processors, by the thread that steps
-    stored_blocks: int  # that left the pool for the slab
+    thread_seconds: float  # processor seconds of the thread that steps the engine
+    stored_blocks: int  # blocks that left the pool for the slab
 
 
 @dataclass(slots=True)
 class Run:
-    """The answers to some prompts, in their order, and what they cost."""
+    """The answers to some prompts, in their order, and their costs."""
 
     token_ids: list[list[int]]
-    cached_tokens: Counter[str] = field(default_factory=Counter)  # by tier, of all prompts
+    cached_tokens: Counter[str] = field(default_factory=Counter)  # by tier, over all prompts
     cpu_seconds: float = 0.0
     wall_seconds: float = 0.0
-    steps: list[Step] = field(default_factory=list)  # where the run watches them
+    steps: list[Step] = field(default_factory=list)  # if the run watches steps
 
 
 class _Threads:
-    """Processor time of all threads of this process but the one that steps engines."""
+    """Processor time of all threads of this process except the one that steps engines."""
 
     def __init__(self) -> None:
         self._charged = self._now()
 
     def take(self) -> float:
-        """Processor seconds that these threads used since the last call."""
+        """Processor seconds of these threads since the last call."""
         before, self._charged = self._charged, self._now()
         return self._charged - before
 
@@ -91,7 +92,7 @@ class _Threads:
 
 
 class MeasuredEngine:
-    """An engine core. `wrap_store` wraps the stores below its slab."""
+    """An engine core. `wrap_store` wraps each store below its slab."""
 
     def __init__(
         self, model: Path, options: dict[str, Any], wrap_store: WrapStore | None = None
@@ -104,7 +105,7 @@ class MeasuredEngine:
 
         with patch.object(assemble, "open_stores", open_stores):
             self.core = EngineCore(engine_config(model, {"dtype": "float32"} | options))
-        settle_collector()  # as the process of an engine does
+        settle_collector()  # as an engine's process does
         self.has_tiers = "kv_offload" in options
         self._threads = _Threads()
         self._wake = threading.Event()
@@ -119,7 +120,7 @@ class MeasuredEngine:
         one_by_one: bool = False,
         watch_steps: bool = False,
     ) -> Run:
-        """Answer all prompts, together or one after the other. Raises RunFailed."""
+        """Answer all prompts, at the same time or one after the other. Raises RunFailed."""
         run = Run([[] for _ in prompts])
         groups = [[index] for index in range(len(prompts))] if one_by_one else [range(len(prompts))]
         busy, began = time.thread_time(), time.perf_counter()
@@ -134,7 +135,7 @@ class MeasuredEngine:
         return run
 
     def likeliest(self, context: Sequence[int], count: int) -> dict[int, float]:
-        """Log-probabilities of the likeliest next tokens."""
+        """The `count` likeliest next tokens, with their log-probabilities."""
         packed = np.asarray(context, "<i4").tobytes()
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=count)
         request = AddRequest("likeliest", packed, params, skip_reading_prefix_cache=True)
@@ -143,13 +144,13 @@ class MeasuredEngine:
         while self.core.has_work():
             for output in self.core.step():
                 for each in output.logprobs or ():
-                    # The chosen token comes first, and again in its rank.
+                    # The chosen token comes first, and once more at its rank.
                     found = dict(zip(each.token_ids[1:], each.logprobs[1:], strict=True))
-        self.forget("pool")  # the next request must find nothing there
+        self.forget("pool")  # the next request must find nothing cached
         return found
 
     def rest(self) -> None:
-        """Wait until nothing is on its way to or from a store. Raises RunFailed."""
+        """Wait until no block is on its way to or from a store. Raises RunFailed."""
         deadline = time.monotonic() + _REST_SECONDS
         while True:
             self._settle()
@@ -168,7 +169,7 @@ class MeasuredEngine:
         return found
 
     def close(self) -> None:
-        """Shut down without writing back: no request follows that would load."""
+        """Shut down without writing blocks back, since no later request loads them."""
         self.core.shutdown(0.0)
 
     def _answer(
@@ -217,7 +218,7 @@ class MeasuredEngine:
                 del names[output.request_id]
 
     def _settle(self) -> None:
-        """Take in ended copies and disk I/O, so that a run begins with nothing waiting."""
+        """Process ended copies and disk I/O, so that the next run begins with none left."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < deadline:
             while self.core.has_work() and time.monotonic() < deadline:
@@ -229,13 +230,13 @@ class MeasuredEngine:
 
 BLOCK_SIZE = 16
 _SEED = 7
-# Prefixes that are asked for again, in turn, beyond those that the slab holds; and how many others
-# push the last of them out of the pool.
+# The number of prefixes that are asked for in turn exceeds those that the slab holds by
+# _MORE_KNOWN. FILLERS further prompts push the last of them out of the pool.
 _MORE_KNOWN = 4
 FILLERS = 3
 _MIN_SSD_BYTES = 64 * 2**20
 
-# Between log-probabilities; in float32 the last bits of this model's are a hundred times smaller.
+# Of log-probabilities; float32 rounding in this model is a hundred times smaller.
 TIE = 1e-3
 
 Figures = dict[str, Any]
@@ -243,12 +244,12 @@ Ask = Callable[[MeasuredEngine, Prompts], Run]
 
 
 class OtherTokens(RuntimeError):
-    """An engine gave other tokens with tiers than without."""
+    """An engine with tiers gave other tokens than one without."""
 
 
 @dataclass(slots=True)
 class Pairs:
-    """The runs of all pairs. A ratio is of `window` neighbouring pairs together."""
+    """The runs of all pairs. A ratio is that of `window` neighbouring pairs together."""
 
     with_tiers: list[Run] = field(default_factory=list)
     without: list[Run] = field(default_factory=list)
@@ -256,8 +257,8 @@ class Pairs:
     window: int = 1
 
     def ratios(self, cost: str) -> list[float]:
-        """Costs without tiers over costs with tiers, one for every window; `cost` is a field of a
-        run."""
+        """Costs without tiers divided by costs with tiers, one ratio for each window. `cost` is the
+        name of a field of `Run`."""
         sides = [[getattr(run, cost) for run in runs] for runs in (self.without, self.with_tiers)]
         return [
             sum(sides[0][i : i + self.window]) / sum(sides[1][i : i + self.window])
@@ -266,7 +267,8 @@ class Pairs:
 
     @property
     def cpu_ratio(self) -> float:
-        """The median of processor seconds, also for each token: both sides did the same ones."""
+        """The median ratio of processor seconds. It holds for each token too, since both engines
+        answer with the same tokens."""
         return median(self.ratios("cpu_seconds"))
 
     @property
@@ -274,7 +276,7 @@ class Pairs:
         return median(self.ratios("wall_seconds"))
 
     def figures(self, tokens: int) -> dict[str, Any]:
-        """Entries of the JSON; `tokens` are those of one run, prompts and outputs."""
+        """The JSON entries; `tokens` is the number of prompt and output tokens of one run."""
         found: Counter[str] = Counter()
         for run in self.with_tiers:
             found.update(run.cached_tokens)
@@ -313,8 +315,8 @@ def take_pairs(
     more: int = 0,
     needs_more: Callable[[Pairs], bool] = lambda _: False,
 ) -> Pairs:
-    """Take pairs; the engine that begins changes from pair to pair. `more` pairs follow where
-    `needs_more`. Raises OtherTokens and RunFailed."""
+    """Take pairs; the engine that runs first changes with each pair. `more` pairs follow if
+    `needs_more` says so. Raises OtherTokens and RunFailed."""
     taken = Pairs(window=window)
     number, total = -1, warm_up + pairs
     while (number := number + 1) < total:
@@ -336,7 +338,7 @@ def take_pairs(
 def count_ties(
     plain: MeasuredEngine, prompts: Prompts, got: list[list[int]], expected: list[list[int]]
 ) -> int:
-    """The number of answers that differ by a tie. Raises OtherTokens for another difference."""
+    """The number of answers that differ by a tie. Raises OtherTokens for any other difference."""
     ties = 0
     for prompt, tokens, others in zip(prompts, got, expected, strict=True):
         if tokens == others:
@@ -356,7 +358,7 @@ def count_ties(
 
 
 def _is_tie(plain: MeasuredEngine, context: Sequence[int], token: int, other: int) -> bool:
-    """Whether these two are the likeliest tokens after `context`, one as likely as the other."""
+    """Whether `token` and `other` are the likeliest after `context` and almost equally likely."""
     likeliest = plain.likeliest(context, 2)
     return likeliest.keys() == {token, other} and abs(likeliest[token] - likeliest[other]) < TIE
 
@@ -382,7 +384,7 @@ class Bench:
         return Bench(model, self.scratch, self.scale, self._told)
 
     def tokens(self, count: int) -> list[int]:
-        """Random token ids, drawn anew, so that no engine has seen them."""
+        """New random token ids, which no engine has seen."""
         drawn: list[int] = self._rng.integers(1, self._vocabulary, count, np.int32).tolist()
         return drawn
 
@@ -396,8 +398,8 @@ class Bench:
         window: int = 1,
         needs_more: Callable[[Pairs], bool] = lambda _: False,
     ) -> Pairs:
-        """Take pairs for as many windows as the scale has pairs; `more_pairs` follow where
-        `needs_more`."""
+        """Take as many pairs as give one window for each pair of the scale; `more_pairs` follow if
+        `needs_more` says so."""
         scale = self.scale
         return take_pairs(
             engine, plain, prompts_of, ask, window=window,
@@ -406,17 +408,18 @@ class Bench:
         )  # fmt: skip
 
     def slab_for(self, request_blocks: int) -> tuple[int, int]:
-        """Blocks of a slab, and a number of prefixes of that length that is more than it holds."""
+        """The slab's size in blocks, and a number of prefixes of that length that exceeds the
+        slab."""
         slab = max(2 * request_blocks, self.scale.slab_blocks)
         return slab, slab // request_blocks + _MORE_KNOWN
 
     def ssd_room(self, blocks: int) -> int:
-        """Blocks of an SSD tier with room for `blocks`: a tier has a least size."""
+        """The blocks of an SSD tier made for `blocks`; a tier has a minimum size."""
         return max(blocks, _MIN_SSD_BYTES // self.layout.slot_bytes)
 
     @contextmanager
     def plain(self, options: Figures) -> Iterator[MeasuredEngine]:
-        """An engine without tiers, with one thread, closed at the end."""
+        """An engine without tiers, with one compute thread; it is closed on exit."""
         with closing(MeasuredEngine(self._model, {"num_threads": 1, **options})) as engine:
             yield engine
 
@@ -429,7 +432,7 @@ class Bench:
         wrap_store: WrapStore | None = None,
         **more: Any,
     ) -> Iterator[MeasuredEngine]:
-        """The same engine with tiers of these sizes; `more` are options of its own."""
+        """The same engine with tiers of these sizes; `more` are further options."""
         slot_bytes = self.layout.slot_bytes
         disk = self.scratch / f"ssd{next(self._numbers)}"
         tiers: Figures = {"kv_offload": "cpu", "kv_offload_cpu_bytes": cpu_blocks * slot_bytes}
@@ -446,26 +449,27 @@ class Bench:
             engine.forget("all")
         finally:
             engine.close()
-            shutil.rmtree(disk, ignore_errors=True)  # it may be gigabytes, and others follow
+            shutil.rmtree(disk, ignore_errors=True)  # a store may have gigabytes, and more follow
 
 
 def blocks_of(tokens: int) -> int:
-    """The number of blocks that this many tokens fill or begin."""
+    """The number of blocks that so many tokens occupy, with the last, partly filled one."""
     return -(-tokens // BLOCK_SIZE)
 
 
 def greedy(output_tokens: int) -> SamplingParams:
-    """Greedy parameters by which an answer has exactly `output_tokens` tokens."""
+    """Parameters for a greedy answer of exactly `output_tokens` tokens."""
     return SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
 
 
 def prime(
     bench: Bench, engine: MeasuredEngine, prefix: int, count: int, *, questions: int = 1
 ) -> list[list[int]]:
-    """Prefixes that have left the pool for the tiers, after `questions` questions about each."""
+    """Prefixes that have moved from the pool to the tiers, after `questions` questions about
+    each."""
     known = [bench.tokens(prefix) for _ in range(count)]
     for text in (*known, *[bench.tokens(prefix) for _ in range(FILLERS)]):
         for _ in range(questions):
             engine.run([text + bench.tokens(SUFFIX_TOKENS)], greedy(1))
-        engine.rest()  # a slab that is refilled before the disk has followed loses blocks
+        engine.rest()  # a slab that is refilled faster than the disk writes loses blocks
     return known

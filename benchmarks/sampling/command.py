@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `stratakv bench sampling`; the package says what that measures."""
+"""Runs `stratakv bench sampling`; the package's docstring describes the measurements."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GATES = {
     HOSTILE: Gate(most=1.2),
 }
 THEIR_ROWS = 16
-END = 2  # the token that ends an answer
+END = 2  # the token id that ends an answer
 PROMPT, OUTPUT = 256, 64  # tokens of each request
 
 
@@ -50,9 +50,9 @@ class Scale:
     rows: int
     vocab_size: int
     rounds: int
-    decodes: tuple[int, ...]  # requests at once of the embedded model, whose steps are compared
-    step_rounds: int  # of them
-    hostile_steps: int  # between whose tokens a request waits
+    decodes: tuple[int, ...]  # numbers of requests of the embedded model's decode steps
+    step_rounds: int  # rounds of those steps
+    hostile_steps: int  # steps in which requests wait beside hostile grammars
     hostile_rounds: int
 
 
@@ -61,7 +61,7 @@ QUICK = Scale(16, 32_000, 3, (4,), 5, 40, 3)
 
 
 class Requests:
-    """The requests of a batch, each with wishes of its own, and their logits."""
+    """The requests of a batch, each with its own sampling parameters, and their logits."""
 
     def __init__(self, scale: Scale) -> None:
         random = np.random.default_rng(7)
@@ -70,12 +70,12 @@ class Requests:
         self.texts = random.integers(3, scale.vocab_size, (scale.rows, PROMPT + OUTPUT))
         self.biases = random.integers(3, scale.vocab_size, (scale.rows, 8))
         self.bad_words = random.integers(3, scale.vocab_size, (scale.rows, 4))
-        self.bad_words[:, 1] = self.texts[:, -1]  # one sequence that is about to be completed
+        self.bad_words[:, 1] = self.texts[:, -1]  # one sequence that the next token may complete
         logits = random.standard_normal((scale.rows, scale.vocab_size), np.float32)
         self.logits = torch.from_numpy(logits).mul_(3.0)
 
     def update(self, **wishes: Any) -> BatchUpdate:
-        """An update that adds all requests with their own wishes, or `wishes` in place of these."""
+        """An update that adds all requests; `wishes` replaces or extends their own parameters."""
         added = []
         for row, text in enumerate(self.texts):
             params = SamplingParams(max_tokens=1024, **self._own(row, wishes))
@@ -105,7 +105,7 @@ class TimedComparison(NamedTuple):
     limit: Timer
 
     def take(self, report: Report, rounds: int) -> None:
-        """Add the figures, by both clocks."""
+        """Add the figures, in processor time and by the clock."""
         take_rounds(self.comparison, rounds).add_to(report)
         # The first call of each side is a warm-up.
         clock = median(ratios(self.ours.by_clock[1:], self.limit.by_clock[1:]))
@@ -113,7 +113,7 @@ class TimedComparison(NamedTuple):
 
 
 def greedy(requests: Requests) -> TimedComparison:
-    """A greedy batch: the sampler also looks whether the logits are finite."""
+    """Compare a greedy batch with `argmax`; the sampler also checks that logits are finite."""
     sampler = _sampler(requests, temperature=0.0)
     expected = requests.logits.argmax(dim=-1).tolist()
     ours_timer, limit_timer = Timer(), Timer()
@@ -133,7 +133,7 @@ def greedy(requests: Requests) -> TimedComparison:
 
 
 def all_features(requests: Requests) -> TimedComparison:
-    """Bans, biases, penalties, min-p, top-k, top-p, temperature and seeds of every row."""
+    """Compare rows with bans, biases, penalties, min-p, top-k, top-p, temperature and seeds."""
     sampler = _sampler(
         requests, temperature=0.8, top_k=50, top_p=0.95, presence_penalty=0.3,
         frequency_penalty=0.2, seed=5,
@@ -143,7 +143,7 @@ def all_features(requests: Requests) -> TimedComparison:
     def ours() -> float:
         logits, made = requests.logits.clone(), []
         seconds = ours_timer.rate_of(lambda: made.append(sampler.sample(logits, requests.rows)))
-        banned = requests.bad_words[:, [0, 2]]  # what the sequence of two ends with, too
+        banned = requests.bad_words[:, [0, 2]]  # the end of each banned pair is banned here too
         tokens = np.array(made[0].token_ids)
         if not all(made[0].has_choice) or (tokens[:, None] == banned).any() or END in tokens:
             raise WrongWork("a token was drawn that its request bans")
@@ -158,8 +158,8 @@ def all_features(requests: Requests) -> TimedComparison:
 
 
 def processors(requests: Requests) -> TimedComparison:
-    """The same five changes of the logits of each row, by two sets of processors. Theirs take as
-    long for each row, so a round of theirs is of some rows only."""
+    """Compare two sets of processors that make the same five changes to the logits of each row. The
+    time of transformers' processors grows with the rows, so they get only THEIR_ROWS of them."""
     scale = requests.scale
     context = ProcessorContext(scale.rows, scale.vocab_size, (END,))
     batch = ProcessorSet.built_in(context)
@@ -201,7 +201,7 @@ def _sampler(requests: Requests, **wishes: Any) -> Sampler:
 
 
 def _their_processors(added: AddedRow) -> Any:
-    """The processors of transformers for one request's wishes, in our order."""
+    """The processors of transformers for one request's parameters, in our order."""
     from transformers.generation import logits_process as theirs
 
     params = added.params
@@ -219,7 +219,7 @@ def _their_processors(added: AddedRow) -> Any:
 
 
 def print_sampling(report: Report) -> None:
-    """Print both sides, ratio and gate of each figure."""
+    """Print both sides, the ratio and the gate of each figure."""
     rows = []
     for name, gate in GATES.items():
         comparison, ratio = report.figures["contests"][name], report.ratios[name]
@@ -243,7 +243,7 @@ def print_sampling(report: Report) -> None:
 
 
 def plot_sampling(report: Report, path: Path) -> Path:
-    """A bar for each ratio, with its gate."""
+    """Draw a bar and the gate for each ratio."""
     figure, [[axes]] = new_figure(1, 1, 3.0)
     wanted = {f"{name} ({gate.wanted})": gate for name, gate in GATES.items()}
     ratios = {label: report.ratios[name] for label, name in zip(wanted, GATES, strict=True)}
@@ -254,7 +254,7 @@ def plot_sampling(report: Report, path: Path) -> Path:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Take all figures; 0, or 1 with the reason on the terminal."""
+    """Measure all figures; return 0, or 1 after printing an error."""
     report = Report("sampling", "stratakv bench sampling" + " --quick" * arguments.quick)
     work = partial(measure, report, QUICK if arguments.quick else FULL)
     return run_and_tell(report, arguments.out, work, print_sampling, plot_sampling, WrongWork)
@@ -262,7 +262,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @torch.inference_mode()
 def measure(report: Report, scale: Scale) -> None:
-    """Fill the report. Raises WrongWork where the sides give different results."""
+    """Measure all figures and fill the report. Raises WrongWork if results of both sides differ."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

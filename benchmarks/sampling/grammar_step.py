@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of decodes whose answers follow a JSON schema, against the same step without one.
+"""Decode steps whose answers follow a JSON schema, compared with steps without one.
 
-Two cores on the embedded model have as many requests each, with the same prompts; all of them
-decode. Some steps of the one and as many of the other are a round. What is compared is the time of
-all threads of the process, masks made beside the forward pass included; the clock is told beside.
+Two cores on the embedded model decode equally many requests with the same prompts. A round is some
+steps of each core. The compared cost is the processor time of all threads of the process, including
+those that make masks beside the forward pass. The ratio of wall-clock times is reported too.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from ..harness.report import Report, median, ratios
 from ..harness.timer import Timer
 
 PROMPT = 64  # tokens
-STEPS_FIRST = 8  # before anything is counted: prompts are computed, the first masks made
-STEPS = 4  # of a round: few, so that what else the machine does meets both sides alike
+STEPS_FIRST = 8  # before counting: prompts are computed and first masks made
+STEPS = 4  # in a round: few, so that other work of the machine affects both sides
 START_SECONDS = 120.0
-# On a busy machine first masks come late for some: those ahead have room, and are stepped seldom.
+# On a busy machine the first masks of some requests come late. Requests that are ahead have room
+# for more tokens, and the core is then stepped less often.
 ROOM_AHEAD, AHEAD_SECONDS = 400, 0.25
-# As agents ask for: a list that goes on for longer than any round does.
+# A list, as agents ask for, that is longer than any round needs.
 SCHEMA: dict[str, Any] = {
     "type": "array",
     "minItems": 100,
@@ -54,7 +55,7 @@ SCHEMA: dict[str, Any] = {
 
 @dataclass(slots=True)
 class Decodes:
-    """A core whose requests all decode, one token of each a step."""
+    """A core whose requests all decode, one token each in a step."""
 
     core: EngineCore
     num_rows: int
@@ -62,7 +63,7 @@ class Decodes:
     timer: Timer = field(default_factory=Timer)
 
     def start(self, asked: StructuredOutputsParams | None) -> None:
-        """Add all requests, and step until they are past their prompts."""
+        """Add all requests, and step until each has STEPS_FIRST tokens."""
         chosen = random.Random(17)
         for row in range(self.num_rows):
             prompt = chosen.choices(range(4, 4000), k=PROMPT)
@@ -85,7 +86,7 @@ class Decodes:
                 time.sleep(AHEAD_SECONDS)
 
     def run(self, steps: int) -> float:
-        """Make `steps` steps; return processor seconds of all threads."""
+        """Run `steps` steps; return processor seconds of all threads."""
         outputs: list[list[TokenOutput]] = []
 
         def work() -> None:
@@ -106,8 +107,8 @@ class Decodes:
 
 
 def grammar_step(report: Report, name: str, sizes: Sequence[int], rounds: int) -> None:
-    """The figure `name`, which is that of the size with the highest ratio; all sizes are in the
-    report. Raises WrongWork."""
+    """Measure all sizes; the figure `name` is that of the size with the highest ratio. The report
+    has all sizes. Raises WrongWork."""
     outcomes, report.figures["grammar_steps"] = [], {}
     for rows in sizes:
         outcome, by_clock = compare(name, rows, rounds)
@@ -123,10 +124,10 @@ def grammar_step(report: Report, name: str, sizes: Sequence[int], rounds: int) -
 
 
 def compare(name: str, rows: int, rounds: int, backend: str = "auto") -> tuple[Outcome, float]:
-    """Rounds of STEPS steps: processor seconds, and the median ratio by the clock. Raises
-    WrongWork where an answer does not follow its schema."""
+    """Rounds of STEPS steps in processor seconds, and the median ratio by the clock. Raises
+    WrongWork if an answer does not follow its schema."""
     asked = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
-    # Requests begin one behind the other where prompts do not fit into one step.
+    # Requests start one after the other if their prompts do not fit into one step.
     num_tokens = 2 * STEPS_FIRST + rows + ROOM_AHEAD + (rounds + 2) * STEPS
     with (
         decodes(rows, num_tokens, backend, asked) as ours,
@@ -148,7 +149,7 @@ def compare(name: str, rows: int, rounds: int, backend: str = "auto") -> tuple[O
 def decodes(
     rows: int, num_tokens: int, backend: str, asked: StructuredOutputsParams | None
 ) -> Iterator[Decodes]:
-    """Decodes with room for `num_tokens` tokens each."""
+    """Decoding requests with room for `num_tokens` tokens each."""
     with open_core(rows, PROMPT + num_tokens, backend) as core:
         made = Decodes(core, rows)
         made.start(asked)
@@ -172,7 +173,7 @@ def open_core(rows: int, length: int, backend: str) -> Iterator[EngineCore]:
 
 
 def check_begins_as_asked(text: str) -> None:
-    """Raises WrongWork unless the text is the beginning of a list of objects of the schema."""
+    """Raises WrongWork unless the text begins a list of objects of the schema."""
     first, end, _ = text.partition("}")
     if not end:
         is_right = first.replace(" ", "").startswith('[{"name":')

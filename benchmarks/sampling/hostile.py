@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other requests wait between their tokens while hostile grammars are compiled and followed.
+"""The wait of other requests for tokens while hostile grammars are compiled and followed.
 
-Some requests decode in one core. Meanwhile others come one after the other, each with a grammar
-that was made to explode, to recurse or to be huge; in the round beside it the same requests come
-without their grammars. The figure is the 99th percentile of the time between tokens, by the clock,
-with them over without them. Every hostile request has to end: by itself, at its last token, or
-with an error. A third round has no grammars, and beside it a process that computes and does
-nothing else, at the priority of grammars' trials: what the machine costs by itself.
+Some requests decode in one core throughout. Meanwhile other requests come one after the other, each
+with a grammar that was made to explode, to recurse or to be huge. In the next round the same
+requests come without grammars. The figure is the 99th percentile of the wall-clock time between
+tokens with grammars, divided by that without. Every hostile request must end by itself, at its last
+token, or with an error. A third kind of round has no grammars but another process that only
+computes, at low priority: it shows what the machine itself costs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..harness.report import Report, median, percentile, ratios
 from .grammar_step import open_core
 
 VICTIMS = 4  # requests that decode throughout
-EVERY = 10  # steps, after which the next hostile request comes
+EVERY = 10  # a hostile request comes each so many steps
 PROMPT, HOSTILE_TOKENS = 32, 24
 CONTEXT = 4096
 END_SECONDS = 300.0
@@ -39,7 +39,7 @@ _FIRST_STEPS = 16
 
 
 def hostile_grammars(number: int) -> dict[str, dict[str, Any]]:
-    """A grammar of each kind; each `number` gives grammars that are new to every cache."""
+    """A grammar of each kind; each `number` gives new grammars, which no cache holds."""
     letter, least = chr(ord("a") + number % 26), 100 + number
     deep: dict[str, Any] = {"type": "integer", "minimum": number}
     for _ in range(40):
@@ -69,7 +69,7 @@ def hostile_grammars(number: int) -> dict[str, dict[str, Any]]:
 
 
 class Beside:
-    """A core, the requests that decode in it, and the ends of those that came beside them."""
+    """A core, the requests that decode in it, and how the requests beside them ended."""
 
     def __init__(self, core: EngineCore, num_steps: int) -> None:
         self.core = core
@@ -78,10 +78,10 @@ class Beside:
         self._numbers = count()
         self._prompts = random.Random(23)
         self._victims: set[str] = set()
-        self._open: dict[str, str] = {}  # request ids of the others, with their kinds
+        self._open: dict[str, str] = {}  # request id → kind, of the requests beside them
 
     def round(self, *, is_hostile: bool) -> float:
-        """The 99th percentile of the seconds between tokens."""
+        """Run a round; return the 99th percentile of the seconds between tokens."""
         number = next(self._numbers)
         self._victims = {f"victim-{number}-{one}" for one in range(VICTIMS)}
         for victim in self._victims:
@@ -109,7 +109,7 @@ class Beside:
             waits.append(time.perf_counter() - began)
         self.core.abort_requests(self._victims)
         deadline = time.monotonic() + END_SECONDS
-        while self._open or self.core.has_work():  # none of it must fall into the next round
+        while self._open or self.core.has_work():  # all of it must end before the next round
             if time.monotonic() > deadline:
                 raise WrongWork(f"these did not end: {', '.join(sorted(self._open))}")
             outputs = self.core.step() if self.core.has_work() else []
@@ -126,7 +126,7 @@ class Beside:
         return AddRequest(name, pack_token_ids(prompt), params)
 
     def _step(self) -> bool:
-        """Make one step; whether a request that decodes throughout got a token."""
+        """Run one step; return whether a request that decodes throughout got a token."""
         outputs = self.core.step()
         self._note(outputs)
         return any(output.request_id in self._victims for output in outputs)
@@ -155,7 +155,7 @@ _GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 def hostile_beside(report: Report, name: str, num_steps: int, rounds: int) -> None:
-    """The figure `name`, and how each kind ended. Raises WrongWork."""
+    """Measure the figure `name`, and how each kind of grammar ended. Raises WrongWork."""
     with open_core(VICTIMS + num_steps // EVERY + 1, CONTEXT, "auto") as core:
         beside = Beside(core, num_steps)
 

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench serve`: many clients at once, over HTTP, in the figures of vLLM's benchmark.
+"""`stratakv bench serve`: many clients at once over HTTP, in the figures of vLLM's benchmark.
 
-First five classes of work, each from empty caches, on a server whose pool holds no more than the
-documents that are asked about, so that the tiers below take part. Then, on a server with default
-settings, prompts that share nothing, again and again in turn with the same work done by
+First it runs five workloads, each from empty caches, on a server whose pool holds no more than the
+documents that are asked about, so that the lower tiers are used. Then it sends prompts that share
+nothing to a server with default settings, several times, in turn with the same work done by
     engine                the engine alone, without HTTP: the limit
     transformers_serial   transformers, one request after another
     transformers_padded   transformers, all requests in one padded batch
-with the same model, number type, number of threads, prompts and output lengths. Prompts are
-computed on both sides, and every way makes exactly the tokens asked for, or the run fails.
-
-With --peer-python only vLLM's CPU build and the engine alone take turns (`peer_engines.py`), with
---limits only the engine alone and what limits one request (`limits.py`).
+with the same model, number type, number of threads, prompts and output lengths. Every side computes
+the prompts, and must make exactly the tokens asked for, or the run fails. With --peer-python only
+vLLM's CPU build and the engine alone take turns (`peer_engines.py`). With --limits only the engine
+alone and the limits of one request take turns (`limits.py`).
 """
 
 import argparse
@@ -21,7 +20,7 @@ from ..harness.workloads import WORKLOADS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    """Add the options of this benchmark; `stratakv bench` itself adds `--quick` and `--out`."""
     parser.add_argument("--model", type=Path, help="a model directory (the embedded model)")
     parser.add_argument(
         "--workload", action="append", metavar="NAME",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `stratakv bench serve`; the package says what that measures."""
+"""Runs `stratakv bench serve`; the package's docstring describes the measurements."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from .report import fill_comparison, load_figures, plot_serve, print_comparison,
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The work of a run: model, workloads, requests, and how many of them at once."""
+    """The work of a run: model, workloads, and the number of requests, in all and at once."""
 
     model: Path
     workloads: tuple[str, ...]
     requests: int
     concurrency: int
-    request_rate: float | None  # requests a second; None: closed loop
+    request_rate: float | None  # requests a second; None for a closed loop
     output_tokens: int
     rounds: int
     threads: int
@@ -55,7 +55,7 @@ class Plan:
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """The plan; raises ConfigError for numbers that cannot work."""
+    """The plan of a run. Raises ConfigError for numbers that cannot work."""
     quick = arguments.quick
     threads = arguments.num_threads
     plan = Plan(
@@ -98,7 +98,7 @@ def _or(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-# Tokens in the pool of the workloads' server: the documents without the questions about them.
+# The pool of the workloads' server, in tokens: the documents without the questions.
 POOL_TOKENS = 12 * 1024
 CPU_TIER, SSD_TIER = "256MiB", "1GiB"
 BLOCK_TOKENS = 16
@@ -107,17 +107,17 @@ NO_TRANSFORMERS = (
     "transformers is not installed, so nothing is held against it; "
     "run in a clone of StrataKV: pip install '.[test]'"
 )
-# The way of doing the work → the peer's name for it.
+# Name of a side of the comparison → the mode that its peer gets.
 MODES = {"engine": "all", "transformers_padded": "padded", "transformers_serial": "serial"}
 
 
 class BenchmarkFailed(RuntimeError):
-    """Requests failed where every one is needed."""
+    """Requests failed although the figure needs all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """The model's own tokens and text."""
+    """The model's tokenizer, in both directions."""
 
     encode: Encoder
     decode: Decoder
@@ -129,13 +129,13 @@ class Coding:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run everything; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    """Run everything; return 0, or 1 after an error message. Raises ConfigError."""
     if arguments.limits:
         return limits.run_limits(arguments)
     if arguments.peer_python is not None:
         return peer_engines.run_peer(arguments)
     plan = make_plan(arguments)
-    # No markup: what is said names extras, as in '.[test]', and quotes servers.
+    # No markup, because messages may contain '.[test]' and output of servers.
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     report = Report("serve", "stratakv bench serve")
     report.figures["plan"] = asdict(plan) | {"model": plan.model.name}
@@ -160,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
 def measure_workloads(
     plan: Plan, coding: Coding, scratch: Path, report: Report, console: Console
 ) -> None:
-    """Measure each class of work, from empty caches."""
+    """Measure each workload, starting from empty caches."""
     figures = report.figures["workloads"] = {}
     console.print("starting the server of the workloads")
     arguments = [
@@ -184,7 +184,7 @@ def measure_workloads(
 def measure_comparison(
     plan: Plan, coding: Coding, scratch: Path, report: Report, console: Console
 ) -> None:
-    """Time the same prompts in every way, in turn, so that other work affects all alike."""
+    """Time the same prompts on every side, in turn, so that other work affects all sides."""
     prompts = unique_prompts(plan, coding)
     texts: dict[str, list[str]] = {}
     rates: dict[str, list[float]] = {}
@@ -214,15 +214,15 @@ def measure_comparison(
 
 
 def common_arguments(plan: Plan) -> list[str]:
-    """Arguments of both servers."""
+    """The arguments that both servers share."""
     threads, context = str(plan.threads), str(CONTEXT_TOKENS)
-    # In the number type of the peers, whatever the checkpoint's.
+    # The peers' number type, whatever the checkpoint has.
     common = ["--num-threads", threads, "--max-model-len", context, "--dtype", "float32"]
     return [str(plan.model), *common]
 
 
 def start_peers(plan: Plan, scratch: Path, stack: ExitStack, console: Console) -> dict[str, Peer]:
-    """Start the peers; return them by the name of their way of doing the work."""
+    """Start the peers; return them by the names of their sides in the comparison."""
 
     def start(module: str) -> Peer:
         log = scratch / f"{module}.log"
@@ -237,7 +237,7 @@ def start_peers(plan: Plan, scratch: Path, stack: ExitStack, console: Console) -
 
 
 def unique_prompts(plan: Plan, coding: Coding) -> list[list[int]]:
-    """A prompt for each of the users at once; they share nothing."""
+    """A prompt for each user; the prompts share nothing."""
     sessions = make_sessions("unique", coding.encode, coding.decode, plan.concurrency, plan.seed)
     return [session.token_ids for session in sessions if isinstance(session, PromptSession)]
 
@@ -245,7 +245,7 @@ def unique_prompts(plan: Plan, coding: Coding) -> list[list[int]]:
 def ask_http(
     server: ServedModel, prompts: Sequence[list[int]], max_tokens: int
 ) -> tuple[float, list[str]]:
-    """All prompts at once: output tokens a second, and the texts in the order of the prompts."""
+    """Send all prompts at the same time; return output tokens a second, and the texts in order."""
     server.reset("all")
     sessions = [PromptSession(prompt) for prompt in prompts]
     target = Target(HOST, server.port, max_tokens)
@@ -257,7 +257,7 @@ def ask_http(
 
 
 def show(plan: Plan, report: Report) -> None:
-    """The tables."""
+    """Print the tables of the workloads and of the comparison."""
     how = (
         f"{plan.concurrency} users at once"
         if plan.request_rate is None

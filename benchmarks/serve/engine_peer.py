@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine without a server around it: the core stepped in a plain loop, all prompts at once.
+"""The engine without a server: its core is stepped in a plain loop, with all prompts at once.
 
-What HTTP, the front's process and its messages cost is measured against this child of `peer.Peer`.
+As a child of `peer.Peer` it shows what HTTP, the front-end process and its messages cost.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ..offload.workbench import MeasuredEngine, greedy
 
 
 def make_work(model_path: Path, threads: int) -> Work:
-    """Load the model; the function that runs prompts on it."""
+    """Load the model; return the function that runs prompts on it."""
     engine = MeasuredEngine(
         model_path, {"num_threads": threads, "max_model_len": CONTEXT_TOKENS, "dtype": "float32"}
     )
 
     def work(mode: str, prompts: list[list[int]], max_tokens: int) -> PeerRun:
-        # Blocks that were kept from the round before would make this one cheaper.
+        # Cached blocks of the last round would make this round cheaper.
         engine.forget("pool")
         run = engine.run(prompts, greedy(max_tokens))
         return PeerRun(run.wall_seconds, run.token_ids)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--limits`: one request's work over what the machine can do, in alternating rounds.
+"""`--limits`: the work of one request compared with the machine's limits, in alternating rounds.
 
     decode        bytes of weights a second, against reading a buffer of that size
     attention     bytes of K and V a second at a context of 4,000, against reading as many
     prefill       products of matrices a second, against those matrices back to back
 
-The model is random weights in the shape of Qwen3-0.6B, in bfloat16. A buffer is read in two ways
-and matrices are multiplied in two (`limits_process.py`); the quicker one is the limit.
+The model has random weights in the shape of Qwen3-0.6B, in bfloat16. There are two ways to read a
+buffer and two ways to multiply matrices (`limits_process.py`); the faster one is the limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ START_SECONDS, ANSWER_SECONDS = 300.0, 300.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A work, its limit and its gate. Units of a thousand million."""
+    """A kind of work, its limits and its gate. The unit is 10⁹ a second."""
 
     work: str
     limit: str
@@ -66,7 +66,7 @@ class Plan:
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """Raises ConfigError for what cannot work."""
+    """The plan of a run. Raises ConfigError for numbers that cannot work."""
     for name in _UNUSED:
         if getattr(arguments, name) is not None:
             flag = f"--{name.replace('_', '-')}"
@@ -91,7 +91,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 
 
 class Worker(Child):
-    """The process that does everything; it keeps what each work has taken."""
+    """The child process that does all work; this side keeps the results of each kind of work."""
 
     def __init__(self, folder: Path, plan: Plan, log: Path) -> None:
         super().__init__(["-m", limits_process.__name__], log, "limits")
@@ -99,11 +99,12 @@ class Worker(Child):
         self.send({"model": str(folder)} | asdict(plan))
 
     def wait_ready(self) -> dict[str, Any]:
-        """Wait for the works that the process offers. Raises PeerFailed."""
+        """Wait for the child; return the kernels' variant and the model's sizes. Raises
+        PeerFailed."""
         return self.read(START_SECONDS)
 
     def rate_of(self, work: str) -> Callable[[], float]:
-        """A function that does the work once, and gives its rate by the clock."""
+        """A function that does the work once and returns its wall-clock rate."""
 
         def do() -> float:
             self.send({"work": work})
@@ -114,13 +115,13 @@ class Worker(Child):
         return do
 
     def processor_rates(self, work: str, rounds: int) -> list[float]:
-        """Amounts of work a processor second, of the last `rounds` rounds."""
+        """The amounts of work per processor second in the last `rounds` rounds."""
         taken = self.taken[work][-rounds:]
         return [each["amount"] / each["processor_seconds"] for each in taken]
 
 
 def run_limits(arguments: argparse.Namespace) -> int:
-    """`--limits`: 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    """Run `--limits`; return 0, or 1 after an error message. Raises ConfigError."""
     plan = make_plan(arguments)
     report = Report("serve_limits", f"stratakv bench serve {FLAG}" + " --quick" * arguments.quick)
     report.figures["plan"] = asdict(plan)
@@ -158,7 +159,7 @@ def measure_limits(report: Report, plan: Plan, scratch: Path, console: Console) 
 
 
 def _by_processors(worker: Worker, case: Case, outcome: Outcome) -> dict[str, Any]:
-    """The same ratio of processor seconds, which a busy machine changes less."""
+    """The ratio in processor seconds, which other work on the machine changes less."""
     rounds = len(outcome.ours)
     ours, limit = (worker.processor_rates(work, rounds) for work in (case.work, outcome.strictest))
     found = ratios(ours, limit)
@@ -166,7 +167,7 @@ def _by_processors(worker: Worker, case: Case, outcome: Outcome) -> dict[str, An
 
 
 def print_limits(report: Report) -> None:
-    """The table."""
+    """Print the table of all cases."""
     rows = [_row(report, name, case) for name, case in CASES.items()]
     threads = report.figures["plan"]["threads"]
     columns = ("what", "ours", "limit", "", "ratio", "quartiles", "of processors", "gate")
@@ -192,7 +193,7 @@ def _spread(quarters: Sequence[float]) -> str:
 
 
 def plot_limits(report: Report, path: Path) -> Path:
-    """A bar for each case, by the clock and of processors."""
+    """Draw a bar for each case, by the clock and in processor seconds."""
     figure, [[axes]] = plots.new_figure(1, 1, 3.4)
     cases = {name: case for name, case in CASES.items() if name in report.ratios}  # of older ones
     names = [name.removeprefix("limit_") for name in cases]

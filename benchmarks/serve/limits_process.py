@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that does a model's work and, when it is asked to, what limits that work.
+"""A process that does a model's work, and on request the work that is its limit.
 
     {"model": path, "threads": n, "prompt_tokens": n, "decode_tokens": n, "context": n}
-                       answered by what there is to do, when the engine is there
-    {"work": name}     answered by seconds by the clock, of processors, and how much was done
+                       the answer is the kernels' variant and the bytes of weights and of KV
+    {"work": name}     the answer is wall-clock seconds, processor seconds and the amount
 
     decode          bytes of weights that the steps of one request have read
     attention       bytes of K and V that one request's token has read in all layers
-    apart, alike    bytes of K and V that the tokens of 16 requests see in 4 layers, in blocks of
-                    their own, or all but the last 64 of each in the same blocks
+    apart, alike    bytes of K and V that the tokens of 16 requests see in 4 layers; the requests
+                    have their own blocks, or share the blocks of all but their last 64 tokens
     prefill         products of the matrices that a prompt has gone through
     scan_weights    a buffer of the weights' size, by the C library's memchr, one piece a thread
     sum_weights     the same by torch's sum of float32
     scan_kv, sum_kv        as many bytes as K and V have
     matrices        the prompt's matrices back to back, by the library of `kernels/cpu/`
-    matrices_torch  the same in float32 by torch, which multiplies bfloat16 far slower where the
+    matrices_torch  the same in float32 by torch, which multiplies bfloat16 far slower if the
                     processor has no units for it
 
-A buffer has four times the bytes of the largest cache at least, and pages as large as the weights
-have. Matrices are those of one layer, again for each: they may stay in a cache that the model's do
-not fit into, which makes the limit no lower.
+A buffer has at least four times the bytes of the largest cache, and pages as large as those of the
+weights. `matrices` uses the matrices of one layer again for each layer. They may stay in a cache
+that cannot hold the model's matrices, which can only raise the limit.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ BLOCK_TOKENS = 16
 DECODE_PROMPT_TOKENS = 8
 ALIKE_REQUESTS, ALIKE_CONTEXT, ALIKE_LAYERS, OWN_TOKENS = 16, 1024, 4, 64
 DTYPE = torch.bfloat16
-Work = Callable[[], float]  # how much was done; what it does first is not timed
+Work = Callable[[], float]  # the amount of work; only the call itself is timed
 
 
 @dataclass(slots=True)
 class Done:
-    """A piece of work that was done."""
+    """A finished piece of work."""
 
     amount: float
     seconds: float
@@ -65,7 +65,8 @@ class Done:
 
 
 def weight_bytes(spec: ModelSpec) -> int:
-    """Bytes of all weights that a step reads; an embedding that is no output matrix adds none."""
+    """Bytes of all weights that a step reads; an embedding counts only if it is the output
+    matrix."""
     return DTYPE.itemsize * sum(
         torch.Size(shape).numel()
         for name, shape in expected_tensors(spec).items()
@@ -74,7 +75,7 @@ def weight_bytes(spec: ModelSpec) -> int:
 
 
 def layer_matrices(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Outputs and inputs of a layer's matrices; gate and up are two of one shape."""
+    """(outputs, inputs) of each of a layer's matrices; gate and up have the same shape."""
     heads = spec.num_heads * spec.head_dim
     keys = spec.num_kv_heads * spec.head_dim
     hidden, inner = spec.hidden_size, spec.intermediate_size
@@ -83,7 +84,7 @@ def layer_matrices(spec: ModelSpec) -> list[tuple[int, int]]:
 
 
 class Reading:
-    """A buffer, and two ways of reading the beginning of it."""
+    """A buffer, and two ways to read the beginning of it."""
 
     def __init__(self, num_bytes: int, threads: int) -> None:
         self._threads = threads
@@ -95,7 +96,7 @@ class Reading:
         self._memchr.restype = ctypes.c_void_p
 
     def scan(self, num_bytes: int) -> float:
-        """Seek a byte that is nowhere in the buffer. Raises WrongWork where it is found."""
+        """Search for a byte that the buffer does not hold. Raises WrongWork if it is found."""
         size, found = num_bytes // self._threads, list[int | None]()
 
         def piece(number: int) -> None:
@@ -119,7 +120,8 @@ class Reading:
 
 
 class Attention:
-    """A token of each request over its context, in layers of a pool whose blocks lie anywhere."""
+    """Attention of a token of each request, in layers of a pool whose blocks are in random
+    order."""
 
     def __init__(self, spec: ModelSpec, context: int, num_layers: int, requests: int = 1) -> None:
         blocks = -(-context // BLOCK_TOKENS) * requests
@@ -156,7 +158,7 @@ class Attention:
 
 
 class Matrices:
-    """A prompt's rows through the matrices of all layers, with nothing in between."""
+    """Products of a prompt's rows with the matrices of all layers, with nothing in between."""
 
     def __init__(self, spec: ModelSpec, rows: int) -> None:
         self._num_layers, shapes = spec.num_layers, layer_matrices(spec)
@@ -186,7 +188,7 @@ class Matrices:
 
 
 class Works:
-    """The works, by name."""
+    """All kinds of work, by name."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         """Raises WrongWork without the compiled kernels."""
@@ -233,7 +235,7 @@ class Works:
         self._products = matrices.products
 
     def do(self, name: str) -> Done:
-        """Do a work once. Raises WrongWork."""
+        """Do a kind of work once. Raises WrongWork."""
         if name == "decode":
             return self._engine(DECODE_PROMPT_TOKENS, self._decode_tokens)
         if name == "prefill":
@@ -246,7 +248,7 @@ class Works:
         return Done(amount, time.perf_counter() - clock, time.process_time() - processor)
 
     def _engine(self, prompt_tokens: int, decode_tokens: int) -> Done:
-        """A new prompt of one request up to its first token, or the tokens behind that."""
+        """Compute one new prompt up to its first token, or the tokens after that."""
         ids = torch.randint(3, self._vocab_size, (prompt_tokens,), generator=self._draw)
         self._side.forget()
         processor = time.process_time()
@@ -254,7 +256,8 @@ class Works:
         used = time.process_time() - processor
         if not decode_tokens:
             return Done(self._products, found["first_seconds"], used)
-        # Processor seconds are known of both phases together; the shares by the clock are close.
+        # Processor seconds are known only for both phases together. They are divided by wall-clock
+        # time.
         share = found["decode_seconds"] / (found["decode_seconds"] + found["first_seconds"])
         tokens = found["decode_tokens"]
         return Done(tokens * self.weight_bytes, found["decode_seconds"], used * share)

@@ -5,9 +5,9 @@ prefill      tokens a second of one prompt
 decode_N     tokens a second of N requests, after the last of them has its first token
 again        tokens a second of the prompt of `prefill` asked for once more, from the pool
 
-Both compute in the same number type, with the same number of threads, the same prompts and greedy.
-A ratio is ours over theirs, the median of the rounds, and stands for the dense model where it is
-lower; a model with experts has ratios of its own, `peer_experts_N`.
+Both engines use the same number type, number of threads and prompts, and sample greedily. A ratio
+is ours over theirs, the median of the rounds. If two dense models have a case, its ratio is the
+lower one. A model with experts has its own ratios, `peer_experts_N`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ QWEN: dict[str, Any] = {
 }  # fmt: skip
 
 
-# The shape of a Qwen3-MoE, small: of 32 experts a token has four.
+# A small model in the shape of Qwen3-MoE: each token uses four of 32 experts.
 QWEN_EXPERTS: dict[str, Any] = QWEN | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 32000,
     "num_hidden_layers": 8, "num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 384,
@@ -70,26 +70,26 @@ QWEN_EXPERTS: dict[str, Any] = QWEN | {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model and how much is asked of it."""
+    """A model, and the sizes of its prompts and answers."""
 
     name: str
-    config: Mapping[str, Any] | None  # of a model of random weights; None: the embedded one
+    config: Mapping[str, Any] | None  # of a model with random weights; None for the embedded model
     dtype: str
     vocab_size: int
     context: int
-    prompt_tokens: int  # of `prefill` and `again`
+    prompt_tokens: int  # in `prefill` and `again`
     decode_prompt_tokens: int
-    decode_tokens: Mapping[int, int]  # by the number of requests, after the first token
+    decode_tokens: Mapping[int, int]  # after the first token, by the number of requests
 
     def ratio_of(self, case: str) -> str | None:
-        """The ratio in which a case counts; None: in none."""
+        """The name of the ratio to which a case counts; None if it counts to none."""
         has_experts = self.config is not None and "num_experts" in self.config
         return OF_EXPERTS.get(case) if has_experts else f"peer_{case}"
 
 
 def subjects(is_quick: bool) -> tuple[Subject, ...]:
-    """All models. In bfloat16 vLLM's build takes seconds a step on a processor without units for
-    it, so there is little of that."""
+    """All models. In bfloat16 vLLM's build takes seconds for a step on a processor without bfloat16
+    units, so the bfloat16 model gets few tokens."""
     if is_quick:
         return (
             Subject(EMBEDDED, None, "float32", 4096, 4096, 3600, 64, {1: 64, 16: 32, 64: 16}),
@@ -110,7 +110,7 @@ def subjects(is_quick: bool) -> tuple[Subject, ...]:
 
 
 class Engine(Child):
-    """An engine in a process of its own. Raises ConfigError where `python` cannot be run."""
+    """An engine in its own process. Raises ConfigError if `python` cannot be run."""
 
     def __init__(self, python: str | None, log: Path, name: str) -> None:
         try:
@@ -122,7 +122,7 @@ class Engine(Child):
             raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
 
     def begin(self, engine: str, threads: int, arguments: Mapping[str, Any]) -> None:
-        """Start the engine; called once, first."""
+        """Start the engine. Must be the first call."""
         environment = VLLM_ENVIRONMENT | {
             "OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"
         }  # fmt: skip
@@ -136,7 +136,7 @@ class Engine(Child):
         )
 
     def wait_ready(self) -> None:
-        """Wait until the engine is there; keep its version. Raises PeerFailed."""
+        """Wait until the engine is ready; keep its version. Raises PeerFailed."""
         self.version = self.read(START_SECONDS)["version"]
 
     def answer(
@@ -148,7 +148,7 @@ class Engine(Child):
 
 
 def make_model(folder: Path, config: Mapping[str, Any]) -> None:
-    """A checkpoint of random weights in the shape that `config` says, each expert apart."""
+    """Write a checkpoint with random weights in the shape of `config`, each expert by itself."""
     import torch
     from safetensors.torch import save_file
 
@@ -170,9 +170,9 @@ def make_model(folder: Path, config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Settings of the turns of both engines."""
+    """Settings for the turns of both engines."""
 
-    python: str  # vLLM's
+    python: str  # the Python that has vLLM
     threads: int
     rounds: int
     is_quick: bool
@@ -180,7 +180,7 @@ class Turns:
 
 
 def run_peer(arguments: argparse.Namespace) -> int:
-    """`--peer-python`: 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    """Run `--peer-python`; return 0, or 1 after an error message. Raises ConfigError."""
     for name in ("model", "workload", "requests", "request_rate", "output_tokens"):
         if getattr(arguments, name) is not None:
             flag = f"--{name.replace('_', '-')}"
@@ -248,7 +248,7 @@ def measure_peer(report: Report, turns: Turns, scratch: Path, console: Console) 
 def _start(
     turns: Turns, subject: Subject, folder: Path, scratch: Path, stack: ExitStack
 ) -> dict[str, Engine]:
-    """Both engines, ready and warm."""
+    """Both engines, started and warmed up."""
     alike = {
         "model": str(folder), "dtype": subject.dtype, "max_model_len": subject.context,
         "max_num_seqs": MOST_REQUESTS, "max_num_batched_tokens": STEP_TOKENS,
@@ -267,7 +267,7 @@ def _start(
         sides[name].begin(name, turns.threads, arguments)
     for side in sides.values():
         side.wait_ready()
-        side.answer([[5, 6, 7]], 2)  # the first request of a process pays for more than itself
+        side.answer([[5, 6, 7]], 2)  # the first request of a process takes longer
     return sides
 
 
@@ -277,13 +277,13 @@ Rates = dict[str, dict[str, list[float]]]
 def _take_rounds(
     turns: Turns, subject: Subject, sides: Mapping[str, Engine], console: Console
 ) -> tuple[Rates, float]:
-    """Rates by side and case, and the share of answers that are the same on both."""
+    """The rates by engine and case, and the share of answers that are equal in both engines."""
     draw = random.Random(turns.seed)
     rates: Rates = {name: {case: [] for case in CASES} for name in sides}
     same: list[bool] = []
     for turn in range(turns.rounds):
         console.print(f"round {turn + 1} of {turns.rounds}")
-        # The sides take turns at being first.
+        # The engine that runs first changes from round to round.
         names = list(sides) if turn % 2 else list(sides)[::-1]
         _take_round(subject, sides, names, draw, rates, same)
         found = {case: rates["stratakv"][case][-1] / rates["vllm"][case][-1] for case in CASES}
@@ -295,7 +295,7 @@ def _take_round(
     subject: Subject, sides: Mapping[str, Engine], names: Sequence[str], draw: random.Random,
     rates: Mapping[str, Mapping[str, list[float]]], same: list[bool],
 ) -> None:  # fmt: skip
-    """Take every case once on each side, in this order of sides."""
+    """Take every case once on each engine, in this order of engines."""
 
     def prompt(length: int) -> list[int]:
         return [draw.randrange(3, subject.vocab_size) for _ in range(length)]
@@ -319,13 +319,14 @@ def _take_round(
 
 
 def _gate_of(case: str, found: Mapping[str, Any]) -> Gate | None:
-    """The gate of a row; None: it counts in no ratio. Older reports do not say in which."""
+    """The gate of a row; None if the row counts to no ratio. Older reports do not name the
+    ratio."""
     name = found.get("counts_in", f"peer_{case}")
     return None if name is None else GATES[name]
 
 
 def print_peer(report: Report) -> None:
-    """The table."""
+    """Print the table of all cases."""
     peer, rows = report.figures["peer"], []
     for name, model in peer["models"].items():
         for case, found in model["cases"].items():
@@ -347,7 +348,7 @@ def print_peer(report: Report) -> None:
 
 
 def plot_peer(report: Report, path: Path) -> Path:
-    """Ours over theirs, case by case, for each model."""
+    """Draw our rate over vLLM's for each case, in a panel for each model."""
     models = report.figures["peer"]["models"]
     figure, panels = plots.new_figure(1, len(models), 2.6)
     for axes, (name, model) in zip(panels[0], models.items(), strict=True):

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine, ours or vLLM's, that answers prompts and says what their phases took.
+"""An engine, ours or vLLM's, that answers prompts and reports how long their phases took.
 
-Run as a module by our Python, or as a file by one that has vLLM; in this order of lines of JSON,
-where an answer with `error` is the last.
+Our Python runs this file as a module; a Python with vLLM runs it as a file. All lines are JSON, in
+this order; an answer with `error` is the last.
 
     {"engine": "stratakv", "environment": {}, "threads": n, "arguments": {}}
                        answered by version and threads when the engine is there
     {"prompts": [[ids], ...], "max_tokens": n, "forget": true}
-                       all at once, nothing of them in the KV cache where `forget` says so
+                       all prompts at the same time; `forget` empties the KV cache before
 
-The core of either is in this process and stepped in a plain loop, without HTTP. The first phase
-ends when every prompt has its first token; what comes behind is decoded.
+The engine's core runs in this process and is stepped in a plain loop, without HTTP. The first phase
+ends when every prompt has its first token; the decode phase is the rest.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any, NamedTuple, Protocol
 
 
 class WrongWork(RuntimeError):
-    """A piece of work did not do what its figure would claim."""
+    """Measured work had a wrong result, so its time means nothing."""
 
 
 class NewTokens(NamedTuple):
-    """The tokens that a step has made of one request."""
+    """The tokens that a step has made for one request."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -49,7 +49,7 @@ class Side(Protocol):
 
 
 class StrataKvSide:
-    """Ours."""
+    """StrataKV's engine core."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         import numpy as np
@@ -82,7 +82,7 @@ class StrataKvSide:
 
 
 class VllmSide:
-    """vLLM's, for whose own core and scheduler nothing is changed."""
+    """vLLM's engine, with its own core and scheduler."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         import vllm
@@ -104,7 +104,7 @@ class VllmSide:
 
     def step(self) -> Iterator[NewTokens]:
         for output in self._engine.step():
-            tokens = list(output.outputs[0].token_ids)  # all so far
+            tokens = list(output.outputs[0].token_ids)  # all tokens so far
             seen, self._seen[output.request_id] = self._seen[output.request_id], len(tokens)
             yield NewTokens(output.request_id, tokens[seen:], output.finished)
 
@@ -113,8 +113,8 @@ SIDES: dict[str, Callable[[Mapping[str, Any]], Side]] = {"stratakv": StrataKvSid
 
 
 def answer(side: Side, prompts: Sequence[list[int]], max_tokens: int) -> dict[str, Any]:
-    """Run these prompts together: seconds to the last first token, and tokens and seconds after it.
-    Raises WrongWork where not all tokens came."""
+    """Run these prompts together; return the seconds until all have a first token, and the tokens
+    and seconds after that. Raises WrongWork if a token is missing."""
     made: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
     unfinished = set(made)
     began = time.perf_counter()
@@ -142,7 +142,7 @@ def answer(side: Side, prompts: Sequence[list[int]], max_tokens: int) -> dict[st
 
 
 def open_side(plan: Mapping[str, Any]) -> Side:
-    """The engine that a plan names. Raises WrongWork where it is not there."""
+    """The engine that a plan names. Raises WrongWork if it is not installed."""
     os.environ.update(plan["environment"])
     try:
         made = SIDES[plan["engine"]](plan["arguments"])
@@ -150,12 +150,12 @@ def open_side(plan: Mapping[str, Any]) -> Side:
         raise WrongWork(f"{sys.executable} cannot import {plan['engine']} ({error})") from error
     import torch
 
-    torch.set_num_threads(plan["threads"])  # the same on both sides, whatever each finds best
+    torch.set_num_threads(plan["threads"])  # equal for both engines, whatever each would choose
     return made
 
 
 def main() -> int:
-    """Answer line by line until the input ends; libraries print into the log."""
+    """Answer line by line until the input ends; what libraries print goes into the log."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of `stratakv bench serve`: from answers to JSON, ratios and tables.
 
-Names and definitions are those of vLLM's serving benchmark, so that results can be laid side by
-side:
+Names and definitions are those of vLLM's serving benchmark, so that results can be compared:
+
     TTFT  time to first token
     TPOT  time per output token after the first: one number for each request
-    ITL   inter-token latency: one number for each event after the first, which may hold more than
-          one token where the client or the server was behind
+    ITL   inter-token latency: one number for each event after the first; an event may hold more
+          than one token if the client or the server was late
     E2EL  end-to-end latency: to the last byte
 """
 
@@ -30,7 +30,7 @@ _RATIOS = {
     "transformers_padded": "tokens_vs_transformers_padded",
 }
 
-# Name in the JSON → how vLLM's benchmark prints it; `{}` is one of mean, median, p99.
+# Name in the JSON → the label in vLLM's benchmark.
 _COUNTS = {
     "completed": "Successful requests",
     "failed": "Failed requests",
@@ -45,7 +45,7 @@ _LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 def load_figures(run: LoadRun) -> dict[str, Any]:
-    """A column of the table. A run without any answer has no latencies."""
+    """The figures of one workload. A run without any answer has no latencies."""
     answers = run.answers
     prompt_tokens = sum(answer.prompt_tokens for answer in answers)
     output_tokens = sum(answer.output_tokens for answer in answers)
@@ -69,9 +69,9 @@ def load_figures(run: LoadRun) -> dict[str, Any]:
 def fill_comparison(
     report: Report, rates: Mapping[str, list[float]], same_text: Mapping[str, float]
 ) -> None:
-    """Add the medians of the rounds' rates, how many outputs over HTTP equal a peer's text, and
-    HTTP over each peer: the median of the ratios within a round, since other work of the machine
-    changes from round to round."""
+    """Add the medians of the rounds' rates, the share of outputs over HTTP that equal a peer's
+    text, and the rate over HTTP divided by each peer's. That ratio is the median of the ratios
+    within a round, since other work of the machine changes from round to round."""
     report.figures["comparison"] = {
         name: {"output_throughput": median(rates[name]), "rounds": rates[name]}
         | ({"same_text": same_text[name]} if name in same_text else {})
@@ -84,7 +84,8 @@ def fill_comparison(
 
 
 def print_workloads(title: str, workloads: Mapping[str, Mapping[str, Any]]) -> None:
-    """Throughput and latencies, one column for each workload; then what came from caches."""
+    """Print throughput and latencies, a column for each workload; then the shares found in
+    caches."""
     rows = [
         [shown, *(_number(figures.get(name)) for figures in workloads.values())]
         for name, shown in _COUNTS.items()
@@ -112,7 +113,7 @@ def print_workloads(title: str, workloads: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def print_comparison(title: str, report: Report) -> None:
-    """Output tokens a second of the same prompts, done in different ways."""
+    """Print output tokens a second for the same prompts on each side."""
     rows = []
     for name, figures in report.figures["comparison"].items():
         ratio = report.ratios.get(_RATIOS.get(name, ""))
@@ -183,7 +184,8 @@ _LABELS = {
 
 
 def plot_serve(report: Report, path: Path) -> Path:
-    """Left: output tokens a second, by ways to make them. Right: hit rates, measured and usual."""
+    """Draw, at the left, output tokens a second of each side; at the right, hit rates, measured and
+    usual."""
     figures = report.figures
     panels = [name for name in ("comparison", "workloads") if name in figures]
     figure, axes = new_figure(1, len(panels), 4.0)

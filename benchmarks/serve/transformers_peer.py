@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peer that a user has without any server: transformers' `generate` on the same model.
+"""A peer without any server: transformers' `generate` on the same model.
 
     serial   one prompt after another, each with a KV cache of its own
     padded   all prompts in one batch, filled up on the left to the longest
 
-Greedy, float32, end tokens not obeyed: the same work as is asked of the server. Runs as a child of
-`peer.Peer`.
+Sampling is greedy, in float32, and end tokens are ignored, as in the server's requests. The module
+runs as a child of `peer.Peer`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from transformers import AutoModelForCausalLM
 
 from ..harness.peer import PeerRun, Work, serve
 
-_PAD = 0  # masked, so any id will do
+_PAD = 0  # masked, so any id is fine
 
 
 def make_work(model_path: Path, threads: int) -> Work:
-    """Load the model; the function that runs prompts on it."""
+    """Load the model; return the function that runs prompts on it."""
     torch.set_num_threads(threads)
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    # Not a limit on the output: without an end token nothing ends early.
+    # Without an end token no answer ends before `max_new_tokens`.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = _PAD
 

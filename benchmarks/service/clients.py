@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run: clients that move blocks together, and far ends that they need.
+"""The processes of a run: clients that move blocks at the same time, and the far ends they need.
 
-All are started before anything is measured. A client opens transports, and moves all its blocks
-through one when told to; orders and answers go through a pipe, and moves begin together, at a
-barrier. Every wait has a deadline, and whatever goes wrong in a process ends the run.
+All processes start before anything is measured. A client opens transports. On an order it moves all
+its blocks through one of them. Orders and answers go through a pipe, and all clients begin a move
+together, at a barrier. Every wait has a deadline, and an error in any process ends the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TRANSPORTS: dict[str, Any] = {
 
 
 class Moved(NamedTuple):
-    """The begin and end of a client's moves (monotonic), and their processor seconds."""
+    """The begin and end of a client's moves (monotonic time), and their processor seconds."""
 
     began: float
     ended: float
@@ -44,7 +44,7 @@ class Moved(NamedTuple):
 
 
 def serve(pipe: Pipe, barrier: Any, number: int, block_bytes: int, count: int) -> None:
-    """Do what comes through the pipe until it is closed."""
+    """Carry out the orders that come through the pipe until it is closed."""
     try:
         client = _Client(barrier, number, block_bytes, count)
     except Exception as error:  # noqa: BLE001 - the parent is told, whatever it is
@@ -68,7 +68,7 @@ def _failed(error: Exception) -> WrongWork:
 
 
 class _Client:
-    """The orders that a parent may give."""
+    """The orders that a parent may send."""
 
     def __init__(self, barrier: Any, number: int, block_bytes: int, count: int) -> None:
         self._barrier = barrier
@@ -78,10 +78,10 @@ class _Client:
         self._stamps: dict[str, list[bytes]] = {}
 
     def ready(self) -> None:
-        """The answer to this order comes when the memory is there."""
+        """Do nothing: the answer to this order shows that the memory is ready."""
 
     def open(self, name: str, plan: transports.Plan) -> None:
-        """Open a transport, and store every block once; where that fails it is closed again."""
+        """Open a transport and store every block once. If that fails, close the transport."""
         self._transports[name] = TRANSPORTS[plan.kind](self._blocks, **plan.options)
         try:
             self.move(name, "store", 1)
@@ -93,7 +93,7 @@ class _Client:
         self._transports.pop(name).close()
 
     def move(self, name: str, verb: str, passes: int) -> Moved:
-        """Store or load all blocks so many times, each time in another order."""
+        """Store or load all blocks `passes` times, each time in another order."""
         transport, blocks = self._transports[name], self._blocks
         orders = [self._random.sample(range(len(blocks)), len(blocks)) for _ in range(passes)]
         if verb == "store":
@@ -112,7 +112,7 @@ class _Client:
         return moved
 
     def look_up(self, name: str, calls: int, keys: int) -> list[float]:
-        """Seconds of each look-up of `keys` keys, on a connection."""
+        """The seconds of each look-up of `keys` keys. The transport must be a connection."""
         transport = self._transports[name]
         assert isinstance(transport, transports.ConnectionTransport)
         return transport.look_up(calls, keys)
@@ -123,16 +123,16 @@ class Round(NamedTuple):
 
     bytes_per_second: float
     num_bytes: int
-    cpu_seconds: float  # of the clients
+    cpu_seconds: float  # of the client processes
 
 
 class Clients:
-    """Processes of `clients` clients, each with `count` blocks."""
+    """The processes of `clients` clients, each with `count` blocks."""
 
     def __init__(self, clients: int, block_bytes: int, count: int) -> None:
         self.count = count
         self.block_bytes = block_bytes
-        # Kept, for its semaphores go with it, and clients open them when they start.
+        # Kept, because clients open the barrier's semaphores when they start.
         with spawn_context() as context:
             self._barrier = barrier = context.Barrier(clients)
         self._clients = [
@@ -149,24 +149,24 @@ class Clients:
 
     @contextlib.contextmanager
     def transport(self, name: str, plans: Sequence[transports.Plan]) -> Iterator[None]:
-        """Keep a transport open, by a plan for each client."""
+        """Keep a transport open, with a plan for each client."""
         self._order("open", [(name, plan) for plan in plans])
         yield
         self._order("shut", [(name,)] * len(self))
 
     def move(self, name: str, verb: str, passes: int) -> Round:
-        """All clients at once. Raises WrongWork."""
+        """Let all clients move their blocks at the same time. Raises WrongWork."""
         moves: list[Moved] = self._order("move", [(name, verb, passes)] * len(self))
         seconds = max(move.ended for move in moves) - min(move.began for move in moves)
         num_bytes = len(self) * passes * self.count * self.block_bytes
         return Round(num_bytes / seconds, num_bytes, sum(move.cpu_seconds for move in moves))
 
     def look_up(self, name: str, calls: int, keys: int) -> list[float]:
-        """Seconds of each look-up of `keys` keys, by the first client."""
+        """The seconds of each look-up of `keys` keys, made by the first client."""
         return list(*self._order("look_up", [(name, calls, keys)]))
 
     def close(self) -> None:
-        """End the processes of all clients. A second call does nothing."""
+        """End all client processes. A second call does nothing."""
         for each in self._clients:
             each.close()
 
@@ -175,7 +175,7 @@ class Clients:
             each.pipe.send((order, given))
         answers = [each.take() for each in self._clients[: len(arguments)]]
         for answer in answers:
-            # A broken barrier follows from the fault of another client.
+            # A broken barrier only follows from an error of another client.
             if isinstance(answer, WrongWork) and not str(answer).startswith("BrokenBarrierError"):
                 raise answer
         return answers
@@ -189,7 +189,7 @@ class Child:
         self.pipe = pipe
 
     def take(self) -> Any:
-        """The process's next answer. Raises WrongWork where none comes."""
+        """The process's next answer. Raises WrongWork if none comes."""
         try:
             if self.pipe.poll(transports.SECONDS):
                 return self.pipe.recv()
@@ -199,7 +199,7 @@ class Child:
         raise WrongWork(f"a process did not answer in {transports.SECONDS:g} s")
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the process. A second call does nothing."""
         self.pipe.close()
         self.process.join(_EXIT_SECONDS)
         if self.process.exitcode is None:
@@ -208,7 +208,7 @@ class Child:
 
 
 def start(target: Callable[..., None], *arguments: Any) -> Child:
-    """A process that runs `target(pipe, *arguments)`, with the environment of an engine's core."""
+    """Start a process that runs `target(pipe, *arguments)`, with an engine core's environment."""
     with spawn_context() as context, patch.dict(os.environ, {**CORE_ENVIRONMENT, **os.environ}):
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
@@ -219,7 +219,7 @@ def start(target: Callable[..., None], *arguments: Any) -> Child:
 
 @contextlib.contextmanager
 def far_ends(target: Callable[..., None], *arguments: Any, clients: int) -> Iterator[list[Any]]:
-    """A far end for each client: the child, and its first answer."""
+    """Start a far end for each client; yield each child with its first answer."""
     children = [start(target, *arguments) for _ in range(clients)]
     try:
         yield [(child, child.take()) for child in children]
@@ -229,5 +229,5 @@ def far_ends(target: Callable[..., None], *arguments: Any, clients: int) -> Iter
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor seconds that a process has used, in all its threads."""
+    """The processor seconds that a process has used in all its threads."""
     return time.clock_gettime(~pid << 3 | _CPU_OF_ALL_THREADS)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv bench service`: the cache service over loopback, against raw TCP and memcpy.
 
-Blocks of 256 KiB and 2 MiB between a real cache server and 1 or 4 clients, each in a process of its
-own with the tier that an engine has: through shared memory, the data connection (also with TLS) and
-gRPC streams; beside them Redis and Mooncake where they are installed, and look-ups of whole
-prompts. Every figure and its limit are taken in turn, all memory is warm and more than caches hold,
-what arrived is compared, and a ratio is the median of the ratios within a round.
+Blocks of 256 KiB and 2 MiB move between a real cache server and 1 or 4 clients. Each client is a
+process with the tier that an engine has. Blocks go through shared memory, the data connection (also
+with TLS) and gRPC streams. Look-ups of whole prompts are measured too, and Redis and Mooncake if
+they are installed. A figure and its limit are measured alternately. All memory is warm and exceeds
+the caches, and the bytes that arrive are compared. A ratio is the median of the ratios within a
+round.
 """
 
 from __future__ import annotations
@@ -42,19 +43,20 @@ from .clients import Clients, Round, cpu_seconds, far_ends
 from .transports import Plan
 
 SIZES: Mapping[str, int] = {"256KiB": 256 * 1024, "2MiB": 2 * MIB}
-LOOK_UP_KEYS = (1024, 4096)  # of one call
-FOUR = 4  # clients that have gates of their own
+LOOK_UP_KEYS = (1024, 4096)  # keys of one call
+FOUR = 4  # the number of clients that has its own gates
 
 
 class Case(NamedTuple):
-    """A row: `transport` moves blocks as `verb` says, `limit` the same without a service."""
+    """A row: `transport` moves blocks, `verb` is the direction, and `limit` does so without a
+    service."""
 
     name: str
     transport: str
     verb: str
     limit: str
-    least: float | None = None  # of the ratio with one client
-    least_of_four: float | None = None  # of that with four; other numbers are reported only
+    least: float | None = None  # the gate of the ratio with one client
+    least_of_four: float | None = None  # the gate with four clients; other numbers have none
 
 
 CASES = (
@@ -77,12 +79,12 @@ LIMITS: Mapping[str, str] = {"copy": "memcpy", "raw": "TCP", "raw_tls": "TLS"}
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Sizes in bytes, of all clients together, and numbers of rounds."""
+    """Sizes in bytes, for all clients together, and numbers of rounds."""
 
-    footprint_bytes: int  # of each client, and again at the other end; at least this
-    copied_bytes: int  # in one round of a memory copy
-    sent_bytes: int  # in one round of anything else
-    rounds: int  # even, so that either side is the first one as often
+    footprint_bytes: int  # of each client, and as much at the other end; at least this
+    copied_bytes: int  # in one round of memory copies
+    sent_bytes: int  # in one round of any other transport
+    rounds: int  # even, so that both sides run first equally often
     clients: Sequence[int]
     look_ups: int  # calls
 
@@ -125,7 +127,7 @@ def _gates() -> dict[str, Gate]:
 GATES: Mapping[str, Gate] = _gates()
 
 
-# With one client, and with more.
+# Colours with one client, and with more.
 _OURS, _THEIRS = ("#2b6cb0", "#90bce4"), ("#6b7078", "#c3c7cd")
 _OTHERS = ("redis", "mooncake")
 _COSTS = ("cpu_seconds_per_gb", "limit_cpu_seconds_per_gb")
@@ -133,7 +135,7 @@ _COST_COLUMN = COMPARISON_COLUMNS.index("A/A")
 
 
 def print_service(report: Report) -> None:
-    """Print figure, limit, ratio and gate of each row."""
+    """Print the figure, limit, ratio and gate of each row."""
     rows = []
     for name in report.ratios:
         row = comparison_row(report, name, GATES.get(name))
@@ -153,7 +155,7 @@ def print_service(report: Report) -> None:
 
 
 def plot_service(report: Report, path: Path) -> Path:
-    """A panel for each size of block: the cases, a bar for each number of clients, and gates."""
+    """Draw a panel for each block size: the cases with their gates, a bar for each client count."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -197,12 +199,12 @@ def plot_service(report: Report, path: Path) -> Path:
 
 
 _LOOK_UP_BLOCK_BYTES = 4096
-_SPARE = 1.25  # of the server's memory: what is being stored has a place beside what is there
+_SPARE = 1.25  # of the server's memory, which holds a new block while the old one is still there
 _STREAMS_ONLY = ("--no-data-connections", "--no-shared-memory")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    """Add the options of this benchmark; `stratakv bench` itself adds `--quick` and `--out`."""
     parser.add_argument(
         "--clients", metavar="N,...",
         help="numbers of client processes, by commas (default: 1,4; quick 1)",
@@ -216,7 +218,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Take all figures; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    """Measure all figures; return 0, or 1 after printing an error. Raises ConfigError."""
     scale = QUICK if arguments.quick else FULL
     clients = _clients(arguments.clients) or scale.clients
     wanted = chosen("--cases", arguments.cases or None, [case.name for case in CASES])
@@ -239,7 +241,7 @@ def _clients(given: str | None) -> list[int]:
 
 
 class Measurement:
-    """A run on its way into the report."""
+    """Runs the measurements and fills the report."""
 
     def __init__(
         self, report: Report, scale: Scale, cases: Sequence[Case], redis: str | None
@@ -264,7 +266,8 @@ class Measurement:
         figures |= {"contests": {}, "spreads": {}, "skipped": self._skipped}
 
     def take(self, counts: Sequence[int]) -> None:
-        """Fill the report. Raises WrongWork where something did not do what it should."""
+        """Measure everything and fill the report. Raises WrongWork if something gave a wrong
+        result."""
         self._report.figures["plan"]["clients"] = list(counts)
         for number in counts:
             for size, block_bytes in SIZES.items():
@@ -287,7 +290,8 @@ class Measurement:
     def _transports(
         self, clients: Clients
     ) -> Generator[tuple[str, list[Plan], list[int]], None, None]:
-        """Open one after the other: its name, a plan for each client, and processes beside them."""
+        """Start the servers one after the other; yield a transport's name, a plan for each client,
+        and the processes of the server."""
         every = len(clients)
         if self._is_wanted("shm", "tier", "data"):
             with self._server(clients) as (pid, address):
@@ -330,7 +334,7 @@ class Measurement:
     def _limits(
         self, clients: Clients, *names: str, files: tuple[Path, Path] | None = None
     ) -> Iterator[dict[str, list[int]]]:
-        """Open the limits of `names` that the cases want; each with the processes beside it."""
+        """Open those limits of `names` that the cases need; yield the processes beside each."""
         wanted = {case.limit for case in self._cases} & set(names)
         ca_file = files[0] if files else None
         pids: dict[str, list[int]] = {}
@@ -392,7 +396,7 @@ class Measurement:
             clients.transport("shm", [_plan(address, "memory")]),
         ):
             for keys in LOOK_UP_KEYS:
-                clients.look_up("shm", self._scale.look_ups, keys)  # to warm up
+                clients.look_up("shm", self._scale.look_ups, keys)  # a warm-up
                 seconds = clients.look_up("shm", self._scale.look_ups, keys)
                 rates = [keys / each for each in seconds]
                 self._report.ratios[look_up_name(keys)] = median(rates)
@@ -400,13 +404,13 @@ class Measurement:
 
 
 def _plan(address: ServerAddress, kind: str, ca_file: Path | None = None) -> Plan:
-    """A connection that must be of this kind; with a CA's file it has TLS."""
+    """The plan for a connection of this kind; with a CA's file the connection uses TLS."""
     address = replace(address, tls=ca_file is not None)
     return Plan("connection", {"address": address, "kind": kind, "ca_file": ca_file})
 
 
 class _Meter:
-    """The meter of one side: the rate of a round, and the processor seconds of its rounds."""
+    """Measures one side: the rate of a round, and the processor seconds of its rounds."""
 
     def __init__(
         self, clients: Clients, transport: str, verb: str, pids: Sequence[int], passes: int
@@ -424,5 +428,5 @@ class _Meter:
 
     @property
     def cost(self) -> float:
-        """Seconds of the processor for 10⁹ bytes, of both ends together."""
-        return median(self._costs[1:])  # the first was to warm up
+        """The median processor seconds for 10⁹ bytes, for both ends together."""
+        return median(self._costs[1:])  # the first round is a warm-up

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports that carry blocks out of a client's memory and back: memcpy, a connection, a tier.
+"""Transports that carry blocks from a client's memory and back: memcpy, a connection, a tier.
 
-And what others do between two processes: raw sockets, with TLS or without, Redis and Mooncake.
-Each has room for as many blocks as the client has, and moves any of them in any order. Raw sockets
-are the most that the host's loopback does: one far end for each client, in a process of its own,
-with warm memory of its own. Redis is measured over the same sockets: redis-py is slower than the
-server.
+Other transports show what other software does between two processes: raw sockets with or without
+TLS, Redis and Mooncake. Each has room for as many blocks as the client and moves any of them in any
+order. Raw sockets are the limit of the host's loopback: each client has a far end, a process with
+warm memory of its own. Redis is measured over the same kind of sockets, without redis-py, which is
+slower than the server.
 
     client   verb, count, numbers of blocks      far end   the blocks, or (having got them) a byte
 """
@@ -43,17 +43,17 @@ from ...tiers.wire.frames import MAX_BLOCKS, State, pack_keys
 from ..harness.comparison import WrongWork
 from ..tiers.scale import MIB, layout_of
 
-SECONDS = 120.0  # that anything may take
+SECONDS = 120.0  # limit of every wait
 _QUEUE_BYTES = 2**40
 STAMP_BYTES = 16
 
 
 class Blocks:
-    """Shared memory, as an engine's slab is, warm and full of noise: `buffers[i]` is block i, of
+    """Shared memory as an engine's slab has it, warm and full of noise. `buffers[i]` is block i, of
     `layout.page_bytes`, at `addresses[i]`.
 
-    Every block carries a stamp at both ends, new whenever it is stored, so that a load that brought
-    nothing, or another block, is noticed.
+    Every block has a stamp at both ends, which each store renews. So a load that brings nothing, or
+    another block, is noticed.
     """
 
     def __init__(self, block_bytes: int, count: int) -> None:
@@ -79,20 +79,20 @@ class Blocks:
         return len(self.buffers)
 
     def stamp(self) -> list[bytes]:
-        """New stamps on all blocks."""
+        """Write a new stamp into each block; return the stamps."""
         stamps = [os.urandom(STAMP_BYTES) for _ in self.buffers]
         for buffer, stamp in zip(self.buffers, stamps, strict=True):
             buffer[:STAMP_BYTES] = buffer[-STAMP_BYTES:] = stamp
         return stamps
 
     def scrub(self) -> None:
-        """Overwrite all stamps with zeros, so that an old one cannot pass."""
+        """Overwrite all stamps with zeros, so that an old stamp cannot pass for a new one."""
         none = bytes(STAMP_BYTES)
         for buffer in self.buffers:
             buffer[:STAMP_BYTES] = buffer[-STAMP_BYTES:] = none
 
     def check(self, stamps: Sequence[bytes]) -> None:
-        """Raise WrongWork unless each block has its stamp at both ends."""
+        """Raises WrongWork unless each block has its stamp at both ends."""
         for index, (buffer, stamp) in enumerate(zip(self.buffers, stamps, strict=True)):
             if not buffer[:STAMP_BYTES] == buffer[-STAMP_BYTES:] == stamp:
                 raise WrongWork(f"block {index} was loaded, but its buffer does not hold it")
@@ -100,29 +100,30 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The transport that a client opens, and the options that it needs."""
+    """The transport that a client opens, and its options."""
 
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
 
 
 class Transport(ABC):
-    """`order` are numbers of blocks. Raises WrongWork where not all were moved."""
+    """A way to move blocks. `order` holds numbers of blocks. Raises WrongWork if some were not
+    moved."""
 
     @abstractmethod
     def store(self, order: Sequence[int]) -> None:
-        """Take these blocks, each of them new."""
+        """Store these blocks under new keys."""
 
     @abstractmethod
     def load(self, order: Sequence[int]) -> None:
-        """Bring these blocks as they were stored last."""
+        """Load these blocks as they were last stored."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to let go of
-        """Close the transport; called at the end."""
+        """Close the transport. Must be the last call."""
 
 
 class CopyTransport(Transport):
-    """memcpy, to other memory of the same kind."""
+    """memcpy to other memory of the same kind."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._near = blocks
@@ -142,7 +143,7 @@ class CopyTransport(Transport):
 
 
 class ServiceTransport(Transport):
-    """Shared by the transports to a cache server: a block has the key it was last stored under."""
+    """The base of transports to a cache server. It keeps the key of each block's last store."""
 
     def __init__(self, blocks: Blocks, kind: str, ca_file: Path | None) -> None:
         self._blocks = blocks
@@ -163,13 +164,14 @@ class ServiceTransport(Transport):
             self._keys[index] = pack_key(os.urandom(DIGEST_BYTES))
 
     def _parts(self, order: Sequence[int]) -> list[tuple[list[bytes], list[memoryview]]]:
-        """Keys and buffers, as many at a time as the protocol allows."""
+        """Keys and buffers, in parts as large as the protocol allows."""
         buffers = self._blocks.buffers
         parts = [order[start : start + MAX_BLOCKS] for start in range(0, len(order), MAX_BLOCKS)]
         return [([self._keys[i] for i in part], [buffers[i] for i in part]) for part in parts]
 
     def _check_kind(self, found: str) -> None:
-        """A client takes another connection where it cannot have the best."""
+        """Raises WrongWork if the client uses another connection than it should: it takes a slower
+        one if the best is not possible."""
         if found != self._kind:
             raise WrongWork(f"blocks went through {found or 'nothing'}, not {self._kind}")
 
@@ -206,7 +208,7 @@ class ConnectionTransport(ServiceTransport):
                 raise WrongWork("the server did not have every block")
 
     def look_up(self, calls: int, keys: int) -> list[float]:
-        """Seconds of each call for so many keys of blocks that are there."""
+        """The seconds of each call that looks up `keys` keys, all of them stored."""
         wanted = self._keys[:keys]
         states = bytes([State.HIT]) * keys
         seconds = []
@@ -224,7 +226,7 @@ class ConnectionTransport(ServiceTransport):
 
 
 class TierTransport(ServiceTransport):
-    """The tier that an engine has on a cache server, on the best connection there is."""
+    """The tier that an engine has on a cache server, over the best possible connection."""
 
     def __init__(self, blocks: Blocks, *, address: ServerAddress) -> None:
         super().__init__(blocks, "memory", None)
@@ -256,7 +258,7 @@ _DONE = b"k"
 
 
 class RawTransport(Transport):
-    """The client's end."""
+    """The client's end of a raw socket, with or without TLS."""
 
     def __init__(self, blocks: Blocks, *, port: int, ca_file: Path | None = None) -> None:
         self._blocks = blocks
@@ -286,7 +288,7 @@ class RawTransport(Transport):
 
 
 def serve_raw(pipe: Pipe, block_bytes: int, count: int, files: tuple[Path, Path] | None) -> None:
-    """The far end's process: one client, until it leaves. `files` are certificate and key."""
+    """Run the far end of one client until the client leaves. `files` are certificate and key."""
     blocks = Blocks(block_bytes, count)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(SECONDS)
@@ -304,12 +306,12 @@ def serve_raw(pipe: Pipe, block_bytes: int, count: int, files: tuple[Path, Path]
 
 def prepare(sock: socket.socket) -> None:
     """Set the options that the service's own sockets have: no timeout, no delay."""
-    sock.settimeout(None)  # with a timeout MSG_WAITALL does not wait
+    sock.settimeout(None)  # with a timeout MSG_WAITALL would not wait
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def receive(sock: Any, view: memoryview, is_tls: bool) -> None:
-    """Fill `view`. Raises EOFError where the peer has left."""
+    """Fill `view` from the socket. Raises EOFError if the peer has left."""
     while view.nbytes:
         got = sock.recv_into(view) if is_tls else sock.recv_into(view, 0, socket.MSG_WAITALL)
         if not got:
@@ -333,13 +335,13 @@ def _answer(sock: Any, blocks: Blocks, is_tls: bool) -> None:
     sock.sendall(_DONE)
 
 
-AHEAD = 8  # commands that are sent before their replies are read
+AHEAD = 8  # commands sent before their replies are read
 _OK = b"+OK\r\n"
 _END = b"\r\n"
 
 
 class RedisTransport(Transport):
-    """The client's end. `prefix` keeps the keys of clients apart."""
+    """The client's end of a Redis connection. `prefix` separates the keys of the clients."""
 
     def __init__(self, blocks: Blocks, *, port: int, prefix: str) -> None:
         self._blocks = blocks
@@ -389,7 +391,7 @@ def why_no_mooncake() -> str:
     """The reason why Mooncake cannot be measured here; empty if it can."""
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake-transfer-engine-non-cuda is not installed"
-    # In a process of its own, for it may want libraries that are not here.
+    # Imported in another process, because it may need libraries that are missing here.
     done = subprocess.run(
         python_command("-c", "import mooncake.engine"),
         capture_output=True, text=True, timeout=SECONDS, check=False,
@@ -398,9 +400,9 @@ def why_no_mooncake() -> str:
 
 
 class MooncakeTransport(Transport):
-    """The client's end of Mooncake's transfer engine over TCP: blocks between registered memory of
-    two processes, all of a call as one batch. `target` and `addresses` are the far end's, which
-    does nothing but hold memory."""
+    """The client's end of Mooncake's transfer engine over TCP. It moves blocks between registered
+    memory of two processes, all blocks of a call in one batch. `target` and `addresses` are those
+    of the far end, which only holds memory."""
 
     def __init__(self, blocks: Blocks, *, target: str, addresses: list[int]) -> None:
         self._engine = _mooncake(blocks)
@@ -423,7 +425,7 @@ class MooncakeTransport(Transport):
 
 
 def serve_mooncake(pipe: Pipe, block_bytes: int, count: int) -> None:
-    """Run the far end's process until the parent ends it."""
+    """Run the far end until the parent ends it."""
     blocks = Blocks(block_bytes, count)
     engine = _mooncake(blocks)
     pipe.send((f"127.0.0.1:{engine.get_rpc_port()}", blocks.addresses))

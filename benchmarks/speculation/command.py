@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `stratakv bench speculation`; the package says what that measures."""
+"""Runs `stratakv bench speculation`; the package's docstring describes the measurements."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ GATES = {
     "speedup_where_an_eagle_head_does_not_pay": Gate(least=0.95),
 }
 METHODS = ("ngram", "suffix")
-# The proposers, as the picture names them.
+# Proposer → its label in the picture.
 LABELS = {"ngram": "n-gram", "suffix": "suffix", DRAFT_MODEL: "draft model", EAGLE: "EAGLE head"}
 NOT_PAYING = "speedup_where_it_does_not_pay"
 EAGLE_NOT_PAYING = "speedup_where_an_eagle_head_does_not_pay"
@@ -63,10 +63,10 @@ class Scale:
     """The amount of work of a run."""
 
     rounds: int
-    sizes: tuple[int, ...]  # requests at once
-    answer: int  # tokens
-    warm_rounds: int  # before anything is counted, in which speculation learns what pays
-    prompt: int  # tokens of one that comes in parts
+    sizes: tuple[int, ...]  # numbers of requests at once
+    answer: int  # tokens of an answer
+    warm_rounds: int  # before counting; speculation learns in them what pays
+    prompt: int  # tokens of a prompt that comes in parts
 
 
 FULL = Scale(15, (1, 16), ANSWER, 3, 3600)
@@ -84,7 +84,7 @@ class Answers:
     num_rounds: int = 0
 
     def run(self) -> float:
-        """The rate of one round: tokens in a processor second of all threads."""
+        """Run one round; return tokens per processor second of all threads."""
         asked = self.rounds[self.num_rounds]
         self._answer("prompt", [(each, _ONE_TOKEN) for each, _ in asked])
 
@@ -96,7 +96,7 @@ class Answers:
         return rate
 
     def _answer(self, what: str, asked: Sequence[AskedWith]) -> dict[str, list[int]]:
-        """Raises WrongWork where a request does not come to its end."""
+        """Answer all requests. Raises WrongWork if a request fails."""
         texts: dict[str, list[int]] = {}
         for number, (each, params) in enumerate(asked):
             name = f"{what} {self.num_rounds}/{number}"
@@ -114,7 +114,7 @@ class Answers:
 
 
 def params_of(asked: Asked, number: int, length: int, *, is_drawn: bool) -> SamplingParams:
-    """The parameters of a request that answers with `length` tokens."""
+    """The parameters of a request whose answer has `length` tokens."""
     if is_drawn:
         return SamplingParams(max_tokens=length, temperature=1.0, seed=number, ignore_eos=True)
     quote = asked.quote[:length]
@@ -140,7 +140,7 @@ class Pair:
 
 @contextmanager
 def answers(rounds: Sequence[Sequence[AskedWith]], pair: Pair) -> Iterator[Answers]:
-    """An engine of this pair."""
+    """An engine with the model and proposer of `pair`."""
     count, length = len(rounds[0]), UNIQUE + ANSWER + 64
     config = engine_config(pair.model, {
         "dtype": "float32", "num_threads": 1, "max_num_seqs": count, "block_size": 16,
@@ -158,12 +158,12 @@ def answers(rounds: Sequence[Sequence[AskedWith]], pair: Pair) -> Iterator[Answe
 def compare(
     report: Report, name: str, scale: Scale, count: int, pair: Pair, *, is_drawn: bool
 ) -> Outcome:
-    """`count` requests at once, with the drafts of this pair and without. Raises WrongWork
-    where the two do not say the same."""
+    """Compare `count` requests at once with the drafts of `pair` and without drafts. Raises
+    WrongWork if more than an eighth of the answers differ."""
     tokenizer = Tokenizer.load(EMBEDDED_MODEL)
     num_rounds = scale.warm_rounds + 1 + scale.rounds
     asked = (unique if is_drawn else repetitive)(tokenizer, count * num_rounds)
-    if pair.draft is not None:  # it says what the model says, and no quotation
+    if pair.draft is not None:  # such a pair needs no quotation
         asked = [each._replace(quote=[]) for each in asked]
     with_params = [
         (each, params_of(each, number, scale.answer, is_drawn=is_drawn))
@@ -193,15 +193,16 @@ def compare(
             "same_answers": same,
             "speculation": speculation.stats(),
         }  # fmt: skip
-    # Rounding may differ between steps of one token and of several, where two tokens are as likely.
+    # Steps of one token and of several may round differently, which matters for equally likely
+    # tokens.
     if (differ := len(plain.texts) - same) > len(plain.texts) // 8:
         raise WrongWork(f"{name}: {differ} of {len(plain.texts)} answers differ from those without")
     return outcome
 
 
 def compare_parts(report: Report, scale: Scale) -> None:
-    """The time to the first token of a prompt that came in parts, over that of a whole one. Raises
-    WrongWork where these do not say the same."""
+    """Compare the time to the first token of a prompt sent in parts with that of a prompt sent
+    whole. Raises WrongWork if their tokens differ."""
     with prompts_of(scale.prompt) as prompts:
         prompts.send_whole()
         prompts.send_parts()
@@ -214,14 +215,14 @@ def compare_parts(report: Report, scale: Scale) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Take all figures; 0, or 1 with the reason on the terminal."""
+    """Measure all figures; return 0, or 1 after printing an error."""
     report = Report("speculation", "stratakv bench speculation" + " --quick" * arguments.quick)
     work = partial(measure, report, QUICK if arguments.quick else FULL)
     return run_and_tell(report, arguments.out, work, print_speculation, plot_speculation, WrongWork)
 
 
 def measure(report: Report, scale: Scale) -> None:
-    """Fill the report: of each figure the worst of all methods."""
+    """Measure all figures and fill the report; a figure is that of its worst method."""
     report.figures |= {"plan": {"rounds": scale.rounds}, "cases": {}, "contests": {}, "spreads": {}}
     few, many = scale.sizes
     pairs = [Pair(method) for method in METHODS]
@@ -263,7 +264,7 @@ def _add_worst(report: Report, name: str, taken: Sequence[Outcome]) -> None:
 
 
 def print_speculation(report: Report) -> None:
-    """The tables on the terminal."""
+    """Print the tables of all cases and of the gates."""
     rows = []
     for name, case in report.figures["cases"].items():
         counts, compared = case["speculation"], report.figures["contests"][name]
@@ -287,7 +288,7 @@ def print_speculation(report: Report) -> None:
 
 
 def plot_speculation(report: Report, path: Path) -> Path:
-    """Bars by proposer, for one request and for many: where drafts pay, and where they do not."""
+    """Draw bars by proposer for one request and for many: where drafts may pay, and where not."""
     figure, [panels] = new_figure(1, 2, 3.6)
     cases: dict[str, dict[str, Any]] = report.figures["cases"]
     for axes, pays in zip(panels, (True, False), strict=True):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models for a draft model to propose to, and a draft model and an EAGLE head that are never right.
 
-No two models of one family can be downloaded here. So a pair is made: the embedded model with more
-layers, which add nothing, says what the embedded model says and takes as many times longer. Each
-draft is right, and the gain is the most that a draft model of this size can bring. Pairs of use lie
-between this one and a draft model of random weights.
+No two models of one family can be downloaded here, so a pair is made. One model is the embedded
+model with added layers that change nothing: it gives the embedded model's tokens and takes DEPTH
+times as long. With the embedded model as draft model every draft is right, and the gain is the most
+that a draft model of this size can bring. Pairs in real use lie between this pair and a draft model
+with random weights.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from ...engine.config.engine_options import EMBEDDED_MODEL
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEPTH = 8  # times the layers of the embedded model
+DEPTH = 8  # layers, as a multiple of those of the embedded model
 _FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _ADDS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def make_deep(folder: Path) -> Path:
-    """The embedded model with DEPTH times its layers, of which the added ones change nothing."""
+    """Write the embedded model with DEPTH times its layers, of which the added ones change
+    nothing."""
     from safetensors.torch import load_file
 
     tensors = load_file(EMBEDDED_MODEL / "model.safetensors")
@@ -43,7 +45,7 @@ def make_deep(folder: Path) -> Path:
 
 
 def make_unrelated(folder: Path) -> Path:
-    """A model of the embedded one's shape and vocabulary, with random weights."""
+    """Write a model of the embedded model's shape and vocabulary with random weights."""
     import torch
     from safetensors.torch import load_file
 
@@ -57,7 +59,7 @@ def make_unrelated(folder: Path) -> Path:
 
 
 def make_random_head(folder: Path) -> Path:
-    """An EAGLE head of one layer, of the embedded model's shape, with random weights."""
+    """Write an EAGLE head of one layer, of the embedded model's shape, with random weights."""
     import torch
     from safetensors.torch import load_file
 

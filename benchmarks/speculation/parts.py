@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time to the first token of a prompt that came in parts, from its last part on, and of the
-same prompt sent whole. No block is found by its name."""
+"""The time to the first token of a prompt sent in parts, measured from its last part, and of the
+same prompt sent whole. Prefix caching is off."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..harness.comparison import WrongWork
 
 NUM_PARTS = 50
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-_FIRST_WORD = 4  # ids below it are special tokens
+_FIRST_WORD = 4  # smaller ids are special tokens
 
 
 @dataclass(slots=True)
 class Prompts:
-    """Sends the same random prompts in both forms."""
+    """Sends the same random prompts in parts and whole."""
 
     core: EngineCore
     num_tokens: int
@@ -36,14 +36,15 @@ class Prompts:
     )
 
     def send_whole(self) -> float:
-        """Seconds to the first token."""
+        """Send the next prompt whole; return the seconds to its first token."""
         token_ids = self._next_prompt("whole")
         began = time.perf_counter()
         self._answer("whole", self.core.add(self._request(token_ids)))
         return time.perf_counter() - began
 
     def send_parts(self) -> float:
-        """Seconds from the last part to the first token, all others having been computed."""
+        """Send the next prompt in parts and let all but the last be computed; return the seconds
+        from the last part to the first token."""
         token_ids = self._next_prompt("parts")
         size = len(token_ids) // NUM_PARTS
         first, *parts = (token_ids[at : at + size] for at in range(0, len(token_ids), size))
@@ -82,7 +83,7 @@ class Prompts:
 
 @contextmanager
 def prompts_of(num_tokens: int) -> Iterator[Prompts]:
-    """Prompts of so many tokens, for an engine with the embedded model."""
+    """A sender of prompts with `num_tokens` tokens, to an engine with the embedded model."""
     config = engine_config(EMBEDDED_MODEL, {
         "dtype": "float32", "num_threads": 1, "max_num_seqs": 1, "num_blocks": num_tokens // 4,
         "max_model_len": num_tokens + 16, "max_num_batched_tokens": 2048,

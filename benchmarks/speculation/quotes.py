@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quotes: a logits processor by which a model says a text, as a model of use says it by itself.
+"""A logits processor that makes a model quote a text, as larger models do by themselves.
 
 The embedded model is too small to quote its prompt. Both engines of a comparison have the
 processor.
@@ -17,8 +17,8 @@ from ...engine.batch.batch_update import AddedRow, IntArray
 from ...engine.request.sampling_params import SamplingParams
 from ...engine.sampling.processors.base import Drafts, StatefulProcessor
 
-QUOTE = "quote"  # in `extra_args`
-_RAISED = 1e4  # above every logit
+QUOTE = "quote"  # the key in `extra_args`
+_RAISED = 1e4  # above every other logit
 
 
 class _Quoted(NamedTuple):
@@ -27,7 +27,7 @@ class _Quoted(NamedTuple):
 
 
 class Quotes(StatefulProcessor[_Quoted]):
-    """The token that is next in `extra_args["quote"]` of a request is the likeliest one."""
+    """Makes the next token of a request's `extra_args["quote"]` the likeliest token."""
 
     @classmethod
     def applies_to(cls, params: SamplingParams) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with the answers that quote them, and prompts without an order."""
+"""Prompts with answers that quote them, and prompts of random words."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import NamedTuple
 from ...engine.text.tokenizer import Tokenizer
 from ..harness.workloads import documents
 
-ANSWER = 128  # tokens
+ANSWER = 128  # tokens of an answer
 UNIQUE = 200
 
 
 class Asked(NamedTuple):
-    """A prompt, and the answer it is to get; an empty one leaves the answer to the model."""
+    """A prompt and the answer to quote; with an empty answer the model answers by itself."""
 
     prompt: list[int]
     quote: list[int]
 
 
 def repetitive(tokenizer: Tokenizer, count: int) -> list[Asked]:
-    """Passages that are quoted, and functions that are written again under other names, in turn."""
+    """Passages to quote, and functions to write again under other names, in turn."""
     passages = documents(tokenizer.encode, count, ANSWER)
     functions = _functions()
     asked = []
@@ -47,7 +47,7 @@ def unique(tokenizer: Tokenizer, count: int) -> list[Asked]:
 
 
 def _functions() -> list[tuple[str, str]]:
-    """Functions and methods of the standard library, by name."""
+    """(name, source) of functions and methods of the standard library."""
     found = []
     modules: tuple[ModuleType, ...] = (textwrap, random)
     for module in modules:

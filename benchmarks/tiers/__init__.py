@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv bench tiers`: slab, SSD store and index against the limits of this machine.
 
-Blocks of 256 KiB, 2 MiB and 5 MiB into and out of the real slab, against plain copies; the same to
-and from the real store, durable and checked, against random I/O past the page cache; what checksums
-cost; look-ups, memory and opening of an index with a million blocks. Every figure and its limit are
-taken in turn, a ratio is the median of the ratios within a round, and beside it stands how far they
-spread, and how far the limit spreads against itself.
+It moves blocks of 256 KiB, 2 MiB and 5 MiB into and out of the real slab, compared with plain
+copies, and to and from the real SSD store, durably and verified, compared with random I/O past the
+page cache. It also measures checksums, and look-ups, memory and opening of an index of a million
+blocks. A figure and its limit are measured alternately, and a ratio is the median of the ratios
+within a round. The report has the spread of these ratios, and that of the limit against itself.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from .scale import SECTIONS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    """Add the options of this benchmark; `stratakv bench` itself adds `--quick` and `--out`."""
     parser.add_argument(
         "--path", metavar="DIR", default=Path("build/bench/tiers.disk"),
         help="a folder on the disk to be measured (default: build/bench/tiers.disk)",

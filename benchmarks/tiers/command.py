@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `stratakv bench tiers`; the package says what that measures."""
+"""Runs `stratakv bench tiers`; the package's docstring describes the measurements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOOK_UPS = "index_lookups_per_second"
 LOOK_UPS_WHILE_CHURNING = "index_lookups_per_second_while_churning"
 BYTES_PER_ENTRY = "index_bytes_per_entry"
 REOPEN = "reopen_over_sequential_read"
-# case → its name in a picture
+# case → its label in the picture
 _FAMILIES = {
     "slab_put": "slab, put",
     "slab_get": "slab, get",
@@ -64,7 +64,7 @@ GATES: Mapping[str, Gate] = _gates()
 
 
 def print_tiers(report: Report) -> None:
-    """Print figure, limit, ratio and gate of each row."""
+    """Print the figure, limit, ratio and gate of each row."""
     rows = [comparison_row(report, name, GATES[name]) for name in report.ratios]
     rows = [[name.replace("_", " "), *cells] for name, *cells in rows]
     title = (
@@ -79,7 +79,7 @@ def print_tiers(report: Report) -> None:
 
 
 def _print_disk_limits(report: Report) -> None:
-    """Every limit of the disk in one table; the one that decides has a mark."""
+    """Print every limit of the disk in one table, with a mark at each limit that counts."""
     rows = []
     for name, comparison in report.figures["contests"].items():
         for limit, cell in comparison.get("by_limit", {}).items():
@@ -94,7 +94,8 @@ def _print_disk_limits(report: Report) -> None:
 
 
 def plot_tiers(report: Report, path: Path) -> Path:
-    """Bars of the ratios, a group for each family and a bar for each size, with their gates."""
+    """Draw bars of the ratios with their gates: a group for each family, a bar for each block
+    size."""
     figure, [[axes]] = plots.new_figure(1, 1, 4.6)
     families = [each for each in _FAMILIES if f"{each}_{_SMALLEST}" in report.ratios]
     names = [[f"{family}_{size}" for family in families] for size in SIZES]
@@ -134,7 +135,8 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 @contextlib.contextmanager
 def working_folder(path: Path, needed_bytes: int) -> Iterator[Path]:
-    """A new folder below `path`, removed with all it holds. Raises ConfigError."""
+    """A new folder below `path`, removed on exit. Raises ConfigError if the folder or disk cannot
+    serve."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         kind = file_system_of(path)
@@ -159,7 +161,7 @@ def working_folder(path: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def file_system_of(path: Path, mounts: Path = MOUNTS) -> str | None:
-    """The kind of file system that `path` is on; None where the kernel does not say."""
+    """The kind of file system that `path` is on; None if the kernel does not list it."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -174,7 +176,7 @@ def file_system_of(path: Path, mounts: Path = MOUNTS) -> str | None:
 
 
 def check_huge_pages(needed_bytes: int, meminfo: Path = MEMINFO) -> None:
-    """Raises ConfigError where the host's pool has less than this free."""
+    """Raises ConfigError if the host's pool of huge pages has less than `needed_bytes` free."""
     found = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     free = int(found.get("HugePages_Free", "0"))
     needed = -(-needed_bytes // HUGE_PAGE_BYTES)
@@ -185,23 +187,24 @@ def check_huge_pages(needed_bytes: int, meminfo: Path = MEMINFO) -> None:
         )
 
 
-# What is on its way to the disk: four batches of seven blocks of 5 MiB. The limit's buffers, too.
+# The slab of blocks on their way to the disk: four batches of seven blocks of 5 MiB. The limit uses
+# the same memory.
 HUGE_BYTES = 140 * MIB
 _SMALLEST, _MIDDLE = "256KiB", "2MiB"
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """The place of the disk, and the way of measuring it."""
+    """The folder on the measured disk, and how to measure."""
 
     folder: Path
-    limit: str | None  # "fio", "loop", or whichever there is
+    limit: str | None  # "fio", "loop", or None for fio if it is installed
     huge_pages: bool
-    durability: str  # of the store
+    durability: str  # the durability setting of the store
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Take the figures; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    """Measure the figures; return 0, or 1 after printing an error. Raises ConfigError."""
     if arguments.limit is not None:
         readers.one_of("fio", "loop")("--limit", arguments.limit)
     readers.one_of(*DURABILITIES)("--durability", arguments.durability)
@@ -225,7 +228,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, disk: Disk, scale: Scale) -> None:
-    """Fill the report. Raises WrongWork where something did not do what it should."""
+    """Run the chosen sections and fill the report. Raises WrongWork if something gave a wrong
+    result."""
     plan = report.figures["plan"]
     report.figures |= {"contests": {}, "first_writes": {}, "spreads": {}}
     work: Mapping[str, Callable[[], object]] = {

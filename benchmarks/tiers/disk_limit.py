@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of the disk for blocks of one size: random, O_DIRECT, eight at a time or more.
+"""Limits of the disk for blocks of one size: random I/O with O_DIRECT, 8 or more requests.
 
-fio where it is installed; a plain loop of eight threads where it is not. Both overwrite and read
-a file that was written once before. A sync follows, or the first sync of the store would wait for
-what the limit left in the cache of the disk. It is in the time of what is written durably only. fio
-writes all and then syncs once; the loop syncs as the store does: whenever a batch has been written,
-while it writes on, all that has been.
+The limit is fio if it is installed, or else a plain loop of eight threads. Both overwrite and read
+a file that was written once before. A sync follows each write, or the store's first sync would wait
+for what the limit left in the disk's cache. The sync's time counts only for durable writes. fio
+writes everything and then syncs once. The loop syncs as the store does: after each batch, while it
+goes on writing.
 
-Their buffers lie in the slab that the store's blocks lie in. How fast a disk of a virtual machine
-is depends on nothing as much:
-- Of scattered pages every request has a part for each, of neighbouring pages one for all, and reads
-  then are 2.7 times as fast. With buffers of its own a limit is as fast as the pages it chanced
-  upon.
-- Eight buffers of 256 KiB stay in a processor's cache, where the host finds them 1.5 times as fast
-  as in memory. A store has as many buffers as blocks on their way, so its limit has as many.
-- 400 requests at a time may be slower than a few. fio gives each of its buffers a request of its
-  own and cannot do otherwise; the loop uses all buffers in turn, for any number of requests, so it
-  is what tells how many a disk likes best.
+The buffers of a limit lie in the same slab as the store's blocks. On a virtual machine nothing
+changes the speed of a disk as much as its buffers do:
+- A request into scattered pages has a part for each page; a request into neighbouring pages has one
+  part, and reads are then 2.7 times as fast. The speed of other buffers would depend on chance.
+- Eight buffers of 256 KiB stay in a processor's cache, which the host reads 1.5 times as fast as
+  memory. A store has as many buffers as blocks on their way, so its limit has as many.
+- 400 requests at a time may be slower than a few. fio needs a request for each of its buffers. The
+  loop uses all buffers in turn with any number of requests, so it shows which number is best.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ from pathlib import Path
 from ...tiers.slab.cpu_slab import CpuSlab
 from ..harness.comparison import WrongWork
 
-QUEUE_DEPTH = 8  # at least
-READ_DEPTHS = (8, 16, 32)  # requests at a time, of which the best one counts
+QUEUE_DEPTH = 8  # the smallest number of requests at a time
+READ_DEPTHS = (8, 16, 32)  # requests at a time; the best number counts
 _LAY_OUT_BYTES = 4 * 1024**2
 _TIMEOUT_SECONDS = 300.0
 
@@ -46,9 +44,9 @@ _TIMEOUT_SECONDS = 300.0
 def make_limit(
     choice: str | None, path: Path, block_bytes: int, file_bytes: int, slab: CpuSlab
 ) -> LoopLimit:
-    """`choice` is "fio", "loop" or None for fio where there is one. Buffers are taken from `slab`,
-    so nothing in it may be in use while a limit is measured. Raises OSError, and ValueError where
-    it is too small."""
+    """The limit named `choice` ("fio" or "loop"; None takes fio if it is installed). Its buffers
+    lie in `slab`, which must not be used while a limit is measured. Raises OSError, and ValueError
+    if the slab is too small."""
     if len(slab.memory()) < QUEUE_DEPTH * block_bytes:
         raise ValueError(
             f"the buffers of the limit take {QUEUE_DEPTH * block_bytes} bytes and the slab has "
@@ -59,8 +57,8 @@ def make_limit(
 
 
 class LoopLimit:
-    """Threads, eight unless told otherwise, each with one request after the other and its share of
-    the slab's blocks as buffers. Rates are in bytes a second."""
+    """A limit by threads, eight by default. Each makes one request after the other, with its share
+    of the slab's blocks as buffers. Rates are in bytes a second."""
 
     name = "loop"
 
@@ -73,23 +71,23 @@ class LoopLimit:
         _lay_out(path, num_blocks * block_bytes)
 
     def write(self, num_bytes: int) -> float:
-        """Overwrite about so many bytes at random places; bytes a second."""
+        """Overwrite about `num_bytes` at random places; return bytes a second."""
         return self._loop(os.O_WRONLY, os.pwritev, num_bytes, QUEUE_DEPTH)
 
     def write_durably(self, num_bytes: int, batch_bytes: int) -> float:
-        """The same, with the time in which the bytes reach the disk."""
+        """Overwrite about `num_bytes` and sync; return bytes a second, the syncs included."""
         return self.write_in_turn(num_bytes, batch_bytes)
 
     def write_in_turn(self, num_bytes: int, batch_bytes: int) -> float:
-        """The same by the loop, also where this limit is fio."""
+        """Write durably by the loop, even if this limit is fio."""
         return self._loop(os.O_WRONLY, os.pwritev, num_bytes, QUEUE_DEPTH + 1, batch_bytes)
 
     def read(self, num_bytes: int) -> float:
-        """Read about so many bytes at random places; bytes a second."""
+        """Read about `num_bytes` at random places; return bytes a second."""
         return self.read_in_turn(num_bytes, QUEUE_DEPTH)
 
     def read_in_turn(self, num_bytes: int, requests: int) -> float:
-        """The same by the loop, also where this limit is fio, by so many requests at a time."""
+        """Read by the loop, even if this limit is fio, with `requests` requests at a time."""
         return self._loop(os.O_RDONLY, os.preadv, num_bytes, requests)
 
     def close(self) -> None:
@@ -103,8 +101,8 @@ class LoopLimit:
         requests: int,
         batch_bytes: int = 0,
     ) -> float:
-        """Move the bytes. With `batch_bytes`, one of the threads at a time syncs whenever so much
-        was written."""
+        """Move the bytes; return bytes a second. With `batch_bytes`, a thread syncs each time this
+        many bytes have been written, one thread at a time."""
         buffers = self.most_buffers
         requests = min(requests, buffers)
         count = max(requests, num_bytes // self._block_bytes)
@@ -138,7 +136,7 @@ class LoopLimit:
 
 
 class FioLimit(LoopLimit):
-    """fio with libaio, its queue as deep as it has buffers."""
+    """A limit by fio with libaio; its queue has as many requests as there are buffers."""
 
     name = "fio"
 
@@ -165,7 +163,7 @@ class FioLimit(LoopLimit):
             "--direct=1",
             "--norandommap=1",
             f"--mem=mmapshared:/proc/self/fd/{self._slab.fd}",
-            "--iomem_align=0",  # fio adds it to where the memory begins
+            "--iomem_align=0",  # fio adds it to the start of the memory
             "--randrepeat=0",
             "--output-format=json",
         ]
@@ -181,7 +179,7 @@ class FioLimit(LoopLimit):
             lines = (done.stderr or done.stdout).strip().splitlines()
             raise WrongWork(f"fio ended with status {done.returncode}: {' '.join(lines[-1:])}")
         seconds = _sync(self._path) * durable
-        # Warnings of fio may stand before the JSON.
+        # fio may print warnings before the JSON.
         result = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
         return float(result["io_bytes"] / (max(1, result["runtime"]) / 1e3 + seconds))
 
@@ -197,9 +195,9 @@ def _sync(path: Path) -> float:
 
 
 def _lay_out(path: Path, num_bytes: int) -> None:
-    """Write the file once: the first write of a place costs more than every later one."""
+    """Write the file once, since the first write to a place costs more than later ones."""
     with mmap.mmap(-1, _LAY_OUT_BYTES) as memory, memoryview(memory) as view:
-        view[:] = os.urandom(_LAY_OUT_BYTES)  # zeros would flatter a disk that compresses
+        view[:] = os.urandom(_LAY_OUT_BYTES)  # a disk that compresses would be too fast with zeros
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
         try:
             for offset in range(0, num_bytes, _LAY_OUT_BYTES):

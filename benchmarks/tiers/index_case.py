@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index of a store with a million blocks: look-ups, memory, and the time to open it again.
 
-The index is real and so is the opening, with its scan in a child process. The slot file is not: it
-has the right size and no contents (sparse), because opening reads no payloads and a million blocks
-would be gigabytes. The limit of opening is one pass over the rows that decodes each and
-does nothing with it. Both find the index in the page cache.
+The index is real, and so is the opening, with its scan in a child process. The slot file has the
+right size but is sparse, because opening reads no payloads and a million blocks would take
+gigabytes. The limit for opening is one pass over the index that only decodes each row. Both find
+the index in the page cache.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _CLOSE_SECONDS = 60.0
 
 
 class IndexCase:
-    """`entries` blocks in the index of a store in `folder`."""
+    """The index of a store in `folder` with `entries` blocks."""
 
     def __init__(self, folder: Path, entries: int) -> None:
         self._folder = folder
         self.entries = entries
-        sizes = range(2**21 + 1, 2**50)  # of which the smallest that has so many slots is taken
+        sizes = range(2**21 + 1, 2**50)  # the smallest size with that many slots is used
         place = bisect_left(sizes, entries, key=lambda size: plan_space(_LAYOUT, size).num_slots)
         self._capacity = sizes[place]
         with _sparse_slots():
             opened = open_store(folder, _LAYOUT, self._capacity, b"", 60.0)
         with contextlib.closing(opened):
-            # In the order of slots, as a store that was filled up has them; uses in another.
+            # Slots are in order, as in a store that was filled up; last uses are not.
             uses = list(range(1, entries + 1))
             random.Random(entries).shuffle(uses)
             for start in range(0, entries, _COMMIT_ROWS):
@@ -58,11 +58,11 @@ class IndexCase:
                 )
 
     def comparison(self) -> Comparison:
-        """Rates of rows; the ratio is one of speeds, so its inverse is one of times."""
+        """Compare rates of rows. The ratio is one of rates, so its inverse is one of times."""
         return Comparison("reopen", "rows/s", "cursor", self.reopen, self.pass_over)
 
     def reopen(self) -> float:
-        """Open the store, whole; rows a second."""
+        """Open the whole store; return rows a second."""
         began = time.perf_counter()
         store = self._open()
         seconds = time.perf_counter() - began
@@ -70,9 +70,9 @@ class IndexCase:
         return self.entries / seconds
 
     def pass_over(self) -> float:
-        """Rate of one pass over the rows, each of them decoded; rows a second. A cursor yields two
-        byte strings: counting those is not yet reading an index, and takes a third of the time in
-        which a dict is filled with as many keys."""
+        """Read and decode all rows once; return rows a second. A bare cursor only yields two byte
+        strings; counting these is not reading an index, and takes a third of the time of filling a
+        dict with as many keys."""
         began = time.perf_counter()
         with contextlib.closing(IndexFile(self._folder / "index", 0)) as index_file:
             count = sum(1 for _ in index_file.iter_rows())
@@ -81,7 +81,7 @@ class IndexCase:
         return count / (time.perf_counter() - began)
 
     def bytes_per_entry(self) -> float:
-        """Memory that an open store holds beyond that of an empty interpreter, by block."""
+        """Bytes of Python memory for each block that an open store holds."""
         gc.collect()
         tracemalloc.start()
         try:
@@ -95,7 +95,7 @@ class IndexCase:
         return held / self.entries
 
     def look_ups(self, rounds: int) -> list[float]:
-        """Keys a second, in batches, half of them known."""
+        """Rates of look-ups in keys a second, in batches of which half the keys are stored."""
         store = self._open()
         rng = random.Random(self.entries)
         batches = [
@@ -125,7 +125,7 @@ class IndexCase:
 
 @contextlib.contextmanager
 def _sparse_slots() -> Iterator[None]:
-    """Slot files get their size and no blocks of the disk, so these need not be free."""
+    """Give slot files their size without disk blocks, so that this space need not be free."""
     with (
         patch.multiple(os, posix_fallocate=lambda fd, _at, size: os.ftruncate(fd, size)),
         patch.multiple(StoreDirectory, check_free_space=lambda _self, _plan: None),

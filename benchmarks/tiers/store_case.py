@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks to and from the real SSD store, against what the disk does at most.
+"""Blocks to and from the real SSD store, compared with the limits of the disk.
 
 The store is used as the hierarchy uses it: buffers in a slab, batches of 32 MiB, each acknowledged
-as a whole, and as many bytes in flight as write-back has. Every slot was written once before the
-first round, as the file of the limit was; what that first write costs is told beside. The limit has
-its buffers in the same slab.
+as a whole, and as many bytes in flight as write-back has. Before the first round every slot is
+written once, as is the limit's file; the rate of that first write is reported. The limit has its
+buffers in the same slab.
 
-What checksums cost: the same reads and writes, with and without hashing. No option of the product
-leaves a checksum out, so two functions are exchanged here for as long as a round takes. What codecs
-cost: bytes left and rates on one thread, for blocks of normal numbers; real keys and values may
-differ. No gate: a codec is an operator's choice for a slow disk.
+The cost of checksums is the difference between reads and writes with and without hashing. No option
+of the product switches checksums off, so functions are replaced during a round. The figures of
+codecs are the bytes left and the rates on one thread, for blocks of normally distributed numbers;
+real keys and values may differ. Codecs have no gate: an operator chooses one for a slow disk.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _T = TypeVar("_T")
 
 
 class StoreCase:
-    """A store in the new folder `folder`, which is filled and turned over, and the file of the
-    limit, which is "fio", "loop" or None for whichever there is."""
+    """A store in the new folder `folder`, filled and turned over, and the file of the limit.
+    `limit` is "fio", "loop" or None, which takes fio if it is installed."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class StoreCase:
         num_slots = self.store.stats().capacity_blocks
         self.num_live = int(num_slots * _LIVE_SHARE)
         self._round_blocks = min(self.num_live, scale.round_bytes // block_bytes)
-        # At least so many bytes, but in the quick form, whose store has no room for four of them.
+        # A batch has at least BATCH_BYTES, except if a small store has no room for four of these.
         self._batch = max(1, min(-(-BATCH_BYTES // block_bytes), self.num_live // 6))
         slab_bytes = BATCHES_IN_FLIGHT * self._batch * block_bytes
         self.slab = CpuSlab(layout, slab_bytes, huge_pages=huge_pages)
@@ -93,7 +93,7 @@ class StoreCase:
         self.clear()  # a full store has begun to evict
 
     def comparisons(self, name: str) -> list[Comparison]:
-        """Writes into free slots, random reads; every batch acknowledged."""
+        """Compare writes into free slots, and random reads. Every batch is acknowledged."""
         moved = self._round_blocks * self._size
         return [
             self._written(f"ssd_write_{name}", self.write, moved),
@@ -103,7 +103,7 @@ class StoreCase:
                 self.limit.name,
                 self.read,
                 partial(self.limit.read, moved),
-                # The number of requests that the limit itself takes may be its slowest setting.
+                # The limit's own number of requests may not be its fastest, so others are rivals.
                 rivals={
                     f"loop x{requests}": partial(self.limit.read_in_turn, moved, requests)
                     for requests in READ_DEPTHS
@@ -113,7 +113,7 @@ class StoreCase:
         ]
 
     def churn_comparison(self, name: str) -> Comparison:
-        """A comparison whose rounds turn the whole store over once each."""
+        """Compare rounds that replace all blocks of the store once."""
         turned = self.num_live * self._size
         return self._written(f"ssd_churn_{name}", self.churn, turned)
 
@@ -123,7 +123,7 @@ class StoreCase:
         return self._timed_store(self._round_blocks)
 
     def read(self) -> float:
-        """Blocks at random, each once; the page cache has none of them."""
+        """Load random blocks once each, none of them in the page cache; return bytes a second."""
         self.fill()
         keys = self._rng.sample(self._live, self._round_blocks)
 
@@ -134,19 +134,20 @@ class StoreCase:
         return self._move(keys, self.store.load, check)
 
     def churn(self) -> float:
-        """Store as many new blocks as there are, each batch in place of blocks chosen at random."""
+        """Store as many new blocks as there are; each batch replaces random blocks. Return bytes a
+        second."""
         self.fill()
         return self._timed_store(self.num_live, evicting=True)
 
     def fill(self) -> None:
-        """Fill the store to 90 % of the slots, unless it has as much."""
+        """Fill 90 % of the slots, unless they are filled already."""
         missing = self.num_live - len(self._live)
         if missing > 0:
             self._timed_store(missing)
 
     def clear(self) -> None:
-        """Empty the store, on the disk too: the commit that removes rows is not part of the next
-        round."""
+        """Empty the store, on the disk too, so that the commit which removes rows is not part of
+        the next round."""
         self.store.clear()
         self._live.clear()
         index = self.store._state.index
@@ -157,7 +158,8 @@ class StoreCase:
             time.sleep(0.002)
 
     def look_ups_while_churning(self) -> float:
-        """Keys a second, in batches, while another thread turns the store over."""
+        """The rate of look-ups in keys a second, in batches, while another thread replaces
+        blocks."""
         self.fill()
         batches = [
             [key_of(self._rng.randrange(2 * self._num_keys)) for _ in range(LOOK_UP_KEYS)]
@@ -180,7 +182,7 @@ class StoreCase:
         return rate
 
     def close(self) -> None:
-        """Raises WrongWork where the store met any fault."""
+        """Close everything. Raises WrongWork if the store met any fault."""
         stats = self.store.stats()
         self.store.close(_SECONDS)
         self.limit.close()
@@ -190,8 +192,8 @@ class StoreCase:
             raise WrongWork(f"the store met faults: {stats.rejected} {stats.errors}")
 
     def _written(self, name: str, ours: Callable[[], float], num_bytes: int) -> Comparison:
-        """Compare with the disk's durable writes where the store is durable, else with its plain
-        writes; the other limit is shown."""
+        """Compare with the disk's durable writes if the store is durable, else with plain writes.
+        The other kind of limit is only shown."""
         kind, size = self.limit.name, self._batch * self._size
         written: dict[str, Callable[[], float]] = {kind: partial(self.limit.write, num_bytes)}
         durable: dict[str, Callable[[], float]] = {
@@ -205,7 +207,7 @@ class StoreCase:
         )
 
     def _timed_store(self, count: int, *, evicting: bool = False) -> float:
-        """Store new blocks until the last one is acknowledged; bytes a second."""
+        """Store `count` new blocks until the last one is acknowledged; return bytes a second."""
 
         def store(batch: list[bytes], buffers: list[memoryview]) -> Future[list[Stored]]:
             if evicting:
@@ -232,7 +234,7 @@ class StoreCase:
         begin: Callable[[list[bytes], list[memoryview]], Future[_T]],
         check: Callable[[list[bytes], _T], None],
     ) -> float:
-        """Batch after batch, each begun as soon as there are buffers; bytes a second."""
+        """Move batch after batch, each as soon as buffers are free; return bytes a second."""
         flying: deque[tuple[list[bytes], Future[_T], list[memoryview]]] = deque()
 
         def end_first() -> None:
@@ -256,7 +258,7 @@ NAMES = ("checksum_cost_read_2MiB", "checksum_cost_write_2MiB")
 
 
 def checksum_comparisons(case: StoreCase) -> list[Comparison]:
-    """Reads, then writes. Rates with hashing against rates without."""
+    """Comparisons of reads and of writes: the rate with hashing over the rate without."""
     return [
         Comparison(name, "bytes/s", "no hashing", work, _plainly(work))
         for name, work in zip(NAMES, (case.read, case.write), strict=True)
@@ -264,7 +266,7 @@ def checksum_comparisons(case: StoreCase) -> list[Comparison]:
 
 
 def cost(ratio: float) -> float:
-    """The part of the time that hashing adds, of a ratio of rates; below zero by chance only."""
+    """The time that hashing adds, as a share of the time without, from a ratio of rates."""
     return 1 / ratio - 1
 
 
@@ -285,7 +287,7 @@ _SEED = 5
 
 
 def measure_codecs(rounds: int = _ROUNDS) -> dict[str, dict[str, Any]]:
-    """Figures by codec and dtype: `ratio` of bytes, rates in bytes of the block a second."""
+    """Figures by codec and dtype: `ratio` of bytes, and rates in bytes of the block a second."""
     found = {}
     for dtype in DTYPES:
         layout = BlockLayout(32, 16, 8, 2**8 // DTYPES[dtype].itemsize, dtype)
@@ -296,7 +298,7 @@ def measure_codecs(rounds: int = _ROUNDS) -> dict[str, dict[str, Any]]:
 
 
 def print_codecs(report: Report) -> None:
-    """A row for each codec and dtype."""
+    """Print a row for each codec and dtype."""
     rows = [
         [name.replace("_", " ", 1), f"{each['ratio']:.2f}"]
         + [f"{median(each[rates]) / 1e9:.2f}" for rates in ("encode", "decode")]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps `stratakv bench trace`: request traces replayed against eviction and admission."""
+"""`stratakv bench trace`: request traces replayed against eviction and admission."""

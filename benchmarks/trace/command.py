@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv bench trace [PATH ...]`: request traces replayed against eviction and admission.
 
-A PATH is a trace (JSON Lines with hash_ids, plain or gzip) or a folder of them; without one, two
-traces are made up, of chats and of coding agents. Every eviction policy meets every trace in one
-tier of 1 to 50 % of its distinct blocks, and admission filters in two tiers. No byte is moved. LRU,
-and what the best possible policy (Belady's) would hit, are measured beside them.
+A PATH is a trace (JSON Lines with hash_ids, plain or gzip) or a folder of traces. Without a PATH
+two traces are made up, of chats and of coding agents. Each trace is replayed with every eviction
+policy in one tier of 1 to 50 % of the trace's distinct blocks, and with admission filters in two
+tiers. LRU and the best possible policy (Belady's) are measured too. No byte is moved.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ _ADMISSION_RATIOS: Mapping[str, str] = {
 def fill_report(
     report: Report, traces: Mapping[str, Trace], answers: Sequence[replay.Answer]
 ) -> None:
-    """Turn answers into limits, figures and ratios; the plan must be there already.
+    """Compute limits, figures and ratios from the answers; the plan must be in the report already.
 
     gap_closed                sum(hit - LRU) / sum(OPT - LRU) over all traces and capacities
-    worst_points_below_lru    the most that any cell of the policy stays below LRU, in points
-    admission_written_over_write_through_TRACE_PAIR   blocks written with the filter and without
-    admission_points_lost_TRACE_PAIR                  what write-back hits more without the filter
-    admission_points_below_write_through_TRACE_PAIR   what write-through hits more
+    worst_points_below_lru    the most points by which the policy is below LRU, over all cells
+    admission_written_over_write_through_TRACE_PAIR   blocks written with the filter, over those
+    that write-through writes
+    admission_points_lost_TRACE_PAIR                  points that the filter loses in write-back
+    admission_points_below_write_through_TRACE_PAIR   points by which it is below write-through
     """
     report.figures["plan"]["traces"] = {
         name: {
@@ -80,7 +81,7 @@ def fill_report(
                     "microseconds_per_block": 1e6 * answer.seconds / trace.num_accesses,
                 }
             case replay.PairCell() as cell, replay.TwoTierOutcome() as outcome:
-                # In percent of the distinct blocks.
+                # The capacities in percent of the distinct blocks.
                 pair = f"{cell.upper_percent}_over_{cell.lower_percent}"
                 rows = two[trace.name].setdefault(pair, {})
                 rows[row_name(cell)] = asdict(outcome) | {"hit_percent": outcome.hit_percent}
@@ -105,7 +106,7 @@ def row_name(cell: replay.PairCell) -> str:
 
 
 def _in_order(rows: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Rows with ascending capacities, policies before the limits that they are compared with."""
+    """The rows with ascending capacities; policies come before the limits."""
     names = [name for name in rows if name not in _BASELINES] + list(_BASELINES)
     return {name: dict(sorted(rows[name].items(), key=lambda item: int(item[0]))) for name in names}
 
@@ -123,7 +124,7 @@ def _add_policy_ratios(report: Report) -> None:
         gain = sum(hit - lru for hit, lru, _ in cells)
         gap = sum(opt - lru for _, lru, opt in cells)
         worst = max(worst, *(lru - hit for hit, lru, _ in cells))
-        # Where nothing can be gained there is no share of it.
+        # If nothing can be gained, there is no share of it.
         if gap > 0:
             report.ratios[f"gap_closed_{name}"] = gain / gap
         pooled_gain += gain
@@ -152,7 +153,7 @@ def _add_admission_ratios(report: Report) -> None:
 
 
 def print_traces(report: Report) -> None:
-    """Print the tables of one tier and of two."""
+    """Print the tables of one tier and of two tiers."""
     percents = [str(percent) for percent in report.figures["plan"]["capacities_percent"]]
     for name, rows in report.figures["one_tier"].items():
         infinite = report.limits[f"infinite_{name}"]
@@ -220,7 +221,7 @@ _DASHED = (replay.OPT, replay.HEADS_FIRST)
 
 
 def plot_traces(report: Report, path: Path) -> Path:
-    """A column for each trace: one tier above, two tiers below."""
+    """Draw a column for each trace: one tier above, two tiers below."""
     names = list(report.figures["one_tier"])
     figure, panels = new_figure(2, len(names), 6.0)
     for column, name in enumerate(names):
@@ -253,8 +254,8 @@ def _plot_hits(axes: Any, rows: Mapping[str, Any], report: Report, name: str) ->
 
 
 def _plot_writes(axes: Any, pairs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """A bar for each row of the table of the middle pair: what it writes, and beside it its hits.
-    The other pairs are in the JSON and in the tables."""
+    """Draw a bar of the blocks written for each row of the middle pair, with its hits beside the
+    bar. The JSON and the tables have the other pairs."""
     pair = list(pairs)[len(pairs) // 2]
     rows = pairs[pair]
     written = [cells["written_per_block"] for cells in rows.values()]
@@ -275,13 +276,13 @@ def _plot_writes(axes: Any, pairs: Mapping[str, Mapping[str, Mapping[str, float]
 
 CAPACITIES_PERCENT = (1, 2, 5, 10, 20, 50)
 PAIRS_PERCENT = ((1, 5), (2, 10), (5, 20))
-# Requests of the made-up traces: as many as the public ones have, and a small form.
+# Requests of the made-up traces: as many as the public traces have, and fewer for --quick.
 _REQUESTS = {CHAT.name: (12_000, 1_500), AGENTS.name: (7_000, 600)}
 MAX_SEED = 2**32 - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    """Add the options of this benchmark; `stratakv bench` itself adds `--quick` and `--out`."""
     parser.add_argument(
         "paths", metavar="PATH", nargs="*",
         help="traces, or folders of them (default: made-up ones)",
@@ -298,7 +299,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay everything; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    """Replay everything; return 0, or 1 after an error message. Raises ConfigError."""
     policy = choose_policy(arguments.policy)
     admission = choose_filter(arguments.admission)
     readers.integer_within(0, MAX_SEED)("--seed", arguments.seed)
@@ -316,8 +317,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_policy(name: str | None) -> str:
-    """The policy that the ratios are about: a name, or the `module:attribute` that makes it. Raises
-    ConfigError for an unknown one, and for one that cannot be loaded or breaks the contract."""
+    """The policy of the ratios: a name, or the `module:attribute` that makes one. Raises
+    ConfigError for an unknown policy, and for one that cannot be loaded or breaks the contract."""
     if name is None:
         return DEFAULT_POLICY
     if ":" not in name:
@@ -330,7 +331,7 @@ def choose_policy(name: str | None) -> str:
 
 
 def choose_filter(name: str | None) -> str:
-    """The admission filter that the ratios are about. Raises ConfigError for an unknown one."""
+    """The admission filter of the ratios. Raises ConfigError for an unknown filter."""
     return DEFAULT_FILTER if name is None else _known("--admission", name, known_filters())
 
 
@@ -342,7 +343,7 @@ def _known(flag: str, name: str, table: Sequence[str]) -> str:
 
 
 def choose_sources(arguments: argparse.Namespace) -> list[replay.Source]:
-    """The traces named, or those to make up. Raises TraceError, ConfigError."""
+    """The named traces, or those to make up. Raises TraceError, ConfigError."""
     if arguments.paths:
         if arguments.quick:
             raise ConfigError("--quick replays made-up traces; leave out PATH, or --quick")
@@ -356,7 +357,7 @@ def choose_sources(arguments: argparse.Namespace) -> list[replay.Source]:
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """Names that can be keys of the report: letters, digits and underscores, each once."""
+    """Unique names for keys of the report, of letters, digits and underscores."""
     plain = [re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") or "trace" for name in names]
     unique: list[str] = []
     for name in plain:
@@ -384,7 +385,7 @@ def measure(
     policy: str,
     admission: str,
 ) -> None:
-    """Run every cell. Raises CellFailed."""
+    """Run every cell and fill the report. Raises CellFailed."""
     report.figures["plan"] = {
         "capacities_percent": list(CAPACITIES_PERCENT),
         "pairs_percent": [list(pair) for pair in PAIRS_PERCENT],
@@ -404,7 +405,7 @@ def measure(
 
 
 def make_cells(names: Sequence[str], policy: str, admission: str) -> list[replay.AnyCell]:
-    """Everything to replay, trace by trace."""
+    """All cells to replay, trace by trace."""
     cells: list[replay.AnyCell] = []
     for name in names:
         cells.append(

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces, read or made up. They are JSON Lines, plain or gzip, with the fields of
-Mooncake's FAST'25 traces.
+"""Traces, read or made up. They are JSON Lines, plain or gzip, with the fields of Mooncake's
+FAST'25 traces.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …]}
 
-`timestamp` is in milliseconds and never decreases. Each id of `hash_ids` stands for 512 tokens and
-all before them, head first; the last block of a prompt may be partial, or be left out. Other fields
-(`session_id` of the agent traces) are not needed. A trace comes from outside, so everything in it
-is bounded, and an error names the line.
+`timestamp` is in milliseconds and never decreases. An id in `hash_ids` stands for a block of 512
+tokens and all blocks before it, head first. The last block of a prompt may be partial or be left
+out. Other fields (`session_id` of the agent traces) are not used. Since a trace comes from outside,
+everything in it is bounded, and an error names the line.
 
-Blocks are numbered from 0 in the order of their first use, so that an array can be indexed by them;
-policies see 40-byte keys, as long and as even in their bits as those of the product.
+Blocks are numbered from 0 in the order of their first use, so that they can index an array.
+Policies get 40-byte keys, as long and as evenly distributed as the product's keys.
 
-Made-up traces are sessions of turns that look, to a cache, like chats or like coding agents. They
-start at random. Each begins with one of a few system prompts that many share, and after every turn
-goes on with a probability that depends on how many turns it has had, after a gap. A turn adds
-blocks to those of the turn before; now and then it goes back to an earlier place and branches off.
-The numbers of `CHAT` and `AGENTS` are measured on public traces of both kinds.
+Made-up traces are sessions of turns that look to a cache like chats or like coding agents. Sessions
+start at random times. Each begins with one of a few shared system prompts. After each turn it goes
+on, after a gap, with a probability that depends on the number of turns so far. A turn adds blocks
+to those of the turn before; sometimes it goes back to an earlier place and branches off. The
+numbers of `CHAT` and `AGENTS` are measured on public traces of both kinds.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Trace:
-    """Prompts whose blocks are prefix-chained: every block has one predecessor, always the same."""
+    """Prompts whose blocks are prefix-chained: each block always has the same predecessor."""
 
     name: str
     prompts: Sequence[Prompt]
 
     @cached_property
     def num_accesses(self) -> int:
-        """Blocks of all prompts, each as often as it was asked for."""
+        """The number of blocks of all prompts; a block counts each time it occurs."""
         return sum(len(prompt.chain) for prompt in self.prompts)
 
     @cached_property
     def num_blocks(self) -> int:
-        """The number of distinct blocks, which have the numbers from 0 on."""
+        """The number of distinct blocks; they are numbered from 0."""
         return 1 + max((max(prompt.chain, default=-1) for prompt in self.prompts), default=-1)
 
     @property
@@ -72,14 +72,14 @@ class Trace:
 
     @cached_property
     def keyed_chains(self) -> list[list[bytes]]:
-        """The chains as keys; equal blocks share one object, so that comparing them is cheap."""
+        """The chains as keys. Equal blocks share one object, so that comparing them is cheap."""
         keys = [key_of(block) for block in range(self.num_blocks)]
         return [[keys[block] for block in prompt.chain] for prompt in self.prompts]
 
     @cached_property
     def next_uses(self) -> list[array[int]]:
-        """The index of the next prompt that has a block, for each block of each prompt; past the
-        last prompt where there is none."""
+        """The index of the next prompt with the same block, for each block of each prompt; the
+        number of prompts if there is none."""
         coming = array("q", [len(self.prompts)]) * self.num_blocks
         result: list[array[int]] = []
         for index in range(len(self.prompts) - 1, -1, -1):
@@ -91,7 +91,7 @@ class Trace:
         return result
 
     def capacity_blocks(self, percent: float) -> int:
-        """A share of the distinct blocks, `percent` % of them; one at least."""
+        """The number of blocks that are `percent` % of the distinct blocks, at least one."""
         return max(1, int(self.num_blocks * percent / 100))
 
 
@@ -112,7 +112,7 @@ _Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHAIN_BLOCKS * BLOCK_TOKENS)]
 
 
 class TraceError(ValueError):
-    """A path or a line that is no trace; the message says what was expected and what came."""
+    """A path or line that is no trace; the message has the expected and the actual value."""
 
 
 class _Line(msgspec.Struct):
@@ -123,7 +123,8 @@ class _Line(msgspec.Struct):
 
 
 def trace_files(paths: list[Path]) -> list[Path]:
-    """The files that paths name, a folder standing for all traces below it. Raises TraceError."""
+    """The trace files that the paths name. A folder stands for all traces below it. Raises
+    TraceError."""
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -144,7 +145,7 @@ def trace_files(paths: list[Path]) -> list[Path]:
 
 
 def is_trace(path: Path) -> bool:
-    """Whether a path is a file whose name ends as a trace's does."""
+    """Whether the path is a file whose name ends as a trace's does."""
     return path.name.endswith(SUFFIXES) and path.is_file()
 
 
@@ -154,7 +155,7 @@ def trace_name(path: Path) -> str:
 
 
 def read_trace(path: Path) -> Trace:
-    """All requests of a file. Raises TraceError."""
+    """The trace in a file. Raises TraceError."""
     reader = _Reader(path.name)
     try:
         is_packed = path.name.endswith(".gz")
@@ -182,19 +183,19 @@ def _lines(file: BinaryIO, name: str) -> Iterator[bytes]:
 
 
 class _Reader:
-    """Turns lines into prompts, and checks each against those before it."""
+    """Converts lines into prompts, and checks each line against the lines before it."""
 
     def __init__(self, name: str) -> None:
         self.prompts: list[Prompt] = []
         self._name = name
         self._decoder = msgspec.json.Decoder(_Line)
         self._numbers: dict[int, int] = {}  # id → block number
-        self._parents: list[int] = []  # by block number; -1 for a head
+        self._parents: list[int] = []  # parent of each block number; -1 for a head
         self._accesses = 0
         self._last_timestamp = 0.0
 
     def take(self, number: int, line: bytes) -> None:
-        """Take one line; an empty one is passed over."""
+        """Convert one line; skip an empty one."""
         if not line.strip():
             return
         try:
@@ -243,12 +244,12 @@ class _Reader:
         return chain
 
 
-_P90 = 1.2815515655446004  # of the standard normal distribution
+_P90 = 1.2815515655446004  # 90th percentile of the standard normal distribution
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """A log-normal distribution, by what is measured of one."""
+    """A log-normal distribution, given by its measured median and 90th percentile."""
 
     p50: float
     p90: float
@@ -259,19 +260,19 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Distributions of sessions. Probabilities by turn start at the first; the last one holds
-    on."""
+    """Distributions of sessions. A probability by turn starts with the first turn; later turns than
+    listed have the last one."""
 
     name: str
     sessions_per_second: float
     continues_by_turn: tuple[float, ...]
     gap_seconds: Quantiles
-    first_blocks: Quantiles  # of the first turn, behind the system prompt
-    added_blocks: Quantiles  # of each later turn
+    first_blocks: Quantiles  # added in the first turn after the system prompt
+    added_blocks: Quantiles  # added in each later turn
     system_prompts: int
     system_blocks: int
-    branches: float  # the probability that a turn goes back
-    has_partial_blocks: bool  # the last block is replaced by the next turn
+    branches: float  # the probability that a turn goes back to an earlier place
+    has_partial_blocks: bool  # whether the next turn replaces the last block
     max_blocks: int
 
 
@@ -336,11 +337,11 @@ class _Generator:
         return Trace(self._shape.name, prompts)
 
     def _at(self, when: float, session: _Session | None) -> None:
-        self._serial += 1  # orders events of one moment
+        self._serial += 1  # orders events with equal times
         heapq.heappush(self._events, (when, self._serial, session))
 
     def _head(self) -> list[int]:
-        """The blocks of a random system prompt, of which the first ones are the most frequent."""
+        """The blocks of a random system prompt. The first prompts are the most frequent."""
         weights = [1 / rank for rank in range(1, self._shape.system_prompts + 1)]
         [chosen] = self._rng.choices(range(self._shape.system_prompts), weights)
         if chosen not in self._heads:
@@ -372,5 +373,5 @@ class _Generator:
 
 
 def generate(shape: Shape, requests: int, seed: int) -> Trace:
-    """A trace of so many prompts; the same for the same seed."""
+    """A trace of `requests` prompts, the same for the same seed."""
     return _Generator(shape, seed).run(requests)

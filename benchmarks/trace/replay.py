@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tier or two, replayed: a trace against an eviction policy, without moving a byte.
+"""Replays a trace against an eviction policy, in one tier or two, without moving bytes.
 
-A prompt is served from the leading run of its blocks that are resident (the prefix rule); then the
-others come in, as the CPU slab takes them: room is made by the policy, blocks of the call itself
-are not evicted for one another, and what still does not fit is the tail. Requests run one by one,
-only the blocks of prompts are kept, and tiers start empty.
+A prompt is served from the leading run of its resident blocks (the prefix rule). Its other blocks
+are then stored, as in the CPU slab: the policy evicts to make room, but no block of the same
+prompt, and a tail that still does not fit is left out. Requests run one by one, only prompts'
+blocks are stored, and tiers start empty.
 
-Of two tiers a small one (the pool, or the slab) lies over a larger one that is written to:
-    write-through  every block goes to both at once
-    write-back     the upper tier's victims go below if the filter admits them; a block that is read
-                   up leaves its copy below, so it is never written twice while that copy stays
-    exclusive      the same, but a block that is read up leaves the lower tier
-The leading run that is in either tier is served, each block from the upper one where that has it.
-What a policy of the lower tier is told: a block was used when it was read up or when the upper tier
-gave it up.
+In two tiers a small one (the pool or the slab) lies above a larger one that is written to:
 
-A cell of the tables is one replay, in this process or in a worker. It is a few plain values, so
-that it can go to another process, where the traces are read or generated again.
+    write-through  every block is stored in both at once
+    write-back     the upper tier's victims are stored below if the filter admits them; a block that
+                   is promoted keeps its copy below, so it is not written again while the copy stays
+    exclusive      the same, but a promoted block is removed from the lower tier
+
+The leading run of blocks that are in either tier is served; a block in both comes from the upper
+tier. The lower tier's policy counts a block as used when it is promoted and when the upper tier
+evicts it.
+
+A cell of the tables is one replay, in this process or in a worker. It consists of a few plain
+values, so that it can be sent to a worker, which reads or generates the trace again.
 """
 
 from __future__ import annotations
@@ -40,12 +42,13 @@ from ...tiers.processes.python_command import spawn_context
 from .formats import BLOCK_TOKENS, SHAPES, Trace, generate, read_trace
 
 _WEIGHT_FLOPS = 2 * 8.0e9  # for each token
-_ATTENTION_FLOPS = 4 * 32 * 4096  # for each token and each one before it: layers, hidden size
+_ATTENTION_FLOPS = 4 * 32 * 4096  # for each token and each token before it: layers, hidden size
 _ATTENTION_PER_BLOCK = _ATTENTION_FLOPS * BLOCK_TOKENS / _WEIGHT_FLOPS
 
 
 def prefill_work(blocks: int) -> float:
-    """The work of the first `blocks` blocks of a prompt; that of later ones is the difference."""
+    """The prefill work of a prompt's first `blocks` blocks. The work of later blocks is a
+    difference."""
     return blocks + _ATTENTION_PER_BLOCK * blocks * blocks / 2
 
 
@@ -58,7 +61,7 @@ class Outcome:
 
 
 class ReplayTier:
-    """A tier that does with keys what `CpuSlab` does, and nothing with bytes."""
+    """A tier that handles keys as `CpuSlab` does, without bytes."""
 
     def __init__(self, policy: EvictionPolicy, capacity_blocks: int) -> None:
         self.policy = policy
@@ -66,7 +69,7 @@ class ReplayTier:
         self.resident: set[bytes] = set()
 
     def leading_hits(self, chain: Sequence[bytes]) -> int:
-        """The length of the leading run of `chain` that is resident. Changes nothing."""
+        """The number of resident blocks at the start of `chain`. Changes nothing."""
         resident = self.resident
         for index, key in enumerate(chain):
             if key not in resident:
@@ -76,8 +79,9 @@ class ReplayTier:
     def make_room(
         self, count: int, wanted: Sequence[bytes], coming: Sequence[bytes] | None = None
     ) -> list[bytes]:
-        """Evict until `count` blocks fit, without a block of `wanted`, and as far as the policy
-        finds the `coming` ones worth it: by default all of `wanted` that are not resident."""
+        """Evict until `count` blocks fit, or fewer if the policy prefers the present blocks to the
+        `coming` ones. No block of `wanted` is evicted. `coming` defaults to the blocks of `wanted`
+        that are not resident. Return the victims."""
         excess = count - (self.capacity_blocks - len(self.resident))
         if excess <= 0:
             return []
@@ -90,14 +94,14 @@ class ReplayTier:
         return victims
 
     def take_in(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Keep blocks that are not resident, head first, as many as fit; those kept."""
+        """Store as many of these new blocks as fit, head first; return the stored ones."""
         kept = keys[: self.capacity_blocks - len(self.resident)]
         self.resident.update(kept)
         return kept
 
 
 def replay(trace: Trace, policy: EvictionPolicy, capacity_blocks: int) -> Outcome:
-    """Run a trace through an empty tier of `capacity_blocks`."""
+    """Run a trace through an empty tier of `capacity_blocks` blocks."""
     tier = ReplayTier(policy, capacity_blocks)
     resident = tier.resident
     hits_by_prompt = []
@@ -108,14 +112,15 @@ def replay(trace: Trace, policy: EvictionPolicy, capacity_blocks: int) -> Outcom
         missing = [key for key in chain[hits:] if key not in resident]
         tier.make_room(len(missing), chain)
         kept = tier.take_in(missing)
-        # Tails first, so that they are evicted first, and what was used after what is new.
+        # Tails first, so that they are evicted first; used blocks after new ones, so that they
+        # stay.
         policy.insert(reversed(kept))
         policy.touch(reversed(chain[:hits]))
     return outcome(trace, hits_by_prompt)
 
 
 def outcome(trace: Trace, hits_by_prompt: Sequence[int]) -> Outcome:
-    """The shares that so many leading blocks of each prompt make up."""
+    """The served shares, given the number of leading blocks that each prompt found."""
     saved = work = 0.0
     for prompt, hits in zip(trace.prompts, hits_by_prompt, strict=True):
         saved += prefill_work(hits)
@@ -127,12 +132,12 @@ _ABSENT = -1
 
 
 def replay_opt(trace: Trace, capacity_blocks: int) -> Outcome:
-    """Run a trace through an empty tier that knows the rest of it."""
+    """Run a trace through an empty tier that evicts with knowledge of all later prompts."""
     prompts = trace.prompts
     never = len(prompts)
     depths = 1 + max((len(prompt.chain) for prompt in prompts), default=0)
-    # By block: the prompt it is kept for. The heap holds prompt and depth as one number, the
-    # farthest first; an entry counts only while its block is kept for that very prompt.
+    # Block → the prompt it is kept for. The heap holds prompt and depth as one number, the farthest
+    # first. An entry is valid only while its block is kept for that prompt.
     kept_for = array("q", [_ABSENT]) * trace.num_blocks
     farthest: list[int] = []
     num_kept = 0
@@ -162,7 +167,7 @@ def replay_opt(trace: Trace, capacity_blocks: int) -> Outcome:
 
 
 def replay_heads_first(trace: Trace, capacity_blocks: int) -> Outcome:
-    """LRU that takes block after block of each prompt, the head first."""
+    """Run a trace through LRU that uses each prompt's blocks one by one, head first."""
     order: OrderedDict[int, None] = OrderedDict()
     hits_by_prompt = []
     for prompt in trace.prompts:
@@ -179,7 +184,7 @@ def replay_heads_first(trace: Trace, capacity_blocks: int) -> Outcome:
 
 
 class Arrangement(Enum):
-    """The blocks of the upper tier that the lower one holds too."""
+    """The relation between the blocks of the two tiers."""
 
     WRITE_THROUGH = "write-through"
     WRITE_BACK = "write-back"
@@ -188,11 +193,11 @@ class Arrangement(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TwoTierOutcome:
-    """The shares that each tier served, and the blocks written below."""
+    """The shares that each tier served, and the blocks written to the lower tier."""
 
     upper_percent: float  # hits, of the prompts' blocks
     lower_percent: float
-    written_per_block: float  # blocks written below for each block of a prompt
+    written_per_block: float  # written to the lower tier, per block of a prompt
 
     @property
     def hit_percent(self) -> float:
@@ -202,7 +207,7 @@ class TwoTierOutcome:
 
 @dataclass(slots=True)
 class TwoTiers:
-    """An upper and a lower tier and what moves between them."""
+    """An upper and a lower tier, and the moves between them."""
 
     arrangement: Arrangement
     upper: ReplayTier
@@ -247,7 +252,7 @@ class TwoTiers:
         missing = [key for key in chain if key not in upper.resident]
         victims = upper.make_room(len(missing), chain)
         kept = upper.take_in(missing)
-        # A prompt longer than the upper tier runs over into the lower one.
+        # Blocks of a prompt that is longer than the upper tier go to the lower one.
         lost = [*victims, *reversed(missing[len(kept) :])]
         if self.arrangement is Arrangement.EXCLUSIVE:
             moved = [key for key in missing if key in lower.resident]
@@ -259,8 +264,8 @@ class TwoTiers:
         upper.policy.touch(reversed(upper_hits))
 
     def _give_up(self, lost: Sequence[bytes], now: float) -> None:
-        """Move blocks that the upper tier lost, the coldest first: copies below were used until
-        now, a block without a copy there is written if it is admitted."""
+        """Move blocks that left the upper tier to the lower one, the coldest first. A copy that is
+        there counts as used now; a block without a copy is written if the filter admits it."""
         copies = {key for key in lost if key in self.lower.resident}
         new = [key for key in lost if key not in copies]
         verdicts = self.admission.admit(new, now)
@@ -273,7 +278,8 @@ class TwoTiers:
                 self.lower.policy.insert((key,))
 
     def _make_and_take(self, keys: Sequence[bytes], *, wanted: Sequence[bytes]) -> Sequence[bytes]:
-        """Take keys in below, heads first, so that tails are left out where not all fit."""
+        """Store blocks in the lower tier, heads first, so that tails are left out if not all
+        fit."""
         self.lower.make_room(len(keys), wanted, keys)
         kept = self.lower.take_in(keys)
         self.written += len(kept)
@@ -287,7 +293,7 @@ def replay_two_tiers(
     lower: ReplayTier,
     admission: AdmissionFilter | None = None,
 ) -> TwoTierOutcome:
-    """Run a trace through both tiers, which must be empty; all blocks are admitted by default."""
+    """Run a trace through two empty tiers. Without a filter all blocks are admitted."""
     tiers = TwoTiers(arrangement, upper, lower, admission or AdmitAll())
     for prompt, chain in zip(trace.prompts, trace.keyed_chains, strict=True):
         tiers.run(chain, prompt.arrival_seconds)
@@ -302,9 +308,9 @@ ADMIT_ALL = "all"
 OPT = "opt"
 HEADS_FIRST = "lru, heads first"
 MAX_WORKERS = 2
-# Starting workers takes about a second, which is what so many block accesses take.
+# Starting workers takes about a second, as much as this many block accesses.
 WORKERS_FROM_ACCESSES = 4_000_000
-CELL_SECONDS = 3600.0  # a policy that takes longer over one cell is broken
+CELL_SECONDS = 3600.0  # a policy that takes longer for one cell is broken
 
 
 class CellFailed(RuntimeError):
@@ -329,7 +335,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A replay: `row` is a policy, or OPT or HEADS_FIRST, at one capacity."""
+    """A replay of one tier: `row` is a policy, or OPT or HEADS_FIRST, at one capacity."""
 
     trace: str
     row: str
@@ -346,7 +352,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class PairCell:
-    """A replay of two tiers; `lower` is the policy of the lower one, the upper one's is LRU."""
+    """A replay of two tiers. `lower` is the lower tier's policy; the upper tier has LRU."""
 
     trace: str
     upper_percent: int
@@ -381,16 +387,16 @@ class Answer:
 def run_cells(
     cells: Sequence[AnyCell], sources: Sequence[Source], traces: Mapping[str, Trace]
 ) -> Iterator[Answer]:
-    """The answers as they come. Raises CellFailed."""
+    """Run the cells; yield answers as they come. Raises CellFailed."""
     accesses = sum(traces[cell.trace].num_accesses for cell in cells)
     workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     if workers < 2 or accesses < WORKERS_FROM_ACCESSES:
         for cell in cells:
             yield _run(cell, traces[cell.trace])
         return
-    # The large ones first, so that no worker is left alone with one at the end.
+    # Large cells come first, so that no worker runs one alone at the end.
     ordered = sorted(cells, key=lambda cell: -traces[cell.trace].num_accesses)
-    # Not forked: this process may have threads.
+    # Spawned and not forked, because this process may have threads.
     with spawn_context() as spawn, spawn.Pool(workers, _start_worker, (list(sources),)) as pool:
         answers = pool.imap_unordered(_run_in_worker, ordered)
         for _ in ordered:
@@ -404,14 +410,14 @@ def run_cells(
 
 
 def _run(cell: AnyCell, trace: Trace) -> Answer:
-    _ = trace.keyed_chains, trace.next_uses  # made once, and not part of what is timed
+    _ = trace.keyed_chains, trace.next_uses  # made before the clock starts
     start = time.perf_counter()
     outcome = cell.run(trace)
     return Answer(cell, outcome, time.perf_counter() - start)
 
 
 _sources: dict[str, Source] = {}
-_loaded: dict[str, Trace] = {}  # in a worker: the trace at hand
+_loaded: dict[str, Trace] = {}  # in a worker: the trace of its last cell
 
 
 def _start_worker(sources: Sequence[Source]) -> None:

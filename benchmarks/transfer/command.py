@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `stratakv bench transfer`; the package says what that measures."""
+"""Runs `stratakv bench transfer`; the package's docstring describes the measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LABELS = {
 
 
 def print_transfer(report: Report) -> None:
-    """Print figure, limit, ratio and gate of each row."""
+    """Print the figure, limit, ratio and gate of each row."""
     rows = []
     for name, gate in copy_case.GATES.items():
         ratio = report.ratios[name]
@@ -60,7 +60,7 @@ def print_layer_ranges(report: Report) -> None:
 
 
 def plot_transfer(report: Report, path: Path) -> Path:
-    """Bars of the copying ratios by size of block, and of what submitting costs."""
+    """Draw bars of the copy ratios by block size, and of the cost of submitting."""
     figure, [[copies, submits]] = new_figure(1, 2, 4.4, width_ratios=(5, 2))
     sizes = list(copy_case.SIZES)
     series = {
@@ -84,7 +84,7 @@ def plot_transfer(report: Report, path: Path) -> Path:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Take all figures; 0, or 1 with the reason on the terminal."""
+    """Measure all figures; return 0, or 1 after printing an error."""
     scale = copy_case.QUICK if arguments.quick else copy_case.FULL
     report = Report("transfer", "stratakv bench transfer" + " --quick" * arguments.quick)
 
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, scale: copy_case.Scale) -> None:
-    """Fill the report. Raises WrongWork where wrong blocks were copied."""
+    """Measure everything and fill the report. Raises WrongWork if wrong blocks were copied."""
     region_bytes = footprint_bytes(scale.region_bytes)
     report.figures["plan"] = {
         "device": "cpu",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks from pool to slab and back, in jobs as the engine makes them, against memcpy.
+"""Blocks from pool to slab and back, in jobs as the engine makes them, compared with memcpy.
 
-The limit moves as many bytes between as random places of plain memory, in pieces of the same
-length, by as many threads. Every region is larger than what caches hold.
+The limit moves as many bytes between random places of plain memory, in pieces of the same length,
+with as many threads. Every region is larger than the caches.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SIZES: Mapping[str, int] = {
     "2MiB": 2 * MIB,
     "5MiB": 5 * MIB,
 }
-JOB_BLOCKS = 64  # what one step or one request moves
-RUN_BLOCKS = 8  # neighbours in the pool that are neighbours in the slab
+JOB_BLOCKS = 64  # blocks that one step or one request moves
+RUN_BLOCKS = 8  # blocks of a run, neighbours in pool and slab
 MOVES = (
     "pool_to_slab",
     "slab_to_pool",
@@ -55,7 +55,7 @@ class Scale:
     region_bytes: int  # of pool, slab and each plain region; at least this
     rounds: int
     submissions: int
-    cached: Sequence[str]  # rows of `layer_ranges.CACHED`
+    cached: Sequence[str]  # keys of `layer_ranges.CACHED`
 
 
 FULL = Scale(region_bytes=128 * MIB, rounds=15, submissions=101, cached=("1k", "3k", "8k"))
@@ -84,7 +84,7 @@ Pairs = Sequence[tuple[int, int]]  # block, slot
 
 
 class Rig:
-    """A real pool, slab, copy device and worker side, beside them plain memory for the limit."""
+    """A real pool, slab, copy device and worker, and plain memory for the limit."""
 
     def __init__(self, block_bytes: int, region_bytes: int) -> None:
         layout = layout_of(block_bytes)
@@ -95,7 +95,7 @@ class Rig:
         self._pool = KvPool(layout, self.num_blocks)
         self.pool: Bytes = pool_pages(self._pool.tensor, block_bytes)
         self.slab: Bytes = slab_pages(self._slab)
-        # Made as the pool is: the difference is the work of the device.
+        # Made as the pool is, so that the device's work is the only difference.
         plain = [KvPool(layout, self.num_blocks).tensor for _ in range(2)]
         self.plain: list[Bytes] = [pool_pages(tensor, block_bytes) for tensor in plain]
         noise = np.frombuffer(os.urandom(MIB), np.uint8)
@@ -110,19 +110,20 @@ class Rig:
         self._stamp = 0
 
     def stamp(self, region: Bytes) -> None:
-        """Make every block of a region different from all that were there before."""
+        """Give every block of a region a stamp that no block had before."""
         for block in region:
             self._stamp += 1
             block[:8] = np.frombuffer(self._stamp.to_bytes(8, "little"), np.uint8)
 
     def check(self, source: Bytes, target: Bytes, moves: Pairs) -> None:
-        """Raise WrongWork unless the blocks of `source` are where they should be in `target`."""
+        """Raises WrongWork unless `target` holds the blocks of `source` at the places in
+        `moves`."""
         for at, to in moves:
             if not np.array_equal(source[at], target[to]):
                 raise WrongWork(f"block {at} was copied, but {to} does not hold it")
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Stop the worker and the device, and free the memory."""
         self.worker.shutdown()
         if not self.device.close(_CLOSE_SECONDS):
             raise WrongWork("copies were still running at the end")
@@ -132,7 +133,7 @@ class Rig:
         gc.collect()
 
     def comparisons(self, size: str) -> list[Comparison]:
-        """Comparisons for each of MOVES, in their order."""
+        """The comparisons of MOVES, in that order."""
         run = max(1, min(RUN_BLOCKS, self.num_blocks // 4))
         sides = (
             (lambda: self.move(Stream.STORE), self.copy),
@@ -147,7 +148,8 @@ class Rig:
         ]
 
     def move(self, stream: Stream, run: int = 1) -> float:
-        """Every block once, in random order, `run` neighbours in the same order on both sides."""
+        """Copy every block once, in random order, in runs of `run` neighbours on both sides; return
+        bytes a second."""
         starts = self._random_places(run)
         moves = [(at + i, to + i) for at, to in starts for i in range(run)]
         sides = self.pool, self.slab
@@ -160,7 +162,7 @@ class Rig:
         return rate
 
     def copy(self, run: int = 1) -> float:
-        """The same between plain regions."""
+        """Copy as many bytes between plain regions; return bytes a second."""
         starts = self._random_places(run)
         source, target = self.plain
         began = time.perf_counter()
@@ -168,7 +170,7 @@ class Rig:
         return self._rate(began, run * len(starts))
 
     def move_both_ways(self) -> float:
-        """Half of the blocks out, to half of the slots, while the other slots go to the others."""
+        """Store half of the blocks while the other half is loaded; return bytes a second."""
         out, back = self._halves()
         self.stamp(self.pool)
         self.stamp(self.slab)
@@ -180,7 +182,7 @@ class Rig:
         return rate
 
     def copy_both_ways(self) -> float:
-        """The same between plain regions, by two threads."""
+        """Copy between plain regions in both directions with two threads; return bytes a second."""
         out, back = self._halves()
         one, other = self.plain
         began = time.perf_counter()
@@ -189,7 +191,7 @@ class Rig:
         return self._rate(began, len(out) + len(back))
 
     def _submit(self, stream: Stream, moves: Pairs) -> list[Event]:
-        """Submit jobs; `moves` lead from the stream's source to its target."""
+        """Submit jobs; `moves` are pairs (source, target) of the stream's direction."""
         events = []
         for start in range(0, len(moves), JOB_BLOCKS):
             sources, targets = zip(*moves[start : start + JOB_BLOCKS], strict=True)
@@ -207,7 +209,7 @@ class Rig:
                 raise WrongWork(f"a copy failed: {error}")
 
     def _random_places(self, run: int = 1) -> list[tuple[int, int]]:
-        """Random pairs: the first block of a run, and the first of its target."""
+        """Random pairs of the first place of a run and the first place of its target."""
         starts = range(0, self.num_blocks - run + 1, run)
         return list(
             zip(self.rng.sample(starts, len(starts)), self.rng.sample(starts, len(starts)),
@@ -215,7 +217,7 @@ class Rig:
         )  # fmt: skip
 
     def _halves(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(block, slot) of those that go out and (slot, block) of those that come back."""
+        """(block, slot) of half of the blocks, and (slot, block) of the other half."""
         places = self._random_places()
         half = len(places) // 2
         return places[:half], [(slot, block) for block, slot in places[half:]]
@@ -225,25 +227,25 @@ class Rig:
 
 
 def copy_plainly(source: Bytes, target: Bytes, moves: Pairs, length: int = 1) -> None:
-    """memcpy of `length` blocks at a time, at these places."""
+    """memcpy of `length` neighbouring blocks at a time, for each of `moves`."""
     for at, to in moves:
         np.copyto(target[to : to + length], source[at : at + length])
 
 
 @dataclass(slots=True)
 class Submissions:
-    """Processor seconds, one entry for each job; stores and loads in turn."""
+    """Processor seconds, one entry for each job; stores and loads alternate."""
 
     submit_seconds: list[float] = field(default_factory=list)
     copy_seconds: list[float] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
-        """The median ratio of submitting over copying, of neighbouring jobs."""
+        """The median ratio of submitting a job over copying as many blocks right before it."""
         return median(ratios(self.submit_seconds, self.copy_seconds))
 
     def figures(self) -> dict[str, float]:
-        """Entries of the JSON."""
+        """The JSON entries of these submissions."""
         return {
             "submissions": len(self.submit_seconds),
             "blocks": JOB_BLOCKS,
@@ -253,9 +255,9 @@ class Submissions:
 
 
 def take_submissions(rig: Rig, count: int) -> Submissions:
-    """Raises WrongWork where a job did not end well."""
+    """Time `count` submissions and as many copies. Raises WrongWork if a job failed."""
     taken = Submissions()
-    _submit(rig, 0)  # the first one pays for what is made once
+    _submit(rig, 0)  # the first job pays for one-time work
     for number in range(1, count + 1):
         moves = list(zip(_places(rig), _places(rig), strict=True))
         source, target = rig.plain
@@ -279,7 +281,7 @@ def _submit(rig: Rig, job_id: int) -> float:
 
 
 def _places(rig: Rig) -> list[int]:
-    """Random ones for a whole job, each of them once where there are so many."""
+    """Random places for a whole job; they repeat only if there are too few."""
     places = rig.rng.sample(range(rig.num_blocks), min(JOB_BLOCKS, rig.num_blocks))
     return (places * -(-JOB_BLOCKS // len(places)))[:JOB_BLOCKS]
 

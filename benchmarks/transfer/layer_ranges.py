@@ -2,12 +2,12 @@
 """The gain of computing the first layers while the last ones are still being loaded.
 
 Whole:   slots are copied to the pool, then the rest of the prompt is computed
-Ranges:  of every block first the lower layers are copied, then the upper ones; each layer waits for
-         its range alone, so computing and copying overlap
+Ranges:  the lower layers of all blocks are copied first, then the upper ones; each layer waits only
+         for its own range, so computing and copying overlap
 
-Both copy with one thread, as the device's load stream does, and compute the embedded model's own
-attention over the pool; both must give the same logits. The most that can be won is the shorter of
-the two parts, and is told beside it. The engine does not do this; `docs/tiers.md` says why.
+Both copy with one thread, as the device's load stream does, and compute the embedded model with its
+attention over the pool. Both must give the same logits. Overlap can save at most the shorter of the
+two parts; the report has that bound too. The engine does not do this; `docs/tiers.md` says why.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from ..harness.comparison import WrongWork
 from ..harness.report import median, percentile, ratios
 from .copy_case import WAIT_SECONDS
 
-BLOCK_TOKENS = 64  # of the embedded model's: 64 KiB a layer, the least that is worth a copy
-RANGES = (2, 6)  # how many a block is cut into; the model has 6 layers
+BLOCK_TOKENS = 64  # the embedded model's layer then has 64 KiB, the least that is worth a copy
+RANGES = (2, 6)  # ranges that a block is cut into; the model has 6 layers
 CACHED = {"1k": 1024, "3k": 3072, "8k": 8192}  # tokens
 SUFFIXES = (32, 512)
-# Behind a suffix as long as this the gain is too small to be seen, so fewer rounds do.
+# After so long a suffix the gain is too small to see, so it gets fewer rounds.
 LONG_SUFFIX, LONG_ROUNDS_SHARE = 512, 3
-# By number of ranges, 1 for whole: seconds to the first token, and of processors, of each round.
+# Number of ranges (1: whole) → (seconds to the first token, processor seconds) of each round.
 Taken = dict[int, list[tuple[float, float]]]
 
 
 def cell_name(cached: str, suffix: int, ranges: int) -> str:
-    """The name of a ratio: over 1, ranges are quicker."""
+    """The name of a ratio. Above 1, ranges are faster."""
     return f"layer_ranges_{cached}_{suffix}_in_{ranges}"
 
 
 def take_layer_ranges(cached: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
-    """The figures of every cell. Raises WrongWork where the two differ in what they compute."""
+    """The figures of every cell. Raises WrongWork if both ways give different logits."""
     place = _Place(max(CACHED[name] for name in cached) + max(SUFFIXES))
     figures: dict[str, dict[str, Any]] = {}
     for name in cached:
@@ -93,7 +93,7 @@ def _take_pair(prompt: _Prompt, ranges: int, taken: Taken, *, whole_first: bool)
 
 
 class _Place:
-    """The embedded model with a longer context, a pool, and memory in the place of a slab."""
+    """The embedded model with a longer context, a pool, and memory in place of a slab."""
 
     def __init__(self, num_tokens: int) -> None:
         self.spec = dataclasses.replace(load_model_spec(EMBEDDED_MODEL), max_positions=num_tokens)
@@ -111,7 +111,7 @@ class _Place:
 
 
 class _Prompt:
-    """`cached` tokens that lie in the slab, and `suffix` ones after them to be computed."""
+    """A prompt whose first `cached` tokens lie in the slab; `suffix` more are to be computed."""
 
     def __init__(self, place: _Place, cached: int, suffix: int) -> None:
         self._place = place
@@ -124,7 +124,8 @@ class _Prompt:
         self._table.array[0, : len(blocks)] = blocks
 
     def load_and_compute(self, num_ranges: int) -> torch.Tensor:
-        """The logits of the last token."""
+        """Load the cached tokens in `num_ranges` ranges and compute; return the last token's
+        logits."""
         here = [threading.Event() for _ in range(num_ranges)]
         thread = threading.Thread(target=self._copy, args=(here,))
         thread.start()
@@ -136,7 +137,8 @@ class _Prompt:
         return logits
 
     def forget(self) -> None:
-        """Fill the blocks in the pool with zeros: a layer that is read too early finds nothing."""
+        """Fill the prompt's blocks in the pool with zeros, so that reading a layer too early
+        shows."""
         for _, block in self._moves:
             self._place.pool[block] = 0
 
@@ -151,7 +153,7 @@ class _Prompt:
         return time.perf_counter() - began
 
     def _copy(self, here: Sequence[threading.Event]) -> None:
-        """Range by range, the lower layers of all blocks first."""
+        """Copy range by range, the lower layers of all blocks first."""
         source, target = self._place.slab, self._place.pool
         size = source.shape[1] // len(here)
         for index, event in enumerate(here):
@@ -178,12 +180,12 @@ class _Prompt:
 
 
 class _Waiting:
-    """Attention that waits for the range of its layer; for nothing where there are none."""
+    """Attention that waits for the range of its layer, or for nothing without ranges."""
 
     def __init__(self, inner: PagedAttention, here: Sequence[threading.Event], layers: int) -> None:
         self._inner = inner
         self._here = here
-        self._layers = layers  # of one range
+        self._layers = layers  # layers of one range
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, plan: AttentionPlan

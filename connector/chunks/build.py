@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the tiers for chunks of one size and one namespace, below any host.
 
-It asks the cache servers first. A server that refuses these chunks stops the start; a server that
-is down does not."""
+`open_chunk_tiers` asks the cache servers first. It raises an error if a server refuses these
+chunks, but not if a server is down."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ LEAST_SLOTS = 8
 
 
 def chunk_layout(chunk_bytes: int) -> BlockLayout:
-    """The layout of chunks of `chunk_bytes`. Only the host knows the layout inside a chunk; the
-    keys depend on it. Raises ConfigError for an odd size."""
+    """The layout of chunks of `chunk_bytes`. It does not describe the inside of a chunk, which only
+    the host knows; the keys depend on that. Raises ConfigError for an odd size."""
     if chunk_bytes < 2 or chunk_bytes % 2:
         raise ConfigError(
             f"a chunk has an even number of bytes, not {chunk_bytes}; what is compressed or packed "
@@ -91,8 +91,8 @@ def open_chunk_tiers(
 
 
 def _make_folders(paths: Sequence[Path], is_each_required: bool) -> None:
-    """Make the directories of the ssd tier. Raises ConfigError if all fail, or if one fails and all
-    are required: otherwise an absent disk among several may come later."""
+    """Make the directories of the ssd tier. Raises ConfigError if all fail, or if one fails and
+    `is_each_required`. Otherwise a missing disk may appear later."""
     refused = []
     for path in paths:
         try:

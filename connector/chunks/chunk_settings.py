@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of tiers below another project's engine, read from its JSON object.
 
-A setting's name is StrataKV's flag without `--kv-offload-`, with underscores. A `Host` adds fields
-to `HostSettings`, and its own defaults.
+A setting's name is StrataKV's flag without `--kv-offload-`, with underscores. Each `Host` has
+`HostSettings` or a subclass with more fields, and its own defaults.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def sglang_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chunk_host(name: str) -> Host[ChunkSettings]:
-    """A host that gives the tiers each chunk it has no room for, once. By default the tiers admit
-    every chunk, because the host has already chosen it."""
+    """The `Host` of an engine that passes each chunk to the tiers once, when it has no room for it.
+    By default the tiers admit every chunk, because the host has already chosen it."""
     defaults = {"cpu_bytes": "1GiB", "cpu_policy": "lru", "ssd_admission": "all"}
     return Host(name, ChunkSettings, defaults, needs_store=True)

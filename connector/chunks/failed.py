@@ -15,7 +15,8 @@ MAX_FORGOTTEN = 65536
 
 
 class FailedChunks:
-    """The keys of these chunks. The caller holds its lock. `version` changes with each `add`."""
+    """The keys of chunks whose load failed. The caller must hold its lock. `version` changes with
+    each `add`."""
 
     def __init__(self) -> None:
         self.version = 0

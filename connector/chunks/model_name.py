@@ -3,9 +3,9 @@
 
     name = "sha256:" | SHA-256( canonical CBOR of [file name, digest] of each file )
 
-The files lie in the directory that the host was given, or in the Hub's cache. A host may read any
-of them, so all count except hidden files and pages of text. `settings_text` covers the host's
-settings that change the numbers in a cache.
+The files lie in the directory that the host was given, or in the cache of the Hugging Face Hub. All
+files there count except hidden ones and Markdown, because a host may read any of them.
+`settings_text` covers the host's settings that change the numbers in a KV cache.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def name_model(
 
 
 def warn_of_unseen(host: str, model: HostModel, name: ModelName, revision: str | None) -> None:
-    """Warn at the start if only the host's name identifies the model, and no `revision` is set."""
+    """Warn if only the host's name, and no digest or `revision`, identifies the model."""
     if name.unseen and not revision:
         log.warning(
             "StrataKV below %s names the blocks of %s by that name, not by its bytes: %s. Set "
@@ -86,13 +86,13 @@ def warn_of_unseen(host: str, model: HostModel, name: ModelName, revision: str |
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
-    """A digest of the host's settings that change numbers, 64 hexadecimal digits."""
+    """A digest (64 hexadecimal digits) of the host's settings that change numbers in its cache."""
     text = json.dumps(settings, sort_keys=True, separators=(",", ":"), default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
-    """Replace a value that JSON cannot hold by its fields or its type, never by its address."""
+    """The fields or the type of a value that JSON cannot hold, never a text with its address."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, set | frozenset):
@@ -105,7 +105,7 @@ def _plain(value: Any) -> Any:
 
 
 def _path_of(model: HostModel) -> Path | None:
-    """The directory or file on this machine; None if there is none."""
+    """The model's directory or file on this machine; None if there is none."""
     try:
         path = Path(model.name)
         if path.exists():
@@ -128,7 +128,7 @@ def _path_of(model: HostModel) -> Path | None:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files of the model except hidden ones and pages of text, sorted by name."""
+    """The files of the model except hidden ones and Markdown, sorted by name."""
     if path.is_file():
         return [path]
     try:

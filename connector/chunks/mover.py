@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common base of tiers below other engines: the thread that drives the hierarchy, the copies
-between the host's memory and the slab, and an orderly end.
+"""The common base class of tiers below other engines: the thread that drives the hierarchy, the
+copies between the host's memory and the slab, and an orderly shutdown.
 
     store   host's bytes ──digest, copy──► slot of the slab ──► SSD, cache servers
     load    SSD, cache servers ──► slot of the slab ──copy, digest──► host's bytes
 
-A subclass defines the jobs and begins them. vLLM's scheduler must not wait, so
-`vllm/tier_transfers.py` makes its tickets in the call. In `tiers.py` stores wait for room, and
+A subclass defines the jobs and begins them. In `vllm/tier_transfers.py` each call begins its job at
+once, because vLLM's scheduler must not wait. In `tiers.py` stores wait for room in the slab, and
 answers are futures.
 """
 
@@ -60,15 +60,16 @@ class _Arrived(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """The result of a load: keys of the chunks that have not come and of those with wrong bytes."""
+    """The result of a load: the keys of chunks that did not come, and of those with wrong bytes."""
 
     missing: list[bytes]
     damaged: list[bytes]
 
 
 class ChunkMover(ABC):
-    """Takes over the assembly. `lock` guards the hierarchy, `failed` and the jobs; it is held for
-    short work in memory, never during a copy. After the thread fails, every chunk is a miss."""
+    """Owns the tiers of an `Assembly`. `lock` guards the hierarchy, `failed` and the jobs; it is
+    held for short work in memory, never during a copy. If the thread fails, every chunk is a
+    miss."""
 
     THREAD: ClassVar[str]
     THEN: ClassVar[str]  # the fate of all chunks once the thread has failed
@@ -84,7 +85,7 @@ class ChunkMover(ABC):
         self._helpers = ThreadPoolExecutor(COPY_THREADS - 1, thread_name_prefix=self.THREAD)
 
     def close(self, seconds: float) -> None:
-        """Fail waiting jobs, write unwritten chunks within the time, release all. Idempotent."""
+        """Fail waiting jobs, write unwritten chunks within `seconds`, release all. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -111,11 +112,11 @@ class ChunkMover(ABC):
 
     @abstractmethod
     def _give_back(self) -> None:
-        """End the tickets of all jobs. No copy runs."""
+        """End the tickets of all jobs. No copy runs during the call."""
 
     @abstractmethod
     def _end_jobs(self) -> None:
-        """End every job with its results so far. The hierarchy may have failed: do not call it."""
+        """End every job with its results so far. Must not use the hierarchy: it may have failed."""
 
     def _wait_seconds(self) -> float:
         """The longest sleep of the thread, in seconds."""
@@ -139,13 +140,14 @@ class ChunkMover(ABC):
         return digests
 
     def _end_store(self, ticket: StoreTicket, digests: Sequence[bytes]) -> None:
-        """Store chunks whose bytes are in their slots. Called under the lock."""
+        """End a store whose bytes are in their slots. Must be called under the lock."""
         self._hierarchy.end_store(ticket, True, digests=digests)
 
     def _copy_out(
         self, ticket: LoadTicket, proofs: Sequence[Proof | None], chunks: Iterable[Parts]
     ) -> Copied:
-        """Copy chunks that came, and check the host's bytes. Chunks without slots are missing."""
+        """Copy the chunks that are in the slab to the host, and check the copied bytes. Chunks
+        without slots are missing."""
         copied = Copied([], [])
         wanted = []
         for key, slot, proof, parts in zip(ticket.keys, ticket.slots, proofs, chunks, strict=True):
@@ -184,7 +186,7 @@ class ChunkMover(ABC):
         return damaged
 
     def _end_load(self, ticket: LoadTicket, copied: Copied) -> None:
-        """End a load after its copy. Called under the lock."""
+        """End a load after its copy. Must be called under the lock."""
         self._hierarchy.end_load(ticket)
         damaged = copied.damaged
         if damaged:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of one size under 40-byte keys: stored, looked up and loaded on behalf of another engine.
+"""Stores, looks up and loads chunks of one size, under 40-byte keys, for another engine (the host).
 
-Every call returns a future at once; the future ends within `Limits`. The host's bytes are read or
-written only until then. One thread does all the work; no other uses the hierarchy.
+`store`, `lookup` and `load` return a future at once, which ends within `Limits`. The host's bytes
+are read or written only until then. One thread does all the work in the hierarchy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Job:
 
 
 class _Piece(NamedTuple):
-    """A run of a load's keys."""
+    """Neighbouring keys of a load, which are read and copied together."""
 
     job: _Job
     first: int
@@ -61,7 +61,7 @@ class _Piece(NamedTuple):
 
 
 class ChunkTiers(ChunkMover):
-    """The tiers for chunks of the size of the hierarchy's blocks. Thread-safe."""
+    """The tiers for chunks as large as the hierarchy's blocks. Thread-safe."""
 
     THREAD, THEN = "stratakv-chunks", "a miss"
 
@@ -90,7 +90,7 @@ class ChunkTiers(ChunkMover):
         return self._queue(self._lookups, keys, (), self.limits.lookup_seconds)
 
     def load(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:
-        """Load chunks. The future says which chunks came; bytes of others are undefined."""
+        """Load chunks. The future says which chunks came; the bytes of the others are undefined."""
         self._check_chunk_sizes(keys, chunks)
         return self._queue(self._loads, keys, chunks, self.limits.read_seconds)
 
@@ -224,7 +224,7 @@ class ChunkTiers(ChunkMover):
             job.resolve_partial()
 
     def _store_some(self, job: _Job) -> bool:
-        """Copy a part of the job to the slab. False if the slab has no room yet."""
+        """Copy a part of the job's chunks to the slab. False if the slab has no room yet."""
         size = max(1, self._slab.num_slots // STORE_SHARE)
         keys = job.keys[job.begun : job.begun + size]
         with self.lock:
@@ -253,7 +253,7 @@ class ChunkTiers(ChunkMover):
         return True
 
     def _new(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The keys that no tier is known to have."""
+        """The keys that no tier is known to have, or whose load has failed."""
         answers = self._hierarchy.lookup(keys)
         return [
             key

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration: the rates of the tiers, measured at the start before any traffic."""
+"""Calibration: measures the rates of the tiers at the start, before the first request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _TYPICAL_PROMPT = 1024  # tokens
 
 
 class Calibration(TierEstimates):
-    """Times loads before the first request, so that the first choice has measured rates already.
+    """Times loads before the first request, so that the first choice between loading and computing
+    uses measured rates.
 
     stores   each reads some of its blocks and discards them
     slab     empty slots are copied to unused blocks of the pool
@@ -58,7 +59,7 @@ class Calibration(TierEstimates):
         return [store.name for store in self._hierarchy.stores if not store.is_up]
 
     def pop_calibration_job(self, output: ConnectorWorkerOutput) -> int:
-        """Remove the calibration's job from the ended jobs. Return the number removed."""
+        """Remove the calibration's job from the ended jobs. Return the number of removed jobs."""
         job = self.job
         if job is None:
             return 0
@@ -77,7 +78,7 @@ class Calibration(TierEstimates):
         return 1
 
     def _read_stores(self, seconds: float) -> None:
-        """Measure the stores one after the other; each has an equal share of `seconds`."""
+        """Measure the stores one after the other, each for an equal share of `seconds`."""
         stores = self._hierarchy.stores
         for store in stores:
             try:
@@ -109,8 +110,8 @@ class Calibration(TierEstimates):
 
 
 def in_words(economics: Economics, down: Collection[str] = ()) -> str:
-    """The estimates and the prompt lengths from which loading pays, as one line of text. Tiers in
-    `down` are listed without estimates."""
+    """The estimates, and the prompt lengths from which loading is quicker than computing, as one
+    line of text. Tiers in `down` are listed without estimates."""
     compute = economics.prefill.estimate_prefill(0, _TYPICAL_PROMPT)
     parts = ["prefill not measured"]
     if compute:

@@ -7,12 +7,12 @@
                if no other request computes, because a busy engine computes others during a load.
                Several requests with overlapped loads share the engine
 
-A load may end where the tier of the blocks changes, or at the last block. The end that saves most
-seconds is chosen; if no end saves time, there is no load. If the engine computes other requests
-first, the seconds of a load during that time cost nothing. Near break-even the last choice for
-about as many blocks from the same tier is repeated. Every `PROBE_EVERY`-th plan that declines
-blocks loads some of them, to notice a tier that is quick again. All seconds are estimates.
-Requests, keys and tickets do not appear here.
+A load may end at the last block, or at a block whose successor lies in another tier. The end that
+saves most seconds is chosen; if no end saves time, there is no load. The time in which the engine
+first computes other requests does not count as time of the load. Near break-even the last choice
+for about as many blocks from the same tier is repeated. Every `PROBE_EVERY`-th plan that would not
+load all blocks loads some more, to notice that a tier has become quick again. All seconds are
+estimates. This module handles no requests, keys or tickets.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NONE_READ: Mapping[str, int] = {}
 
 
 class Choice(Enum):
-    """A choice by the estimates, or a fixed one for drills and measurements."""
+    """A choice by the estimates, or a fixed choice for drills and measurements."""
 
     AUTO = "auto"
     LOAD = "always"
@@ -65,8 +65,8 @@ class Choice(Enum):
 
 
 class Plan(NamedTuple):
-    """The number of leading blocks to load. For an overlapped load, about `compute_blocks` of them
-    will be computed before the frontiers meet; 0 for a blocking load."""
+    """The number of leading blocks to load. In an overlapped load the request computes about
+    `compute_blocks` of them until it meets the loaded part. 0 means a blocking load."""
 
     num_blocks: int
     compute_blocks: int = 0
@@ -83,8 +83,8 @@ NOTHING = Plan(0)
 
 
 class Economics:
-    """The estimates and choices for one hierarchy, whose positions have these `parts`. The engine
-    records the cost of its steps in `prefill`."""
+    """The estimates and choices for one hierarchy; `parts` describes the blocks of a position. The
+    engine records the cost of its steps in `prefill`."""
 
     def __init__(
         self,
@@ -118,11 +118,11 @@ class Economics:
         num_read_ahead: Mapping[str, int] = NONE_READ,
         decides: bool = False,
     ) -> Plan:
-        """The plan for blocks that lie in `tiers`, the first one at `first_token`. `num_sharing`
+        """The plan for blocks that lie in `tiers`, the first block at `first_token`. `num_sharing`
         requests, this one included, would share the engine if the load was overlapped; 0 forbids
         overlap. The engine computes `num_queued_tokens` of other requests first. `num_read_ahead`
-        counts the request's own blocks in `queued`. With `decides` the request follows the plan,
-        and the choice is remembered; otherwise the call changes nothing."""
+        is the part of `self.queued` that belongs to this request. With `decides` the request
+        follows the plan and the choice is kept; otherwise the call changes nothing."""
         hidden = self._queue_seconds(num_queued_tokens)
         plan = self._best_plan(first_token, tiers, num_sharing, hidden, num_read_ahead)
         if not decides or self.choice is not Choice.AUTO or self.prefill.seconds_per_token is None:
@@ -153,8 +153,8 @@ class Economics:
         return max(GRACE_SECONDS, compute + self._queue_seconds(num_queued_tokens))
 
     def break_even_tokens(self, tier: str) -> int | None:
-        """The shortest prompt that is quicker to load from `tier` than to compute; None before any
-        measurement, and if there is no such prompt."""
+        """The length of the shortest prompt that is quicker to load from `tier` than to compute.
+        None if nothing was measured yet, and if there is no such prompt."""
         num_blocks = 1
         while num_blocks * self._block_size <= _BREAK_EVEN_LIMIT:
             if self._pays(tier, num_blocks):
@@ -216,9 +216,9 @@ class Economics:
         tier: str,
         hidden: float,
     ) -> float | None:
-        """Seconds that loading the blocks up to `end` saves against computing them; `tier` has the
-        last one. The first `hidden` seconds of the load are free. None if loading does not pay;
-        near break-even the saving may be slightly negative."""
+        """The seconds that loading the blocks up to `end` saves against computing them. `tier` has
+        the last of these blocks. The first `hidden` seconds of the load do not count. None if
+        computing is quicker; near break-even the saving may be slightly negative."""
         compute = self._compute(first_token, end) or 0.0
         load = max(0.0, self._estimate_load(runs, queued, 0, end) - hidden)
         stays = self._loaded_last.get((tier, end.bit_length()), True)
@@ -256,7 +256,7 @@ class Economics:
     def _estimate_load(
         self, runs: Sequence[Run], queued: Mapping[str, int], start: int, end: int
     ) -> float:
-        """Seconds to load blocks `start` to `end`: all stores read in parallel, then the copy."""
+        """The seconds to load blocks `start` to `end`: stores read in parallel, then the copy."""
         blocks: dict[str, int] = {}
         for tier, count in _between(runs, start, end):
             blocks[tier] = blocks.get(tier, 0) + count
@@ -287,7 +287,7 @@ def _runs(tiers: Sequence[str]) -> list[Run]:
 
 
 def _between(runs: Sequence[Run], start: int, end: int) -> Iterator[Run]:
-    """The part of each run that lies between two blocks."""
+    """The parts of the runs between the blocks `start` and `end`."""
     first = 0
     for tier, count in runs:
         inside = min(end, first + count) - max(start, first)
@@ -297,7 +297,7 @@ def _between(runs: Sequence[Run], start: int, end: int) -> Iterator[Run]:
 
 
 def _ends(runs: Sequence[Run]) -> list[tuple[int, str]]:
-    """The blocks after which a load may end, each with the tier of its last block."""
+    """The numbers of blocks after which a load may end, each with the tier of its last block."""
     if len(runs) > MAX_RUNS:
         return [(sum(run.num_blocks for run in runs), runs[-1].tier)]
     return list(

@@ -41,10 +41,11 @@ class _Watched:
 
 
 class ReadTimes:
-    """Begins loads of `hierarchy`, and ends them. Loads that wait for a store are timed, and the
-    store's rate in `links` learns from them.
+    """Begins and ends loads of `hierarchy`. It times loads that wait for a store, and updates the
+    store's rate in `links` from them.
 
-    Abandoned loads are still timed: such a load is the best evidence that its store is slow.
+    A load that the caller has abandoned is still timed, because it is the best evidence that its
+    store is slow.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class ReadTimes:
         self.queued: Counter[str] = Counter()  # blocks on their way, by store
 
     def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
-        """Begin a load; `let_go` ends it."""
+        """Begin a load. The caller ends it with `let_go`."""
         ticket = self._hierarchy.begin_load(keys, context)
         if ticket.waiting:
             self._watch_load(ticket)
@@ -97,7 +98,7 @@ class ReadTimes:
         self.queued.update(num_read)
 
     def let_go(self, ticket: LoadTicket) -> None:
-        """End this load, now or when its reads have ended."""
+        """End this load, now or as soon as its reads have ended."""
         watched = self.watched.get(id(ticket))
         if watched is None or not ticket.waiting:
             self._hierarchy.end_load(ticket)
@@ -107,7 +108,7 @@ class ReadTimes:
         self._learn(reader, self._clock() - reader.began, math.inf)
 
     def record_ended_loads(self) -> None:
-        """Learn from the loads whose reads have ended, and end the loads that were let go."""
+        """Update the rates from loads whose reads have ended, and end loads that were let go."""
         now = self._clock()
         for watched in [w for w in self.watched.values() if not w.ticket.waiting]:
             self._remove_watched(watched)
@@ -140,7 +141,7 @@ class ReadTimes:
 
 
 class PrefillRate:
-    """Seconds of prompt tokens, as a line over the position of a token:
+    """The seconds to compute a prompt token, as a linear function of its position:
 
         seconds of a token  =  free part  +  slope x position
 
@@ -156,12 +157,12 @@ class PrefillRate:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Seconds of a recent average token; None while nothing was measured."""
+        """The recent average of seconds for a prompt token. None before the first measurement."""
         return self._seconds / self._tokens if self._tokens else None
 
     def record_prefill(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
-        """Record that `num_tokens` took `seconds`; `num_context_tokens`: the sum of their
-        positions."""
+        """Record that computing `num_tokens` took `seconds`. `num_context_tokens` is the sum of the
+        positions of these tokens."""
         mean = num_context_tokens / num_tokens
         self._tokens = self._tokens * _KEPT + num_tokens
         self._seconds = self._seconds * _KEPT + seconds
@@ -170,12 +171,12 @@ class PrefillRate:
         self._seconds_by_position = self._seconds_by_position * _KEPT + seconds * mean
 
     def estimate_prefill(self, start: int, end: int) -> float | None:
-        """Seconds to compute the tokens at `start` to `end`; None while nothing was measured."""
+        """The seconds to compute the tokens `start` to `end`. None before the first measurement."""
         price = self.price_at((start + end - 1) / 2)
         return None if price is None else (end - start) * price
 
     def price_at(self, position: float) -> float | None:
-        """Seconds of a token at `position`; None while nothing was measured."""
+        """The seconds to compute a token at `position`. None before the first measurement."""
         price = self.seconds_per_token
         if price is None:
             return None
@@ -192,12 +193,13 @@ class PrefillRate:
 
 
 class LinkRate:
-    """Seconds of moving bytes: a fixed part and a part for each byte, both learned.
+    """The seconds of a transfer: a fixed part and a part for each byte. Both are learned.
 
-    Transfers are polled between steps, so a sample is a span of time in which a transfer ended. An
-    estimate inside the span does not change. An estimate outside moves towards the span by a share
-    of the distance in logarithms: a link 100 times slower is noticed as soon as one 100 times
-    faster. Small transfers mostly change the fixed part, large ones the part for each byte.
+    Transfers are polled between steps, so a sample is a span of time in which a transfer ended. A
+    sample whose span contains the estimate changes nothing. Otherwise the estimate moves towards
+    the span by a share of the distance in logarithms: a link 100 times slower is noticed as soon as
+    one 100 times faster. Small transfers mostly change the fixed part, large ones the part for each
+    byte.
     """
 
     def __init__(self, fixed_seconds: float, bytes_per_second: float) -> None:
@@ -209,8 +211,8 @@ class LinkRate:
         return self.fixed_seconds + num_bytes * self.seconds_per_byte
 
     def believe(self, num_bytes: float, seconds: float) -> None:
-        """Take over the rate of a trial that moved `num_bytes` in `seconds`. The trial is large
-        beside the fixed part, which stays: a trial waits for no step of an engine."""
+        """Set the rate to that of a trial that moved `num_bytes` in `seconds`. The fixed part
+        stays: a trial's time is long beside it and includes no wait for an engine's step."""
         self.is_measured = True
         self.seconds_per_byte = max(_LEAST_SECONDS, seconds) / num_bytes
 

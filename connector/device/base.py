@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a copy device. A device moves bytes between the KV pool and the slab in order.
+"""The contract of a copy device, which moves bytes between the KV pool and the slab in order.
 
 A device has two streams, one for each direction, and marks points in them with events. On CUDA
 these are CUDA's streams and events. The CPU device uses threads and keeps the same rules, so that
@@ -7,18 +7,18 @@ tests of the rules need no GPU.
 
 A caller may rely on this:
 - copies in one stream run in the order in which they were queued;
-- a copy starts only after every event in its `after` has ended, well or not;
+- a copy starts only after every event in its `after` has ended, with or without an error;
 - when an event ends well, all bytes of its copy are in place and visible to all threads; when it
   ends with an error, some may be in place, and no more are written;
-- queueing never waits: a full queue is an error at once;
+- queueing never waits; with a full queue it raises DeviceError at once;
 - `notify` is called after the end of each copy, from any thread.
 
 A caller must do this:
 - store a block only after the event of its last writer (`writer_event`), and overwrite it only
   after the event of its store;
 - read a block only after the event of its load;
-- not read or write slots between `copy` and the end of its event. Keys, requests and tiers below
-  the slab do not appear here.
+- not read or write the slots of a copy between the call of `copy` and the end of its event. A
+  device handles no keys, requests or tiers below the slab.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DeviceError(Exception):
 
 
 class Stream(Enum):
-    """The two directions; each has its own order."""
+    """The two directions of copies; copies of one direction run in order."""
 
     STORE = "store"  # pool → slab
     LOAD = "load"  # slab → pool
@@ -50,10 +50,10 @@ class Event(Protocol):
     """A point in a stream that work can wait for."""
 
     def done(self) -> bool:
-        """Whether everything before this point has ended, well or not."""
+        """Whether all work before this point has ended, with or without an error."""
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait for the end, `timeout_seconds` at most; return what `done` then returns."""
+        """Wait for the end, `timeout_seconds` at most. Return whether the event has ended."""
 
     def error(self) -> Exception | None:
         """The cause if the work of this event failed. None if it ended well or has not ended."""
@@ -79,18 +79,18 @@ class CopyDevice(ABC):
 
     @abstractmethod
     def set_notify(self, notify: Callable[[], None]) -> None:
-        """Call `notify` after each copy that has ended. It must return at once."""
+        """Set a function to call after the end of each copy. The function must return at once."""
 
     @abstractmethod
     def register_slab(self, slab: SlabMemory) -> None:
         """Make the slab's memory reachable (page-locked, on CUDA). Called once, before the pool."""
 
     def make_digests(self) -> None:  # noqa: B027 - without tiers below the slab there is no use for them
-        """Give every store digests from now on. Called before the first copy."""
+        """Compute digests of the slots of every store from now on. Called before the first copy."""
 
     def digests(self, store: Event) -> list[bytes] | None:
-        """The `payload_digest` of each slot of a store, in the store's order. None if the store
-        failed, if `event` is no store, and without `make_digests`."""
+        """The `payload_digest` of each slot of a store that ended well, in the store's order. None
+        if `store` is the event of something else, or if `make_digests` was not called."""
         return None
 
     def wait_locked(self, timeout_seconds: float) -> bool:
@@ -100,8 +100,8 @@ class CopyDevice(ABC):
 
     @abstractmethod
     def register_pool(self, pool: torch.Tensor) -> None:
-        """Take the contiguous KV pool `[num_blocks, ...]`, `page_bytes` a block. Raises
-        InvalidBlock if it does not fit the slab's layout."""
+        """Take the contiguous KV pool `[num_blocks, ...]`, with `page_bytes` bytes per block.
+        Raises InvalidBlock if it does not fit the slab's layout."""
 
     @abstractmethod
     def writer_event(self) -> Event:
@@ -130,11 +130,11 @@ class CopyDevice(ABC):
     def copy_held(
         self, block_ids: Sequence[int], slots: Sequence[int], after: Sequence[Event] = ()
     ) -> Event:
-        """Copy a store that the next computation will wait for. It may run at once, on the caller's
-        thread, and so before stores that were queued earlier."""
+        """Copy a store for which the next forward pass will wait. It may run at once, on the
+        calling thread, and so before stores that were queued earlier."""
         return self.copy(Stream.STORE, block_ids, slots, after)
 
     @abstractmethod
     def close(self, timeout_seconds: float) -> bool:
-        """Let queued copies end, `timeout_seconds` at most, and release pool and slab. False if
-        copies are still running: the memory must then stay. Idempotent."""
+        """Let queued copies end, `timeout_seconds` at most, and release pool and slab. Return False
+        if copies are still running; then the caller must not free the memory. Idempotent."""

@@ -3,7 +3,7 @@
 
 To test a new device, also one outside this project, write a `Surroundings` for it and call
 `check_device_contract`; or call the checks in `CHECKS` one by one, each on a new `Rig`. The checks
-copy real bytes. Raises ContractBroken, which names the fault.
+copy real bytes. A check raises ContractBroken, which names the fault.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_device_contract(surroundings: Surroundings) -> None:
 
 
 def blocks_go_out_and_come_back(rig: Rig) -> None:
-    """Copies work for neighbours on both sides, neighbours on one side, and single blocks."""
+    """Copies work for blocks that are neighbours in pool and slab, in one, or in neither."""
     before = [rig.block(i) for i in range(NUM_BLOCKS)]
     pairs = {0: 3, 1: 4, 2: 5, 7: 6, 4: 9, 3: 10, 11: 0}
     expect_end(rig.queue_copy(Stream.STORE, pairs))
@@ -59,7 +59,7 @@ def blocks_go_out_and_come_back(rig: Rig) -> None:
 
 
 def many_blocks_go_at_once(rig: Rig) -> None:
-    """All blocks are copied at once, forwards to neighbouring slots and backwards to others."""
+    """A copy moves all blocks: to neighbouring slots, or in reverse order to scattered slots."""
     before = [rig.block(i) for i in range(NUM_BLOCKS)]
     forwards = {i: i for i in range(NUM_BLOCKS)}
     scattered = {i: NUM_SLOTS - 1 - 2 * i for i in reversed(range(NUM_BLOCKS))}
@@ -122,7 +122,7 @@ def a_load_waits_for_its_events(rig: Rig) -> None:
 
 
 def a_stream_runs_in_order(rig: Rig) -> None:
-    """A quick job stays behind a slow one."""
+    """A copy does not overtake an earlier copy of its stream that waits for an event."""
     gate = rig.gate()
     first, second = rig.fill(0, 1), rig.fill(1, 2)
     slow = rig.queue_copy(Stream.LOAD, {5: 0}, gate.event)
@@ -136,7 +136,7 @@ def a_stream_runs_in_order(rig: Rig) -> None:
 
 
 def streams_do_not_wait_unasked(rig: Rig) -> None:
-    """A stuck store does not delay a load that does not name it."""
+    """A stuck store does not delay a load whose `after` lacks the store's event."""
     gate = rig.gate()
     stuck = rig.queue_copy(Stream.STORE, {0: 0}, gate.event)
     page = rig.fill(1, 7)
@@ -147,7 +147,7 @@ def streams_do_not_wait_unasked(rig: Rig) -> None:
 
 
 def a_block_is_reused_after_its_store(rig: Rig) -> None:
-    """A load that names a store's event overwrites the block only after the store."""
+    """A load with a store's event in `after` overwrites the block only after the store."""
     old, new = rig.block(4), rig.fill(9, 9)
     gate = rig.gate()
     store = rig.queue_copy(Stream.STORE, {4: 8}, gate.event)
@@ -161,7 +161,7 @@ def a_block_is_reused_after_its_store(rig: Rig) -> None:
 
 
 def a_slot_is_read_after_its_store(rig: Rig) -> None:
-    """A load that names a store's event reads the slot only after the store."""
+    """A load with a store's event in `after` reads the slot only after the store."""
     page = rig.block(3)
     gate = rig.gate()
     store = rig.queue_copy(Stream.STORE, {3: 7}, gate.event)
@@ -172,7 +172,7 @@ def a_slot_is_read_after_its_store(rig: Rig) -> None:
 
 
 def the_writer_event_ends_without_help(rig: Rig) -> None:
-    """The event ends once the queued computation has run."""
+    """The writer event ends once the computing that was queued before it has run."""
     rig.surroundings.write(rig.pool, 0, 5)
     event = rig.device.writer_event()
     expect_end(rig.queue_copy(Stream.STORE, {0: 0}, event))
@@ -196,7 +196,7 @@ def what_computes_is_held(rig: Rig) -> None:
 
 
 def every_end_is_announced(rig: Rig) -> None:
-    """The device announces the end of each copy once."""
+    """The device calls `notify` once after the end of each copy."""
     events = [rig.queue_copy(Stream.STORE, {i: i}) for i in range(5)]
     for event in events:
         expect_end(event)
@@ -207,7 +207,7 @@ def every_end_is_announced(rig: Rig) -> None:
 
 
 def pairs_that_cannot_be_are_refused(rig: Rig) -> None:
-    """Wrong pairs are refused at once, and no byte is copied."""
+    """A copy with wrong block or slot numbers raises InvalidBlock; an empty copy ends well."""
     wrong = [([NUM_BLOCKS], [0]), ([-1], [0]), ([0], [NUM_SLOTS]), ([0], [-1]), ([0, 1], [0])]
     for stream in Stream:
         for block_ids, slots in wrong:
@@ -226,7 +226,7 @@ def a_pool_of_another_shape_is_refused(rig: Rig) -> None:
 
 
 def close_lets_queued_copies_end(rig: Rig) -> None:
-    """`close` waits for queued copies and takes no more."""
+    """`close` waits for queued copies, and the device refuses new copies."""
     gate = rig.gate()
     event = rig.queue_copy(Stream.STORE, {1: 1}, gate.event)
     expect(not rig.device.close(MOMENT_SECONDS), "a device with a stuck copy says so")

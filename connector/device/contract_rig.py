@@ -53,7 +53,7 @@ class Surroundings(ABC):
         """Make a closed gate. Several gates may exist, and be opened in any order."""
 
     def write(self, pool: torch.Tensor, block_id: int, value: int) -> None:
-        """Fill a block as the engine does: on a GPU, behind the queued kernels."""
+        """Fill a block with `value` as computing does: on a GPU, after all queued kernels."""
         pool[block_id] = value
 
     def settle(self) -> None:  # noqa: B027 - nothing to do where the caller computes itself

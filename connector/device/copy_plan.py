@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of copy jobs: addresses, merged neighbours and ways to copy. Needs no device.
+"""Plans of copy jobs: addresses, runs of neighbouring blocks and ways to copy. Needs no device.
 
     job   block ids and slots
      ├─ slots that are page-locked      → one batch, by the copy engine or by a capped kernel
-     └─ slots that are not (or not yet) → through page-locked memory, or as the driver does it
+     └─ slots that are not (or not yet) → through a page-locked buffer, or by the driver
 
 Sources are always read in the order of the stream. Stores need this, because a kernel queued before
-may still write the block. CUDA offers to read a load's source earlier if no queued work writes it.
-But a store in the other stream may still write the slot, so loads keep to the order too.
+may still write the block. CUDA could read the source of a load before earlier work of the stream
+has ended. But a store in the other stream may still write the slot, so loads do not use this.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def make_pairs(block_ids: Sequence[int], slots: Sequence[int]) -> Pairs:
 
 
 def split_locked(pairs: Pairs, num_locked: int) -> tuple[Pairs, Pairs]:
-    """The pairs with slots below `num_locked`, and the others."""
+    """Split the pairs into those with page-locked slots (below `num_locked`) and the others."""
     return (
         [pair for pair in pairs if pair[1] < num_locked],
         [pair for pair in pairs if pair[1] >= num_locked],
@@ -123,8 +123,8 @@ def cut(batch: Batch, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def choose_locked(rates: Mapping[Way, float]) -> Way:
-    """Choose the way between the pool and page-locked slots, given bytes per second. A kernel takes
-    time from computing, so it must beat the copy engine by KERNEL_GAIN."""
+    """Choose the way to copy between the pool and page-locked slots from the bytes per second of
+    each way. A kernel takes time from computing, so it must beat the copy engine by KERNEL_GAIN."""
     engine = _choose({way: rate for way, rate in rates.items() if way is not Way.KERNEL})
     if rates.get(Way.KERNEL, 0.0) > KERNEL_GAIN * rates[engine]:
         return Way.KERNEL
@@ -132,7 +132,7 @@ def choose_locked(rates: Mapping[Way, float]) -> Way:
 
 
 def choose_pageable(rates: Mapping[Way, float]) -> Way:
-    """Choose the way between the pool and ordinary memory, given bytes per second."""
+    """Choose the way between the pool and ordinary memory from the bytes per second of each way."""
     return _choose({way: rate for way, rate in rates.items() if way in PAGEABLE_WAYS})
 
 

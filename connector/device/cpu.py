@@ -2,9 +2,9 @@
 """The CPU as a copy device: a thread for each stream, and events for which threads wait.
 
 The pool is ordinary memory and the forward pass runs on the caller's thread, so the last writer of
-a block has finished when a copy is queued. If the forward pass waits for a store, the caller copies
-it itself, unless it is large: waking a thread costs as much as copying half a megabyte. All other
-rules are as on CUDA.
+a block has finished when a copy is queued. If the forward pass would wait for a store, the calling
+thread makes the copy itself, unless it is large, because waking another thread costs as much as
+copying half a megabyte. All other rules are the same as on CUDA.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class CpuEvent:
-    """An event that its maker ends by hand.
+    """An event that ends when its creator calls `mark_done`.
 
-    Each copy makes an event, but threads wait for few of them, so the first waiter makes the lock.
+    Each copy has an event, but threads wait for few of them, so the first waiter makes the lock.
     """
 
     __slots__ = ("_ended", "_error", "_gate", "_seconds", "digests", "pages")
@@ -53,8 +53,8 @@ class CpuEvent:
         self.pages: Bytes | None = None  # the slab's pages, to hash them
 
     def mark_done(self, error: Exception | None = None, seconds: float = 0.0) -> None:
-        """End the event, well or with an error, and wake all waiters. The event's maker calls this
-        from one thread at a time; only the first call counts."""
+        """End the event, well or with an error, and wake all waiters. The event's creator calls
+        this from one thread at a time; only the first call counts."""
         if self._ended:
             return
         self._error = error
@@ -96,7 +96,7 @@ _Job = tuple[
 
 
 def _run(job: _Job) -> None:
-    """Copy and end the event."""
+    """Make the copies of a job, and end its event."""
     sources, source_pages, targets, target_pages, rows, _, event = job
     began = time.monotonic()
     error: Exception | None = None
@@ -121,7 +121,7 @@ def _run(job: _Job) -> None:
 
 
 def _whole_rows(sources: Parts, targets: Parts) -> tuple[Rows, Rows] | None:
-    """Source and target as rows, for the library; None if it cannot copy these pages."""
+    """Source and target as rows for the native library; None if it cannot copy these pages."""
     if len(sources) > 1 or sources[0].ndim != 2 or not has_digests():
         return None
     source, target = sources[0], targets[0]
@@ -135,7 +135,7 @@ def _whole_rows(sources: Parts, targets: Parts) -> tuple[Rows, Rows] | None:
 
 
 class _StreamThread:
-    """Runs jobs one after the other. Sleeps while its queue is empty."""
+    """A thread that runs jobs one after the other, and sleeps while its queue is empty."""
 
     def __init__(self, name: str, dependency_seconds: float) -> None:
         self._dependency_seconds = dependency_seconds
@@ -213,9 +213,9 @@ class CpuCopyDevice(CopyDevice):
         self.register_parts([pool_pages(pool, self._page_bytes)])
 
     def register_parts(self, parts: Parts) -> None:
-        """Take a pool whose pages lie in several arrays, instead of `register_pool`. Each part is
-        `[num_blocks, ...]` bytes, of any strides; the parts one after the other make a page. Raises
-        InvalidBlock if they do not fit the slab's layout."""
+        """Register a pool whose pages are spread over several arrays, instead of `register_pool`.
+        Each array holds bytes `[num_blocks, ...]`, with any strides. A page is the bytes of its
+        block in all arrays, in order. Raises InvalidBlock if they do not fit the slab's layout."""
         if self._slab is None:
             raise DeviceError("the slab must be registered before the pool")
         sizes = [part[0].size for part in parts]
@@ -250,7 +250,7 @@ class CpuCopyDevice(CopyDevice):
     def copy_held(
         self, block_ids: Sequence[int], slots: Sequence[int], after: Sequence[Event] = ()
     ) -> Event:
-        """Copy at once, unless the store is large or an event in `after` has not ended."""
+        """Copy on the calling thread, unless the store is large or `after` has not ended."""
         is_much = len(slots) * self._page_bytes > HELD_BYTES
         if is_much or not all(event.done() for event in after):
             return self.copy(Stream.STORE, block_ids, slots, after)
@@ -266,7 +266,7 @@ class CpuCopyDevice(CopyDevice):
         slots: Sequence[int],
         after: Sequence[Event],
     ) -> _Job:
-        """Check and make a job. Raises as `copy` does."""
+        """Check the arguments of a copy and make its job. Raises the errors of `copy`."""
         pool, slab = self._pool, self._slab
         if self._closed or pool is None or slab is None:
             raise DeviceError("the device is closed or has no pool and slab yet")
@@ -314,7 +314,7 @@ def slab_pages(slab: SlabMemory) -> Bytes:
 
 
 def _shaped(rows: Bytes, shape: tuple[int, ...]) -> Bytes:
-    """A view of columns of the slab with rows of another shape; a row's bytes are contiguous."""
+    """A view of columns of the slab in which each row has `shape`; a row's bytes are contiguous."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)

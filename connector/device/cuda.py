@@ -2,13 +2,13 @@
 """A CUDA device as a copy device: a low-priority stream for each direction, and the copy engine.
 
     slab          page-locked in pieces, in the background
-    stores        one stream; start after the compute stream has come past the blocks' last writer
+    stores        one stream; start after the last kernel that writes the blocks
     loads         another; start after the stores whose blocks or slots they touch
     each copy     neighbours merged, one `cudaMemcpyBatchAsync`, sources read in stream order
 
-If this way to copy is missing or slow on a machine, the best measured one replaces it: plain
-copies, a buffer in between, a capped kernel. An error that leaves CUDA unusable closes the device,
-and later calls raise it.
+If this way to copy is missing or slow on a machine, the fastest measured way replaces it: single
+copies, copies through a page-locked buffer, or a kernel of few programs. An error that leaves CUDA
+unusable closes the device, and later calls raise it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ QUICK_BLOCKS = 16
 class CudaCopyDevice(CopyDevice):
     """A copy device on CUDA; see `base.py`. `runtime` is by default torch's current device.
     `dependency_seconds` bounds the wait of threads for `after` events; streams have no limit.
-    `progress` is called with the bytes of the slab that are page-locked and all its bytes."""
+    `progress` is called with the number of page-locked bytes of the slab and of all its bytes."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class CudaCopyDevice(CopyDevice):
         return self._slab is not None and self._slab.wait(timeout_seconds)
 
     def register_pool(self, pool: torch.Tensor) -> None:
-        """Take the pool as CopyDevice requires, and calibrate the ways to copy."""
+        """Register the pool, and measure the ways to copy."""
         if self._slab is None or self._slab_rows is None:
             raise DeviceError("the slab must be registered before the pool")
         page = self._slab_rows.shape[1]
@@ -149,7 +149,7 @@ class CudaCopyDevice(CopyDevice):
         self._say_cost()
 
     def writer_event(self) -> Event:
-        """An event of the calling thread's current stream."""
+        """An event that ends when all work in the calling thread's current stream has run."""
         self._check_open()
         with self._blamed():
             self._enter()
@@ -175,8 +175,8 @@ class CudaCopyDevice(CopyDevice):
         return self._lanes[stream].submit(job)
 
     def hold_compute(self, events: Sequence[Event], timeout_seconds: float) -> list[Event]:
-        """Make the compute stream wait. The caller waits only for events that are not queued in
-        CUDA yet, or for all events if CUDA fails."""
+        """Make the compute stream wait. The caller waits only until the copies are queued in CUDA,
+        and for the end of an event for which CUDA fails to make the stream wait."""
         deadline = time.monotonic() + timeout_seconds
         by_caller = []
         for event in [event for event in events if not event.done()]:
@@ -220,7 +220,7 @@ class CudaCopyDevice(CopyDevice):
         self._say_cost()
 
     def _say_cost(self) -> None:
-        """Warn once about memory that is not page-locked, when reason and cost are known."""
+        """Warn once that a part of the slab is not page-locked, when reason and cost are known."""
         with self._say_lock:
             if self._said_cost or self._refusal is None or self._memory is None:
                 return
@@ -229,7 +229,7 @@ class CudaCopyDevice(CopyDevice):
         log.warning("%s. The rest is served as ordinary memory: %s", self._refusal, costs)
 
     def _enter(self) -> None:
-        """Make this device the calling thread's current one, once."""
+        """Make this the calling thread's current device, at the thread's first call."""
         if not getattr(self._entered, "done", False):
             self._runtime.enter_thread(is_own=False)
             self._entered.done = True
@@ -241,7 +241,7 @@ class CudaCopyDevice(CopyDevice):
             raise DeviceError("the device is closed")
 
     def _blame(self, error: CudaError) -> DeviceError:
-        """The DeviceError for an error of CUDA. A lasting error closes the device."""
+        """The DeviceError for a CudaError. After an error in STICKY all later calls raise it."""
         if error.code in STICKY:
             if self._lost is None:
                 self._lost = (
@@ -283,7 +283,7 @@ class _CopyJob(Job):
         copier.run(memory, make_pairs(block_ids, slots), num_locked, stream)
 
     def arrived(self) -> None:
-        """Hash the blocks that came, if digests are wanted. Most are still in the CPU's cache."""
+        """Hash the stored slots, if digests are wanted. Most are still in the CPU's cache."""
         digests = self.event.digests
         if digests is not None:
             _, memory, _, slots, _ = self._work

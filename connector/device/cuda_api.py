@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA runtime's functions for streams, events and single copies, bound by ctypes.
 
-torch has most of them too, but two of its streams may be the same one, and its events report no
-error codes. A test compares every number and signature here with the headers of CUDA 12.8 and 13.
-Batched copies and page-locking are in `kernels/copy/copy_engine.py`. Importing it needs no CUDA.
+torch offers most of these functions too, but two of its streams may be the same CUDA stream, and
+its events report no error codes. A test compares every number and signature here with the headers
+of CUDA 12.8 and 13. Batched copies and page-locking are in `kernels/copy/copy_engine.py`. Importing
+this module needs no CUDA.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class CudaApi:
         self._call("cudaStreamDestroy", stream)
 
     def create_event(self) -> int:
-        """An event with a time. Threads that wait for it sleep and do not spin."""
+        """An event that records its time. Threads that wait for it sleep and do not spin."""
         event = ctypes.c_void_p()
         self._call("cudaEventCreateWithFlags", ctypes.addressof(event), EVENT_BLOCKING_SYNC)
         return event.value or 0
@@ -122,12 +123,12 @@ class CudaApi:
         self._call("cudaEventRecord", event, stream)
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Make work that is queued in the stream from now on run after the event's last recording.
-        An event that was never recorded delays no work."""
+        """Delay work that is queued in the stream from now on until the event's last recording has
+        been reached. An event that was never recorded delays no work."""
         self._call("cudaStreamWaitEvent", stream, event, 0)
 
     def has_ended(self, event: int) -> bool:
-        """Whether the event has been reached."""
+        """Whether all work before the event has run."""
         code = self._library.cudaEventQuery(event)
         if code == NOT_READY:
             return False
@@ -135,7 +136,7 @@ class CudaApi:
         return True
 
     def synchronise_event(self, event: int) -> None:
-        """Sleep until the event has been reached, without a time limit."""
+        """Sleep until all work before the event has run, without a time limit."""
         self._call("cudaEventSynchronize", event)
 
     def seconds_between(self, start: int, end: int) -> float:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copies of one direction of the CUDA device, by the best of the measured ways.
+"""The copies of one direction of the CUDA device, made in the fastest of the measured ways.
 
-It works with addresses of pool and slab; events, order and threads do not appear here.
+This module works with addresses of pool and slab; it handles no events, order or threads.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ GB = 1e9
 def measure_rates(
     runtime: Runtime, staging: StagingBuffer, stream: int, direction: Stream, block_bytes: int
 ) -> Rates:
-    """Bytes per second of each way to copy that works on this machine. `staging` must be idle.
+    """Measure the bytes per second of each way to copy that works on this machine. `staging` must
+    be idle.
 
     Takes some milliseconds. Copies scattered pieces of a block's size between scratch buffers,
-    never the pool or the slab. A kernel has to be compiled; it is tried only for small blocks,
+    never the pool or the slab. A kernel has to be compiled, so it is tried only for small blocks,
     which the copy engine copies slowly.
     """
     locked = staging.memory.tensor()
@@ -98,7 +99,7 @@ def measure_rates(
 
 
 def _best_seconds(runtime: Runtime, stream: int, launch: Callable[[], None]) -> float:
-    """The best time of a few rounds, by the CPU's clock: the CPU takes part in some ways."""
+    """The shortest of ROUNDS times by the CPU's clock, because in some ways the CPU copies too."""
     best = float("inf")
     for _ in range(ROUNDS):
         began = time.perf_counter()
@@ -118,7 +119,7 @@ class Memory:
 
 
 class Copier:
-    """Copies in one direction. `stream` is a handle; all work is queued in that stream."""
+    """Copies in one direction. All work is queued in `stream`, the handle of a CUDA stream."""
 
     def __init__(self, runtime: Runtime, direction: Stream, staging_bytes: int) -> None:
         self._runtime = runtime
@@ -139,7 +140,7 @@ class Copier:
         self.pageable = Way.PAGEABLE
 
     def calibrate(self, stream: int, block_bytes: int) -> None:
-        """Measure the ways to copy, and use the best from now on. The stream must be idle."""
+        """Measure the ways to copy, and use the fastest from now on. The stream must be idle."""
         if self._staging is None:
             return
         rates = self._rates = measure_rates(
@@ -159,7 +160,7 @@ class Copier:
         )
 
     def cost_of_pageable(self) -> str:
-        """The cost of slots that are not page-locked, as a sentence."""
+        """The speed of copies of slots that are not page-locked, in words."""
         if not self._rates:
             return f"{self._direction.value}s as the driver does it"
         slow, quick = (self._rates[way] / GB for way in (self.pageable, self.locked))

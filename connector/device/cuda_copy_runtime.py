@@ -2,8 +2,8 @@
 """The CUDA device's interface to CUDA: a protocol, and its implementation with torch.
 
 The protocol is minimal, so that tests can replace CUDA's streams by queues. Streams and events are
-handles of the CUDA runtime; addresses are numbers. A thread calls `enter_thread` first, and then
-may call every method. Every method raises CudaError.
+handles of the CUDA runtime; addresses are numbers. A thread must call `enter_thread` before the
+other methods. Every method may raise CudaError.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ FEW_PROGRAMS = 12
 
 
 class PageLocked(Protocol):
-    """Page-locked memory with an owner."""
+    """A buffer of page-locked memory."""
 
     address: int
 
     def tensor(self) -> torch.Tensor:
-        """All of it as uint8."""
+        """The whole buffer as uint8."""
 
     def close(self) -> None:
         """Release the memory; no copy may use it any more."""
@@ -52,8 +52,8 @@ class Runtime(Protocol):
     batch_refusal: str | None  # why there are no batched copies; None if there are
 
     def enter_thread(self, *, is_own: bool) -> None:
-        """Prepare the calling thread, before its other calls: set its current device. With
-        `is_own`, for the device's threads, allow calls while another thread captures a graph."""
+        """Set the current device of the calling thread, before its other calls. With `is_own`, for
+        threads of the copy device, allow calls while another thread captures a CUDA graph."""
 
     def compute_stream(self) -> int:
         """The stream of the calling thread's kernels."""
@@ -64,7 +64,7 @@ class Runtime(Protocol):
     def destroy_stream(self, stream: int) -> None: ...
 
     def create_event(self) -> int:
-        """An event with a time; threads sleep while they wait for it."""
+        """An event that records its time; threads sleep while they wait for it."""
 
     def destroy_event(self, event: int) -> None: ...
 
@@ -76,7 +76,7 @@ class Runtime(Protocol):
     def has_ended(self, event: int) -> bool: ...
 
     def synchronise_event(self, event: int) -> None:
-        """Sleep until the event has ended, without a time limit and the interpreter's lock."""
+        """Sleep until the event has ended, without a time limit; releases the GIL."""
 
     def seconds_between(self, start: int, end: int) -> float: ...
 
@@ -96,10 +96,10 @@ class Runtime(Protocol):
         target_ids: Sequence[int],
         stream: int,
     ) -> None:
-        """Queue a kernel of few programs. Raises KernelRefused if there is none."""
+        """Queue a kernel of FEW_PROGRAMS programs. Raises KernelRefused if there is no kernel."""
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Page-lock memory that exists."""
+        """Page-lock memory that was allocated elsewhere."""
 
     def unregister_host(self, address: int) -> None: ...
 
@@ -111,7 +111,7 @@ class Runtime(Protocol):
 
 
 class TorchRuntime:
-    """The CUDA that torch has loaded. Raises DeviceError without CUDA or without this device."""
+    """The CUDA runtime that torch has loaded. Raises DeviceError without CUDA or this device."""
 
     def __init__(self, device: torch.device) -> None:
         try:

@@ -44,8 +44,8 @@ class Point:
 
 
 class CopyEvent(CpuEvent):
-    """The end of a copy; its Lane ends it. `point` is set once the whole copy has been queued in
-    CUDA and the CPU has done its part, if any."""
+    """The event of a copy; its `Lane` ends it. `point` is set once the whole copy has been queued
+    in CUDA and the CPU has made its part of the copy, if any."""
 
     __slots__ = ("_unqueued", "point")
 
@@ -61,13 +61,13 @@ class CopyEvent(CpuEvent):
         self._unqueued.release()
 
     def wait_queued(self, timeout_seconds: float) -> None:
-        """Wait until `point` is final, `timeout_seconds` at most."""
+        """Wait until `queued` was called, so that `point` is final; `timeout_seconds` at most."""
         if self._unqueued.acquire(timeout=max(0.0, timeout_seconds)):
             self._unqueued.release()  # for the next waiter
 
 
 class ComputeEvent:
-    """The end of all computing queued so far. Threads seldom wait for it, so they poll it."""
+    """The end of all computing queued before. Threads seldom wait for it, so they poll it."""
 
     __slots__ = ("_blame", "_ended", "_error", "_runtime", "point")
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A direction of the CUDA device: a stream, a thread that queues copies, one that ends them.
+"""A direction of the CUDA device: a stream, a thread that queues copies, and a thread that ends
+them.
 
     copy ─┬─ small, and its events are in streams ──► queued in CUDA by the caller ──────────┐
           └─ else ──► the first thread waits for events outside streams, queues it ──────────┤
                                        the second sleeps until CUDA has come past it, ends it┘
 
 The second thread sleeps in `cudaEventSynchronize`, without processor time and without a lock. A
-host function in the stream would run at the same moment. But it must not call CUDA, and the stream
-would wait for it while it waits for the interpreter's lock. With two threads a copy is queued
-before the previous one has ended, so the link is never idle in between.
+host function in the stream could report the end of a copy as early. But it must not call CUDA, and
+while it waits for the interpreter's lock, the stream would wait too. With two threads a copy is
+queued before the previous one has ended, so the link to the GPU is never idle between two copies.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ QUEUE_JOBS = 1024
 
 
 class Job(ABC):
-    """Copies that end together, and their event."""
+    """Copies that end together, and the event of their end."""
 
     def __init__(self, after: Sequence[Event], *, is_quick: bool, is_by_cpu: bool) -> None:
         """`is_quick`: queueing takes the caller less time than waking a thread. `is_by_cpu`: the
@@ -47,20 +48,20 @@ class Job(ABC):
 
     @abstractmethod
     def run(self, stream: int) -> None:
-        """Queue the copies; if the CPU takes part, do its part too."""
+        """Queue the copies in `stream`; make those that the CPU makes itself."""
 
     def arrived(self) -> None:  # noqa: B027 - most have nothing left to do
-        """Handle copies that have ended well. The second thread calls it before the event ends."""
+        """Finish copies that ended well. The second thread calls it before the event ends."""
 
     def points(self) -> list[Point] | None:
-        """The points for which the stream has to wait; None if a thread has to wait."""
+        """The points for which the stream has to wait. None if a thread has to wait instead."""
         points = [point_of(event) for event in self.after]
         known = [point for point in points if point is not None]
         return known if len(known) == len(points) and not (points and self.is_by_cpu) else None
 
 
 class Lane:
-    """Runs jobs in order. `blame` turns an error of CUDA into the one that callers see."""
+    """Runs jobs in order. `blame` turns a CudaError into the DeviceError that callers see."""
 
     def __init__(
         self, name: str, runtime: Runtime, blame: Blame, *, dependency_seconds: float
@@ -98,7 +99,7 @@ class Lane:
         return job.event
 
     def close(self, timeout_seconds: float) -> bool:
-        """Let the jobs end, `timeout_seconds` at most. Idempotent."""
+        """Wait until the jobs have ended; False if `timeout_seconds` were too short. Idempotent."""
         deadline = time.monotonic() + timeout_seconds
         for thread, jobs in zip(self._threads, (self._unqueued, self._queued), strict=True):
             if thread.is_alive():
@@ -150,8 +151,9 @@ class Lane:
             self._blame(error)  # every job will then fail by itself
 
     def _wait_as_a_thread(self, job: Job) -> list[Point]:
-        """Wait for events without a point. Return the points of the others, for which the stream
-        will wait. Raises DeviceError if this takes too long."""
+        """Wait until each event has a point or has ended; if the CPU makes copies, until all have
+        ended. Return the points, for which the stream will wait. Raises DeviceError if it takes too
+        long."""
         deadline = time.monotonic() + self._dependency_seconds
         points = []
         try:

@@ -26,8 +26,8 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
 class LockedSlab:
-    """`num_slots` of `slot_bytes` from `address` on. If some slots cannot be locked, the slab calls
-    `refused` once with the reason."""
+    """The `num_slots` slots of `slot_bytes` bytes from `address` on, page-locked by a thread. If
+    some slots cannot be locked, the thread calls `refused` once with the reason."""
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class LockedSlab:
         self._refused = refused
         self._pieces: list[int] = []
         self._stop = threading.Event()
-        # Locked slots, from 0 on. The number only grows until `close`, so readers need no lock.
+        # Number of locked slots, from slot 0 on. It only grows until `close`: reads need no lock.
         self.num_locked = 0
         self._thread = threading.Thread(target=self._run, name="stratakv-page-lock", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until the thread has locked all it can; False if the time was too short."""
+        """Wait until the thread has locked as much as it can; False after `timeout_seconds`."""
         self._thread.join(max(0.0, timeout_seconds))
         return not self._thread.is_alive()
 
@@ -109,7 +109,7 @@ class LockedSlab:
 
 
 def locked_memory_advice(wanted_bytes: int) -> str:
-    """Advice for a machine where memory cannot be locked."""
+    """A sentence of advice for a machine on which memory cannot be page-locked."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or limit >= wanted_bytes:
         return "The limit of locked memory is not the reason; a smaller slab may do"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between the pool and ordinary memory, through a small page-locked buffer in two halves.
 
-While the copy engine works on one half, the calling thread works on the other, so it may wait.
+The copy engine works on one half while the calling thread works on the other half. A call waits
+until all its copies have ended.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Copy = Callable[[Batch, int], None]
 
 
 class StagingBuffer:
-    """The buffer of one direction. `copy` queues a batch of page-locked memory in a stream."""
+    """The buffer for one direction. The function `copy` queues a batch of copies between
+    page-locked memory and the device in a stream."""
 
     def __init__(self, runtime: Runtime, half_bytes: int = HALF_BYTES) -> None:
         self._runtime = runtime
@@ -30,7 +32,7 @@ class StagingBuffer:
         self.memory = runtime.page_locked(2 * half_bytes)
 
     def store(self, batch: Batch, stream: int, copy: Copy) -> None:
-        """Copy from the device; all bytes are in place on return."""
+        """Copy from the device to ordinary memory; all bytes are in place on return."""
         landing: deque[tuple[Copies, Copies, Point]] = deque()
         for half, group in zip(self._halves(), cut(batch, self._half_bytes), strict=False):
             if len(landing) == 2:
@@ -43,7 +45,7 @@ class StagingBuffer:
             self._land(*landing.popleft())
 
     def load(self, batch: Batch, stream: int, copy: Copy) -> None:
-        """Copy to the device; all sources have been read on return."""
+        """Copy from ordinary memory to the device; all sources have been read on return."""
         busy: deque[Point] = deque()
         for half, group in zip(self._halves(), cut(batch, self._half_bytes), strict=False):
             if len(busy) == 2:
@@ -71,7 +73,7 @@ class StagingBuffer:
 
 
 def _placed(half: int, group: Copies) -> list[tuple[tuple[int, int, int], int]]:
-    """Each copy with its address in a half; the copies lie one behind the other."""
+    """Each copy with its address in a half of the buffer, in which the copies lie without gaps."""
     ends = itertools.accumulate((size for _, _, size in group), initial=half)
     return list(zip(group, ends, strict=False))
 

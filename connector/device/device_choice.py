@@ -17,8 +17,8 @@ _CUDA = re.compile(r"cuda(?::(\d{1,3}))?", re.ASCII)
 
 
 def make_device(name: str, progress: Callable[[int, int], None] | None = None) -> CopyDevice:
-    """Make the device `name`. `progress` is called with the bytes of the slab that are page-locked
-    and all its bytes. Raises TierConfigError for an unknown or missing device or several GPUs."""
+    """Make the device `name`. `progress` is called with the page-locked bytes of the slab and all
+    its bytes. Raises TierConfigError for an unknown or missing device or several GPUs."""
     if name == "cpu":
         return CpuCopyDevice()
     match = _CUDA.fullmatch(name)

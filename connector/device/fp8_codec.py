@@ -11,11 +11,11 @@ e4m3:
 
     |x - decoded x| <= max(|x| / 16, scale / 1024)
 
-e4m3 has three bits behind the point, so half a step is 1/16 of a number at most; below 2 ** -6 all
-steps are 2 ** -9. Numbers within a sixteenth of the dtype's maximum could round to infinity. Blocks
-with such numbers, an infinity or a NaN are stored without encoding.
+An e4m3 number has three mantissa bits, so rounding changes it by 1/16 at most; below 2 ** -6 the
+numbers are 2 ** -9 apart. Numbers within a sixteenth of the dtype's maximum could round to
+infinity. Blocks with such numbers, an infinity or a NaN are stored without encoding.
 
-The codec is here because `tiers/` imports no torch.
+The codec is not in `tiers/codecs/`, because `tiers/` imports no torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataL2Adapter: answers LMCache's server for chunks that its own memory lacks.
+"""StrataL2Adapter: stores and loads chunks for LMCache's server, below the server's own memory.
 
 LMCache's controllers submit tasks from two threads, sleep on event fds, and take each result once.
-A task without an answer would hang a request in LMCache, so every task ends. At its time limit it
-has the chunks that came; if the tiers are not open or have failed, all its chunks are misses.
+A task that never ended would hang a request in LMCache, so every task ends. At its time limit a
+task reports the chunks that have come. If the tiers are not open or have failed, all its chunks are
+misses.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _FLAGS = os.EFD_NONBLOCK | os.EFD_CLOEXEC
 
 
 class _Task:
-    """A task of LMCache; each shelf has the part of its keys with one layout."""
+    """A task of LMCache. Each `Shelf` handles the keys of the task that have its layout."""
 
     __slots__ = ("answers", "id", "kind", "objects", "parts", "sizes")
 
@@ -55,7 +56,8 @@ class _Task:
 
 
 class StrataL2Adapter(L2AdapterInterface):
-    """`config` is the value of `adapter_params`. Raises ConfigError, TierConfigError."""
+    """An L2 adapter of LMCache. `config` is the value of `adapter_params` in LMCache's
+    configuration. Raises ConfigError, TierConfigError."""
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         # LMCache gets no capacity and evicts nothing here: the tiers keep to their own capacities.
@@ -138,7 +140,7 @@ class StrataL2Adapter(L2AdapterInterface):
             tiers.drop_chunks([shelf.keys.derive_chunk_key(key, name) for key, name in named])
 
     def get_usage(self) -> Any:
-        """Bytes in the tiers. Not split by cache salt, because the tiers do not know it."""
+        """The used and total bytes of all tiers, not by cache salt, which the tiers do not know."""
         stats = [each for _, tiers in self._open_shelves() for each in tiers.stats().values()]
         return AdapterUsage(
             total_bytes_used=sum(each.used_bytes for each in stats),
@@ -307,7 +309,7 @@ class StrataL2Adapter(L2AdapterInterface):
         return shelves[0] if len(shelves) == 1 else None
 
     def _shelf(self, shapes: Sequence[Any], dtypes: Sequence[Any]) -> Shelf | None:
-        """The shelf of a layout, created if needed; None for an unsupported layout."""
+        """The shelf of a layout, created if there is none; None for an unsupported layout."""
         own = self._settings
         try:
             identity = read_identity(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a chunk of LMCache, made from LMCache's name and all else that decides the bytes.
+"""The key of a chunk of LMCache, made from LMCache's name of the chunk and from everything else
+that determines its bytes.
 
     root    = SHA-256( canonical CBOR of the fields of ChunkIdentity )
     digest  = SHA-256( root | canonical CBOR of [hash, model, kv rank, object group, cache salt] )
@@ -42,7 +43,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkIdentity:
-    """The values, beside LMCache's names, that must be equal for two daemons to share chunks."""
+    """The values besides LMCache's names that two servers must agree on to share chunks."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -66,7 +67,7 @@ class ChunkIdentity:
 def read_identity(
     shapes: Sequence[Sequence[int]], dtypes: Sequence[Any], revision: str, salt: str, version: str
 ) -> ChunkIdentity:
-    """Make the identity of shapes and torch dtypes. Raises ConfigError for unsupported layouts."""
+    """Make the identity of chunks of these shapes and dtypes. Raises ConfigError if unsupported."""
     names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
     unknown = sorted(set(names) - DTYPE_BYTES.keys())
     if unknown:
@@ -91,7 +92,7 @@ class ChunkKeys:
         self._root = hashlib.sha256(root)
 
     def derive_chunk_key(self, key: Any, model: str) -> bytes:
-        """The 40-byte key of a chunk; `model` is the model's name (model_names.py)."""
+        """The 40-byte key of a chunk. `model` is the model's name (model_names.py)."""
         name = [key.chunk_hash, model, key.kv_rank, key.object_group_id, key.cache_salt]
         hasher = self._root.copy()
         hasher.update(cbor2.dumps(name, canonical=True))

@@ -36,10 +36,10 @@ class _Model:
 
 
 class ModelNames:
-    """The names of models, by LMCache's names for them. Thread-safe."""
+    """Turns LMCache's names of models into names for keys. Thread-safe."""
 
     def __init__(self, revision: str | None) -> None:
-        """`revision` is the setting of that name."""
+        """`revision` is StrataKV's setting `revision`."""
         self._revision = revision
         self._lock = threading.Lock()
         self._models: dict[str, _Model] = {}
@@ -52,7 +52,7 @@ class ModelNames:
             return list(self._refused)
 
     def resolve_name(self, model: str) -> str | None:
-        """The name of a model. None if its chunks are not kept, or while its files are hashed."""
+        """A model's name in keys. None if its chunks are not kept, or while files are hashed."""
         with self._lock:
             known = self._models.get(model)
             is_new = known is None and len(self._models) < MOST_MODELS

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shelf: the tiers of one layout of LMCache's chunks. They are opened with the layout's first
-chunk or look-up. A thread of their own does this, because it reads an index and fills memory.
+"""A shelf: the tiers for LMCache's chunks of one layout. The first chunk or look-up of the layout
+opens them. A separate thread does this, because it reads an index and faults in memory.
 
     opening ──► open                     tasks that came meanwhile go on
        │  └───► refused                  for good: every chunk is a miss, and the reason is logged
@@ -52,7 +52,7 @@ class Shelf:
         self._thread.start()
 
     def when_open(self, waiter: Waiter) -> None:
-        """Call `waiter` with the tiers, now or once they open; with None if late or refused."""
+        """Call `waiter` with the tiers once they open; with None if that fails or is too late."""
         with self._lock:
             tiers = self.tiers
             if tiers is None and self._waiters is not None:
@@ -111,9 +111,9 @@ def identity_text(identity: ChunkIdentity) -> str:
 
 
 def check_folders(path: Path, folder: str, layouts: int) -> None:
-    """Check that the directory may hold this layout. Raises ConfigError if it already has `layouts`
-    others: they take room on the disk too. An unreadable directory passes: its disk is down, and
-    its store will report that."""
+    """Check that the directory may hold this layout. Raises ConfigError if it already has folders
+    of `layouts` other layouts, which take room on the disk too. An unreadable directory passes,
+    because its store will report that the disk is down."""
     try:
         if not path.is_dir():
             return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that another engine computes for requests of this one. Their blocks are read into the
-slab as they come, so that little is left to load when the request runs here.
+"""Prompts that another engine computes for requests of this engine. Their blocks are read into the
+slab as soon as they are stored, so that little is left to load when the request runs here.
 
-Following is only a hint: if the request never comes, the blocks take slots until other blocks need
-them. Requests that wait for such a prompt are in `prefill_waits.py`.
+The request may never come; then the blocks stay in the slab until they are evicted. Requests that
+wait for such a prompt are in `prefill_waits.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_NEWS = 65_536  # blocks
 
 @dataclass(slots=True, eq=False)
 class FollowedPrompt:
-    """A prompt whose blocks are read as they come."""
+    """A prompt whose blocks are read as soon as they are stored."""
 
     keys: list[bytes]
     give_up_at: float  # monotonic
@@ -40,12 +40,12 @@ class FollowedPrompt:
 
     @property
     def missing(self) -> list[bytes]:
-        """The keys behind the leading ones that tiers have."""
+        """All keys from the first one that no tier has."""
         return self.keys[self.num_there :]
 
 
 class Follows:
-    """The prompts that one connector follows. `alarm` wakes the engine when one's time is over."""
+    """The prompts that one connector follows. `alarm` wakes the engine at a prompt's time limit."""
 
     def __init__(self, hierarchy: Hierarchy, alarm: Alarm) -> None:
         self._hierarchy = hierarchy
@@ -57,21 +57,21 @@ class Follows:
         self.num_followed = 0  # since the start
 
     def start_watching(self) -> None:
-        """Record from now on which blocks other engines store, if the tiers report that."""
+        """Record, after this call, which blocks other engines store, if the tiers report that."""
         if not self._is_watching and self._hierarchy.hears_of_others:
             self._is_watching = True
             self._hierarchy.watch_stores(self._hear)
 
     def newest(self, keys: Sequence[bytes]) -> tuple[int, float, float]:
         """The number of keys at the end of `keys` that other engines have stored within
-        NEWS_SECONDS, and the times when the first and the last of these came."""
+        NEWS_SECONDS, and the times of the first and the last report of these blocks."""
         recent = itertools.takewhile(self._news.__contains__, reversed(keys))
         moments = [self._news[key] for key in recent]
         return len(moments), min(moments, default=0.0), max(moments, default=0.0)
 
     def track_prompt(self, keys: Sequence[bytes]) -> FollowedPrompt | None:
-        """Follow a prompt with these blocks, head first. None without blocks, without news of other
-        engines, or beyond MOST_PROMPTS."""
+        """Follow a prompt with these blocks, in order. None if there are no blocks, if no tier
+        reports what other engines store, or if MOST_PROMPTS are followed already."""
         if not keys or not self._hierarchy.hears_of_others or len(self.prompts) >= MOST_PROMPTS:
             return None
         self.start_watching()
@@ -84,13 +84,13 @@ class Follows:
         return prompt
 
     def remove_prompt(self, prompt: FollowedPrompt) -> None:
-        """Stop following a prompt and release its reads. The prompt may have ended by itself."""
+        """Stop following a prompt and release its reads. Allowed after following has ended, too."""
         self._let_go(prompt, all_of_them=True)
         if prompt in self.prompts:
             self.prompts.remove(prompt)
 
     def read_arrived(self) -> None:
-        """Read the blocks that have come, and release reads that have ended."""
+        """Read the blocks that other engines have stored, and release reads that have ended."""
         if not self.prompts:
             return
         now = time.monotonic()
@@ -105,7 +105,7 @@ class Follows:
         ]
 
     def _hear(self, keys: Sequence[bytes]) -> bool:
-        """Note blocks that other engines have stored. Return whether to look them up."""
+        """Record blocks that other engines have stored. Return whether to look them up."""
         now = time.monotonic()
         news = self._news
         for key in keys:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-overs: writes blocks to a store from which other engines are about to load them, and keeps
-them there for a while.
+"""Hand-overs: blocks are written to a store from which other engines are about to load them, and
+are kept there for a while.
 
     hand_over ──► moving ──(the shared store has them, as far as is known)──► leasing ──► ended
 
-The engine's knowledge of the store may be old, so the lease decides: the store answers which of the
-blocks it has, and evicts none of these during the lease. A late hand-over ends with its missing
-blocks.
+This engine's knowledge of the store may be out of date, so the lease decides: the store answers
+which of the blocks it has, and evicts none of them during the lease. A hand-over that takes longer
+than MOST_SECONDS ends with its missing blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..base import HandOver
 from ..connector_context import ConnectorContext
 from ..messages import HandedOver
 
-# Longer than from the prefill's answer, through a busy router, to the load for the decode.
+# Longer than the time from the prefill's answer, through a busy router, to the decode's load.
 LEASE_SECONDS = 30.0
 # Many times longer than a slow link needs for one prompt's blocks.
 MOST_SECONDS = 10.0
@@ -39,8 +39,9 @@ class _HandOver:
 
 
 class HandOvers(HandOver):
-    """The hand-overs of one connector. It wakes the engine when a hand-over's time is over. A
-    hand-over begins after the end of its request and of the request's record."""
+    """The hand-overs of one connector. An alarm wakes the engine at a hand-over's time limit. A
+    hand-over begins after its request has ended and the connector has dropped the request's
+    record."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
@@ -65,7 +66,7 @@ class HandOvers(HandOver):
         self.ended = [ended for ended in self.ended if ended.request_id != request_id]
 
     def poll_hand_overs(self) -> None:
-        """Check the hand-overs for progress, and give up late ones."""
+        """Check the progress of the hand-overs, and give up those beyond their time limit."""
         now = time.monotonic()
         for hand_over in list(self.moving):
             self._look_at(hand_over)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that wait while another engine computes their prompts.
 
-    await_prefill ──► (the scheduler asks for it, and blocks are missing) ──► waiting ──► ended
+    await_prefill ──► (the scheduler looks it up, and blocks are missing) ──► waiting ──► ended
 
-`wait_limit.py` decides when and how a wait ends; the request then loads the blocks that have come
-and computes the rest. A waiting request holds no blocks of the pool. Its prompt is followed
-(`followed_prompts.py`), so that the blocks are in the slab when the wait ends. A request waits once
-at most, and only if another engine may be computing its prompt; see
-`PromptsElsewhere.await_prefill`.
+`wait_limit.py` decides when and how a wait ends. After the wait the request loads the blocks that
+other engines have stored, and computes the rest. A waiting request holds no blocks of the pool. Its
+prompt is followed (`followed_prompts.py`), so that the blocks are in the slab when the wait ends. A
+request waits at most once, and only after a call of `PromptsElsewhere.await_prefill`.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ class PrefillWaits(PromptsElsewhere):
             offload.elsewhere = elsewhere
 
     def begin_wait(self, offload: RequestOffload, request: RequestView, lookup: Lookup) -> bool:
-        """Make a request wait if another engine may compute its prompt and a wait is worth it.
-        Called once for each request, with the tiers' present answer. True if it waits."""
+        """Make a request wait if another engine may compute its prompt and the wait is worth it.
+        True if it waits. Called once for each request, with the tiers' present answer."""
         is_told = offload.elsewhere is Elsewhere.TOLD
         offload.elsewhere = Elsewhere.NO
         if len(self.waiting) >= MOST_WAITING or not self._hierarchy.others_are_up:
@@ -102,7 +101,7 @@ class PrefillWaits(PromptsElsewhere):
         return True
 
     def poll_waits(self) -> bool:
-        """Take in the blocks that have come. Return whether a wait has ended."""
+        """Read the blocks that other engines have stored. Return whether a wait has ended."""
         self.follows.read_arrived()
         if not self.waiting:
             return False
@@ -128,7 +127,7 @@ class PrefillWaits(PromptsElsewhere):
         return bool(ended)
 
     def end_wait(self, offload: RequestOffload, end: End) -> None:
-        """End the wait of the request, if any."""
+        """End the wait of the request, if it waits."""
         offload.elsewhere = Elsewhere.NO
         wait, offload.wait = offload.wait, None
         if wait is not None:
@@ -137,14 +136,14 @@ class PrefillWaits(PromptsElsewhere):
             self._counters.count_prefill_wait(end.value, time.monotonic() - wait.began)
 
     def clear(self) -> None:
-        """End all waits, as lost."""
+        """End all waits with `End.LOST`."""
         for offload in list(self.waiting.values()):
             self.end_wait(offload, End.LOST)
 
     def _limit(
         self, lookup: Lookup, num_there: int, num_missing: int, *, is_told: bool
     ) -> WaitLimit | None:
-        """The limit of a wait; None if a wait is not worth it."""
+        """The limit of a wait; None if the wait is not worth it."""
         economics, size = self._economics, self._block_size
         first_token = (lookup.first + num_there) * size
         now = time.monotonic()
@@ -181,7 +180,7 @@ class PrefillWaits(PromptsElsewhere):
         return limit if limit.decide_end(now) is None else None
 
     def _look_again(self, wait: PrefillWait, now: float) -> None:
-        """Set the alarm for the wait's next check, and ask the stores again when due."""
+        """Set the alarm for the next check of the wait. Ask the stores again if that is due."""
         if now >= wait.look_up_at:
             wait.look_up_at = now + LOOK_UP_SECONDS
             self._hierarchy.prefetch_lookup(wait.prompt.missing)

@@ -2,7 +2,7 @@
 """WaitLimit: decides when and how a request's wait for another engine's prefill ends.
 
 whole     all full blocks of the prompt can be loaded
-slow      computing the rest here is quicker than the rate at which blocks come
+slow      this engine computes the rest quicker than the other engine, by the rate of its blocks
 stalled   no block has come for too long
 capped    MOST_SECONDS are over
 lost      the store that engines share is down, or all tiers were cleared
@@ -21,8 +21,8 @@ from .followed_prompts import FOLLOW_SECONDS, FollowedPrompt
 MOST_SECONDS = FOLLOW_SECONDS
 # Time in which a computed block gets to the store and the store reports it.
 GRACE_SECONDS = 0.1
-# The longest wait, as a multiple of the time to compute here. It is above 1, because an equal
-# engine needs as long and a wait delays no other request here.
+# The longest wait, as a multiple of the time in which this engine computes the blocks. It is above
+# 1, because an equal engine needs as long, and a wait delays no other request of this engine.
 MOST_RATIO = 1.5
 # The store is asked again about missing blocks this often: its reports may have been lost.
 LOOK_UP_SECONDS = 1.5
@@ -30,12 +30,12 @@ LOOK_UP_SECONDS = 1.5
 
 @dataclass(slots=True, eq=False)
 class WaitLimit:
-    """The limit of a wait for `num_blocks` blocks; no tier has any of them at `began`.
+    """The limit of a wait for `num_blocks` blocks. At the time `began` no tier has any of these.
 
-    `compute_seconds(start, end)` is the time to compute the blocks from `start` to `end` here.
-    None: it is unknown or ignored, and the wait ends after `unknown_seconds` without a block.
-    `num_before` blocks in front of these came shortly before the wait, the last one at `last`: they
-    show the speed of the other engine.
+    `compute_seconds(start, end)` is the time in which this engine computes the blocks from `start`
+    to `end`. If it is None (unknown or ignored), the wait ends after `unknown_seconds` without a
+    new block. Other engines stored the `num_before` blocks in front of these shortly before the
+    wait, the last one at `last`; they show the speed of the other engine.
     """
 
     num_blocks: int
@@ -53,7 +53,7 @@ class WaitLimit:
         self._last = self.began if self.last is None else self.last
 
     def record_arrivals(self, num_there: int, now: float) -> None:
-        """Record that the first `num_there` of the blocks have come."""
+        """Record that the first `num_there` of the blocks can be loaded now."""
         if num_there <= self.num_there:
             return
         self._longest = max(self._longest, now - self._last)
@@ -62,11 +62,11 @@ class WaitLimit:
             self._first = now, num_there
 
     def ends_at(self) -> float:
-        """The time at which the wait ends if no further block comes."""
+        """The time at which the wait ends if no further block is stored."""
         return min(self.began + MOST_SECONDS, self._last + self._next_seconds())
 
     def decide_end(self, now: float) -> End | None:
-        """The reason why the wait ends now; None if it goes on."""
+        """The reason for which the wait ends now; None if it goes on."""
         if self.num_there >= self.num_blocks:
             return End.WHOLE
         if now >= self.began + MOST_SECONDS:
@@ -76,9 +76,9 @@ class WaitLimit:
         return End.SLOW if self._is_slow() else None
 
     def _next_seconds(self) -> float:
-        """Seconds to wait for the next blocks: at most MOST_RATIO times the time to compute all
-        missing blocks here. After the first arrival also at most twice the longest gap so far, or
-        the time to compute the arrived blocks here if that is larger."""
+        """The seconds to wait for the next blocks: GRACE_SECONDS, and at most MOST_RATIO times the
+        time in which this engine computes all missing blocks. After the first arrival also at most
+        twice the longest gap so far, or the time to compute the arrived blocks if longer."""
         rest = self.compute_seconds(self.num_there, self.num_blocks)
         if rest is None:
             return self.unknown_seconds
@@ -101,7 +101,7 @@ class WaitLimit:
 
 
 class End(Enum):
-    """The reason why a wait ended; the value is the label in metrics."""
+    """The reason for which a wait ended. The value is the label in metrics."""
 
     WHOLE = "whole"
     SLOW = "slow"
@@ -129,5 +129,5 @@ class PrefillWait:
 
     @property
     def num_there(self) -> int:
-        """Leading positions whose needed blocks have come."""
+        """The number of leading positions whose needed blocks can be loaded now."""
         return self.positions[self.prompt.num_there]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of SGLang's model and settings in the identity of its pages."""
+"""The names of SGLang's model and settings, for the identity of its pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..chunks.model_name import HostModel, ModelName, name_model, settings_text,
 log = logging.getLogger(__name__)
 
 HOST = "SGLang"
-# SGLang's arguments, beside the model's files, that change numbers in the cache.
+# SGLang's arguments, besides the model's files, that change numbers in the cache.
 _NUMBERS = (
     "dtype",
     "quantization",
@@ -32,8 +32,9 @@ class ModelNames(NamedTuple):
 
 
 def names_of(served_name: str, revision: str | None) -> ModelNames:
-    """The names from the SGLang in this process, which serves the model as `served_name`.
-    `revision` is StrataKV's setting. Raises ConfigError for a model that cannot be read."""
+    """The names of model and settings, from the arguments of the SGLang in this process, which
+    serves the model as `served_name`. `revision` is StrataKV's setting. Raises ConfigError for a
+    model that cannot be read."""
     arguments = _server_arguments()
     path = getattr(arguments, "model_path", None)
     if not path:

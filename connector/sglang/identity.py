@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a page of SGLang, made from SGLang's name and all else that decides the bytes.
+"""The key of a page of SGLang, made from SGLang's name of the page and from everything else that
+determines its bytes.
 
     root    = SHA-256( canonical CBOR of the fields of PageIdentity )
     digest  = SHA-256( root | SGLang's page hash )
@@ -34,7 +35,7 @@ MAX_KEY_CHARACTERS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageIdentity:
-    """The values, beside SGLang's names, that must be equal for two engines to share pages."""
+    """The values, in addition to SGLang's names, that two engines must agree on to share pages."""
 
     model: str  # a digest of its files, or SGLang's name (host_model.py)
     settings: str  # digest of SGLang's arguments that change numbers; may be empty
@@ -128,7 +129,7 @@ class PageKeys:
         self._root = hashlib.sha256(root)
 
     def derive_page_key(self, key: str) -> bytes:
-        """The 40-byte key of a page. Raises ValueError if `key` cannot be a page's name."""
+        """The 40-byte key of a page. Raises ValueError if `key` cannot be the name of a page."""
         if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_CHARACTERS:
             raise ValueError(f"a page of SGLang has a name of 1 to {MAX_KEY_CHARACTERS} characters")
         hasher = self._root.copy()

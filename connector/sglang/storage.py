@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataHiCacheStorage: answers SGLang's cache controller for pages that its host memory lacks.
+"""StrataHiCacheStorage: stores and loads pages for SGLang's cache controller, below SGLang's
+memory.
 
-The controller calls from two threads, one for fetching and one for backing up. Each call waits,
-with a time limit. `batch_get_v1` and `batch_set_v1` move pages between the tiers and SGLang's host
-pool, at addresses that the pool returns. The older methods take tensors.
+The controller calls from two threads, one for loads and one for stores. Each call waits, with a
+time limit. `batch_get_v1` and `batch_set_v1` move pages between the tiers and SGLang's host pool,
+at addresses that the pool returns. The older methods (`get`, `set` and their batches) take tensors.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ GRACE_SECONDS = 30.0
 
 
 class StrataHiCacheStorage(HiCacheStorage):
-    """SGLang's back end class. The tiers are opened when SGLang registers its host pool. SGLang
-    passes no `kwargs`. Raises ConfigError or TierConfigError for settings that cannot work."""
+    """A storage back end of SGLang's HiCache. The tiers are opened when SGLang registers its host
+    pool. SGLang passes no `kwargs`. Raises ConfigError or TierConfigError for unusable settings."""
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         version = SUPPORTED.installed()
@@ -99,7 +100,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         self.mem_pool_host = mem_pool_host
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Refuse any pool but the one of K and V. Raises ConfigError."""
+        """Register the pool of K and V. Raises ConfigError for any other pool."""
         name = str(getattr(host_pool_name, "value", host_pool_name))
         if name != "kv":
             raise ConfigError(
@@ -170,12 +171,11 @@ class StrataHiCacheStorage(HiCacheStorage):
             self._tiers.clear()
 
     def get_stats(self) -> Any:
-        """Return None: SGLang takes no counters but its own."""
+        """Return None, because SGLang takes no counters of a back end."""
         return None
 
     def close(self) -> None:
-        """Write the pages that are not written yet, within `shutdown_seconds`, and release
-        everything."""
+        """Write unwritten pages within `shutdown_seconds`, and release everything."""
         tiers, self._tiers = self._tiers, None
         if tiers is not None:
             tiers.close(self._settings.shutdown_seconds)
@@ -211,7 +211,7 @@ class StrataHiCacheStorage(HiCacheStorage):
 
 
 class _Indices(list[int]):
-    """The part of an index tensor's interface that the pool uses."""
+    """A list with the method of an index tensor that the host pool calls."""
 
     def tolist(self) -> list[int]:
         return list(self)
@@ -223,12 +223,12 @@ def _wait(future: Future[list[bool]], seconds: float) -> list[bool]:
 
 @lru_cache(maxsize=256)
 def _array_type(size: int) -> Any:
-    """The array type of a size, made once, because ctypes never frees an array type."""
+    """The ctypes array type for a size, made once, because ctypes never frees array types."""
     return ctypes.c_ubyte * size
 
 
 def _memory(pointer: int, size: int) -> memoryview:
-    """A view of the host pool's memory, which outlives the call."""
+    """A view of the host pool's memory. The pool outlives the call."""
     return memoryview(_array_type(size).from_address(pointer))
 
 

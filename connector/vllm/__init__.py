@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataKV's tiers below vLLM's own KV offloading, for vLLM's `spec_module_path` and `module_path`.
+"""StrataKV's tiers for vLLM. Two classes put them below vLLM's own KV offloading
+(`spec_module_path` and `module_path`):
 
     StrataSpec   the whole: vLLM's region in memory, the tiers below it, and on vLLM's CPU build the
                  copies too
     StrataTier   the tiers alone, one of the `secondary_tiers` of vLLM's TieringOffloadingSpec
 
-Instead of vLLM's offloading, for `kv_connector_module_path`:
+A third class replaces vLLM's KV offloading (`kv_connector_module_path`):
 
     StrataConnector    a KV connector between vLLM's KV cache and StrataKV's slab
 
-docs/vllm.md says how to switch them on, and which to take. The first use imports vLLM.
+docs/vllm.md says which class to use and how. The first use of a class imports vLLM.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class ModelNames(NamedTuple):
 
 
 def names_of(vllm_config: Any, revision: str | None) -> ModelNames:
-    """The names from vLLM's whole configuration. `revision` is StrataKV's setting. Raises
+    """The names, from vLLM's whole configuration. `revision` is StrataKV's setting. Raises
     ConfigError for a model that cannot be read."""
     model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
     # For a model in an object store, `model_weights` has the address of its weights.
@@ -40,7 +40,7 @@ def names_of(vllm_config: Any, revision: str | None) -> ModelNames:
 
 
 def names_of_tier(model: str, revision: str | None) -> ModelNames:
-    """The names that a secondary tier can see: the model's only. Raises ConfigError."""
+    """The names that a secondary tier can find out: only the model's. Raises ConfigError."""
     if not revision:
         log.info(
             "vLLM tells StrataSpec the model's files and not its own settings: give another "
@@ -58,8 +58,9 @@ def _named(model: HostModel, revision: str | None) -> str:
 
 
 def _numbers_of(model: Any, load: Any) -> dict[str, Any]:
-    """Settings that change numbers, beside the model's files: overrides of the configuration (rope,
-    windows), computing dtype, quantisation while loading, random weights, picture processing."""
+    """vLLM's settings, besides the model's files, that change the numbers in its KV cache:
+    overrides of the configuration (rope, windows), computing dtype, quantisation while loading,
+    random weights, picture processing."""
     config = getattr(model, "hf_config", None)
     known = {} if config is None else dict(config.to_dict())
     for name in _NOT_NUMBERS:

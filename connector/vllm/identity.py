@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a chunk of vLLM, made from vLLM's name and all else that decides the bytes.
+"""The key of a chunk of vLLM, made from vLLM's name and everything else that determines its bytes.
 
     root    = SHA-256( canonical CBOR of the fields of ChunkIdentity )
     digest  = SHA-256( root | vLLM's block hash )
@@ -7,7 +7,7 @@
 
 vLLM's hash chains token ids, adapters, images and the request's `cache_salt`, but not the model,
 dtype, layout or parallel ranks. A chunk holds the pages of all ranks side by side, so a key has no
-rank, and engines of other sizes never share a key.
+rank, and engines with different numbers of ranks never share a key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...tiers.block import DTYPE_BYTES, BlockLayout, key_suffix
 from ...tiers.errors import InvalidBlock
 from ...tiers.settings.values import ConfigError
 
-# Bytes of the group behind the block hash in vLLM's own key.
+# Bytes of the group after the block hash in vLLM's own key.
 GROUP_BYTES = 4
 NAMESPACE = b"vllm-chunk-1\0"
 

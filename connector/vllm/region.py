@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's region, a file in shared memory that scheduler and workers map; removal of old regions.
+"""Locks on vLLM's region, a file in shared memory that scheduler and workers map, and removal of
+regions whose engines have ended.
 
-vLLM removes the file at an orderly stop. Beside it StrataKV keeps an empty lock file. Every process
-of the engine locks it before the region is made. If no process has a lock on it, the engine is
-gone, and the next engine to start removes both files. The kernel drops the locks of killed
-processes; locks also work between containers that share this memory.
+vLLM removes the region at an orderly stop. Next to it StrataKV keeps an empty lock file, which
+every process of the engine locks before the region is made. If no process has this lock, the engine
+has ended, and the next engine to start removes both files. The kernel drops the locks of killed
+processes; locks also work between containers that share `/dev/shm`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LOCK = ".lock"
 
 
 def marked(engine_id: str) -> str:
-    """The engine id for vLLM's name of the region's file; it marks engines with StrataSpec."""
+    """The engine id with a mark of StrataSpec, for the name of the region's file."""
     return engine_id + MARK
 
 
@@ -65,7 +66,7 @@ class Hold:
 
 
 def left_behind(folder: Path = SHARED_MEMORY) -> list[Path]:
-    """The files of engines that are gone; `sweep` would remove them."""
+    """The files of engines that have ended, which `sweep` would remove."""
     found: list[Path] = []
     for lock in folder.glob(f"{PREFIX}*{MARK}{LOCK}"):
         try:
@@ -81,7 +82,7 @@ def unmarked(folder: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove the regions of engines that are gone. Return the removed files."""
+    """Remove the regions of engines that have ended. Return the removed files."""
     removed: list[Path] = []
     for lock in folder.glob(f"{PREFIX}*{MARK}{LOCK}"):
         try:

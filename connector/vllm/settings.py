@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the tiers below vLLM, read from vLLM's JSON configuration and written for it.
+"""The settings of the tiers below vLLM, read from vLLM's JSON configuration or written into one.
 
 A setting's name is StrataKV's flag without `--kv-offload-`, with underscores.
 """
@@ -25,7 +25,7 @@ LOADS = ("auto", "always")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings(HostSettings):
-    """The settings of tiers below vLLM; other hosts lack the ones defined here."""
+    """The settings of tiers below vLLM. Only vLLM has the options that are defined here."""
 
     load: str = setting(
         "auto", readers.one_of(*LOADS),

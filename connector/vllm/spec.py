@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """StrataSpec: vLLM's tiering spec with StrataTier below its region, and a worker for CPU builds.
 
-vLLM keeps its manager and, on a GPU, its copies between the cache and the region. The settings
-stand under "stratakv" in `kv_connector_extra_config`.
+vLLM's own manager stays in use, and on a GPU vLLM's own copies between KV cache and region. The
+settings stand under "stratakv" in `kv_connector_extra_config`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .worker import CpuWorker
 
 
 class StrataSpec(TieringOffloadingSpec):
-    """vLLM's tiering spec with StrataTier below. Raises ConfigError for unusable settings."""
+    """vLLM's tiering spec, with StrataTier as a tier. Raises ConfigError for unusable settings."""
 
     # Set by vLLM.
     secondary_tier_configs: list[dict[str, Any]]
@@ -49,7 +49,7 @@ class StrataSpec(TieringOffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """vLLM's definitions and StrataTier's."""
+        """The metric definitions of vLLM and of StrataTier."""
         from .tier import StrataTier
 
         definitions: dict[str, Any] = super().build_metric_definitions(extra_config)
@@ -95,8 +95,8 @@ class StrataSpec(TieringOffloadingSpec):
 
 
 def tier_config(extra_config: Any) -> dict[str, Any]:
-    """StrataTier's entry in vLLM's list of secondary tiers. Raises ConfigError for settings that
-    cannot work, in every process that reads them."""
+    """StrataTier's entry in vLLM's list of secondary tiers. Every process that reads the settings
+    raises ConfigError if they cannot work."""
     given = extra_config.get(SECTION, {})
     if not isinstance(given, dict):
         raise ConfigError(f"{SECTION} takes an object of settings, not {format_value(given)}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """StrataTier: a secondary tier of vLLM's TieringOffloadingSpec, in its scheduler's process.
 
-    lookup            is it there, and worth loading?          from memory, at once
+    lookup            whether to load a chunk from a tier      answered from memory, at once
     submit_load       promote chunks into vLLM's region        a job, done by a thread
     submit_store      take chunks that vLLM has just stored    a job, done by a thread
     get_finished_jobs report the jobs that the thread has done
@@ -81,7 +81,7 @@ class StrataTier(SecondaryTierManager):
         atexit.register(self.shutdown)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Whether a tier has the chunk and loading it pays."""
+        """A hit if a tier has the chunk and loading it is quicker than computing it."""
         transfers = self._tiers.transfers
         if transfers.is_broken:
             return LookupResult.MISS
@@ -109,7 +109,7 @@ class StrataTier(SecondaryTierManager):
         self._tiers.transfers.store(job_metadata.job_id, list(names), job_metadata.chunk_ids)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """The jobs that have ended since the last call."""
+        """The results of the jobs that have ended since the last call."""
         results = []
         for ended in self._tiers.transfers.take_ended():
             is_load, names = self._jobs.pop(ended.job_id)
@@ -126,7 +126,7 @@ class StrataTier(SecondaryTierManager):
         return results
 
     def has_pending_work(self) -> bool:
-        """Whether vLLM must step so that a job is reported. Work below the slab needs no steps."""
+        """Whether vLLM must run steps so that a job is reported. Write-backs need no steps."""
         return bool(self._jobs)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -134,7 +134,7 @@ class StrataTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Release the region's room that the request held."""
+        """Release the room in vLLM's region that was reserved for the request."""
         with self._tiers.transfers.lock:
             self._tiers.lookups.let_go([req_context.req_id])
 
@@ -144,7 +144,7 @@ class StrataTier(SecondaryTierManager):
             self._tiers.lookups.let_go(context.new_req_ids)
 
     def drain_jobs(self) -> None:
-        """Wait until no job touches vLLM's region."""
+        """Wait, for a bounded time, until no job reads or writes vLLM's region."""
         self._tiers.transfers.wait_for_jobs(self._settings.read_seconds + DRAIN_SECONDS)
 
     @classmethod
@@ -152,7 +152,7 @@ class StrataTier(SecondaryTierManager):
         return metrics.definitions()
 
     def get_stats(self) -> Any:
-        """Counters of the tiers since the last call, and the blocks in them now."""
+        """The growth of the tiers' counters since the last report, and their gauges."""
         return self._metrics.build_stats()
 
     def shutdown(self) -> None:
@@ -167,7 +167,7 @@ class StrataTier(SecondaryTierManager):
             release()
 
     def _register_job(self, job: Any, *, is_load: bool) -> dict[bytes, bytes]:
-        """Map our keys of a job to vLLM's, in the job's order."""
+        """Register a job. Return vLLM's keys by StrataKV's keys, in the job's order."""
         lookups = self._tiers.lookups
         with self._tiers.transfers.lock:
             names = {lookups.key_of(key, job.req_context): key for key in job.keys}
@@ -185,7 +185,7 @@ class StrataTier(SecondaryTierManager):
 
 
 def chunk_tokens(spec: Any) -> int:
-    """The tokens of a chunk; the most if cache groups differ."""
+    """The number of tokens of a chunk; the largest one if cache groups differ."""
     block_tokens: int = max(group.tokens_per_block for group in spec.config.groups)
     return block_tokens * int(spec.blocks_per_chunk)
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-ups of prompts in the tiers. vLLM asks chunk by chunk in each step of a waiting request.
+"""Look-ups of prompts in the tiers. vLLM looks up a waiting request chunk by chunk, in each step.
 
-The first question looks up all later chunks of the prompt too. The answers are remembered until the
-tiers change or a load fails. MISS is also the answer for
+The look-up of the first chunk looks up all later chunks of the prompt too. The answers are kept
+until the tiers change or a load fails. The answer is MISS also for
 - chunks that are quicker to compute than to load,
 - chunks whose load has just failed, so that no request waits for them again,
-- chunks for which a request has waited too long: a server with damaged answers would be asked again
-  and again,
-- chunks without room in vLLM's region beside the chunks that wait there for other requests:
+- chunks for which a request has waited too long: without this limit a server with damaged answers
+  would be asked again and again,
+- chunks for which vLLM's region has no room besides chunks that wait there for other requests:
   promoted chunks would evict each other before they are loaded.
 """
 
@@ -43,7 +43,7 @@ class Found(Enum):
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """The answers and decisions for one request. vLLM holds this object with the request."""
+    """The answers and decisions for one request. vLLM keeps this object with the request."""
 
     version: tuple[int, int] | None = None  # versions of the tiers and of FailedChunks
     answers: dict[bytes, Found] = field(default_factory=dict)  # by vLLM's keys
@@ -57,7 +57,7 @@ class Asked:
 
 class TierLookups:
     """Looks up chunks in `hierarchy`. Callers hold the lock that guards it (`ChunkMover.lock`).
-    `region_chunks`: chunks in vLLM's region."""
+    `region_chunks` is the number of chunks that fit into vLLM's region."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class TierLookups:
         self._failed = failed
 
     def find_chunk(self, host_key: bytes, context: Any) -> Found:
-        """The answer for one chunk of vLLM's."""
+        """The answer for the chunk with vLLM's key `host_key`."""
         asked = self._asked(context)
         # A load without room fails but does not change the tiers' version, so both count.
         version = self._hierarchy.version, self._failed.version
@@ -99,7 +99,7 @@ class TierLookups:
         return self._key(self._asked(context), host_key)
 
     def loading(self, keys: Sequence[bytes], context: Any) -> None:
-        """Count a load of these chunks (our keys) for the request."""
+        """Count a load of these chunks (StrataKV's keys) for the request."""
         asked = self._asked(context)
         for key in keys:
             asked.loads[key] = asked.loads.get(key, 0) + 1
@@ -109,7 +109,7 @@ class TierLookups:
         self._failed.discard_stored(keys)
 
     def let_go(self, request_ids: Collection[str]) -> None:
-        """Release the region's room of requests that run now or have ended."""
+        """Release the room in vLLM's region of requests that run now or have ended."""
         for request_id in request_ids:
             asked = self._waiting.pop(request_id, None)
             if asked is not None:
@@ -175,7 +175,7 @@ class TierLookups:
         return asked.loads.get(key, 0) >= MAX_LOADS or key in self._failed
 
     def _accept(self, asked: Asked, host_key: bytes, context: Any) -> bool:
-        """Take room in vLLM's region for a chunk; False if there is none."""
+        """Reserve room in vLLM's region for a chunk; False if there is none."""
         key = self._key(asked, host_key)
         if key in asked.accepted:
             return True
@@ -188,7 +188,7 @@ class TierLookups:
 
 
 def _may_wait(asked: Asked) -> bool:
-    """Whether the request may still wait; its time begins with the first call."""
+    """Whether the request may still wait. The time limit counts from the first call."""
     now = time.monotonic()
     if asked.retry_until is None:
         asked.retry_until = now + MOST_RETRY_SECONDS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiers' metrics for vLLM, beside vLLM's own counts of every secondary tier.
+"""The tiers' metrics for vLLM, in addition to vLLM's own counts of every secondary tier.
 
 vLLM sums the reports of a counter, so each report has the growth since the last one.
 """
@@ -62,7 +62,7 @@ class TierMetrics:
         self._next = 0.0
 
     def build_stats(self) -> Any:
-        """Return vLLM's payload; None within TELL_SECONDS of the last one."""
+        """Return vLLM's OffloadingConnectorStats; None within TELL_SECONDS of the last report."""
         now = time.monotonic()
         if now < self._next:
             return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's jobs for its tier: copies between rows of vLLM's region and the slab.
+"""The jobs that vLLM gives to its tier: copies between rows of vLLM's region and the slab.
 
-vLLM's scheduler calls from its step loop, so only `wait_for_jobs` and `close` wait here. Other
-calls only reserve or pin slots; the thread does the rest. The thread also completes stores, so
-chunks reach a cache server even while the engine is idle.
+vLLM's scheduler makes the calls in its step loop, so only `wait_for_jobs` and `close` may wait. The
+other calls only reserve or pin slots, and a thread does the rest. The thread also completes stores,
+so chunks reach a cache server even while the engine is idle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..costs.rates import ReadTimes
 
 
 class Ended(NamedTuple):
-    """The end of a job of vLLM's."""
+    """The result of one of vLLM's jobs."""
 
     job_id: int
     missing: frozenset[bytes]  # keys of chunks of a load that did not come
@@ -53,7 +53,7 @@ class _Load:
 
 class Transfers(ChunkMover):
     """Moves chunks between vLLM's region and the tiers. A row of `rows` is a chunk of the region.
-    Chunks whose load failed are added to `failed`; times of loads go to `economics`."""
+    Chunks whose load failed are added to `failed`; the durations of loads update `economics`."""
 
     THREAD, THEN = "stratakv-vllm", "computed"
 
@@ -78,8 +78,8 @@ class Transfers(ChunkMover):
         self._thread.start()
 
     def store(self, job_id: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        """Copy the rows to the slab that it lacks and has room for. The caller leaves all rows
-        unchanged until the job has ended."""
+        """Copy rows to the slab, except those that the slab has or has no room for. The caller must
+        not change any of the rows until the job has ended."""
         row_of = dict(zip(keys, rows, strict=True))
         with self.lock:
             self._num_open += 1
@@ -110,7 +110,8 @@ class Transfers(ChunkMover):
         return ended
 
     def wait_for_jobs(self, seconds: float) -> None:
-        """Wait until every job has ended; loads whose copy has not begun by then fail."""
+        """Wait `seconds` at most until every job has ended. Loads whose copy has not begun by then
+        fail."""
         with self.lock:
             if not self._idle.wait_for(lambda: not self._num_open, seconds):
                 self._let_go_loads()
@@ -152,7 +153,7 @@ class Transfers(ChunkMover):
         self._wakeup.set()  # write-backs may be due
 
     def _bring(self, job: _Load, proofs: Sequence[Proof | None]) -> None:
-        """Copy the chunks that have come to their rows."""
+        """Copy the load's chunks from the slab to their rows, and end the job."""
         ticket, began = job.ticket, time.monotonic()
         copied = self._copy_out(ticket, proofs, self._parts(job.rows))
         now = time.monotonic()
@@ -187,7 +188,7 @@ class Transfers(ChunkMover):
             self._read_times.let_go(load.ticket)
 
     def _fail_loads(self) -> None:
-        """Report all loads as failed whose copy has not begun."""
+        """Report as failed all loads whose copy has not begun."""
         for load in self._loads:
             self._failed.add(load.ticket.keys)
             self._record_ended(Ended(load.job_id, frozenset(load.ticket.keys), 0.0, 0))

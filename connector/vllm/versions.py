@@ -3,7 +3,7 @@
 
     0.30   ReqContext has no positions of keys; a secondary tier takes no backpressure detector;
            JobResult has no transfer_bytes
-    0.31   the above are there
+    0.31   has all of these
     0.32   cache_hit_source of a tier; a KV connector is asked for the sources of hits
     0.33   submit_load has `expedited`; a lock around manager and tiers
 
@@ -48,7 +48,7 @@ def platform_name() -> str:
 
 
 def key_positions(context: Any) -> Mapping[bytes, int]:
-    """A request's known keys; the chunk of a key ends at the token given here."""
+    """The known keys of a request, each with the token at which its chunk ends."""
     positions: Mapping[bytes, int] = getattr(context, "_offload_key_positions", {})
     return positions
 
@@ -61,7 +61,7 @@ def tier_arguments(detector: Any) -> dict[str, Any]:
 def job_result(
     job_id: int, *, loaded: list[bytes] | None, success: bool, seconds: float, num_bytes: int
 ) -> Any:
-    """vLLM's JobResult. `loaded`: the keys of a failed load whose chunks did come."""
+    """vLLM's JobResult. `loaded` has the keys of the chunks that a failed load did bring."""
     from vllm.v1.kv_offload.tiering.base import JobResult
 
     more = {"transfer_bytes": num_bytes} if host_version() > OLDEST else {}
@@ -75,8 +75,8 @@ def job_result(
 
 
 def hit_sources(num_near: int, num_tokens: int, tiers: Sequence[str]) -> dict[Any, int]:
-    """Counts of `num_tokens` by vLLM's CacheHitSource: `num_near` from memory, the others from
-    `tiers`. Only vLLM 0.32 and later asks for them."""
+    """The numbers of tokens by vLLM's CacheHitSource: `num_near` of `num_tokens` come from memory,
+    the others from `tiers`. Only vLLM 0.32 and later use them."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     far = CacheHitSource.DISK if [*tiers] == ["ssd"] else CacheHitSource.EXTERNAL_UNSPECIFIED
@@ -86,7 +86,7 @@ def hit_sources(num_near: int, num_tokens: int, tiers: Sequence[str]) -> dict[An
 
 
 def hash_seed_is_random() -> bool:
-    """Whether vLLM's names of blocks differ in every process, also after a restart."""
+    """Whether vLLM hashes blocks with a random seed, so that names differ between processes."""
     import os
 
     from vllm.v1.core import kv_cache_utils

@@ -3,7 +3,7 @@
 
 Each call makes its copy itself, because on a CPU the forward pass would wait just as long for a
 copying thread. No other thread writes to the memory meanwhile. So a job has ended when its call
-returns, and fails only if the worker ends.
+returns; it fails only if the worker's process ends.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Pages(NamedTuple):
 
 
 class CpuWorker(OffloadingWorker):
-    """Copies between `kv_caches` and `region`, this rank's part of vLLM's region. Takes `region`
-    over. Raises TierConfigError if their sizes differ."""
+    """Copies between `kv_caches` and `region`, this rank's part of vLLM's region. Owns `region`.
+    Raises TierConfigError if their sizes differ."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class CpuWorker(OffloadingWorker):
         """Return at once: all jobs have ended."""
 
     def shutdown(self) -> None:
-        """Release the region. The last process that made it removes its file. Idempotent."""
+        """Release the region. The worker that created its file removes the file. Idempotent."""
         self._pages = []
         region, self._region = self._region, None
         if region is not None:
@@ -142,7 +142,7 @@ class _Run(NamedTuple):
 
 
 def _runs(ids: Sequence[int], places: Sequence[tuple[int, int]]) -> list[_Run]:
-    """The fewest runs to copy. Tensors indexed by lists would be copied twice."""
+    """The blocks merged into few runs, because tensors indexed by lists are copied twice."""
     runs: list[_Run] = []
     for block, (chunk, within) in zip(ids, places, strict=True):
         last = runs[-1] if runs else None

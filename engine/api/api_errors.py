@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error a client can see, in OpenAI's form, and the only table that maps exceptions to it.
+"""The errors that clients get, in the form of OpenAI's API, and the mapping of exceptions to them.
 
-Any code below a route may raise `ApiError`; `to_api_error` turns every other exception into an
-ApiError, so no traceback leaves the process.
+Any code that a route calls may raise `ApiError`. `to_api_error` converts every other exception to
+an `ApiError`, so no client gets a traceback.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BY_STATUS: dict[int, tuple[str, str]] = {
 
 
 class ApiError(Exception):
-    """An error answer: HTTP status and the fields of OpenAI's error object. After `retry_seconds`
+    """An error reply: HTTP status and the fields of OpenAI's error object. After `retry_seconds`
     the same request may succeed."""
 
     def __init__(
@@ -53,7 +53,7 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """The client closed its connection, so no answer is sent."""
+    """The client has closed its connection, so no answer is sent."""
 
 
 class ErrorDetail(msgspec.Struct):
@@ -72,8 +72,7 @@ class ErrorBody(msgspec.Struct):
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The error answer for any exception. An unexpected exception is logged as a fault of this
-    server."""
+    """Return the error reply for any exception. An unexpected exception is also logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDead):
@@ -100,7 +99,8 @@ def encode_error(error: ApiError) -> bytes:
 
 
 def error_response(error: ApiError) -> Response:
-    """The HTTP answer. 413 closes the connection: the server does not read the rest of the body."""
+    """Return the HTTP response. Statuses 408 and 413 close the connection, because the request's
+    body is not read to its end."""
     headers = {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

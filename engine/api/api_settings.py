@@ -12,7 +12,7 @@ from ..request.sampling_params import MAX_N
 
 @dataclass(frozen=True, slots=True)
 class CrossOrigin:
-    """The pages of other origins that may use the server from a browser. `*`: every origin."""
+    """The rules (CORS) for web pages of other origins. `*` stands for any value."""
 
     origins: tuple[str, ...]
     methods: tuple[str, ...] = ("*",)
@@ -22,7 +22,7 @@ class CrossOrigin:
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
-    """Settings of the routes. Raises ConfigError for values that cannot work."""
+    """Settings of the routes. Raises ConfigError for invalid values."""
 
     api_key: str | None = field(default=None, repr=False)  # None: requests need no key
     metrics_without_key: bool = False

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP application: its routes, their checks and their error answers.
 
-http_server.py runs it. Handlers are plain ASGI underneath FastAPI, because FastAPI's validation and
-response classes cost more per request than decoding a prompt does.
+`http_server.py` runs the application. Handlers are plain ASGI applications below FastAPI, because
+FastAPI's validation and response classes cost more time per request than decoding a prompt does.
 """
 
 from __future__ import annotations
@@ -104,16 +104,16 @@ def create_app(
     tool_call_parser: str = "",
     chat_template: ChatTemplate | None = None,
 ) -> FastAPI:
-    """The application over one engine. The caller keeps the client and closes it afterwards.
+    """Return the application for one engine. The caller still owns the client, and must close it.
 
     `app.state.in_flight` counts the requests being answered, and can end them. `model_aliases` are
     paths that clients may name in place of `model_name`. `default_sampling`, the result of
     `load_default_sampling`, is used for fields that a client leaves out. `marks` delimit the
-    model's thoughts; with them chats return thoughts apart from the text. `check_params` raises
-    ValueError for parameters that a logits processor refuses. `pooling` is the pooling of
-    embeddings. `tool_call_parser` names the parser of tool calls; if it is empty, the chat template
-    decides. `chat_template` replaces the model's own. Raises ConfigError for an unusable chat
-    template or parser.
+    model's thoughts; if given, chats return thoughts separately from the text. `check_params`
+    raises ValueError for parameters that a logits processor refuses. `pooling` is the kind of
+    pooling for embeddings. `tool_call_parser` names the parser of tool calls; if empty, the chat
+    template determines the parser. `chat_template` replaces the model's own. Raises ConfigError for
+    an unusable chat template or parser.
     """
     settings = settings or ApiSettings()
     if chat_template is None and tokenizer is not None:
@@ -249,7 +249,7 @@ async def _answer_http_exception(
 
 
 def _cure(path: str, known: Sequence[str]) -> str:
-    """The advice for a route that does not exist, as the end of a sentence."""
+    """Return advice about a route that does not exist, as the end of a sentence."""
     if path in DEV_ROUTES:
         return "; start the server with --enable-dev-routes"
     if path in LORA_ROUTES:
@@ -307,8 +307,8 @@ async def _health(front: Front, request: Request) -> ASGIApp:
 
 
 async def _node(front: Front, request: Request) -> ASGIApp:
-    """Answer with the facts by which a router compares nodes. No key is needed, so the facts
-    contain no secret and no address."""
+    """Answer with the values by which a router compares nodes. The route asks for no key, so the
+    values contain no secret and no address."""
     told = {
         "object": NODE_OBJECT,
         "model": front.model_name,
@@ -322,8 +322,8 @@ async def _node(front: Front, request: Request) -> ASGIApp:
 
 
 def _generation_digest(front: Front) -> str:
-    """A digest of the sampling defaults and EOS tokens. Nodes with equal digests give the same
-    answers to requests without these settings."""
+    """Return a digest of the sampling defaults and EOS tokens. Nodes with equal digests give the
+    same answers to requests that leave these settings out."""
     defaults = [sorted(front.default_sampling.items()), front.client.ready.eos_token_ids]
     return hashlib.sha256(msgspec.json.encode(defaults)).hexdigest()
 
@@ -337,7 +337,7 @@ async def _version(front: Front, request: Request) -> ASGIApp:
 
 
 async def _server_info(front: Front, request: Request) -> ASGIApp:
-    """Answer in the form in which SGLang's router reads the model of a node."""
+    """Answer in the form that SGLang's router expects when it asks a node for its model."""
     card = _card(front, 0)
     return _json(
         {
@@ -376,7 +376,7 @@ async def _call(name: str, front: Front, request: Request) -> ASGIApp:
 
 
 def _only_parameter(request: Request, param: str, choices: Sequence[str]) -> str:
-    """The value of a route's only query parameter; by default the first choice. Raises ApiError."""
+    """Return a route's only query parameter; by default the first choice. Raises ApiError."""
     unknown = sorted(set(request.query_params) - {param})
     if unknown:
         name = unknown[0][:MAX_QUOTED_CHARACTERS]

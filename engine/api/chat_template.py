@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chat template of a model: it turns a conversation into one prompt text.
 
-Templates come with models from outside, so they are treated as hostile. Jinja's sandbox, without
-access to Python's internals, compiles and renders them in a separate process with limits on time
-and memory. Limits bound the source, the output and the number of renderings at once.
+Templates come from model repositories, so they are treated as untrusted code. Jinja's sandbox,
+without access to Python's internals, compiles and renders templates in a separate process with
+limits on time and memory. The length of source and output, and the number of renderings at once,
+are limited too.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _NO_VARIABLES: Mapping[str, object] = MappingProxyType({})
 
 
 class SpecialTokens(Protocol):
-    """The part of a tokenizer that templates need."""
+    """The attributes of a tokenizer that templates need."""
 
     @property
     def chat_template(self) -> str | None: ...
@@ -50,8 +51,8 @@ class SpecialTokens(Protocol):
 
 
 class ChatTemplate:
-    """A compiled template. Raises ConfigError if it cannot be compiled. `tool_use` is the source of
-    the model's other template, for conversations that offer tools."""
+    """A compiled chat template. Raises ConfigError for an invalid template. `tool_use` is the
+    source of the model's second template, for conversations that offer tools."""
 
     def __init__(
         self,
@@ -91,9 +92,9 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_path: Path, tokenizer: SpecialTokens) -> ChatTemplate | None:
-        """The template of a Hugging Face directory: from `chat_template.jinja`, else from
-        `tokenizer_config.json`; None if the directory has neither file. The template named
-        `tool_use` is in `additional_chat_templates/`, or in the list of the configuration."""
+        """Return the template of a Hugging Face directory: from `chat_template.jinja`, else from
+        `tokenizer_config.json`; None if neither has one. The template named `tool_use` is in
+        `additional_chat_templates/`, or in the list of the configuration."""
         sources, origin = _sources_in(model_path, tokenizer)
         if DEFAULT not in sources:
             return None
@@ -101,12 +102,12 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, path: Path, tokenizer: SpecialTokens) -> ChatTemplate:
-        """The template of a file, in place of the model's own. Raises ConfigError."""
+        """Return the template in a file, which replaces the model's own. Raises ConfigError."""
         return cls.from_source(read_template(path), tokenizer, str(path))
 
     @classmethod
     def from_source(cls, source: str, tokenizer: SpecialTokens, origin: str) -> ChatTemplate:
-        """The template of this source, with the special tokens of the model."""
+        """Return the template with this source and the special tokens of the model."""
         return cls(source, _texts_of(tokenizer), origin)
 
     def for_tools(self, tools: Sequence[object] | None) -> ChatTemplate:
@@ -127,9 +128,10 @@ class ChatTemplate:
         variables: Mapping[str, object] = _NO_VARIABLES,
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
-        """Render the prompt text. `variables` are plain JSON values for the template, none of them
-        in RESERVED_VARIABLES; `tools` are in the form of OpenAI's API. Raises TemplateRefused if
-        the template refuses (with its message, if any), or if the output is too long or late."""
+        """Return the rendered prompt text. `variables` are plain JSON values for the template, none
+        of them in RESERVED_VARIABLES; `tools` are in the form of OpenAI's API. Raises
+        TemplateRefused if the template refuses (with its message, if any), or if rendering takes
+        too long or its output is too long."""
         context = {
             **variables,
             **self._special_tokens,
@@ -152,7 +154,7 @@ class ChatTemplate:
 
 
 def read_template(path: Path) -> str:
-    """The source in a file. Raises ConfigError if it cannot be read or is too long."""
+    """Return the source in a file. Raises ConfigError if the file is unreadable or too long."""
     return _read_text(path, 4 * MAX_TEMPLATE_CHARACTERS)
 
 
@@ -162,8 +164,8 @@ def _texts_of(tokenizer: SpecialTokens) -> dict[str, str]:
 
 
 def _sources_in(model_path: Path, tokenizer: SpecialTokens) -> tuple[dict[str, str], str]:
-    """The templates of a directory by name, and the path of the default one. Files take precedence
-    over the configuration, as in transformers."""
+    """Return the templates of a directory by name, and the path of the default template. Files take
+    precedence over the configuration, as in transformers."""
     path, folder = model_path / TEMPLATE_FILE, model_path / TEMPLATE_FOLDER
     config = model_path / "tokenizer_config.json"
     sources: dict[str, str] = {}
@@ -195,7 +197,7 @@ def _read_text(path: Path, max_bytes: int) -> str:
 
 
 def _named(path: Path) -> dict[str, str]:
-    """The templates of a configuration with several: a list of named templates, or an object."""
+    """Return the named templates in a configuration file, which has a list or a map of them."""
     if not path.is_file():
         return {}
     try:

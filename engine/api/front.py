@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that all routes share: engine client, model name, tokenizer, template and settings.
+"""`Front`, the state of all routes: engine client, model name, tokenizer, template and settings.
 
-`Front` also turns prompts into checked token ids. Every refusal is an ApiError.
+`Front` also converts prompts to checked token ids, and raises ApiError for invalid input.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The front of one served model."""
+    """The state of the HTTP front for one served model."""
 
     client: EngineClient
     model_name: str
@@ -74,7 +74,7 @@ class Front:
         object.__setattr__(self, "dropped", DroppedFields(self.metrics.dropped_fields.inc))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start `work` as a task that no caller awaits. It must not raise."""
+        """Start `work` as a task that no caller awaits. `work` must not raise."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -85,7 +85,7 @@ class Front:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The most tokens of a prompt; one position is left for the first token of the answer."""
+        """The maximum number of tokens of a prompt: the context less one token for the answer."""
         return self.max_model_len - 1
 
     def check_model(self, name: str | None) -> None:
@@ -115,7 +115,7 @@ class Front:
         return self.model_name if self.is_model(name) else str(name)
 
     def need_tokenizer(self, param: str, cure: str) -> Tokenizer:
-        """The tokenizer. Raises ApiError if there is none."""
+        """Return the tokenizer. Raises ApiError, with the remedy `cure`, if the server has none."""
         if self.tokenizer is None:
             message = f"this server has no tokenizer; {cure}"
             raise ApiError(message, param=param, code="no_tokenizer")
@@ -130,8 +130,9 @@ class Front:
         max_tokens: int | None = None,
         param: str = "prompt",
     ) -> list[bytes]:
-        """The prompts as int32 bytes. `truncate_to` keeps only that many last tokens of a prompt;
-        -1 keeps as many as fit beside an answer of `max_tokens`. All prompts are checked first."""
+        """Return the prompts as int32 bytes. `truncate_to` keeps only that many last tokens of a
+        prompt; -1 keeps as many as fit beside an answer of `max_tokens`. Raises ApiError for an
+        invalid prompt."""
         keep_last = self._num_kept_tokens(truncate_to, max_tokens)
         prompts = as_list(prompt, param)
         most = self.settings.max_prompts_per_request
@@ -163,7 +164,7 @@ class Front:
         ]
 
     def _num_kept_tokens(self, asked: int | None, max_tokens: int | None) -> int | None:
-        """The number of a prompt's last tokens that `truncate_prompt_tokens` keeps."""
+        """Return how many last tokens of a prompt `truncate_prompt_tokens` keeps; None for all."""
         most = self.max_prompt_tokens
         if asked is None:
             return None
@@ -185,7 +186,7 @@ class Front:
         max_tokens: int | None,
         param: str = "prompt",
     ) -> list[list[int]]:
-        """The token ids of texts; long texts are tokenized in a thread."""
+        """Return the token ids of texts; long texts are tokenized in a thread."""
         tokenizer = self.need_tokenizer(param, "send the prompt as a list of token ids")
         size, most = sum(map(len, texts)), self.settings.max_text_characters
         if size > most:
@@ -207,15 +208,15 @@ class Front:
             raise self.refused_text(error, param) from None
 
     def refused_text(self, error: ValueError, param: str) -> ApiError:
-        """The ApiError for a text that its tokenizer refused with `error`."""
+        """Return the ApiError for a text that the tokenizer refused with `error`."""
         if not isinstance(error, PromptTooLong):
             return ApiError(str(error), param=param, code="invalid_value")
         context = f"the context of {self.max_model_len} tokens leaves one for the answer"
         return ApiError(f"{error} ({context})", param=param, code="context_length_exceeded")
 
     async def off_loop(self, work: Callable[[], T], size: int) -> T:
-        """The result of `work` on `size` characters or tokens. Short work runs here, longer work in
-        a thread. Raises TimeoutError if a long text waits too long for its turn."""
+        """Return the result of `work` on `size` characters or tokens. Short work runs on the event
+        loop, longer work in a thread. Raises TimeoutError if no thread becomes free in time."""
         if size <= MAX_INLINE_CHARACTERS:
             return work()
         if size <= MAX_SHARED_CHARACTERS:
@@ -226,8 +227,8 @@ class Front:
     def _check_ids(
         self, ids: Sequence[int], param: str, keep_last: int | None = None, *, is_text: bool = False
     ) -> bytes:
-        """A prompt's token ids as little-endian int32 bytes, each within the vocabulary. `is_text`:
-        the tokenizer made them from the client's text."""
+        """Return a prompt's token ids as little-endian int32 bytes; each must be in the vocabulary.
+        `is_text` is True if the tokenizer made the ids from the client's text."""
         if not ids:
             message = f"`{param}` is empty; send at least one token"
             raise ApiError(message, param=param, code="empty_prompt")
@@ -245,7 +246,7 @@ class Front:
     def check_vocabulary(
         self, ids: Sequence[int], param: str, *, is_text: bool = False
     ) -> NDArray[np.int64]:
-        """The ids as an array. Raises ApiError, with its position, for an invalid id."""
+        """Return the ids as an array. Raises ApiError, with the position, for an invalid id."""
         vocab_size = self.client.ready.vocab_size
         try:
             array = np.array(ids, np.int64)
@@ -265,7 +266,7 @@ class Front:
 
 
 def as_list(prompt: Prompt, param: str = "prompt") -> Sequence[str | list[int]]:
-    """The prompts of a request: a list of ids is one prompt; any other list holds several."""
+    """Return the prompts of a request: a list of ids is one prompt; any other list has several."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text and the bytes of single tokens, looked up once each.
+"""The text and the bytes of single tokens, each looked up once.
 
 A token's text is the text that it adds to the tokens before it, including a space before a word:
 
@@ -25,8 +25,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenText(NamedTuple):
-    """The text and bytes of a token. `raw` is None if the tokenizer cannot tell the bytes. A text
-    without special tokens leaves out a token that `is_special`."""
+    """The text and bytes of a token. `raw` is None if the token's bytes are unknown. A token that
+    `is_special` is left out of texts without special tokens."""
 
     text: str
     raw: list[int] | None
@@ -34,7 +34,7 @@ class TokenText(NamedTuple):
 
 
 class TokenTexts:
-    """The token texts of one tokenizer, remembered; the vocabulary bounds their number."""
+    """Caches the token texts of one tokenizer; the size of the vocabulary limits their number."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -45,14 +45,14 @@ class TokenTexts:
         self._before = "" if tokenizer is None else self._decode_token_ids(tokenizer, self._anchor)
 
     def get_token_text(self, token_id: int, *, as_id: bool = False) -> TokenText:
-        """A token's text and bytes; the text is `token_id:5` if `as_id`, or without a tokenizer."""
+        """Return a token's text and bytes. With `as_id`, the text is its id: `token_id:5`."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._look_up(token_id)
         return known._replace(text=f"token_id:{token_id}") if as_id else known
 
     def spelling(self, token_id: int) -> str:
-        """The token's spelling in the vocabulary; empty for ids that are not in it."""
+        """Return the token's spelling in the vocabulary; empty for ids that are not in it."""
         return "" if self._tokenizer is None else _spelling(self._tokenizer, token_id)
 
     def _look_up(self, token_id: int) -> TokenText:
@@ -77,8 +77,8 @@ def _spelling(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _bytes_of(text: str, spelling: str) -> list[int] | None:
-    """The bytes of a token's text. If the text has replacement characters, the bytes come from the
-    vocabulary's spelling; None if they do not decode to that text."""
+    """Return the bytes of a token's text. If the text has replacement characters, the bytes come
+    from the vocabulary's spelling; None if they do not decode to that text."""
     if REPLACEMENT not in text:
         return list(text.encode())
     byte = _BYTE_TOKEN.fullmatch(spelling)
@@ -92,8 +92,8 @@ def _bytes_of(text: str, spelling: str) -> list[int] | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The letters of bytes in byte-level vocabularies: a printable letter stands for itself, the
-    other letters count up from U+0100."""
+    """Return the letters that stand for bytes in byte-level vocabularies. A printable byte has its
+    own letter; the other bytes have letters counted up from U+0100."""
     letters: dict[str, int] = {}
     hidden = 0
     for byte in range(256):

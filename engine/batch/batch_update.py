@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The changes of the persistent batch in one step, for parts that keep state by row.
+"""The changes of the persistent batch in one step, for code that keeps state for each row.
 
 Readers apply the three lists in this order: removed rows, added rows, moved rows. An added row
 replaces the row at its index.
@@ -21,8 +21,8 @@ IntArray = npt.NDArray[np.int64]
 
 
 class AddedRow(NamedTuple):
-    """A request that took a row. `output_token_ids` is the request's own list, which grows, so a
-    reader always sees the newest tokens."""
+    """A request that was put into a row. `output_token_ids` is the request's own list, which grows,
+    so a reader always sees the newest tokens."""
 
     row: int
     params: SamplingParams
@@ -33,8 +33,8 @@ class AddedRow(NamedTuple):
 
 
 class MovedRow(NamedTuple):
-    """A request that changed its row. Afterwards the source row is empty, and the target's old
-    content is gone."""
+    """The move of a request to another row. After the move, the source row is empty and the target
+    row's old content is overwritten."""
 
     source: int
     target: int
@@ -42,7 +42,7 @@ class MovedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchUpdate:
-    """The changes of one step. It is immutable."""
+    """The changes of the batch in one step. A `BatchUpdate` is immutable."""
 
     batch_size: int  # rows in use after the changes
     removed: Sequence[int]  # descending
@@ -53,8 +53,8 @@ class BatchUpdate:
 class BatchUpdateBuilder:
     """Collects the changes of one step: all removals first, then additions and moves.
 
-    New requests get removed rows, the lowest first, which keeps the batch dense. A row that is
-    given out again is not reported as removed, since the added request replaces its content.
+    New requests get removed rows, the lowest first, which keeps the batch dense. A removed row that
+    is reused is not reported as removed, since the added request replaces its content.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class BatchUpdateBuilder:
         return self._removed.pop() if self._removed else None
 
     def get_and_reset(self, batch_size: int) -> BatchUpdate | None:
-        """Return the step's changes, None if there are none, and empty the builder."""
+        """Return the step's changes, or None without changes, and empty the builder."""
         self._sort_removed()
         update = None
         if self._removed or self._added or self._moved:

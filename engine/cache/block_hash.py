@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block hasher: names the full blocks of a request as its tokens arrive.
+"""The block hasher: computes the names of a request's full blocks as its tokens arrive.
 
-`tiers/block.py` computes digests; this module decides which tokens and which extras of a request
-(salt, adapter, embeddings) go into the digest of which block.
-"""
+`tiers/block.py` computes the digests; this module decides which tokens and which extras of a
+request (salt, adapter, embeddings) go into the digest of each block."""
 
 from __future__ import annotations
 
@@ -22,12 +21,11 @@ _TAIL = b"stratakv.tail"
 
 def make_block_hasher(root: bytes, block_size: int, algorithm: str = "sha256") -> BlockHasher:
     """Return a hasher. It computes the digests (32 bytes each) of a request's full blocks that
-    `block_hashes` does not have yet, and continues the chain from the last digest there.
+    `block_hashes` does not have yet, continuing the hash chain from the last digest there.
 
-    `sha256` starts from `root` (`Identity.root()`). `sha256_cbor` is the form that routers
-    recompute: it starts from the CBOR of "0", so a store of such digests must be bound to
-    one root by other means. Raises ValueError for another algorithm or a block size below 1.
-    """
+    `sha256` starts the chain from `root` (`Identity.root()`). `sha256_cbor` is the form that
+    routers can recompute: it starts from the CBOR of "0", so a store of such digests must be bound
+    to one root by other means. Raises ValueError for another algorithm or a block size below 1."""
     if block_size < 1:
         raise ValueError(f"a block has at least 1 token, not {block_size}")
     if algorithm == "sha256":
@@ -64,7 +62,8 @@ def _sha256_hasher(root: bytes, block_size: int) -> BlockHasher:
 
 
 def _tail_digest(num_tokens: int, digest: bytes) -> bytes:
-    """Return a partial block's name; full blocks and other lengths get different names."""
+    """Return the name of a partial block, which differs from the names of full blocks and of
+    partial blocks with another number of tokens."""
     return hashlib.sha256(_TAIL + num_tokens.to_bytes(4, "little") + digest).digest()
 
 
@@ -72,8 +71,8 @@ def _encoded_extras(
     request: Request, first: int, end: int, block_size: int
 ) -> dict[int, bytes] | None:
     """Return extras by index within the blocks `first`..`end`. The salt goes into a request's first
-    block (the chain carries it on), the adapter into every block, embeddings into their own
-    blocks."""
+    block only (the hash chain carries it on), the adapter into every block, and embeddings into the
+    blocks that contain them."""
     salt: list[Extra] = [] if request.cache_salt is None else [("salt", request.cache_salt)]
     adapter = request.adapter
     lora: list[Extra] = [] if adapter is None else [("lora", adapter.fingerprint)]
@@ -90,8 +89,8 @@ def _encoded_extras(
 
 
 def _embeds_digests(request: Request, first: int, end: int, block_size: int) -> dict[int, bytes]:
-    """Hash the embeddings (numbers and type) in blocks `first`..`end` of a prompt. The result is
-    keyed by index within the run; blocks without embeddings are missing."""
+    """Return the hashes of the embeddings (numbers and dtype) in blocks `first`..`end` of a prompt,
+    by index relative to `first`. Blocks without embeddings are missing."""
     embeds = request.prompt_embeds
     if embeds is None:
         return {}
@@ -132,9 +131,9 @@ def _sha256_cbor_hasher(root: bytes, block_size: int) -> BlockHasher:
 def _plain_extras(
     request: Request, first: int, end: int, block_size: int
 ) -> dict[int, Extra] | None:
-    """Return the same extras as bare values, adapter before salt: the order that routers expect.
-    Where they have an adapter's name, this has its fingerprint as hexadecimal digits, which
-    `/v1/models` tells."""
+    """Return the extras of `_encoded_extras` as plain values, adapter before salt: the order that
+    routers expect. An adapter is its fingerprint in hexadecimal digits, as in `/v1/models`, not its
+    name."""
     adapter = request.adapter
     lora: Extra = () if adapter is None else (adapter.fingerprint.hex(),)
     extras: dict[int, Extra] = dict.fromkeys(range(end - first), lora) if lora else {}

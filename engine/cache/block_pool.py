@@ -1,39 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block pool: which blocks are free or shared, and under which names they are found.
+"""The block pool: tracks free and held blocks, and finds cached blocks by name.
 
-One pool serves all cache groups. A block has one page, or several pages for several groups that
-attend alike (`group_spec.pages_per_block`). A block is held, named and reused as a whole, so its
-pages are always in the same state. Counts and names for other parts are in pages
+One pool serves all cache groups. A block has one page, or one page for each of several groups with
+the same kind of attention (`group_spec.pages_per_block`). A block is held, named and reused as a
+whole, so its pages are always in the same state. Other modules count and name pages
 (`connector/page_names.py`).
 
 A block is in one of these states:
 
-    free, unnamed     in the queue, bytes worth nothing
-    free, named       in the queue, still found by its key; reusing it is an eviction
+    free, unnamed in the queue, with worthless bytes
+    free, named in the queue, found by prefix lookups; its reuse is an eviction
     held              `ref_cnt` > 0, not in the queue, named once it is full
 
-*When a name may be trusted.* A full block gets its name at its allocation, before the step that
-writes it has run. It counts as not computed until `commit_step`:
+A full block gets its name when it is allocated, before the step that writes it has run. The block
+counts as not computed until `commit_step`:
 
 - Other requests of the same step may hit it, because each layer writes the K and V of the whole
   batch before it reads any. Requests of later steps may hit it too, because steps run in order and
   fail together (see below).
-- A request that reads it in a later step without being in this one (a load) may not hit it, since
-  the step may still fail: `all_computed` tells.
-- If it is reused before the commit, it loses its name and is not reported as evicted. Data that
-  was never written therefore never reaches a tier.
+- A request that then loads other blocks may not hit it, since this step may still fail;
+  `all_computed` checks this.
+- If it is reused before the commit, it loses its name and is not reported as evicted. Unwritten
+  data therefore never reaches a tier.
 - After a failed step, `drop_uncomputed` removes the names that this step and all later steps gave;
   the later steps may have read its blocks.
 
-`tell_dropped` sets a function that is told at once of each name that a block loses other than by
-eviction. The next step may overwrite the block, so a pending copy of it is void.
+`tell_dropped` sets a function that is called at once when a block loses its name other than by
+eviction. The next step may overwrite the block, so a pending copy of it must be dropped.
 
 Step ids only grow. A block belongs to the step that was current (`begin_step`) when the block got
-its name. Names from a finished load are trusted at once.
+its name. Blocks from a finished load count as computed at once.
 
 Several blocks may have the same name: block tables only grow at their end, so a request that
-computes the same tokens as another request keeps its own copy.
-"""
+computes the same tokens as another request keeps its own copy."""
 
 from __future__ import annotations
 
@@ -54,13 +53,12 @@ _evicted_block = partial(tuple.__new__, EvictedBlock)
 
 
 class BlockPool:
-    """A pool of `num_blocks` pages. Page 0 is the null block, never handed out and never named.
+    """A pool of `num_blocks` pages. Page 0 is the null block, which is never allocated or named.
 
-    Called by one thread. No method waits.
-    """
+    Called by one thread. No method blocks."""
 
     def __init__(self, num_blocks: int, enable_caching: bool = True, width: int = 1) -> None:
-        """`width`: pages of a block, and so the number of groups that share it. A `group_id`
+        """`width` is the number of pages of a block, and so of groups that share it. A `group_id`
         argument is the first of these groups. Raises ValueError if the pool is too small."""
         if num_blocks <= width:
             least = "one" if width == 1 else width
@@ -114,7 +112,7 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Held pages as a fraction of the pages that can be held."""
+        """Held pages as a fraction of all usable pages."""
         return self.num_held / self.num_usable
 
     @property
@@ -141,7 +139,7 @@ class BlockPool:
         return key in self._named
 
     def named(self, key: bytes) -> KVCacheBlock:
-        """A block of this name; raises KeyError without one."""
+        """Return a block with this name; raises KeyError if there is none."""
         found = self._named[key]
         return next(iter(found.values())) if isinstance(found, dict) else found
 
@@ -151,21 +149,21 @@ class BlockPool:
         return not uncomputed or not any(block in uncomputed for block in blocks)
 
     def is_due(self, block: KVCacheBlock) -> bool:
-        """Whether the step being scheduled writes this block, rather than an earlier step."""
+        """Whether the step being scheduled, rather than an earlier one, writes this block."""
         return self._uncomputed.get(block) == self._step_id
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Hold blocks for one more request; free ones leave the queue and keep their names."""
+        """Add one holder to each block. Free blocks leave the queue and keep their names."""
         if self._pins:
             self._count_touched(blocks)
         self._cold.num_unseen += self.free_queue.hold_n(blocks)
         self.residency.touched(blocks)
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
-        """Hold `count` blocks from the front of the free queue: all, or none (RuntimeError).
+        """Allocate `count` blocks from the front of the free queue: all, or none (RuntimeError).
 
-        The blocks lose their names; computed ones that had a name go to `take_evicted`.
-        """
+        The blocks lose their names; `take_evicted` will return those that were named and
+        computed."""
         blocks = self.free_queue.popleft_n(count)
         self._cold.num_unseen += count
         self.residency.taken(blocks)
@@ -197,8 +195,8 @@ class BlockPool:
         return blocks
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Release blocks for one request, in the order of reuse: the tail of a sequence comes
-        before its head, so that prefixes live longest."""
+        """Remove one holder from each block. Blocks without a holder are reused in this order:
+        callers pass the tail of a sequence before its head, so that prefixes live longest."""
         if not self._pins:
             self._cold.added(self.free_queue.release_n(blocks))
             return
@@ -209,14 +207,14 @@ class BlockPool:
 
     def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Turn one holder of each block from a running request into a pin. `num_reclaimable` counts
-        the blocks that only pins hold."""
+        the pages of blocks that only pins hold."""
         for block in blocks:
             if not block.is_null:
                 count = self._pins[block] = self._pins.get(block, 0) + 1
                 self._num_reclaimable += block.ref_cnt == count
 
     def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Undo one `pin` of each block, right before `free_blocks` gives them back."""
+        """Undo one `pin` of each block; the caller calls `free_blocks` right after."""
         for block in blocks:
             if block.is_null:
                 continue
@@ -238,9 +236,9 @@ class BlockPool:
         group_id: int = 0,
         computed: bool = False,
     ) -> None:
-        """Name held blocks by their digests. `computed`: their bytes are there already (loaded),
-        and the step being scheduled does not write them. Null blocks get no name; they may only
-        stand before all others."""
+        """Name held blocks by their digests. `computed`: their bytes are there already (loaded), so
+        the step being scheduled does not write them. Null blocks get no name; they may only stand
+        before all others."""
         if not self.enable_caching:
             return
         if blocks and blocks[0].is_null:
@@ -258,20 +256,20 @@ class BlockPool:
             self._uncomputed.update(dict.fromkeys(blocks, self._step_id))
 
     def name_computed(self, digest: bytes, block: KVCacheBlock, group_id: int = 0) -> None:
-        """Name a held block that was computed before, and queue it for `take_fresh`. A block that
-        has a name keeps it."""
+        """Name a held block that was computed before, and queue it for `take_fresh`. If it has a
+        name, do nothing."""
         if block.block_hash is None and not block.is_null:
             self.cache_full_blocks([digest], [block], group_id, computed=True)
             self._add_fresh([block])
 
     def note_computed(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Note blocks that were named after their step had run. With `offer_all` they are queued
-        for `take_fresh`."""
+        """Queue blocks for `take_fresh` that were named after their step had run, if
+        `_offers_all`."""
         if self._offers_all:
             self._add_fresh([block for block in blocks if block.block_hash is not None])
 
     def offer_again(self, keys: Iterable[bytes]) -> None:
-        """Queue the computed blocks with these names for `take_fresh` once more, if present."""
+        """Queue the computed blocks with these names, if present, for `take_fresh` again."""
         for key in block_keys(keys, self.width):
             found = self._named.get(key)
             block = next(iter(found.values())) if isinstance(found, dict) else found
@@ -280,38 +278,37 @@ class BlockPool:
                 self._add_fresh([block])
 
     def offer(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Queue blocks for `take_fresh`, except blocks already given under their present names."""
+        """Queue named blocks for `take_fresh`, except those already offered under this name."""
         self._add_fresh([each for each in blocks if each.block_hash and not each.is_offered])
 
     @property
     def num_fresh(self) -> int:
-        """Blocks that were queued for `take_fresh` since the start."""
+        """The number of blocks queued for `take_fresh` since the start."""
         return self._num_fresh
 
     @property
     def num_given(self) -> int:
-        """Blocks of `num_fresh`, counted in order, that `take_fresh` has given or passed over."""
+        """The number of blocks, in queue order, that `take_fresh` has returned or skipped."""
         return self._num_fresh - len(self.fresh)
 
     def tell_dropped(self, tell: Callable[[Sequence[EvictedBlock]], None]) -> None:
-        """Set the function that is called with blocks when they lose their names in any way other
-        than by eviction."""
+        """Set the function that is called with blocks that lose their names other than by
+        eviction."""
         self._tell_dropped = tell
 
     def offer_all(self) -> None:
-        """Queue every computed block for `take_fresh` from now on, not only offered blocks."""
+        """From now on queue every computed block for `take_fresh`, not only offered ones."""
         self._offers_all = True
 
     def begin_step(self, step_id: int) -> None:
-        """Let names given from now on belong to this step. Raise ValueError if the id is not
-        greater than the last one."""
+        """Assign the names given from now on to this step. Raise ValueError unless the id has
+        grown."""
         if step_id <= self._step_id:
             raise ValueError(f"steps are numbered upwards: {step_id} came after {self._step_id}")
         self._step_id = step_id
 
     def commit_step(self, step_id: int | None = None) -> None:
-        """Note that this step and all before it have run (None: all steps). The blocks that they
-        named are now computed."""
+        """Mark the blocks named by this step and all earlier ones (None: by all) as computed."""
         uncomputed = self._uncomputed
         if step_id is None or step_id >= self._step_id:  # nothing else is in flight
             computed = list(uncomputed)
@@ -324,14 +321,14 @@ class BlockPool:
             self._add_fresh(computed)
 
     def drop_uncomputed(self, from_step_id: int = 0) -> None:
-        """Drop the names that this step, which failed, and all later steps gave to blocks (0: the
-        names of all uncomputed blocks)."""
+        """Drop the names that this failed step and all later steps gave (0: those of all uncomputed
+        blocks)."""
         named = self._uncomputed.items()
         self.drop_names([block for block, step_id in named if step_id >= from_step_id])
 
     def revoke_names(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take back the names that the step being scheduled gave to these blocks of one request. If
-        another request has found one of them, raise RuntimeError and change nothing."""
+        another request has found one of the blocks, raise RuntimeError and change nothing."""
         own = [b for b in blocks if self._uncomputed.get(b) == self._step_id]
         shared = [block.block_id for block in own if block.ref_cnt > 1]
         if shared:
@@ -339,7 +336,7 @@ class BlockPool:
         self.drop_names(own)
 
     def drop_names(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Remove the names of blocks, held or free; free ones are reused first from now on."""
+        """Remove the names of held or free blocks. Free blocks among them will be reused first."""
         worthless = []
         dropped = []
         for block in blocks:
@@ -373,30 +370,31 @@ class BlockPool:
         self.drop_names(blocks)
 
     def take_evicted(self) -> list[EvictedBlock]:
-        """Return the computed blocks evicted since the last call, in that order. A copy of such a
-        block must happen before the step being scheduled writes to it."""
+        """Return the computed blocks evicted since the last call, in order of eviction. Copies of
+        them must run before the step being scheduled writes to them."""
         evicted = list(map(_evicted_block, self._evicted))
         self._evicted.clear()
         self.num_evicted += len(evicted) * self.width
         return evicted
 
     def has_cold(self, least: int) -> bool:
-        """Whether `take_cold` may find `least` pages, or a block was evicted unoffered."""
+        """Whether `take_cold` may find `least` pages, or a block was evicted without an offer."""
         return self._cold.num_unseen >= self._whole(least) or self._cold.was_late
 
     def take_cold(self, count: int, within: int, least: int = 1) -> list[EvictedBlock]:
-        """Return up to `count` computed, named blocks among the `within` that are reused next, in
-        that order. Counts are pages, and a block is given whole, even for a `count` of 1, and once
-        under one name. Returns nothing while there are fewer than `least`, unless a block was
-        evicted before it was offered."""
+        """Return up to `count` pages of computed, named blocks among the `within` pages reused
+        next, in that order. A block is returned whole, even for a `count` of 1, and once under one
+        name. Returns nothing if there are fewer than `least`, unless a block was evicted before it
+        was offered."""
         if self.width > 1:
             count, within, least = self._whole(count), self._whole(within), self._whole(least)
         cold = self._cold.collect_cold(count, within, least, self._uncomputed)
         return self._offered(cold) if cold else []
 
     def take_fresh(self, count: int) -> list[EvictedBlock]:
-        """Return up to `count` pages of blocks that were queued as computed, the tail of a sequence
-        before its head. A block is given whole, and once under one name, here or by `take_cold`."""
+        """Return up to `count` pages of queued computed blocks, the tail of a sequence before its
+        head. Only whole blocks are returned, each once under one name, by this method or by
+        `take_cold`."""
         fresh: dict[KVCacheBlock, None] = {}
         most = self._whole(count)
         while self.fresh and len(fresh) < most:
@@ -407,8 +405,8 @@ class BlockPool:
         return self._offered(list(fresh)[::-1])
 
     def resident(self) -> list[EvictedBlock]:
-        """Return the computed, named blocks in the form of evicted ones: free blocks in the order
-        of reuse, then held blocks. Changes nothing; for an orderly shutdown."""
+        """Return all computed, named blocks in the form of evicted ones: free blocks in the order
+        of reuse, then held blocks. Changes nothing. Used at shutdown, to save the blocks."""
         held = [block for block in self.blocks if block.ref_cnt > 0]
         return [
             EvictedBlock(block.block_id, block.block_hash, self.width)
@@ -420,7 +418,7 @@ class BlockPool:
         return page_keys(self._named, self.width)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all names, if no request holds a block; otherwise change nothing."""
+        """Remove the names of all blocks. Return False, and do nothing, if a block is held."""
         if not self.is_idle:
             return False
         width = self.width
@@ -483,11 +481,11 @@ class BlockPool:
     def _keep_others(
         self, key: bytes, block: KVCacheBlock, found: KVCacheBlock | dict[int, KVCacheBlock]
     ) -> None:
-        """Put back the other blocks of a name that was popped for `block`."""
+        """Restore a name that was popped for `block` if other blocks have it too."""
         if isinstance(found, dict):
             del found[block.block_id]
             self._named[key] = found if len(found) > 1 else found.popitem()[1]
 
 
 def _nobody(_dropped: Sequence[EvictedBlock]) -> None:
-    """No block is copied."""
+    """Do nothing: by default no part of the program needs to know of dropped names."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the free blocks to store next: the ones that are reused first."""
+"""Finds the free blocks that will be reused first, so that the tiers can store them before that."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .kv_block import FreeBlockQueue, KVCacheBlock
 
 
 class ColdBlocks:
-    """Blocks in front of a free queue, to be stored before they are reused.
+    """The next blocks of a free queue to be reused; they are stored in the tiers beforehand.
 
         head | offered | offered | new | new | ... | tail
              |<------------- window -------------->|
 
-    A step takes blocks from the front, and the window moves on to later ones. The pool reports
-    changes of the queue, so the queue is walked only when enough blocks may be new in the window.
-    """
+    A step takes blocks from the front, which moves later blocks into the window. The pool reports
+    every change of the queue, so `collect_cold` walks the queue only when enough blocks in the
+    window may be new."""
 
     __slots__ = ("_queue", "_window", "num_unseen", "was_late")
 
@@ -30,15 +30,15 @@ class ColdBlocks:
         self.was_late = False  # a block was evicted that had not been offered
 
     def added(self, count: int) -> None:
-        """Count `count` blocks added at the end of the queue. They matter only if the queue is so
-        short that they lie in the window."""
+        """Record that `count` blocks were added at the end of the queue. Added blocks matter only
+        if the queue is so short that they lie in the window."""
         if self._queue.num_free - count < self._window:
             self.num_unseen += count
 
     def collect_cold(
         self, count: int, within: int, least: int, uncomputed: Container[KVCacheBlock]
     ) -> list[KVCacheBlock]:
-        """Do the work of `BlockPool.take_cold`; the caller marks the blocks as offered."""
+        """Return the blocks for `BlockPool.take_cold`, which then marks them as offered."""
         self._window = within
         if self.was_late:
             self.was_late, least = False, 1

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group managers: which blocks a kind of attention needs and gives back. One manager serves all
-cache groups that share blocks, often just one group.
+"""Group managers: which blocks a kind of attention needs and which it releases. One manager serves
+all cache groups that share blocks, often just one group.
 
 Token `i` of a request lies in block `i // block_size` of its table. A table only grows at its end.
-If the layers of a group see only nearby tokens, blocks that no later token reads are given back,
-and the null block takes their places:
+If the layers of a group see only nearby tokens, blocks that no later token reads are released, and
+the null block replaces them:
 
     table of a window    0  0  0  17  4  9        held: 17, 4, 9
 
-A *hit* of n blocks needs the blocks that the next token sees: all of them, or the last ones.
+A *hit* of n blocks needs the blocks that the next token reads: with full attention all n blocks,
+with local attention the last ones.
 
-The `KVCacheManager` owns the tables; the two managers below differ by the kind of attention.
-"""
+`KVCacheManager` owns the tables; the two managers below differ by the kind of attention."""
 
 from __future__ import annotations
 
@@ -23,57 +23,59 @@ from .kv_block import KVCacheBlock
 
 
 class GroupManager(ABC):
-    """The rules of one kind of attention. Counts are in blocks, not pages. A table lists the blocks
-    of a request in token order, null blocks included; `hits` will become the start of a table."""
+    """The block rules of one kind of attention. Counts are in blocks, not pages. A table lists the
+    blocks of a request in token order, null blocks included; `hits` will become the start of a
+    table."""
 
     def __init__(
         self, group_id: int, attention: LayerAttention, block_size: int, most_step_tokens: int
     ) -> None:
-        """`group_id`: the first of the groups that share the blocks. A step computes at most
-        `most_step_tokens` of a request."""
+        """`group_id` is the first of the groups that share the blocks. A step computes at most
+        `most_step_tokens` tokens of a request."""
         self.group_id = group_id
         self.attention = attention
         self._block_size = block_size
         self._most_step_tokens = most_step_tokens
 
     def most_blocks(self, num_tokens: int) -> int:
-        """The most blocks that a request of `num_tokens` holds at once, if it shares none."""
+        """Return the most blocks that a request of `num_tokens` holds at once, if it shares
+        none."""
         return self.attention.most_blocks(num_tokens, self._block_size, self._most_step_tokens)
 
     @abstractmethod
     def first_needed(self, num_tokens: int) -> int:
-        """The first block that any token from index `num_tokens` on reads."""
+        """Return the index of the first block that any token from index `num_tokens` on reads."""
 
     @abstractmethod
     def longest_hit(self, is_there: Callable[[int], bool], most_blocks: int) -> int:
-        """The longest hit of at most `most_blocks` blocks, if only the blocks for which `is_there`
-        is true can be found."""
+        """Return the longest hit, of at most `most_blocks` blocks, that uses only blocks for whose
+        index `is_there` is true."""
 
     @abstractmethod
     def num_missing(
         self, table: Sequence[KVCacheBlock], num_tokens: int, hits: Sequence[KVCacheBlock]
     ) -> int:
-        """The most free blocks that a request takes until `num_tokens` are computed. Free blocks
-        among the hits count, because the request does not hold them yet."""
+        """Return the most free blocks that a request takes until `num_tokens` are computed. Free
+        blocks among the hits count, because the request does not hold them yet."""
 
     @abstractmethod
     def num_reserved(self, table: Sequence[KVCacheBlock], num_tokens: int) -> int:
-        """The most blocks that a request takes until `num_tokens` are computed, even if other
-        requests still hold the shared blocks that it gives back."""
+        """Return the most blocks that a request takes until `num_tokens` are computed, even if
+        other requests keep holding the shared blocks that it releases."""
 
     @abstractmethod
     def num_to_reserve(self, num_tokens: int, hits: Sequence[KVCacheBlock]) -> int:
-        """The blocks of a new request with these hits and `num_tokens` to compute: free hits that
-        it takes, plus the blocks to reserve for it."""
+        """Return the blocks of a new request with these hits and `num_tokens` to compute: the free
+        hits that it takes, plus the blocks to reserve for it."""
 
     @abstractmethod
     def num_given_back(self, table: Sequence[KVCacheBlock], first: int) -> int:
-        """The number of blocks of `prune` that become free when the caller releases them."""
+        """Return how many blocks of `prune` become free when the caller releases them."""
 
     @abstractmethod
     def prune(self, table: list[KVCacheBlock], first: int) -> list[KVCacheBlock]:
-        """Replace the blocks before `first`, which no later token reads, by null blocks. Return
-        them; the caller releases them in this order."""
+        """Replace the blocks before `first`, which no later token reads, by null blocks. Return the
+        replaced blocks; the caller releases them in this order."""
 
     @abstractmethod
     def can_go_on(self, table: Sequence[KVCacheBlock], num_computed: int) -> bool:
@@ -81,12 +83,12 @@ class GroupManager(ABC):
 
 
 def num_free(blocks: Sequence[KVCacheBlock]) -> int:
-    """Count the blocks that no request holds; null blocks are not counted."""
+    """Count the blocks without a holder; null blocks do not count."""
     return sum([not (block.ref_cnt or block.is_null) for block in blocks])
 
 
 class FullAttentionManager(GroupManager):
-    """All tokens before a token are seen, so every block is needed."""
+    """Full attention: a token reads all tokens before it, so every block is needed."""
 
     def first_needed(self, num_tokens: int) -> int:
         return 0
@@ -117,7 +119,8 @@ class FullAttentionManager(GroupManager):
 
 
 class LocalAttentionManager(GroupManager):
-    """Nearby tokens are seen, by a window or by chunks. `null` is the pool's null block."""
+    """Local attention: a token reads only nearby tokens, in a window or a chunk. `null` is the
+    pool's null block."""
 
     def __init__(
         self,
@@ -139,7 +142,7 @@ class LocalAttentionManager(GroupManager):
         return first // self._block_size if first > 0 else 0
 
     def longest_hit(self, is_there: Callable[[int], bool], most_blocks: int) -> int:
-        """Search from the end; `is_there` is called at most once for each block."""
+        """Search from the end. `is_there` is called at most once for each block."""
         length = most_blocks
         while length:
             first = self.first_needed(length * self._block_size)

@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache groups of a model: which layers share a block table, and thus the pages of the pool.
+"""The cache groups of a model: the layers of a group share a block table.
 
-A page is a block of the pool: K and V of `block_size` tokens in the layers of one group. A block of
-tokens has one page in each group, with an id of its own. All ids come from one pool, so all pages
-have one size. The layers of a group attend alike, because a group forgets a block as a whole.
+A page holds K and V of `block_size` tokens in the layers of one group. A block of tokens has one
+page in each group, with an id of its own. All ids come from one pool, so all pages have the same
+size. All layers of a group have the same kind of attention, because a group releases a block as a
+whole.
 
     group 0   full attention      layers 5 11          table: 7 3 8
     group 1   window of 512       layers 0 1           table: 0 9 4    (0: outside the window)
     group 2   window of 512       layers 2 3           table: 0 1 5
     group 3   window of 512       layers 4             table: 0 6 2    (its pages have a place free)
 
-The layers of a draft model (speculation) lie in the same pool, so a block that is found, copied or
-loaded brings their K and V too. If all layers of the model see everything, the draft's layers lie
-behind them in each page; otherwise they have groups of their own. The draft reads a page as places
-of its own size, so the page size is a multiple of that size.
+K and V of a draft model's layers (speculation) lie in the same pool, so they are found, copied and
+loaded together with the model's. If all layers of the model have full attention, the draft's layers
+follow them in each page; otherwise the draft's layers have groups of their own. The draft reads a
+page as places of its own layer size, so the page size is a multiple of that size.
 
     page                  | model 0 | model 1 | model 2 | model 3 | free |
     as the draft sees it  |    |    |    |    |    |    |    |    | 0 | 1|
 
-Layers that only carry a state or only have an MLP have no K and V, and no table. A checkpoint of
-the states of a sequence is cut into pieces. Each piece takes a page, named like a page of a group
-of its own, numbered after the other groups (`state_checkpoints.py`):
+Layers that only carry a state, or only have an MLP, have no K and V and no table. A checkpoint of a
+sequence's states is cut into pieces. Each piece takes a page, which is named like a page of an
+additional group (`state_checkpoints.py`):
 
     D|0   K and V of the block that ends here      D|1 D|2 D|3   the states behind it
 """
@@ -49,8 +50,8 @@ NUM_SPARE_STATES = 4
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers in the order of their places in a page, and their kind of attention. If there are
-    fewer layers than places, the last places are empty."""
+    """The layers of a group, in the order of their places in a page, and their kind of attention.
+    If there are fewer layers than places, the last places are empty."""
 
     layers: tuple[int, ...]
     attention: LayerAttention
@@ -58,17 +59,17 @@ class CacheGroup:
 
     @property
     def num_places(self) -> int:
-        """Places of a page that hold layers, of the model or of a draft model."""
+        """The number of places of a page that hold layers of the model or of a draft model."""
         return len(self.layers) + self.num_draft_places
 
     @property
     def window(self) -> int | None:
-        """Tokens of the sliding window; None for other kinds of attention."""
+        """The size of the sliding window in tokens; None for other kinds of attention."""
         return self.attention.window
 
 
 class LayerPlace(NamedTuple):
-    """The place of a layer's K and V: the cache group, and the index in its page."""
+    """The place of a layer's K and V: the cache group, and the index within its pages."""
 
     group: int
     in_page: int
@@ -78,33 +79,34 @@ NO_PLACE = LayerPlace(-1, -1)  # of a layer without K and V
 
 
 def states_of_request(most_drafts: int) -> int:
-    """Return the number of states per request with up to `most_drafts` drafts in a step: the state
-    before the step, and one after each of its rows."""
+    """Return the number of states per request if a step checks up to `most_drafts` drafts: the
+    state before the step, and one after each token of the step."""
     return most_drafts + 2 if most_drafts else 1
 
 
 def num_state_slots(num_requests: int, most_drafts: int = 0) -> int:
-    """Return the number of states that a worker keeps if `num_requests` run at once."""
+    """Return the number of state slots that a worker needs for `num_requests` running requests."""
     return num_requests * states_of_request(most_drafts) + NUM_SPARE_STATES
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPages:
-    """The pages of a pool as a draft model sees them."""
+    """The pages of a pool as a draft model divides them."""
 
     layout: BlockLayout  # of a page: `num_layers` places of the draft's place size
     places: tuple[LayerPlace, ...]  # of each of its layers
 
 
 class StateBytes(NamedTuple):
-    """The states of all layers of one sequence."""
+    """The size and the layout of the states of all layers for one sequence."""
 
     num_bytes: int
     plan: str  # layers, shapes and number types; differs when the bytes differ
 
 
 def state_bytes(state: StateSpec | None, dtype: str) -> StateBytes | None:
-    """Describe the states of a model that computes in `dtype`; None without such layers."""
+    """Return the size of the states of a model that computes in `dtype`; None without state
+    layers."""
     if state is None:
         return None
     return StateBytes(state.slot_bytes(dtype), f"{state} {dtype}")
@@ -112,7 +114,7 @@ def state_bytes(state: StateSpec | None, dtype: str) -> StateBytes | None:
 
 @dataclass(frozen=True, slots=True)
 class StatePages:
-    """The pages of a checkpoint of states, one for each piece."""
+    """The pages of a state checkpoint, one for each piece."""
 
     states: StateBytes
     num_pages: int
@@ -134,7 +136,7 @@ class CacheGroups:
 
     @property
     def num_places(self) -> int:
-        """Places of a block of tokens, summed over all groups."""
+        """The number of places of a block of tokens, summed over all groups."""
         return sum(group.num_places for group in self.groups)
 
     @property
@@ -144,19 +146,21 @@ class CacheGroups:
 
     @property
     def forgets(self) -> bool:
-        """Whether some group gives back blocks of a running sequence."""
+        """Whether some group releases blocks of a running sequence (sliding windows, for
+        example)."""
         return not all(group.attention.is_full for group in self.groups)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the pages of a checkpoint of states; 0 without states."""
+        """The bytes of a state checkpoint's pages; 0 without states."""
         return 0 if self.state is None else self.state.num_pages * self.layout.page_bytes
 
     def bound(self, fingerprint: str, draft_fingerprint: str = "") -> str:
-        """Return the fingerprint of a model with this plan of blocks, 64 hexadecimal digits. If
-        some layers forget, versions of this code may choose different groups, and with a draft
-        model its blocks differ; the digest keeps engines with different plans from finding each
-        other's blocks."""
+        """Return a model's fingerprint combined with this plan of groups, as 64 hexadecimal digits.
+        The fingerprint is unchanged if all layers have full attention and there is no draft model
+        and no state. Other versions of this code may choose other groups, and a draft model changes
+        the blocks. The result keeps engines with different plans from finding each other's
+        blocks."""
         if not self.forgets and self.draft is None and self.state is None:
             return fingerprint
         plan: list[object] = [[str(group.attention), *group.layers] for group in self.groups]
@@ -167,8 +171,8 @@ class CacheGroups:
         return hashlib.sha256(f"{fingerprint} {plan}".encode()).hexdigest()
 
     def num_pages(self, num_blocks: int) -> int:
-        """Return the number of pages in the memory of `num_blocks` blocks over all layers. Raise
-        ConfigError if a pool may not have so many."""
+        """Return the number of pages that fit into the memory of `num_blocks` blocks over all
+        layers. Raises ConfigError if it exceeds MAX_BLOCKS."""
         pages = num_blocks * self.num_places // self.layout.num_layers
         if pages > MAX_BLOCKS:
             raise ConfigError(
@@ -186,7 +190,7 @@ class CacheGroups:
         return pages if self.state is None else pages + self.state.num_pages
 
     def places(self) -> list[LayerPlace]:
-        """List the place of every layer of the model, NO_PLACE without K and V."""
+        """Return the place of every layer of the model; NO_PLACE for a layer without K and V."""
         found = {
             layer: LayerPlace(number, place)
             for number, group in enumerate(self.groups)
@@ -196,9 +200,9 @@ class CacheGroups:
 
 
 def pages_per_block(attention: Sequence[LayerAttention]) -> int:
-    """Return the pages of a pool block, one for each of the groups that share it. Consecutive
-    groups that attend alike hold and forget the same tokens, so they share blocks. All blocks of a
-    pool have equally many pages.
+    """Return the number of pages of a pool block, one for each group that shares it. Consecutive
+    groups with the same kind of attention hold and release the same tokens, so they share blocks.
+    All blocks of a pool have the same number of pages.
 
         full full                             2
         full full window window window window    2
@@ -215,16 +219,15 @@ def plan_groups(
     draft: BlockLayout | None = None,
     states: StateBytes | None = None,
 ) -> CacheGroups:
-    """Split the layers of a model into groups with pages of equal size. `layout` is a block over
+    """Divide the layers of a model into groups with pages of equal size. `layout` is a block over
     all layers with K and V; other layers are in no group. `attention` has a value for each layer;
-    without it all layers attend to everything. `states` describes the layers that carry a state,
+    without it all layers have full attention. `states` describes the layers that carry a state,
     beside K and V or instead of them.
 
-    If all layers attend alike, there are `num_groups` groups. Otherwise the kinds decide the number
-    of groups, and `num_groups` must be 1. `draft` is the layout of a block over all layers of a
-    draft model, with as many tokens and the same number type. Raises ConfigError, which names the
-    layers, if the pages cannot be equal.
-    """
+    If all layers have the same kind of attention, there are `num_groups` groups. Otherwise the
+    kinds decide the number of groups, and `num_groups` must be 1. `draft` is the layout of a block
+    over all layers of a draft model, with the same number of tokens and number type. Raises
+    ConfigError, which names the layers, if the pages cannot have equal sizes."""
     attention = tuple(attention) or (full(),) * layout.num_layers
     num_attending = sum(kind.has_kv for kind in attention)
     if num_attending != layout.num_layers:
@@ -299,7 +302,8 @@ def _with_draft(groups: CacheGroups, draft: BlockLayout) -> CacheGroups:
 
 
 def _equal_size(kinds: dict[LayerAttention, list[int]], num_groups: int) -> int:
-    """Return the layers per group if all layers attend alike; no place may stay empty."""
+    """Return the number of layers per group if all layers have the same kind of attention. Raises
+    ConfigError if a place would stay empty."""
     [layers] = kinds.values()
     size, rest = divmod(len(layers), num_groups)
     if rest or not size:
@@ -311,8 +315,8 @@ def _equal_size(kinds: dict[LayerAttention, list[int]], num_groups: int) -> int:
 
 
 def _common_size(counts: Sequence[int]) -> int:
-    """Return the layers per page for kinds with `counts` layers: the fewest of any kind, so that a
-    small kind leaves no place empty, or the most, if both are nearly equal."""
+    """Return the number of layers per page for kinds with `counts` layers: the smallest count, so
+    that no place of a small kind stays empty, or the largest count if both are nearly equal."""
     least, most = min(counts), max(counts)
     return most if most <= least * _NEARLY_EQUAL else least
 

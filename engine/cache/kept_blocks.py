@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KeptBlocks: the blocks of requests that have ended, for the requests that continue them.
+"""KeptBlocks: the blocks of ended requests, kept for the requests that will continue them.
 
-No running request holds these blocks. They are given up when any request lacks room; a request that
-continues them then computes again what the pool has lost.
-"""
+No running request holds these blocks. The blocks are released when any request lacks room; a
+request that continues the ended one then recomputes the blocks that the pool has lost."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from .kv_cache_manager import KVCacheManager
 
 
 class KeptBlocks:
-    """Ended requests whose blocks are kept, the oldest first. Called by the engine's step thread
-    only."""
+    """The ended requests whose blocks are kept, the oldest first. Called by the engine's step
+    thread only."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -26,24 +25,24 @@ class KeptBlocks:
         return len(self._ended)
 
     def keep_blocks(self, request: Request) -> None:
-        """Keep the blocks of a request that ends, until they are released."""
+        """Keep the blocks of a request that ends, until `release_blocks`."""
         holder = f"\0kept {request.number}"  # no request can have this id
         self._manager.pin(request, holder)
         request.progress.kept = KeptEnd(holder)
         self._ended.append(request)
 
     def add_heir(self, ended: Request) -> None:
-        """Count a new request that continues an ended one and needs its kept blocks."""
+        """Record that a new request continues an ended one and needs its kept blocks."""
         if (kept := ended.progress.kept) is not None:
             kept.num_heirs += 1
 
     def blocks_for(self, request: Request) -> GroupBlocks:
-        """Return the kept blocks in which a waiting request will go on."""
+        """Return the kept blocks in which a waiting request will continue."""
         return self._manager.tables(_kept_for(request).holder)
 
     def lend(self, request: Request) -> None:
-        """Let the request hold the blocks of `blocks_for` as computed ones. The blocks are kept no
-        longer if no other request will continue them."""
+        """Let a request hold the kept blocks of the request that it continues, as computed blocks.
+        If no other request will continue them, the blocks are no longer kept."""
         assert request.continues is not None
         num_tokens = num_common_tokens(request.continues, request)
         self._manager.fork(_kept_for(request).holder, request, num_tokens)
@@ -51,15 +50,15 @@ class KeptBlocks:
         self.remove_heir(request)
 
     def take_back(self, request: Request) -> None:
-        """Undo `lend` for a request that could not begin; it holds no blocks again."""
+        """Undo `lend` for a request that could not start; it then holds no blocks."""
         self._manager.free(request)
         request.num_computed_tokens = 0
         if request.continues is not None:
             self.add_heir(request.continues)
 
     def remove_heir(self, request: Request) -> None:
-        """Note that a request has begun in kept blocks, or has ended. After the last request that
-        continues them, the blocks are released."""
+        """Record that a request no longer needs kept blocks, because it has started in them or has
+        ended. After the last such request the blocks are released."""
         before = request.continues
         if before is not None and (kept := before.progress.kept):
             kept.num_heirs -= 1
@@ -67,7 +66,8 @@ class KeptBlocks:
                 self.release_blocks([before])
 
     def release_blocks(self, requests: Iterable[Request]) -> None:
-        """Release the blocks of these ended requests; requests without kept blocks are ignored."""
+        """Release the blocks kept for these ended requests; requests without kept blocks are
+        ignored."""
         for request in requests:
             if (kept := request.progress.kept) is not None:
                 request.progress.kept = None
@@ -76,13 +76,13 @@ class KeptBlocks:
 
     @property
     def ended(self) -> Sequence[Request]:
-        """The requests whose blocks are kept, in the order of their ends."""
+        """The requests whose blocks are kept, in the order in which they ended."""
         return self._ended
 
 
 def num_common_tokens(ended: Request, request: Request) -> int:
-    """Return how many tokens a request need not compute if it continues an ended one: the prompt of
-    the ended request, without the new request's last token, whose logits are needed."""
+    """Return how many tokens a request need not compute if it continues an ended one: the ended
+    request's prompt, but never the new request's last token, whose logits are needed."""
     return min(ended.num_prompt_tokens, request.num_tokens - 1)
 
 

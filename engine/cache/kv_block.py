@@ -6,9 +6,8 @@ The queue links the blocks themselves, between two sentinels that are never hand
     head <-> block <-> block <-> ... <-> tail
              least recently freed        most recently freed
 
-Taking any block out, also from the middle, costs a few assignments and allocates nothing. The
-`next_free` of a block outside the queue is the block itself; no link is ever None.
-"""
+Removing any block, even from the middle, takes a few assignments and allocates no memory. A block
+outside the queue has itself as `next_free`; no link is ever None."""
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ BlockIds = tuple[list[int], ...]
 
 
 class BlockCopy(NamedTuple):
-    """A shared page of a request, and the copy that replaces it before the request writes to it."""
+    """A page that a request shares, and the copy that replaces it before the request writes to
+    it."""
 
     request_id: str
     group_id: int
@@ -34,9 +34,8 @@ class BlockCopy(NamedTuple):
 class KVCacheBlock:
     """A block of the pool, with the pages `block_id`, `block_id + 1` … (`BlockPool.width`).
 
-    `block_hash` is the block's name in the prefix map: digest (32 bytes) and the first of its cache
-    groups (u16, little-endian). None: the block cannot be found.
-    """
+    `block_hash` is the block's name in the prefix map: the digest (32 bytes) and the number of its
+    first cache group (u16, little-endian). None: prefix lookups cannot find the block."""
 
     block_id: int
     ref_cnt: int = 0  # requests whose tables hold it
@@ -51,11 +50,10 @@ class KVCacheBlock:
 
 
 class FreeBlockQueue:
-    """Free blocks, the one to be reused next in front.
+    """Free blocks, the next one to be reused in front.
 
-    Misuse (a block added twice, a block removed that is not in, more blocks taken than there are)
-    raises RuntimeError: the caller has lost count of its blocks.
-    """
+    Raises RuntimeError if a block is added twice, a block outside the queue is removed, or more
+    blocks are taken than there are: the caller has lost count of its blocks."""
 
     __slots__ = ("_head", "_tail", "num_free")
 
@@ -71,7 +69,7 @@ class FreeBlockQueue:
         return self.num_free
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
-        """The blocks in the order of reuse; for checks, not for the step loop."""
+        """Iterate over the blocks in the order of reuse."""
         block = self._head.next_free
         while block is not self._tail:
             yield block
@@ -81,7 +79,7 @@ class FreeBlockQueue:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, count: int) -> list[KVCacheBlock]:
-        """Take `count` blocks from the front, all or none."""
+        """Remove and return `count` blocks from the front: all of them, or none (RuntimeError)."""
         if not 0 <= count <= self.num_free:
             raise RuntimeError(f"{count} free blocks were asked for, {self.num_free} are there")
         block = self._head.next_free
@@ -97,14 +95,14 @@ class FreeBlockQueue:
         return taken
 
     def append(self, block: KVCacheBlock) -> None:
-        """Add one block at the end: it is reused last."""
+        """Add one block at the end, so that it is reused last."""
         self.append_n((block,))
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._insert(self._tail.prev_free, blocks, self._tail)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add blocks in front, in this order: for blocks whose bytes are worthless."""
+        """Add blocks in front, in this order. Used for blocks whose bytes are worthless."""
         self._insert(self._head, blocks, self._head.next_free)
 
     def remove(self, block: KVCacheBlock) -> None:
@@ -123,8 +121,9 @@ class FreeBlockQueue:
         self.num_free -= len(blocks)
 
     def hold_n(self, blocks: Sequence[KVCacheBlock]) -> int:
-        """Add one holder to each block except null blocks, and remove blocks without an earlier
-        holder from the queue. Return their number. One walk, since a step may hold thousands."""
+        """Add one holder to each block except null blocks, and remove blocks that had no holder
+        from the queue. Return the number of removed blocks. A single loop does both, because a step
+        may hold thousands of blocks."""
         num_taken = 0
         for block in blocks:
             if block.ref_cnt:
@@ -143,8 +142,8 @@ class FreeBlockQueue:
         return num_taken
 
     def release_n(self, blocks: Iterable[KVCacheBlock]) -> int:
-        """Remove one holder from each block except null blocks, and append blocks without a holder
-        left to the queue, in this order. Return their number."""
+        """Remove one holder from each block except null blocks, and append blocks that have no
+        holder left to the queue, in this order. Return the number of appended blocks."""
         tail = self._tail
         before = tail.prev_free
         num_released = 0
@@ -184,7 +183,8 @@ class FreeBlockQueue:
 
 
 def page_ids(block_ids: Sequence[int], place: int) -> list[int]:
-    """Return the pages of blocks in the group `place` after the first group that shares them."""
+    """Return the page ids of blocks for the `place`-th group after the first group that shares
+    them."""
     return [block_id and block_id + place for block_id in block_ids]  # 0 is the null block
 
 

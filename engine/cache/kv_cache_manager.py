@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache manager: gives blocks to requests, or refuses and changes nothing.
+"""The KV cache manager: allocates blocks to requests, or refuses and changes nothing.
 
 The tokens of one request, as `allocate_slots` sees them:
 
@@ -7,16 +7,15 @@ The tokens of one request, as `allocate_slots` sees them:
     |  held    |  hits, to be   | to be allocated |
     |          |  attached      |                 |
 
-`computed` is `request.num_computed_tokens`; a tier will load the `external` tokens. Full blocks are
-named; tokens beyond `request.num_tokens` get a place but no name.
+`computed` is `request.num_computed_tokens`; a tier will load the `external` tokens. Full blocks get
+names for prefix lookups; blocks with tokens beyond `request.num_tokens` get none.
 
 Forked requests share all blocks, also the last one, which may be partly filled (`shared_tails.py`).
 
 If layers carry states, a hit ends at a checkpoint of the states (`state_checkpoints.py`).
 
-All cache groups are handled together. Groups that share blocks (`group_spec.pages_per_block`) have
-one group manager and count as one group, except for their page ids.
-"""
+Every method handles all cache groups. Groups that share blocks (`group_spec.pages_per_block`) have
+one group manager and count as one group, except for their page ids."""
 
 from __future__ import annotations
 
@@ -38,12 +37,11 @@ from .state_checkpoints import StateCheckpoints
 class KVCacheManager:
     """Called by the engine's step thread only. The pool counts blocks, requests count tokens.
 
-    `watermark` is the fraction of all blocks that admission leaves free (`watermark_blocks`), so
-    that running requests can grow for some steps before one is preempted.
+    Admission leaves the fraction `watermark` of all blocks free (`watermark_blocks`), so that
+    running requests can grow for some steps before one is preempted.
 
     Every `GroupBlocks` has the order of the group managers. The tables of one request have equal
-    lengths and equal numbers of named blocks.
-    """
+    lengths and equal numbers of named blocks."""
 
     def __init__(
         self,
@@ -60,15 +58,15 @@ class KVCacheManager:
         num_state_pages: int = 0,
         state_interval: int = 0,
     ) -> None:
-        """`attention`: the attention of each cache group; without it, `num_groups` groups attend to
-        everything. `most_step_tokens`: the most tokens of a request in one step; it limits the
-        blocks of groups with windows. `hash_block_size`: the tokens of one digest in
-        `Request.block_hashes`, by default a block's; no option sets it yet (row A7 of
-        docs/rows.md, for hybrid models). `num_state_pages`: the pages of a checkpoint of states, 0
-        if no layer carries a state. `state_interval`: the tokens between checkpoints.
+        """`attention` is the kind of attention of each cache group; without it there are
+        `num_groups` groups with full attention. `most_step_tokens`, the most tokens of a request in
+        one step, limits the blocks of groups with windows. `hash_block_size` is the number of
+        tokens per digest in `Request.block_hashes`, by default a block's; no option sets it yet
+        (row A7 of docs/rows.md, for hybrid models). `num_state_pages` is the size of a state
+        checkpoint in pages, 0 if no layer carries a state. `state_interval` is the number of tokens
+        between checkpoints.
 
-        Raises ValueError unless a block is a whole number of digests.
-        """
+        Raises ValueError unless a block is a whole number of digests."""
         each, rest = divmod(block_size, hash_block_size or block_size)
         if rest or not each:
             raise ValueError(
@@ -114,21 +112,21 @@ class KVCacheManager:
             )
 
     def tables(self, request_id: str) -> GroupBlocks:
-        """Return the blocks of a request, read only; empty tables if it has none."""
+        """Return the blocks of a request, or empty tables if it has none. Read only."""
         return self._tables.get(request_id, self.no_blocks)
 
     def num_slots(self, request_id: str) -> int:
-        """Return the tokens, from the first on, for which a request's blocks have room."""
+        """Return the number of tokens, from the first on, for which a request holds blocks."""
         return len(self.tables(request_id)[0]) * self.block_size
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the most blocks that a request of `num_tokens` holds at once, if it shares none
-        and a load brings its states."""
+        """Return the most pages that a request of `num_tokens` holds at once, if it loads its
+        states."""
         num_blocks = self._width * sum(group.most_blocks(num_tokens) for group in self._groups)
         return num_blocks if self.states is None else num_blocks + self.states.num_pages
 
     def num_missing_blocks(self, request: Request, hits: GroupBlocks | None = None) -> int:
-        """Return the most free blocks that a request takes until all its present tokens are
+        """Return the most free pages that a request takes until all its present tokens are
         computed. Free blocks among the hits count, because the request does not hold them yet."""
         given = self.no_blocks if hits is None else hits
         tables = self.tables(request.request_id)
@@ -138,8 +136,8 @@ class KVCacheManager:
         )
 
     def num_reserved(self, wanted: Mapping[str, int]) -> int:
-        """Return the most free blocks that requests take until each has computed its number of
-        tokens in `wanted`, even if they share blocks and one of them ends."""
+        """Return the most free pages that requests take until each has computed as many tokens as
+        `wanted` says, even if they share blocks and one of them ends."""
         num_blocks = sum(
             [
                 group.num_reserved(table, num_tokens)
@@ -152,8 +150,8 @@ class KVCacheManager:
         return self._width * num_blocks
 
     def num_to_reserve(self, num_tokens: int, hits: GroupBlocks | None = None) -> int:
-        """Return by how many pages the held and reserved pages grow if a request begins with these
-        hits and will compute `num_tokens`."""
+        """Return the growth of held and reserved pages if a request starts with these hits and will
+        compute `num_tokens`."""
         given = self.no_blocks if hits is None else hits
         both = zip(self._groups, given, strict=True)
         blocks = sum([group.num_to_reserve(num_tokens, found) for group, found in both])
@@ -161,11 +159,11 @@ class KVCacheManager:
 
     def get_computed_blocks(self, request: Request) -> tuple[GroupBlocks, int]:
         """Find the longest cached prefix of a request that holds no blocks. Return its blocks and
-        tokens.
+        number of tokens.
 
         The prefix has at most `num_tokens - 1` tokens, because the last token must be computed for
-        its logits. The pool does not change; the request holds the hits after `allocate_slots`.
-        """
+        its logits. The pool does not change; `allocate_slots` later makes the request a holder of
+        the hits."""
         if not self.pool.enable_caching or request.skip_reading_prefix_cache:
             return self.no_blocks, 0
         most = request.most_cached_tokens // self.block_size
@@ -182,8 +180,8 @@ class KVCacheManager:
         return blocks, num_tokens
 
     def stateless_blocks(self, request: Request, num_tokens: int) -> GroupBlocks:
-        """Return the pool's blocks of the first `num_tokens` of a request whose states are to be
-        loaded. Changes nothing."""
+        """Return the pool's blocks of the first `num_tokens` tokens of a request whose states will
+        be loaded. Changes nothing."""
         digests = self.names.of_blocks(request.block_hashes)[: num_tokens // self.block_size]
         return self._finder.find(digests)[0]
 
@@ -197,13 +195,13 @@ class KVCacheManager:
         delay_cache_blocks: bool = False,
         keep_free_blocks: int = 0,
     ) -> GroupBlocks | None:
-        """Give a request blocks for its next tokens. Return the added blocks, without hits, or
+        """Allocate blocks for a request's next tokens. Return the added blocks, without hits, or
         None.
 
-        None means that fewer than `keep_free_blocks` would stay free; nothing has changed then.
-        Hits without a holder are in the free queue and count as taken. Blocks that no later token
-        reads are released first and count as free. The blocks are named at once, or, with
-        `delay_cache_blocks`, by `cache_blocks` after the load."""
+        None means that fewer than `keep_free_blocks` pages would stay free; nothing has changed
+        then. Hits without a holder are in the free queue and count as taken. Blocks that no later
+        token reads are released first and count as free. The blocks are named at once, or with
+        `delay_cache_blocks` by `cache_blocks` after the load."""
         computed = request.num_computed_tokens
         forked = self.shared_tails.families
         if forked and not self._own_tail(request, num_new_tokens, keep_free_blocks):
@@ -234,7 +232,7 @@ class KVCacheManager:
         return added
 
     def fork(self, parent_id: str, child: Request, num_tokens: int) -> None:
-        """Let `child`, which has no blocks, hold the parent's blocks of their common first
+        """Let `child`, which has no blocks, share the parent's blocks of their common first
         `num_tokens`."""
         num_full, rest = divmod(num_tokens, self.block_size)
         num_blocks = num_full + (rest > 0)
@@ -248,7 +246,7 @@ class KVCacheManager:
             self.shared_tails.add_fork(parent_id, child.request_id)
 
     def can_go_on(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether the request holds all blocks that its token `num_computed_tokens` reads."""
+        """Whether the request holds all blocks that the token at `num_computed_tokens` reads."""
         tables = self.tables(request.request_id)
         return all(group.can_go_on(tables[i], num_computed_tokens) for i, group in self._forgetful)
 
@@ -263,13 +261,14 @@ class KVCacheManager:
         return True
 
     def name_blocks(self, request: Request, num_tokens: int) -> None:
-        """Name full blocks of the first `num_tokens`, which the last scheduled step computes."""
+        """Name the full blocks of the first `num_tokens`, which the last scheduled step
+        computes."""
         self._name_full(request, num_tokens)
         if self.states is not None:
             self.states.name_known(request)
 
     def name_accepted(self, request: Request) -> None:
-        """Name the full blocks of accepted drafts; the step that computed them has come back."""
+        """Name the full blocks of accepted drafts, whose step has come back."""
         tables = self.tables(request.request_id)
         first = self.names.counts.get(request.request_id, 0)
         num_tokens = min(request.num_tokens, request.num_computed_tokens)
@@ -278,7 +277,7 @@ class KVCacheManager:
         self.pool.note_computed([block for table in tables for block in table[first:end]])
 
     def trim(self, request: Request) -> None:
-        """Release the blocks after the request's tokens, which only rejected drafts used."""
+        """Release the blocks after the request's tokens, which only drafts used."""
         num_blocks = -(-request.num_tokens // self.block_size)
         for table in self.tables(request.request_id):
             if len(table) > num_blocks:
@@ -286,13 +285,12 @@ class KVCacheManager:
                 del table[num_blocks:]
 
     def name_tail(self, request: Request) -> None:
-        """Name the block of the prompt's end if it is partly filled. The prompt must be computed,
-        and the request must write no more tokens."""
+        """Name the block at the prompt's end if it is partly filled. The caller makes sure that the
+        prompt is computed and that the request writes no more tokens."""
         self.names.name_tail(request, self._tables[request.request_id])
 
     def prompt_keys(self, request: Request, *, with_tail: bool) -> list[bytes]:
-        """Return the page names of a prompt's blocks that another engine needs to continue the
-        prompt."""
+        """Return the page names of the prompt's blocks that another engine needs to continue it."""
         digests = self.names.of_prompt(request, with_tail=with_tail)
         keys = self.names.page_keys(digests, request.num_prompt_tokens)
         if self.states is not None and digests:
@@ -304,9 +302,9 @@ class KVCacheManager:
         self, request: Request, num_computed_tokens: int, block_ids: BlockIds | None
     ) -> None:
         """Undo the scheduling of a request in the present step. Its blocks after the first
-        `num_computed_tokens` lose the names that the step gave, and the blocks that the step added,
-        `block_ids` for each group, are released. If another request of the step has found one of
-        these blocks, raise RuntimeError and change nothing."""
+        `num_computed_tokens` lose the names that the step gave. The step's new blocks (`block_ids`
+        for each group) are released. If another request of the step has found one of these blocks,
+        raise RuntimeError and change nothing."""
         request_id = request.request_id
         tables = self.tables(request_id)
         self.names.revoke_names(request_id, tables, num_computed_tokens // self.block_size)
@@ -318,11 +316,12 @@ class KVCacheManager:
                 del table[-count:]
 
     def free(self, request: Request) -> None:
-        """Release the blocks of a request, tail first; they keep names and bytes until reused."""
+        """Release a request's blocks, last first; they keep names and bytes until reused."""
         self._free(request.request_id)
 
     def pin(self, request: Request, holder: str) -> None:
-        """Move the blocks of an ended request to `holder`, which never runs, until `unpin`."""
+        """Move the blocks of an ended request to the id `holder`, which never runs, until
+        `unpin`."""
         request_id = request.request_id
         self.shared_tails.remove_request(request_id)
         if self.states is not None:
@@ -335,7 +334,7 @@ class KVCacheManager:
             self.pool.pin(table)
 
     def unpin(self, holder: str) -> None:
-        """Release the blocks of a pin, tail first."""
+        """Release the blocks of a pin, last block first."""
         for table in self.tables(holder):
             self.pool.unpin(table)
         if self.states is not None:
@@ -343,14 +342,14 @@ class KVCacheManager:
         self._free(holder)
 
     def offer(self, request: Request) -> None:
-        """Offer the blocks of a request to the tiers before they are evicted, head first."""
+        """Offer the blocks of a request to the tiers before they are evicted, first block first."""
         for table in self.tables(request.request_id):
             self.pool.offer(table)
 
     def drop_names(self, request: Request) -> list[bytes]:
         """Remove the names of the request's blocks, and of all other blocks with the same names, so
-        that no lookup finds them. The request keeps its blocks. Return the names, head first; tiers
-        may have them too."""
+        that no lookup finds them. The request keeps its blocks. Return the names, first block
+        first; tiers may have them too."""
         digests = self.names.of_blocks(request.block_hashes)
         for group, table in zip(self._groups, self.tables(request.request_id), strict=True):
             self.pool.drop_names(table)
@@ -369,8 +368,8 @@ class KVCacheManager:
 
     def load_page_ids(self, request_id: str, num_tokens: int) -> BlockIds:
         """Return the target pages of a load that brings states and begins after `num_tokens`. For
-        each cache group these are all blocks from there on, even if the pool has some of them; the
-        pages of a checkpoint follow."""
+        each cache group these are all blocks from there on, even those that the pool has cached.
+        The pages of a state checkpoint follow."""
         assert self.states is not None
         first = num_tokens // self.block_size
         pages = self.page_ids(tuple([table[first:] for table in self.tables(request_id)]))
@@ -388,9 +387,9 @@ class KVCacheManager:
         hits: GroupBlocks | None,
         num_spare: int,
     ) -> GroupBlocks | None:
-        """Add blocks until `num_slots` tokens have a place. The first `num_computed` tokens need no
-        computing: they are computed, in `hits`, or come with a load. Return the added blocks. If
-        more than `num_spare` free pages would be taken, return None and change nothing."""
+        """Add blocks until `num_slots` tokens have slots, and return the added blocks. The first
+        `num_computed` tokens need no computing: they are computed, in `hits`, or come with a load.
+        If more than `num_spare` free pages would be taken, return None and change nothing."""
         tables = self._tables.get(request_id) or tuple([[] for _ in self._groups])
         num_hits = 0 if hits is None else len(hits[0])
         held, num_blocks = len(tables[0]) + num_hits, -(-num_slots // self.block_size)
@@ -433,8 +432,8 @@ class KVCacheManager:
         *,
         is_load: bool,
     ) -> GroupBlocks | None:
-        """Like `_add_blocks`, but also take pages for the states that a load brings; hits must end
-        at a checkpoint. If room is short, checkpoints without a name are given up."""
+        """Like `_add_blocks`, but also allocate pages for states that a load brings. Hits must end
+        at a checkpoint. If room is short, give up checkpoints without a name."""
         request_id = request.request_id
         is_hit = hits is not None and bool(hits[0]) and not is_load
         if is_load:
@@ -458,8 +457,8 @@ class KVCacheManager:
                 return None
 
     def _own_tail(self, request: Request, num_new_tokens: int, keep_free_blocks: int) -> bool:
-        """Copy the last block of a forked request, which is about to write, if other requests hold
-        the block. If there is no room for the copy, return False and change nothing."""
+        """Give a forked request that is about to write a copy of its last block, if other requests
+        hold it. If there is no room for the copy, return False and change nothing."""
         request_id, computed = request.request_id, request.num_computed_tokens
         if request_id not in self.shared_tails.families:
             return True
@@ -486,8 +485,8 @@ class KVCacheManager:
     def _add_computed_blocks(
         self, request_id: str, tables: GroupBlocks, num_computed: int, hits: GroupBlocks
     ) -> None:
-        """Hold the hits that are still read. All groups do this before any group takes new blocks,
-        because these could be another group's hits."""
+        """Make the request a holder of the hits that later tokens read. Hits are held for all
+        groups before new blocks are taken, because these could be another group's hits."""
         if any(tables):
             raise RuntimeError(f"request {request_id} has blocks, so no hits can go before them")
         null = self.pool.null_block
@@ -500,8 +499,8 @@ class KVCacheManager:
     def _extend_behind_gaps(
         self, tables: GroupBlocks, num_blocks: int, num_computed: int
     ) -> GroupBlocks:
-        """Extend all tables to `num_blocks`: null blocks before the first block that is read, then
-        new blocks, which a load will fill. Return all added blocks."""
+        """Extend all tables to `num_blocks`, with null blocks before the first block that is read,
+        then new blocks, which a load will fill. Return all added blocks."""
         gaps = [
             max(0, group.first_needed(num_computed) - len(table))
             for group, table in zip(self._groups, tables, strict=True)
@@ -522,8 +521,8 @@ class KVCacheManager:
         self.names.name_full(request, tables, num_tokens, computed=computed)
 
     def _free(self, request_id: str) -> None:
-        """Release all blocks of a request. The last blocks of all groups go first, because a hit
-        needs every group."""
+        """Release all blocks of a request. The last blocks of all groups are released first,
+        because a hit needs the block in every group."""
         self.names.counts.pop(request_id, None)
         if self.states is not None:
             self.states.free(request_id)

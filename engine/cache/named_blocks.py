@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NamedBlocks: which blocks of requests have names, and the names of given tokens.
+"""NamedBlocks: gives the blocks of requests the names by which prefix lookups find them.
 
     block of tokens      named by its digest, which covers all earlier tokens (`block_hash.py`)
     page in the pool     named by its key: the digest and the cache group
 
-The blocks of a request are named in order, each once, when its tokens are known.
-"""
+A block of a request is named once, when all its tokens are known. Blocks are named in order."""
 
 from __future__ import annotations
 
@@ -21,9 +20,8 @@ from .kv_block import GroupBlocks, KVCacheBlock, page_ids
 class NamedBlocks:
     """The names of blocks that requests hold. Called by the engine's step thread only.
 
-    `hashes_per_block`: the digests of a request per block; the last digest of a block names it. The
-    manager removes the count of a request together with its blocks.
-    """
+    A request has `hashes_per_block` digests per block; the last digest of a block names the block.
+    `KVCacheManager` removes a request from `counts` when the request's blocks are released."""
 
     def __init__(
         self,
@@ -39,8 +37,8 @@ class NamedBlocks:
     def name_full(
         self, request: Request, tables: GroupBlocks, num_tokens: int, *, computed: bool
     ) -> None:
-        """Name the full blocks of the first `num_tokens` that have no name yet. Does nothing for a
-        request without digests."""
+        """Name the full, unnamed blocks among the first `num_tokens`. Does nothing for a request
+        without digests."""
         pool, digests = self._pool, request.block_hashes
         each, known = self.hashes_per_block, self.counts.get(request.request_id, 0)
         full = min(num_tokens // self._block_size, len(digests) // each)
@@ -54,8 +52,8 @@ class NamedBlocks:
             self.counts[request.request_id] = full
 
     def name_tail(self, request: Request, tables: GroupBlocks) -> None:
-        """Name the block of the prompt's end if it is partly filled. The prompt must be computed,
-        and the request must write no more tokens."""
+        """Name the block at the prompt's end if it is partly filled. The caller makes sure that the
+        prompt is computed and that the request writes no more tokens."""
         if tail := request.prompt_tail_hash():
             index = (request.num_prompt_tokens - 1) // self._block_size
             for group, table in zip(self._groups, tables, strict=True):
@@ -79,15 +77,16 @@ class NamedBlocks:
         return list(self.of_blocks(request.block_hashes))
 
     def of_prompt(self, request: Request, *, with_tail: bool = True) -> list[bytes]:
-        """Return the digests of a prompt's blocks, also of a partly filled last block."""
+        """Return the digests of a prompt's blocks; with `with_tail`, also of a partly filled last
+        block."""
         blocks = self.of_blocks(request.block_hashes)
         digests = list(blocks[: request.num_prompt_tokens // self._block_size])
         tail = request.prompt_tail_hash() if with_tail else b""
         return [*digests, tail] if tail else digests
 
     def page_keys(self, digests: Sequence[bytes], num_tokens: int = 0) -> list[bytes]:
-        """Return the page names, in all groups, of the blocks that the token at index `num_tokens`
-        or a later one reads; head first in each group."""
+        """Return the page names, in all groups, of the blocks that any token from index
+        `num_tokens` on reads. Within a group, the first block comes first."""
         return [
             digest + group_suffix(group.group_id + place)
             for group in self._groups

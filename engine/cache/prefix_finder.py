@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix finders: the longest hit of a request in the pool, for all cache groups of a model.
+"""Prefix finders: find the longest prefix hit of a request in the pool, over all cache groups.
 
     unitary   one manager decides alone
     hybrid    a hit needs every group
 
-The hybrid finder asks the groups in turn. Each group shortens the length to its own longest hit
-within it, and the search ends when all groups agree. This finds the longest common hit, because
-every common hit is within the length at all times.
-"""
+The hybrid finder starts with the longest possible length. Each group in turn shortens the length to
+the group's own longest hit within it, and the search ends when no group shortens it further. The
+result is the longest common hit, because no step goes below a common hit."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from .kv_block import GroupBlocks, KVCacheBlock
 
 
 class PrefixFinder(ABC):
-    """Looks for blocks in the pool; changes nothing."""
+    """Looks up blocks in the pool; changes nothing."""
 
     def __init__(
         self,
@@ -30,7 +29,7 @@ class PrefixFinder(ABC):
         groups: tuple[GroupManager, ...],
         block_size: int,
     ) -> None:
-        """`groups` share no block with one another."""
+        """`groups` must not share blocks with one another."""
         self.block_size = block_size
         self._pool = pool
         self._groups = groups
@@ -38,13 +37,14 @@ class PrefixFinder(ABC):
 
     @abstractmethod
     def find(self, digests: Sequence[bytes]) -> tuple[GroupBlocks, int]:
-        """Return the blocks and the token count of the longest known prefix. `digests` name the
-        wanted blocks, head first. The null block stands for blocks that are not needed."""
+        """Return the blocks and the token count of the longest cached prefix. `digests` name the
+        wanted blocks, first block first. The null block stands for blocks that no later token
+        reads."""
 
     def _longest_local(
         self, groups: tuple[GroupManager, ...], digests: Sequence[bytes], most: int
     ) -> int:
-        """Return the longest hit, in blocks, of groups that attend alike."""
+        """Return the longest hit, in blocks, of groups with the same kind of attention."""
         suffixes = [group_suffix(group.group_id) for group in groups]
         pool = self._pool
 
@@ -57,7 +57,8 @@ class PrefixFinder(ABC):
     def _local_blocks(
         self, group: GroupManager, digests: Sequence[bytes], length: int
     ) -> list[KVCacheBlock]:
-        """Return a hit of `length` blocks in the form that a group needs."""
+        """Return a group's blocks for a hit of `length` blocks; null blocks stand for unread
+        ones."""
         pool, suffix = self._pool, group_suffix(group.group_id)
         first = group.first_needed(length * self.block_size)
         return [pool.null_block] * first + [pool.named(d + suffix) for d in digests[first:length]]
@@ -76,7 +77,7 @@ class UnitaryPrefixFinder(PrefixFinder):
 
 
 class HybridPrefixFinder(PrefixFinder):
-    """The finder for several groups, of one kind or of several kinds."""
+    """The finder for several groups that do not share blocks."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class HybridPrefixFinder(PrefixFinder):
         return tuple(blocks), length * self.block_size
 
     def _agreed(self, digests: Sequence[bytes], most: int) -> int:
-        """Return the longest hit, in blocks, of all groups that see only nearby tokens."""
+        """Return the longest hit, in blocks, of all groups with local attention."""
         length = most
         while True:
             before = length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how long blocks stay in the pool, by a sample of blocks."""
+"""Measures how long blocks stay in the pool, on a sample of blocks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _SECONDS = (
 
 
 class Residency:
-    """Histograms of blocks in the pool: age and idle time at eviction, and time between two uses. A
-    use is an allocation or a hit by name.
+    """Histograms of blocks in the pool, in seconds: age and idle time at eviction, and time between
+    two uses. A use is an allocation or a prefix hit.
 
-    Only every n-th block is sampled, so that a step of thousands of blocks costs little.
-    """
+    Only every n-th block is sampled, so that a step with thousands of blocks costs little."""
 
     def __init__(
         self, blocks: Sequence[KVCacheBlock], clock: Callable[[], float] = time.monotonic
@@ -39,7 +38,7 @@ class Residency:
         self.reuse_gap = Histogram(_SECONDS)
 
     def taken(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Note that free blocks are allocated; a block that still has a name is evicted by this."""
+        """Record the allocation of free blocks, which evicts those that still have a name."""
         followed = self._followed.intersection(blocks)
         if not followed:
             return
@@ -52,7 +51,7 @@ class Residency:
             self._born[block_id] = self._used[block_id] = now
 
     def touched(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Note hits of blocks by their names."""
+        """Record prefix hits of blocks."""
         followed = self._followed.intersection(blocks)
         if not followed:
             return
@@ -62,7 +61,7 @@ class Residency:
             self._used[block.block_id] = now
 
     def stats(self) -> dict[str, Any]:
-        """Return the three histograms as plain values."""
+        """Return the three histograms as plain dicts."""
         return {
             "lifetime": asdict(self.lifetime),
             "idle_before_evict": asdict(self.idle_before_evict),

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharedTails: the shared last blocks of forked requests; a request gets a copy before it writes.
+"""SharedTails: copy-on-write for the last, partly filled block that forked requests share.
 
-forked         first: 17 4 9        second: 17 4 9       9 is half full
-second writes  first: 17 4 9        second: 17 4 30      the device copies 9 over 30
-first writes   in place: no other request holds 9 any more
-"""
+forked first: 17 4 9 second: 17 4 9 9 is half full second writes first: 17 4 9 second: 17 4 30 the
+device copies 9 over 30 first writes in place: no other request holds 9 any more"""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from .kv_block import BlockCopy, GroupBlocks, KVCacheBlock
 
 
 class SharedTails:
-    """Requests, by id, whose last block other requests may hold, and the copies of the step being
-    scheduled."""
+    """The requests, by id, that may share their last block with others, and the block copies of the
+    step being scheduled."""
 
     def __init__(self, pool: BlockPool, groups: Sequence[GroupManager]) -> None:
         self._pool, self._groups = pool, groups
@@ -28,7 +26,7 @@ class SharedTails:
         self.sources: dict[KVCacheBlock, None] = {}  # of copies, held until these are made
 
     def num_to_copy(self, request_ids: Container[str] | None = None) -> int:
-        """The most blocks that these requests may still take for copies; None: all requests."""
+        """Return the most blocks that these requests (None: all) may still need for copies."""
         num_copies = 0
         for family in {id(each): each for each in self.families.values()}.values():
             asked = [each for each in family if request_ids is None or each in request_ids]
@@ -36,23 +34,23 @@ class SharedTails:
         return num_copies * len(self._groups)
 
     def add_fork(self, parent_id: str, child_id: str) -> None:
-        """Note that two requests share a last block that is partly filled; the first request to
-        write gets a copy."""
+        """Record that two requests share a partly filled last block. The first request to write to
+        it gets a copy."""
         family = self.families.setdefault(parent_id, {parent_id})
         family.add(child_id)
         self.families[child_id] = family
 
     def remove_request(self, request_id: str) -> None:
-        """Forget a request that releases its blocks; its copies are no longer made."""
+        """Forget a request that releases its blocks, and cancel its copies."""
         self._leave_family(request_id)
         self._copies.pop(request_id, None)
 
     def own_block(
         self, request_id: str, tables: GroupBlocks, index: int, num_more: int, num_spare: int
     ) -> bool:
-        """Prepare a request's write to its block `index`; it also takes `num_more` blocks after it.
-        In each table where other requests hold the block, a copy replaces it. If more than
-        `num_spare` free blocks would be taken, return False and change nothing."""
+        """Prepare a request's write to its block `index`, and to `num_more` new blocks after it. In
+        each table, a block that other requests hold is replaced by a copy. If this would take more
+        than `num_spare` free blocks, return False and change nothing."""
         places = range(len(tables)) if index < len(tables[0]) else ()
         shared = [place for place in places if self._is_shared(tables[place][index])]
         if shared:
@@ -78,8 +76,8 @@ class SharedTails:
         return True
 
     def take_copies(self) -> list[BlockCopy]:
-        """Return the copies of the step that has been scheduled. No block is both a source and a
-        target, because sources were held until now."""
+        """Return the copies of the step that has been scheduled, and release their source blocks.
+        No block is both a source and a target, because sources were held until now."""
         self._pool.free_blocks(self.sources)
         self.sources.clear()
         copies = list(chain.from_iterable(self._copies.values()))
@@ -92,7 +90,7 @@ class SharedTails:
             family.remove(request_id)
 
     def _is_shared(self, block: KVCacheBlock) -> bool:
-        """Whether a holder of this block must not write to it: another request holds it, or may
-        find it by its name."""
+        """Whether a request must not write to this block: another request holds it, or prefix
+        lookups can find it."""
         num_holders = block.ref_cnt - (block in self.sources)
         return num_holders > 1 or block.block_hash is not None

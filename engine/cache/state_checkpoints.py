@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StateCheckpoints: states of sequences at some of their tokens, kept in pages of the pool.
+"""StateCheckpoints: copies of sequences' states after some of their tokens, in pages of the pool.
 
-A layer that carries a state (state space) has no K and V per block: its state stands for all tokens
-before it. The worker holds the state of each running request. At some positions it copies the state
-into pages, one page per piece:
+A state-space layer (Mamba, for example) has no K and V per block: its state summarizes all tokens
+so far. The worker holds the state of each running request. At some positions the worker copies the
+state into pages, one page per piece:
 
     position     0 ............ 32 ............ 64 ............ 80
     K and V      |  block 0      |  block 1      |  block 2   |
     states                       D1|1 D1|2 D1|3  (none)            D1: the digest of block 1
 
-A hit needs the blocks of K and V up to its end and the states at its end, so it ends at a
-checkpoint. Where the pool has room, checkpoints are made at
+A prefix hit needs the blocks of K and V up to its end and the states at its end, so it ends at a
+checkpoint. If the pool has room, checkpoints are made at
 
 - the last full block before a prompt's last token, if the prompt is not too short;
 - a junction: a position up to which K and V were found, but no states;
 - each multiple of the interval, if there is one, in answers too;
 - the very end of a prompt that another engine continues.
 
-The pages of a checkpoint are named when their step is scheduled, and are free once it has been
-scheduled. This is safe for any step that takes them: the worker writes them after the step's
-forward pass, and a step reads the pages of a hit before it does anything else. Only a load, until
-its request runs, and a pinned turn hold pages.
-"""
+The pages of a checkpoint are named while their step is scheduled, and are free afterwards. Other
+steps may take them: the worker writes the pages after the step's forward pass, and a step reads the
+pages of a hit before all else. Pages are held only by a load until its request runs, by a
+checkpoint after unknown tokens, and by the pin of an agent's request."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ LEAST_SHARE = 16
 
 
 class StateSave(NamedTuple):
-    """A checkpoint that a step makes of a request: its states behind `position` tokens."""
+    """A checkpoint that a step makes of a request's states after `position` tokens."""
 
     position: int
     page_ids: list[int]  # one for each piece
@@ -51,8 +50,7 @@ class StateSave(NamedTuple):
 class StateCheckpoints:
     """The checkpoints of one pool. Called by the engine's step thread only.
 
-    Digests name blocks. `interval` is in tokens: 0 for none, else a multiple of the block size.
-    """
+    A digest is the name of a block. `interval` is in tokens: 0, or a multiple of the block size."""
 
     def __init__(
         self,
@@ -87,20 +85,20 @@ class StateCheckpoints:
 
     @property
     def held(self) -> list[KVCacheBlock]:
-        """The pages held for loads, for tokens not known yet, and for pinned turns."""
+        """The pages held for loads, for checkpoints after unknown tokens, and for pins."""
         unnamed = [blocks for _, blocks in self._unnamed.values()]
         held = (*self._loads.values(), *unnamed, *self._pinned.values())
         return list(chain.from_iterable(held))
 
     def is_readable(self, digest: bytes) -> bool:
-        """Whether the step being scheduled can read a checkpoint of this name."""
+        """Whether the step being scheduled can read the checkpoint with this digest."""
         pool = self._pool
         keys = [digest + suffix for suffix in self._suffixes]
         return all(map(pool.has, keys)) and not pool.is_due(pool.named(keys[-1]))
 
     def longest_hit(self, digests: Sequence[bytes], most_blocks: int) -> int:
-        """Return the most blocks, up to `most_blocks`, that end at a checkpoint. 0 is always
-        possible, because a sequence begins with zero states."""
+        """Return the largest number of blocks, up to `most_blocks`, that ends at a checkpoint. The
+        result may be 0, because a sequence begins with zero states."""
         first, has = self._suffixes[0], self._pool.has
         for length in range(most_blocks, 0, -1):
             if has(digests[length - 1] + first) and self.is_readable(digests[length - 1]):
@@ -108,32 +106,33 @@ class StateCheckpoints:
         return 0
 
     def note_hit(self, request_id: str, digest: bytes) -> None:
-        """Note that a request starts at this checkpoint, which is in the pool. Holds nothing."""
+        """Record that a request starts at this checkpoint of the pool, without holding its
+        pages."""
         self._newest[request_id] = digest
         self._hits[request_id] = [self._pool.named(digest + suffix) for suffix in self._suffixes]
 
     def drop_hit(self, request_id: str) -> None:
-        """Undo `note_hit` for a request that has found no room and does not start."""
+        """Undo `note_hit` for a request that does not start, for lack of room."""
         self._hits.pop(request_id, None)
 
     def hold_for_load(self, request_id: str) -> None:
-        """Hold pages for the states that a load brings; the caller has checked for room."""
+        """Allocate pages for the states that a load brings. The caller has checked for room."""
         self._loads[request_id] = self._pool.get_new_blocks(self.num_pages)
 
     def load_page_ids(self, request_id: str) -> list[int]:
-        """Return the ids of the pages held for a request's load, in the order of the pieces."""
+        """Return the ids of the pages held for a request's load, in piece order."""
         return [block.block_id for block in self._loads[request_id]]
 
     def name_loaded(self, request: Request, position: int) -> None:
-        """Name the states that a request's load has brought. After a partly filled block they get
-        no name."""
+        """Name the pages with the states that a request's load has brought. States after a partly
+        filled block get no name."""
         if position % self._block_size == 0:
             held = self._loads[request.request_id]
             self._name(request, position, held, computed=True)
 
     def take_start(self, request_id: str) -> list[int]:
         """Return the pages with the initial states of a request that starts in the step being
-        scheduled; empty if it begins with zeros. The pages are free from now on."""
+        scheduled, or no pages if it begins with zero states. The pages become free."""
         held = self._loads.pop(request_id, None)
         if held is not None:
             self._pool.free_blocks(held)
@@ -141,8 +140,8 @@ class StateCheckpoints:
         return [block.block_id for block in self._hits.pop(request_id, [])]
 
     def positions(self, request: Request, computed: int, end: int) -> list[int]:
-        """Return the positions, ascending, of the checkpoints that are due when a step computes
-        tokens `computed` to `end` of a request."""
+        """Return the positions, ascending, at which a step that computes tokens `computed` to `end`
+        of a request should make checkpoints."""
         if not self._pool.enable_caching:
             return []
         size, interval, junction = self._block_size, self.interval, request.progress.junction
@@ -163,34 +162,36 @@ class StateCheckpoints:
         return [position for position in due if not self._is_made(request, position)]
 
     def _is_worth_it(self, position: int) -> bool:
-        """Whether a checkpoint here saves enough tokens for its size."""
+        """Whether a checkpoint at this position saves enough tokens for its size."""
         return position * LEAST_SHARE >= self.num_pages * self._block_size
 
     def most_tokens(
         self, request: Request, computed: int, num_tokens: int, num_spare: int
     ) -> tuple[int, int]:
-        """Return how many of `num_tokens` after `computed` a step may compute of a request, and how
-        many states of `num_spare` it needs: one for each checkpoint before the last of these
-        tokens."""
+        """Return how many of the `num_tokens` tokens after `computed` a step may compute of a
+        request, and how many of `num_spare` state slots it uses: one for each checkpoint before the
+        last token."""
         within = self.positions(request, computed, computed + num_tokens - 1)
         if len(within) <= num_spare:
             return num_tokens, len(within)
         return within[num_spare] - computed, num_spare
 
     def most_drafts(self, end: int) -> int:
-        """Return the most drafts that a step may check after `end` tokens, given an interval:
-        drafts stay below its next multiple, whose checkpoint a step of known tokens makes."""
+        """Return the most drafts that a step may check after `end` tokens, given an interval.
+        Drafts stay below the next multiple of the interval: only a step of known tokens makes its
+        checkpoint."""
         return self.interval - end % self.interval - 1
 
     def num_to_pin(self, request_id: str) -> int:
-        """Return the pages that `pin` would hold for a request: its newest checkpoint, if
-        readable."""
+        """Return how many pages `pin` would hold for a request's newest checkpoint; 0 without
+        one."""
         digest = self._newest.get(request_id)
         return self.num_pages if digest is not None and self.is_readable(digest) else 0
 
     def save(self, request: Request, computed: int, end: int, num_spare: int) -> list[StateSave]:
-        """Choose the checkpoints that the step makes of a request; the step has all its blocks
-        already. There are fewer if the pool lacks room, and at most `num_spare` before `end`."""
+        """Plan the checkpoints that the step makes of a request. The step already has all its
+        blocks. There are fewer checkpoints if the pool lacks room, and at most `num_spare` before
+        `end`."""
         found: list[tuple[int, list[KVCacheBlock]]] = []
         num_within = 0
         positions = self.positions(request, computed, end)
@@ -216,12 +217,12 @@ class StateCheckpoints:
         ]
 
     def free_saved(self) -> None:
-        """Release the pages of the step's checkpoints; the step takes no more blocks."""
+        """Release the pages of the step's checkpoints. The step must take no more blocks."""
         self._pool.free_blocks(self._saved)
         self._saved.clear()
 
     def name_known(self, request: Request) -> None:
-        """Name a request's checkpoint if its tokens are known by now."""
+        """Name a request's unnamed checkpoint if all tokens before it are known by now."""
         unnamed = self._unnamed.get(request.request_id)
         if unnamed is None:
             return
@@ -231,8 +232,8 @@ class StateCheckpoints:
             self._pool.free_blocks(blocks)
 
     def drop_unnamed(self) -> bool:
-        """Give up checkpoints whose tokens are not known yet, for their room. Return whether there
-        were any."""
+        """Give up all checkpoints without a name, to make room. Return whether any were given
+        up."""
         given_up = list(self._unnamed)
         for request_id in given_up:
             self._drop_unnamed(request_id)
@@ -254,19 +255,19 @@ class StateCheckpoints:
         self._pool.free_blocks(blocks)
 
     def drop_names(self, digests: Iterable[bytes]) -> None:
-        """Remove the names of these checkpoints, so that no lookup finds them."""
+        """Remove the names of the checkpoints with these digests, so that no lookup finds them."""
         digests, has = list(digests), self._pool.has
         for group_id, suffix in zip(self._groups, self._suffixes, strict=True):
             found = [digest for digest in digests if has(digest + suffix)]
             self._pool.drop_keys(found, group_id)
 
     def keys(self, digest: bytes) -> list[bytes]:
-        """Return the names of a checkpoint's pages in the pool, in piece order."""
+        """Return the names, in piece order, of the pages of the checkpoint with this digest."""
         return [digest + suffix for suffix in self._suffixes]
 
     def offer_beside(self, evicted: Iterable[EvictedBlock]) -> None:
-        """Offer the rest of a checkpoint to the tiers if the K and V block before it, or one of its
-        pieces, is evicted: a tier needs the whole checkpoint."""
+        """Offer the rest of a checkpoint to the tiers if one of its pieces, or the K and V block
+        that ends at it, is evicted: a tier needs the whole checkpoint."""
         first, has = self._suffixes[0], self._pool.has
         digests = [
             block.key[:DIGEST_BYTES]
@@ -278,8 +279,9 @@ class StateCheckpoints:
             self._pool.offer([self._pool.named(key) for key in keys])
 
     def free(self, request_id: str) -> None:
-        """Forget a request that ends or does not start. Its checkpoint moves to the end of the free
-        queue, so that it is reused together with the request's blocks, not earlier."""
+        """Forget a request that ends or does not start. The request's newest checkpoint moves to
+        the end of the free queue, so that it is reused together with the request's blocks, not
+        earlier."""
         self._drop_hold(request_id)
         digest = self._newest.pop(request_id, None)
         if digest is not None:
@@ -301,7 +303,8 @@ class StateCheckpoints:
         return digest is not None and self._pool.has(digest + self._suffixes[0])
 
     def _digest(self, request: Request, position: int) -> bytes | None:
-        """Return the name of a checkpoint after `position` tokens; None if some are unknown."""
+        """Return the name of a checkpoint after `position` tokens; None if a token before it is
+        unknown."""
         index, rest = divmod(position, self._block_size)
         if rest:
             return request.prompt_tail_hash()
@@ -311,7 +314,7 @@ class StateCheckpoints:
     def _name(
         self, request: Request, position: int, blocks: Sequence[KVCacheBlock], *, computed: bool
     ) -> bool:
-        """Name the pages of a checkpoint. Return False if its tokens are not known."""
+        """Name the pages of a checkpoint. Return False if a token before it is unknown."""
         digest = self._digest(request, position)
         if digest is None:
             return False

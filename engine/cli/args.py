@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags that commands share, and a parser that reports a fault in one sentence.
+"""Flags that several commands have, and a parser that reports an error in one sentence.
 
-A parser with the engine's flags also reads the environment and a file (`config/`), so its result
-has the effective values.
+A parser with the engine's flags also reads environment variables and a config file (`config/`), so
+its result has the effective values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Report argparse's complaint with a remedy. Raises ConfigError."""
+        """Raise ConfigError with argparse's message and a remedy."""
         text = message.removeprefix("argument ")
         flag = text.partition(":")[0]
         if text.endswith(": expected one argument"):
@@ -48,10 +48,10 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{text}; see {self.prog} --help")
 
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse the arguments. Raises ConfigError for an unknown flag, with the nearest known one.
+        """Parse the arguments. Raises ConfigError for an unknown flag, with the most similar one.
 
-        If the parser has the engine's flags, `settings` in the namespace holds the values of all
-        layers, and the options have these values.
+        If the parser has the engine's flags, the namespace's `settings` and options have the values
+        from all layers (flags, environment, file).
         """
         namespace, unknown = self.parse_known_args(list(argv))
         if unknown:
@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _explain_unknown(prog: str, unknown: str, namespace: argparse.Namespace) -> None:
-    """Raise ConfigError for a flag that vLLM has and StrataKV lacks."""
+    """Raise ConfigError, with a reason, for --model and for a flag that only vLLM has."""
     flag, _, value = unknown.partition("=")
     if flag == flag_of(MODEL):
         given = value or getattr(namespace, MODEL) or "MODEL"
@@ -86,7 +86,7 @@ def _explain_unknown(prog: str, unknown: str, namespace: argparse.Namespace) -> 
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, --config and every option of the engine, and make the parser read all layers."""
+    """Add MODEL, --config and all engine options; make the parser read environment and file too."""
     parser.set_defaults(**{_SETTINGS: None})
     parser.add_argument(
         MODEL,
@@ -109,8 +109,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(group: argparse._ActionsContainer, options: Mapping[str, Option]) -> None:
-    """Add a flag for each option, with its default in words. Options that are not given are absent
-    from the namespace."""
+    """Add a flag for each option, with its default in the help text. The namespace has only given
+    options."""
     for name, option in options.items():
         text = f"{option.help} (default: {option.default_text})"
         settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
@@ -131,7 +131,7 @@ def _form(metavar: str) -> dict[str, Any]:
 
 
 def _add_layers(namespace: argparse.Namespace) -> None:
-    """Put the values of all layers, and `settings`, into the namespace."""
+    """Put `settings` and the option values of all layers into the namespace."""
     given = vars(namespace)
     flags = {name: given[name] for name in SCHEMA if given.get(name) is not None}
     flags |= {
@@ -143,7 +143,7 @@ def _add_layers(namespace: argparse.Namespace) -> None:
 
 
 def add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add `--log-level`, for a command that is no server."""
+    """Add `--log-level` to a command that is not a server."""
     parser.set_defaults(default_log_level=default)
     parser.add_argument(
         "--log-level",
@@ -164,7 +164,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 @contextmanager
 def naming_origins(args: argparse.Namespace) -> Iterator[None]:
-    """Catch a ConfigError of the body and add the origins of the options that the error names."""
+    """Add to a ConfigError of the block the origins of the options that the error names."""
     try:
         yield
     except ConfigError as error:
@@ -175,11 +175,11 @@ def naming_origins(args: argparse.Namespace) -> Iterator[None]:
 
 
 def engine_config_of(args: argparse.Namespace) -> EngineConfig:
-    """Make the engine's settings from these arguments. Raises ConfigError."""
+    """Return the engine's settings from parsed arguments. Raises ConfigError."""
     settings = settings_of(args)
     return engine_config(settings.model, settings.engine_options)
 
 
 def engine_options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the given options of the engine by name, in the form that `LLM` takes."""
+    """Return the given options of the engine by name, as keyword arguments of `LLM`."""
     return settings_of(args).engine_options

@@ -41,7 +41,7 @@ BENCHMARKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's name; the benchmark parses the remaining arguments."""
+    """Add the benchmark's name; `run` parses the remaining arguments."""
     parser.add_argument("name", metavar="NAME", nargs="?", help=", ".join(BENCHMARKS))
     parser.add_argument(
         "rest", metavar="...", nargs=argparse.REMAINDER, help="options of the benchmark"
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_directory(path: Path) -> None:
-    """Make the directory of the results now: a fault shows before a long run. Raises
-    ConfigError."""
+    """Make the directory for the results before the benchmark runs, so that an error shows before a
+    long run. Raises ConfigError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv config show` and `config check FILE`: the values of all options and their origins; and
-`config vllm`: the configuration for another engine.
+"""`stratakv config show` and `config check FILE` show or check the values of all options and their
+origins. `config vllm|lmcache|sglang` prints the configuration for another engine.
 
 `show` accepts and refuses the same arguments as `serve`; its output is a file for `--config`.
-`vllm` prints the value of vLLM's `--kv-transfer-config`. They start no engine.
+`vllm` prints the value of vLLM's `--kv-transfer-config`. These commands start no engine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WORDS_OF_YAML = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the word; the rest belongs to it."""
+    """Add the subcommand; each subcommand parses the remaining arguments."""
     words = "|".join(_WORDS)
     parser.add_argument("word", metavar=words, nargs="?", help="see the documentation")
     parser.add_argument(
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand of the word."""
+    """Run the subcommand."""
     if args.word not in _WORDS:
         near = did_you_mean(args.word or "", _WORDS)
         given = "" if args.word is None else f", not {args.word!r}{near}"
@@ -101,7 +101,7 @@ REGION_BYTES, LEAST_REGION_BYTES = GIB, 1024**2
 
 
 def add_vllm_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add flags for the form, the region, and each setting of the tiers."""
+    """Add flags for the kind of connector, the region's size, and each setting of the tiers."""
     parser.add_argument(
         "--connector",
         action="store_true",
@@ -175,7 +175,7 @@ def _vllm(words: list[str]) -> int:
 
 
 def transfer_config_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Make vLLM's transfer configuration from `add_vllm_arguments`. Raises ConfigError."""
+    """Return vLLM's transfer configuration for `add_vllm_arguments`' flags. Raises ConfigError."""
     flag, region = "--region-bytes", args["region_bytes"]
     given = _given(args, VLLM_OPTIONS)
     if args["connector"]:
@@ -202,8 +202,8 @@ _WORDS: Mapping[str, Callable[[list[str]], int]] = {
 
 
 def effective(settings: Settings) -> dict[str, Any]:
-    """Return the value of every option in the form of a file. Secrets are masked. An option without
-    a value or without effect is None."""
+    """Return the value of every option in the form that a config file has. Secrets are masked. An
+    option without a value or without effect is None."""
     engine = engine_config(settings.model, settings.engine_options, is_fetched=False)
     server = server_config(settings.server_options)
     values = {name: SCHEMA[name].file_value(value_in(name, engine, server)) for name in SCHEMA}
@@ -225,7 +225,7 @@ def _print_lines(values: Mapping[str, Any], settings: Settings, *, with_origin: 
 
 
 def _yaml_line(name: str, value: Any) -> str:
-    """Return a line of YAML. A secret or a missing value becomes a comment: no file can hold it."""
+    """Return a line of YAML. A masked secret or a missing value becomes a comment."""
     if value is None:
         is_unused = SCHEMA[name].default_text != SCHEMA[name].unset
         return f"# {name}: {'not used' if is_unused else SCHEMA[name].unset}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv doctor`: finds problems of this machine before an engine starts.
-`stratakv doctor vllm`: finds problems of StrataKV's tiers below another engine.
+"""`stratakv doctor`: finds problems of this machine before an engine starts. `stratakv doctor
+vllm`: finds problems of StrataKV's tiers below another engine.
 
-It prints a line for each check, starts no engine and changes nothing. Exit codes: 0 no problem, 1
-at least one, 2 wrong usage.
+The command prints a line for each check, starts no engine and changes nothing. Exit codes: 0 no
+problem, 1 at least one problem, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags about this machine and the name of another engine, whose checks parse the
-    remaining arguments."""
+    """Add the flags about this machine, and the name of another engine. The checks of that engine
+    parse the remaining arguments."""
     add_host_arguments(parser)
     parser.add_argument("host", metavar="|".join(_HOSTS), nargs="?", help="another engine")
     parser.add_argument(
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, print the findings, and return the exit code."""
+    """Run the checks, print the findings, and return the exit code."""
     if args.host is None:
         return _host(args)
     if args.host not in _HOSTS:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say which programs will run on this machine."""
+    """Add the flags that describe the engine or cache server that will run on this machine."""
     for flag, metavar, text in (
         ("--cpu-bytes", "SIZE", "of the cpu tier (default: 4GiB)"),
         ("--ssd-path", "PATH", "of the SSD tier"),
@@ -128,7 +128,7 @@ def _host(args: argparse.Namespace) -> int:
 
 
 def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of vLLM's transfer configuration, in two forms, and of vLLM's start."""
+    """Add the flags for vLLM's transfer configuration (two alternatives) and for vLLM's start."""
     parser.add_argument(
         "--config", metavar="FILE|JSON", help="what --kv-transfer-config is to be given"
     )

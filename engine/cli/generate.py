@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv generate`: continues one prompt on standard output, as it is made.
+"""`stratakv generate`: continues one prompt, and prints the text while it is generated.
 
-The text alone goes to standard output; figures go to standard error.
+Only the text goes to standard output; statistics go to standard error.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate. Return 0, or 1 if the request failed."""
+    """Generate the text. Return 0, or 1 if the request failed."""
     from ..core.setup.model_check import check_model
 
     if args.prompt is None:
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_prompt() -> str:
-    """Read all of standard input, without a limit on time."""
+    """Read all of standard input, without a time limit. Raises ConfigError for a long input."""
     try:
         text = sys.stdin.read(MAX_PROMPT_CHARACTERS + 1) if sys.stdin is not None else ""
     except UnicodeError as error:
@@ -165,6 +165,6 @@ def _extra_args(text: str | None) -> Any:
 
 
 def _flag_error(error: ValueError) -> ConfigError:
-    """Replace the field's name at the beginning of an error by the field's flag."""
+    """Replace the field's name at the beginning of an error's text by the field's flag."""
     name, _, rest = str(error).partition(" ")
     return ConfigError(f"{_FLAGS.get(name) or flag_of(name)} {rest}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line `stratakv`: runs a command, and reports a failure in one sentence.
 
-Exit codes: 0 done, 1 the engine failed, 2 wrong usage or environment, 130 interrupted. Runs with
-the base installation; a command imports its modules when it runs.
+Exit codes: 0 done, 1 the engine failed, 2 wrong usage or environment, 130 interrupted. This module
+needs only the base installation; a command's modules are imported when it runs.
 """
 
 from __future__ import annotations
@@ -82,26 +82,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _silence_grpc() -> None:
-    """Turn off grpc's own log lines about faults of clients: they would appear among our lines on
-    standard error. The code that makes a call reports the faults of that call. A user who wants the
-    lines sets GRPC_VERBOSITY."""
+    """Turn off grpc's own log lines, which would appear among StrataKV's lines on standard error.
+    The code that makes a call reports the call's errors. GRPC_VERBOSITY turns grpc's lines on."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def _write_any_text() -> None:
-    """Escape characters that the terminal's encoding lacks, as standard error does."""
+    """Escape characters that standard output's encoding lacks, as standard error does."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class _Lossy:
-    """Standard error without write errors: on a full disk lines are lost and commands go on."""
+    """Standard error that ignores write errors: on a full disk, only lines are lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write the text. After a fault this text and all later texts are dropped."""
+        """Write the text. After a write error, this text and all later texts are dropped."""
         try:
             return self._stream.write(text)
         except OSError:
@@ -109,7 +108,7 @@ class _Lossy:
             return len(text)
 
     def flush(self) -> None:
-        """Flush. Drop text that cannot be written: Python would try again at exit."""
+        """Flush. Drop text that cannot be written, which Python would write again at exit."""
         try:
             self._stream.flush()
         except OSError:
@@ -128,8 +127,8 @@ def _lose_what_standard_error_cannot_take() -> None:
 
 
 def _check_working_directory() -> None:
-    """Raise ConfigError if the working directory was removed: then relative paths are invalid, and
-    libraries would end the process with their own messages."""
+    """Raise ConfigError if the working directory was removed. Without a working directory, relative
+    paths would be invalid, and libraries would end the process with their own messages."""
     try:
         os.getcwd()
     except OSError as error:
@@ -139,13 +138,13 @@ def _check_working_directory() -> None:
 
 
 def _flush() -> None:
-    """Flush standard output now, so that a full disk counts as a failure."""
+    """Flush standard output here, so that a full disk causes an error."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
 
 def _drop_output() -> None:
-    """Drop output that cannot be written, so that Python does not complain when it flushes."""
+    """Drop output that cannot be written, so that Python's flush at exit does not fail."""
     try:
         _flush()
     except OSError:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv plan`: the memory that a model needs, the capacity of the tiers, and the prefixes that
-load faster than they compute, before an engine starts.
+"""`stratakv plan`: computes, before an engine starts, the memory that a model needs, the capacity
+of the tiers, and which prefixes load faster than they compute.
 
-The command reads config.json and checks whether the weight files exist. The arithmetic is in
-`engine/plan/memory_plan.py`, rates come from `machine_rates.py`, and `table.py` prints.
+The command reads config.json and checks whether the weight files exist. In `engine/plan`,
+`memory_plan.py` has the arithmetic, `machine_rates.py` the rates, and `table.py` the printing.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ _FLAGS: Mapping[str, tuple[Reader, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model and memory to plan for. Bytes and layout are of one device."""
+    """The model and memory to plan for. Bytes and layout are those of one device."""
 
     path: Path
     spec: ModelSpec
@@ -133,7 +133,7 @@ class Subject:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model, sizes and rates."""
+    """Add the model's argument, and the flags for sizes and rates."""
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
         help="a directory with config.json, or org/model on the Hub (default: the embedded model)",
@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(path: Path, given: Mapping[str, Any], probe: bool) -> dict[str, Any]:
-    """Make the whole plan in its JSON form. Raises ConfigError."""
+    """Return the whole plan in its JSON form. Raises ConfigError."""
     subject = _subject(path, given)
     tiers = _tiers(subject, given)
     rates = resolve_rates(given, probe)  # after all other checks: it takes a second
@@ -222,7 +222,7 @@ def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
 
 
 def _num_drafts(given: Mapping[str, Any]) -> int:
-    """The drafts of a request in a step of a model whose layers carry states."""
+    """Return a request's draft tokens in a step, for a model whose layers carry states."""
     num_drafts: int = given.get("num_speculative_tokens", 0)
     return min(num_drafts, MOST_WITH_STATES)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv route`: a proxy in front of prefill and decode nodes.
 
-It needs neither a model nor torch. A signal ends it in an orderly way: it accepts no new
-connections, and running requests may finish for a while.
+The proxy needs neither a model nor torch. After SIGINT or SIGTERM it accepts no new connections,
+lets running requests finish for --drain-seconds, and ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LAST_WORDS_SECONDS = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the nodes, and a flag for each option."""
+    """Add the flags for nodes, and a flag for each option."""
     for role, text in (
         ("decode", "a node that answers requests; may be given several times, and one is needed"),
         ("prefill", "a node that computes long prompts first; may be given several times"),
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def router_config(args: argparse.Namespace) -> RouterConfig:
-    """Make the settings from these arguments. Raises ConfigError."""
+    """Return the settings from parsed arguments. Raises ConfigError."""
     given = vars(args)
     values = read_fields(ROUTER_OPTIONS, given)
     for role in ("decode", "prefill"):
@@ -56,7 +56,7 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Route until a signal, and return 0."""
+    """Run the router until a signal, and return 0."""
     config = router_config(args)
     try:
         from ..router.router import Router, read_admin_key

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv serve MODEL`: the HTTP server in this process, the engine core in its own.
+"""`stratakv serve MODEL`: runs the HTTP server in this process, the engine core in another one.
 
-The port is bound before the model is loaded, so that a port in use is known at once. A signal ends
-the server in an orderly way: it takes no new requests, lets running requests finish for a while,
-and writes the tiers back.
+The port is bound before the model is loaded, so that a port in use is known at once. After SIGINT
+or SIGTERM the server accepts no new requests, lets running requests finish for a few seconds,
+writes pending blocks to the tiers, and ends.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal, and return 0; 1 if the core has ended."""
+    """Serve until a signal, and return 0. Raises EngineDead if the core has ended."""
     from ..core.setup.model_check import check_model
 
     config = engine_config_of(args)
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _notes(config: EngineConfig, server: ServerConfig, settings: Settings) -> Iterator[str]:
-    """Yield notes on settings that apply though not given, and on settings without effect."""
+    """Yield notes on the default size of the ssd tier, and on settings without effect."""
     offload = config.offload
     if "ssd" in offload.tiers and "kv_offload_ssd_bytes" not in settings.given:
         yield (
@@ -96,7 +96,7 @@ def _notes(config: EngineConfig, server: ServerConfig, settings: Settings) -> It
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Raises ConfigError if that fails."""
+    """Open a listening socket. Raises ConfigError if that is not possible."""
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
@@ -129,8 +129,8 @@ def _explain_bind(error: OSError, host: str, port: int) -> str:
 def api_settings(
     server: ServerConfig, part_timeout_seconds: float = 60.0, lora_dir: Path | None = None
 ) -> ApiSettings:
-    """The part of the server's settings that the routes use, the engine's limit on the time between
-    two parts of a prompt, and the folder from which clients may load adapters."""
+    """Return the settings of the routes: the server's settings, the engine's time limit between two
+    parts of a prompt, and the folder from which clients may load adapters."""
     from ..api.api_settings import ApiSettings, CrossOrigin
     from ..api.http.hosts import hosts_to_check
 
@@ -233,7 +233,7 @@ async def _serve_app(
     tls: ssl.SSLContext | None,
     told: asyncio.Event,
 ) -> int:
-    """Serve until `told` is set, and return 0; 1 if the core has ended."""
+    """Serve until `told` is set, and return 0. Raises EngineDead if the core has ended."""
     from ..api.http.http_server import make_server
     from ..api.metrics.stats_log import StatsLog
 
@@ -274,7 +274,7 @@ async def _serve_app(
 def _tell_start(
     config: EngineConfig, server: ServerConfig, ready: Ready, sock: socket.socket
 ) -> None:
-    """Write the facts of the start to the log, and the ready line to standard output."""
+    """Log the settings of the started server, and print the ready line."""
     model, offload = config.model, config.offload
     logger.info("model %s, dtype %s", model.path, model.dtype)
     tokens = ready.num_blocks * ready.block_size
@@ -307,7 +307,7 @@ def _tell_start(
 
 
 def tiers_in_short(offload: OffloadConfig, down: Sequence[str] = ()) -> str:
-    """Return the tiers from the pool down, with their sizes and places, and which are `down`:
+    """Return the tiers below the pool as text, with sizes, paths and which of them are `down`:
     `cpu: 4 GiB, ssd: ~/.cache/stratakv/ssd (20 GiB), remote: grpc://cache:9400 (down)`."""
     parts = {"cpu": f"cpu: {rough_size(offload.cpu.capacity_bytes)}"}
     if offload.ssd.path is not None:
@@ -330,8 +330,7 @@ def _in_home(path: Path) -> str:
 
 
 async def _unless(told: asyncio.Event, starting: asyncio.Future[ProcessClient]) -> bool:
-    """Wait for the start. Return False if `told` was set first; then the start was cancelled and
-    has ended."""
+    """Wait for the core's start. If `told` is set first, cancel the start and return False."""
     asking = asyncio.ensure_future(told.wait())
     await asyncio.wait((starting, asking), return_when=asyncio.FIRST_COMPLETED)
     asking.cancel()

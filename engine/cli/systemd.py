@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells systemd, of a unit with `Type=notify` or `notify-reload`, when a server can be used, reads
-its files anew, and ends: sd_notify(3), a datagram to the socket that NOTIFY_SOCKET names.
+"""Notifies systemd when a server is ready, reloads its files, and stops: sd_notify(3).
 
-Without that variable it sends no message. A message that cannot be sent causes one log line and
-does not end the server.
+The notifications are for units with `Type=notify` or `notify-reload`. A message is a datagram to
+the socket that the variable NOTIFY_SOCKET names; without the variable no message is sent. A message
+that cannot be sent causes one log line and does not end the server.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SEND_SECONDS = 1.0
 
 
 def tell_ready() -> None:
-    """Tell systemd that the server serves clients, or that a reload is done."""
+    """Notify systemd that the server serves clients, or that a reload is done."""
     _tell("READY=1")
 
 
 def tell_reloading() -> None:
-    """Tell systemd that a reload begins. `tell_ready` must follow, even if the reload fails."""
+    """Notify systemd that a reload begins. `tell_ready` must follow, even if the reload fails."""
     # The time shows `notify-reload` that this answers its own signal, not an earlier one.
     _tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv trace explain|export`: reads a file of `--step-trace`.
+"""`stratakv trace explain|export`: reads a file that `--step-trace` wrote.
 
 Both subcommands read the last run in a file. `explain` prints the history of a request in words, or
 lists the requests; `export` makes a timeline for Perfetto.
@@ -28,7 +28,7 @@ DESCRIPTION = "Read a step trace: explain one request, or export a timeline."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the word; the rest belongs to it."""
+    """Add the subcommand; each subcommand parses the remaining arguments."""
     parser.add_argument("word", metavar="explain|export", nargs="?", help="see the documentation")
     parser.add_argument(
         "rest", metavar="...", nargs=argparse.REMAINDER,
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand of the word."""
+    """Run the subcommand."""
     if args.word not in _WORDS:
         near = did_you_mean(args.word or "", _WORDS)
         given = "" if args.word is None else f", not {args.word!r}{near}"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clients of the engine core: in a process of its own, or in the same process."""
+"""Clients of the engine core, which runs in its own process or in the client's process."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an engine client with its callers, HTTP and the Python API.
+"""The contract between an engine client and its callers, the HTTP server and the Python API.
 
-A caller may rely on this:
+A client guarantees:
 - `generate` yields outputs in order and ends after the output with a finish reason, or raises
   EngineDead; closing the iterator early aborts the request in the core;
-- every wait has a deadline or ends with the core;
+- every wait ends at a deadline or when the core ends;
 - a bad request fails alone: its last output carries `error` and finish reason "error".
 """
 
@@ -21,7 +21,7 @@ UNHEALTHY_FAILED_STEPS = 3
 
 
 class EngineDead(RuntimeError):
-    """The core is gone or cannot answer; the client gives no more outputs."""
+    """The engine core has ended or does not answer; the client yields no more outputs."""
 
 
 class PromptUnknown(ValueError):
@@ -42,16 +42,17 @@ class EngineClient(ABC):
     @property
     @abstractmethod
     def is_alive(self) -> bool:
-        """False once the client knows that the core is gone."""
+        """False once the client knows that the core has ended."""
 
     @abstractmethod
     def generate(self, request: AddRequest) -> AsyncIterator[TokenOutput]:
-        """Run one request; see the contract above."""
+        """Run one request, and yield its outputs as this module's docstring says."""
 
     @abstractmethod
     async def open_prompt(self, request: AddRequest) -> None:
-        """Begin a request whose prompt goes on (`RequestExtras.more_follows`). Its outputs wait for
-        `generate` with the same id, or for `drop_prompt`. Raises ValueError for an id in use."""
+        """Start a request whose prompt comes in parts (`RequestExtras.more_follows`). The request's
+        outputs are kept until `generate` or `drop_prompt` is called with the request's id. Raises
+        ValueError for an id in use."""
 
     @abstractmethod
     async def extend_prompt(self, part: ExtendPrompt) -> None:
@@ -61,22 +62,21 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def drop_prompt(self, request_id: str) -> None:
-        """Abort a request whose prompt was opened and whose outputs no caller has asked for; other
-        ids are ignored."""
+        """Abort a request of `open_prompt` that `generate` has not taken; other ids are ignored."""
 
     def has_enough(self, request_id: str) -> None:  # noqa: B027 - a hint, not a duty
-        """Note that a stop string has come. Closing the request's iterator then ends the request as
-        stopped, not as aborted."""
+        """Record that the request has reached a stop string. Closing the request's iterator then
+        ends the request as stopped instead of aborted."""
 
     @abstractmethod
     async def abort(self, request_ids: list[str]) -> None:
-        """Stop requests; unknown ids are ignored."""
+        """Abort requests; unknown ids are ignored."""
 
     @abstractmethod
     async def call(self, name: str, argument: str = "", timeout_seconds: float = 10.0) -> Any:
         """Make a `core_messages.Call` and return its decoded JSON result. Raises TimeoutError,
-        EngineDead or ValueError (the core refused)."""
+        EngineDead, or ValueError if the core refuses the call."""
 
     @abstractmethod
     async def close(self, timeout_seconds: float = 30.0) -> None:
-        """Shut down the core in order; the tiers are written back. Idempotent."""
+        """Shut down the core, which first stores the pool's blocks in the tiers. Idempotent."""

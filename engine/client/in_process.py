@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client of an engine core in this process: a thread steps it, and messages are not encoded.
+"""The client of an engine core in the same process; a thread runs the core's steps.
 
-The Python API and tests use it.
+Messages are not encoded. The Python API and tests use this client.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EXIT_SECONDS = 5.0
 
 
 class InProcessClient(MessageClient):
-    """The client and owner of `core`. Belongs to the event loop in which it was made."""
+    """The client and owner of `core`, for use only in the event loop in which it was made."""
 
     def __init__(self, core: EngineCore) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher of a core process: its environment, private directory and standard input.
+"""Launches the engine core's process with its environment, a private directory and its settings.
 
-`process_client.py` carries messages over the sockets in that directory.
+The directory has the Unix sockets over which `process_client.py` exchanges messages with the core.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CORE_ENVIRONMENT = {
 
 
 class LaunchedCore:
-    """A core process. Another thread calls `on_exit` once, with the exit status."""
+    """An engine core's process. At its exit another thread calls `on_exit` with the exit status."""
 
     def __init__(self, on_exit: Callable[[int], None]) -> None:
         self._on_exit = on_exit
@@ -82,7 +82,7 @@ class LaunchedCore:
         return self._process.pid
 
     def hang_up(self) -> None:
-        """Close the core's standard input; for the core this means that its launcher has ended."""
+        """Close the core's standard input, which tells the core that its launcher has ended."""
         if self._process is None or self._process.stdin is None:
             return
         try:
@@ -104,7 +104,7 @@ class LaunchedCore:
 
 
 def describe_exit(status: int) -> str:
-    """An exit status in words."""
+    """Describe an exit status in words."""
     if status >= 0:
         return f"ended with exit status {status}"
     try:

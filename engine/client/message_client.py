@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of all engine clients: it assigns outputs to requests, and answers to calls.
+"""The common base of engine clients: it passes outputs to requests, and replies to calls.
 
-A subclass carries messages to the core, and passes the core's messages to `_receive`. All code here
-runs in one event loop.
+A subclass sends messages to the core, and passes the core's messages to `_receive`. All code in
+this module runs in one event loop.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ UNREAD_SECONDS = 3600.0
 
 
 class MessageClient(EngineClient):
-    """The base of clients. Subclasses implement `_send_to_core` and `_close_transport`."""
+    """The base of engine clients. Subclasses implement `_send_to_core` and `_close_transport`."""
 
     def __init__(self) -> None:
         self._mailboxes: dict[str, Mailbox] = {}
@@ -71,7 +71,7 @@ class MessageClient(EngineClient):
         return self._death is None
 
     async def wait_dead(self) -> str:
-        """Wait until the core is gone; return the reason in one sentence."""
+        """Wait until the core has ended; return the reason in one sentence."""
         await self._dead.wait()
         return str(self._death)
 
@@ -169,11 +169,11 @@ class MessageClient(EngineClient):
 
     @abstractmethod
     async def _send_to_core(self, message: ToCore) -> None:
-        """Send a message to the core, in order. Raises EngineDead if that fails."""
+        """Send a message to the core, in the order of the calls. Raises EngineDead on failure."""
 
     @abstractmethod
     async def _close_transport(self, timeout_seconds: float) -> None:
-        """Wait until the core, which was told to shut down, has ended; then release everything."""
+        """Wait until the core, which is shutting down, has ended; then release resources."""
 
     def _receive(self, message: FromCore) -> None:
         """Handle a message from the core."""
@@ -220,8 +220,8 @@ class MessageClient(EngineClient):
                 sent.set_result(False)
 
     def _start_unread_timer(self, request_id: str) -> None:
-        """Restart the timer in which an opened prompt must be read or extended. It is longer than
-        the core's time-out for the next part."""
+        """Restart the timer that aborts an opened prompt which is neither read nor extended. The
+        timer is longer than the core's timeout for the next part."""
         self._stop_unread_timer(request_id)
         seconds = UNREAD_SECONDS + self.ready.session_idle_seconds
         loop = asyncio.get_running_loop()
@@ -233,12 +233,12 @@ class MessageClient(EngineClient):
             timer.cancel()
 
     def _drop_unread(self, request_id: str) -> None:
-        """Abort a request whose prompt was opened and never read."""
+        """Abort a request whose prompt was opened and whose outputs were never read."""
         if self._forget_unread(request_id) and self.is_alive:
             self._send_soon(AbortRequests([request_id], ABORTED))
 
     def _forget_unread(self, request_id: str) -> bool:
-        """Drop the outputs of a request without a reader; return whether it was known."""
+        """Drop the outputs of a request without a reader. Return False if there is none."""
         self._stop_unread_timer(request_id)
         if self._brought.pop(request_id, None) is None:
             return False
@@ -246,8 +246,8 @@ class MessageClient(EngineClient):
         return True
 
     def _drop_unread_forks(self, request: AddRequest) -> None:
-        """Abort the forks of an ended request that have no reader. A later `generate` sends an
-        aborted fork as a request of its own."""
+        """Abort the forks of an ended request for which `generate` has not been called. A later
+        `generate` sends such a fork as a separate request."""
         unread = [each for each in _forks_of(request) if self._brought.pop(each, None) is not None]
         for request_id in unread:
             del self._mailboxes[request_id]
@@ -303,10 +303,10 @@ class MessageClient(EngineClient):
 
 
 class Mailbox:
-    """The outputs of a request, merged into one, until the reader takes them. One writer, one
-    reader, one event loop.
+    """Holds the outputs of a request, merged into one, until the reader takes them. A mailbox has
+    one writer and one reader, in one event loop.
 
-    Merging bounds the mailbox by the request's own length, so a slow reader neither delays other
+    Merging limits the mailbox to the length of one answer, so a slow reader neither delays other
     requests nor fills the memory.
     """
 
@@ -318,7 +318,7 @@ class Mailbox:
         self._filled = asyncio.Event()
 
     def put(self, output: TokenOutput) -> None:
-        """Add an output after the waiting outputs. The mailbox owns the object."""
+        """Merge an output into the waiting outputs. The mailbox then owns the object."""
         if self._pending is None:
             self._pending = output
         else:
@@ -332,13 +332,13 @@ class Mailbox:
         return None if pending is None or pending.finish_reason is None else pending
 
     def fail(self, error: BaseException) -> None:
-        """Raise this error in the reader, after the waiting outputs."""
+        """Make `get` raise this error after it has returned the waiting outputs."""
         self._error = error
         self._filled.set()
 
     async def get(self) -> TokenOutput:
-        """Wait for an output; return all outputs since the last call as one. Raises the error that
-        the mailbox's owner passed to `fail`: no more outputs can come."""
+        """Wait for an output, and return all outputs since the last call as one. Raises the error
+        passed to `fail` if no outputs wait."""
         await self._filled.wait()
         output, self._pending = self._pending, None
         if self._error is None:

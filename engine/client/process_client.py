@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client of an engine core in a process of its own: msgpack over ZMQ on private Unix sockets.
+"""The client of an engine core in a separate process: msgpack over ZMQ on private Unix sockets.
 
-Two processes keep HTTP's Python threads from competing with the step loop for the interpreter. The
-client notices the end of a core at once.
+Two processes keep the HTTP server's Python threads from competing with the step loop for the
+interpreter. The client detects the exit of the core process at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _EXIT_SECONDS = 5.0
 
 
 class ProcessClient(MessageClient):
-    """The client of a core process, made by `start`. Belongs to the event loop of its start."""
+    """The client of a core process, made by `start` and used only in the event loop of `start`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,10 +63,10 @@ class ProcessClient(MessageClient):
         log_json: bool = False,
         timeout_seconds: float = START_SECONDS,
     ) -> ProcessClient:
-        """Start a core, and return its client once the core is up.
+        """Start a core process, and return its client once the core is ready.
 
         Raises ConfigError for a setting that cannot work, EngineDead if the core failed, and
-        TimeoutError if it is not up in time. After an error the process and its sockets are gone.
+        TimeoutError if it is not ready in time. After an error, process and sockets are gone.
         """
         client = cls()
         try:
@@ -99,7 +99,7 @@ class ProcessClient(MessageClient):
             self._raise_if_dead()
 
     async def _wait_sent(self, sending: asyncio.Future[Any]) -> None:
-        """Wait until the core has taken the message, or is known to be gone."""
+        """Wait until the core has received the message, or the core is known to have ended."""
         died = asyncio.ensure_future(self._dead.wait())
         try:
             waits = (sending, died)
@@ -124,7 +124,7 @@ class ProcessClient(MessageClient):
         self._release_transport()
 
     async def _wait_exit(self, seconds: float) -> bool:
-        """Wait for the exit of the process; False if it still runs after `seconds`."""
+        """Wait for the process to exit. Return False if it still runs after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._exit.wait()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options: their records, and the layers of flags, environment and file over the defaults."""
+"""Option definitions, and the reading of options from flags, environment and file."""

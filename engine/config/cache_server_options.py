@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `stratakv cache-server`, and the server's settings made from them.
+"""The options of `stratakv cache-server`, and the `ServerSettings` made from them.
 
-Flags override the environment (STRATAKV_CACHE_SERVER_PORT=9400 is --port 9400), which overrides the
-file of --config.
+Flags override environment variables, which override the file of --config. The environment variable
+STRATAKV_CACHE_SERVER_PORT=9400 means --port 9400.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _count = readers.integer_within(1, 1_000_000)
 
 
 def _as_engines(option: Option, default: str, **changed: Any) -> Any:
-    """Make a field like the option that engines have for their tiers."""
+    """Return a dataclass field that copies an engine's tier option, with some changes."""
     return field(default=default, metadata={Option: replace(option, field="", **changed)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheServerOptions:
-    """The options with their given values, and their defaults."""
+    """The values of all options of the cache server, each with its default."""
 
     cpu_bytes: int = setting(GIB, readers.size, "memory for blocks, of all tenants", "SIZE")
     ssd_path: Path | None = setting(
@@ -128,8 +128,8 @@ OPTIONS: Mapping[str, Option] = options_of(CacheServerOptions, "")
 
 
 def read_options(flags: Mapping[str, Any], environ: Mapping[str, str]) -> CacheServerOptions:
-    """Return every option: from `flags`, else the environment, else the file, else its default.
-    `flags` are the given flags by name, `config` among them. Raises ConfigError."""
+    """Return the value of every option: from `flags`, else the environment, else the file, else its
+    default. `flags` has the given flags by name, `config` included. Raises ConfigError."""
     given: dict[str, tuple[str, Any]] = {}
     variables = _variables(environ)
     config = variables.pop("config", None)
@@ -152,8 +152,8 @@ def read_options(flags: Mapping[str, Any], environ: Mapping[str, str]) -> CacheS
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return the options in the environment, and `config`, each with its variable. Raises
-    ConfigError for an unknown variable with the options' prefix."""
+    """Return the options that environment variables set, `config` included, each with its variable.
+    Raises ConfigError for an unknown variable with the options' prefix."""
     found = {}
     for variable, value in environ.items():
         if not variable.startswith(CACHE_SERVER_PREFIX) or is_service_link(variable, value):
@@ -172,9 +172,9 @@ def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 def server_settings(
     options: CacheServerOptions, running: ServerSettings | None = None
 ) -> ServerSettings:
-    """Make the server's settings. A `running` server keeps its secret, its key and the token that
-    it left for clients. The files of these are not read again: their disk may be gone. Raises
-    ConfigError or TierConfigError."""
+    """Return the server's settings. With the settings of a `running` server, its secret, MAC key
+    and own token are kept instead of read again, because the disk with their files may be gone.
+    Raises ConfigError or TierConfigError."""
     from ...tiers.cache_server.secret_file import read_secret
     from ...tiers.cache_server.server import ServerSettings
 
@@ -213,7 +213,7 @@ def server_settings(
 
 
 def _ssd_settings(options: CacheServerOptions) -> SsdSettings:
-    """Make the settings of every tenant's store. Refuses unusable settings, at the start."""
+    """Return the disk settings for every tenant's store. Unusable settings raise an error here."""
     from ...tiers.admission import make_filter
     from ...tiers.block import BlockLayout
     from ...tiers.codecs.known_codecs import make_codec
@@ -269,8 +269,8 @@ def _tls(options: CacheServerOptions) -> Any:
 
 
 def _tenants(options: CacheServerOptions, left_token: str | None) -> tuple[Tenants, str | None]:
-    """Return all tenants, and the token for clients of this user, if any. A token that the server
-    left before (`left_token`) is used again."""
+    """Return all tenants, and the server's own token for clients of this user, or None. A running
+    server's own token, `left_token`, is used again."""
     from ...tiers.cache_server.access.tenants import (
         check_totals,
         new_token,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of an engine: a few frozen value objects with units in their names.
+"""The settings of an engine, as frozen dataclasses whose fields are the engine's options.
 
-Their fields are the engine's options. Each object checks itself. Its ConfigError has the expected
-value, the given value and a remedy.
+Field names include units, such as `memory_bytes`. Each dataclass checks its own values. A
+ConfigError names the expected value, the given value and a remedy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAX_GROUPS = 4096  # the most layers of a model
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The model and its computation."""
+    """The settings of the model and of its computation."""
 
     path: Path  # a Hugging Face directory
     served_name: str = setting(
@@ -144,8 +144,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV pool. `num_blocks` overrides `memory_bytes`; without either the free memory decides
-    the pool's size (`worker/runtime/pool_sizing.py`)."""
+    """The settings of the KV pool. `num_blocks` overrides `memory_bytes`; without either, the free
+    memory determines the pool's size (`worker/runtime/pool_sizing.py`)."""
 
     block_size: int = setting(16, readers.integer, "tokens in a block", "N")
     num_blocks: int | None = setting(
@@ -217,7 +217,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits of a step, and the order of requests."""
+    """The settings of the scheduler: the limits of a step, and the order of requests."""
 
     max_num_batched_tokens: int = setting(
         2048, readers.integer, "tokens in one step", "N", bounds=(1, MAX_TOKENS)
@@ -285,7 +285,7 @@ class SchedulerConfig:
 
     @property
     def most_step_tokens(self) -> int:
-        """The most tokens of one request that a step computes."""
+        """The maximum number of tokens of one request in one step."""
         return self.long_prefill_token_threshold or self.max_num_batched_tokens
 
 
@@ -357,8 +357,8 @@ class EngineConfig:
             self._check_kv_cache_dtype()
 
     def _check_role(self) -> None:
-        """Raise ConfigError if no other engine can find a prefill node's blocks, or a decode node
-        cannot find the blocks of other engines."""
+        """Raise ConfigError for a prefill engine whose blocks no other engine can find, and for a
+        decode engine that cannot find the blocks of other engines."""
         offload = self.offload
         works = {"prefill": offload.is_read_by_others, "decode": offload.reads_others}
         if works.get(self.role, True):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's options by name, for flags and keyword arguments, and the EngineConfig.
+"""The engine's options by name, and the EngineConfig made from given options.
 
-One table serves `stratakv serve --block-size 32` and `LLM(block_size=32)`. The table is made of the
-fields of the value objects in `engine_config.py`. These objects check values; this module refuses
-unknown names and contradictions. It also finds options without effect.
+One table, `OPTIONS`, defines both `stratakv serve --block-size 32` and `LLM(block_size=32)`. The
+table is built from the fields of the dataclasses in `engine_config.py`, which check values. This
+module refuses unknown names and contradictions between options, and finds options without effect.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SHOWN_LATE = ("scheduling_policy", "reserve", "pin_tenant_share")
 
 
 def _engine_options() -> dict[str, Option]:
-    """Return the options in the order of the help, with paths below EngineConfig."""
+    """Return the options in the order of the help text, each with its path below EngineConfig."""
     own, scheduler = options_of(EngineConfig, ""), options_of(SchedulerConfig, "scheduler")
     last = [scheduler.pop(name) for name in _SHOWN_LATE]
     files = {name: own.pop(name) for name in ("step_trace", "tenant_secret")}
@@ -65,9 +65,9 @@ OPTIONS: Mapping[str, Option] = _engine_options()
 def engine_config(
     model: str | Path | None, given: Mapping[str, Any], *, is_fetched: bool = True
 ) -> EngineConfig:
-    """Make the settings of an engine from the given options; a `model` of None is the embedded
-    model. A model of the Hub that is not in the local cache is downloaded if `is_fetched`;
-    otherwise the path is its id.
+    """Return the settings of an engine with the given options. The `model` None is the embedded
+    model. A Hub model that is not in the local cache is downloaded; with `is_fetched` False, the
+    settings have the model's id as its path.
 
     Raises ConfigError for an unknown option, an invalid value, or a contradiction.
     """
@@ -108,7 +108,7 @@ def has_tier(tiers: Iterable[str], tier: str) -> bool:
 
 
 def hides(name: str, value: Any) -> Iterator[str]:
-    """Yield the options that have no effect if `name` has this value."""
+    """Yield the names of the options that have no effect if the option `name` has this value."""
     if name in _POOL_SIZES:
         yield from (other for other in _POOL_SIZES if other != name)
     elif name == "speculative_method":
@@ -123,7 +123,7 @@ def hides(name: str, value: Any) -> Iterator[str]:
 
 
 def without_effect(engine: EngineConfig) -> Iterator[str]:
-    """Yield the options that have no effect on this engine."""
+    """Yield the names of the options that have no effect with these settings."""
     if engine.cache.num_blocks is not None:
         yield from hides("num_blocks", engine.cache.num_blocks)
     yield from hides("speculative_method", engine.speculative.method)
@@ -156,9 +156,9 @@ def model_directory(
     is_fetched: bool = True,
     needs_weights: bool = True,
 ) -> Path:
-    """Return the directory of a model: a directory of that name or, for an id such as org/model,
-    the directory in the Hub's cache. If the cache lacks the model and `is_fetched`, it is
-    downloaded. Raises ConfigError if there is no such directory."""
+    """Return the directory of a model. `model` is a path, or a Hub id such as org/model, whose
+    directory is in the Hub's cache; a model that the cache lacks is downloaded. With `is_fetched`
+    False, an id is returned as it is. Raises ConfigError if there is no such directory."""
     if model is None:
         return EMBEDDED_MODEL
     path = readers.path("MODEL", model)
@@ -171,9 +171,9 @@ def model_directory(
 
 
 def model_aliases(model: str | Path | None, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return other names that clients may use for a model: its path, as typed at the start and in
-    full. Empty if `given` names the model, for the embedded model, and for an id of the Hub: the id
-    is the name already."""
+    """Return further names that clients may use for a model: its path as given, and its absolute
+    path. There are no further names if `given` sets `served_model_name`, for the embedded model,
+    and for a Hub id, which is the served name itself."""
     if model is None or "served_model_name" in given:
         return ()
     if is_hub_id(str(model)) and not os.path.lexists(model):
@@ -182,7 +182,7 @@ def model_aliases(model: str | Path | None, given: Mapping[str, Any]) -> tuple[s
 
 
 def _served_name(typed: str, path: Path) -> str:
-    """Return the name of a model if no option gives a name."""
+    """Return the name by which clients request the model if no option sets it."""
     if not typed:
         return EMBEDDED_NAME
     if is_hub_id(typed) and not os.path.lexists(typed):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rates of this machine: memory copies, disk reads, multiplications.
+"""Measures rates of this machine: memory copies, disk reads, multiplications.
 
-Each probe takes some tenths of a second and returns the best of a few tries: only a try without
-other load shows the limit of the hardware.
+Each probe takes some tenths of a second and returns the rate of its fastest try, because only a try
+without other load shows the limit of the hardware.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _MATRIX_ROWS = 1024
 
 
 def memory_copy_bytes_per_second() -> float:
-    """Measure the copy of 64 MiB, more than most caches hold, by one thread."""
+    """Measure how fast one thread copies 64 MiB, which is more than most CPU caches hold."""
     source = np.ones(_COPY_BYTES, np.uint8)
     target = np.zeros(_COPY_BYTES, np.uint8)
     return _COPY_BYTES / _best_seconds(lambda: np.copyto(target, source))
 
 
 def disk_read_bytes_per_second(directory: Path) -> float:
-    """Measure one thread that reads a fresh 64 MiB file under `directory` past the page cache, in
-    pieces of 4 MiB. Removes the file. Raises OSError."""
+    """Measure how fast one thread reads a new 64 MiB file under `directory` in pieces of 4 MiB,
+    without the page cache. Removes the file. Raises OSError."""
     with tempfile.TemporaryDirectory(prefix="stratakv-probe-", dir=directory) as folder:
         path = Path(folder) / "probe"
         with mmap.mmap(-1, _READ_BYTES) as buffer, memoryview(buffer) as view:
@@ -44,8 +44,8 @@ def disk_read_bytes_per_second(directory: Path) -> float:
 
 
 def multiply_operations_per_second() -> float:
-    """Measure a float32 product of two square matrices, on torch's number of threads, by the
-    fastest library in torch. On some processors `torch.mm` reaches less than half of that rate."""
+    """Measure the float32 product of two square matrices with torch's threads and the fastest of
+    torch's libraries. On some processors `torch.mm` reaches less than half of this rate."""
     left, right = (torch.rand(_MATRIX_ROWS, _MATRIX_ROWS) for _ in range(2))
     multiply = Linear(right)
     with torch.inference_mode():
@@ -53,7 +53,7 @@ def multiply_operations_per_second() -> float:
 
 
 def _best_seconds(work: Callable[[], object]) -> float:
-    """Return the seconds of the shortest of a few runs, after a run to warm up."""
+    """Run `work` once to warm up, then a few times, and return the seconds of the fastest run."""
     work()
     best = float("inf")
     for _ in range(_TRIES):
@@ -72,7 +72,7 @@ def _write_file(path: Path, view: memoryview) -> None:
 
 
 def _read_file(path: Path, view: memoryview) -> None:
-    """Read a file by O_DIRECT; where the file system refuses that, drop its cached pages first."""
+    """Read a file with O_DIRECT; without O_DIRECT, drop the file's cached pages first."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:

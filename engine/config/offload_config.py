@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the tiers below the pool, and the engine's options for them."""
+"""The settings of the tiers below the KV pool, and the engine's options for these tiers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ LOAD_FAILURES = ("recompute", "fail")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig(TierSettings):
-    """The tiers below the pool, by the names of the engine's options. Raises ConfigError for names
-    and values that cannot work together."""
+    """The settings of the tiers below the KV pool. Raises ConfigError for tiers and values that
+    cannot be used together."""
 
     tiers: tuple[str, ...] = setting(
         (), readers.tiers,
@@ -113,17 +113,17 @@ class OffloadConfig(TierSettings):
 
     @property
     def reads_others(self) -> bool:
-        """Whether this engine finds blocks of other engines: on cache servers or peers."""
+        """Whether this engine can find blocks of other engines, on cache servers or on peers."""
         return bool(self.cache_servers or self.peers)
 
     @property
     def is_read_by_others(self) -> bool:
-        """Whether other engines find this engine's blocks: on cache servers or by `serve_at`."""
+        """Whether other engines can find this one's blocks, on cache servers or by `serve_at`."""
         return bool(self.cache_servers or self.serve_at)
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """The tiers below the pool, by their names in metrics and answers."""
+        """The names of the tiers below the pool, as in metrics and replies."""
         return (*self.tiers[:1], *self.store_names)
 
     def _read_peers(self) -> None:
@@ -210,7 +210,7 @@ def _read_listen_address(text: str) -> ListenAddress:
 
 
 def _offload_options() -> dict[str, Option]:
-    """Return the options in the order of the help, with paths below OffloadConfig."""
+    """Return the options in the order of the help text, each with its path below OffloadConfig."""
     own = options_of(OffloadConfig, "")
     cpu = options_of(CpuSettings, "cpu", "kv_offload_cpu_")
     return {

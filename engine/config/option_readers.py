@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of the values of the engine's and the servers' options, beside those in
+"""Functions that read option values of the engine and the servers, in addition to those in
 `tiers/settings/readers.py`."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_SECONDS = 3600
 
 
 def model_mark(called: str, value: Any) -> str:
-    """Read a mark of a model's thoughts, a text that may have line breaks."""
+    """Read the start or end mark of a model's thoughts, a text that may have line breaks."""
     text = value if isinstance(value, str) else ""
     lines = readers.text(called, text.replace("\n", " ").replace("\r", " "))
     if len(lines) > _MAX_MARK_CHARACTERS:
@@ -32,7 +32,7 @@ def model_mark(called: str, value: Any) -> str:
 
 
 def processor_names(called: str, value: Any) -> tuple[str, ...]:
-    """Read `module:Class`, several with commas between, or a list of names or classes."""
+    """Read logits processors: `module:Class` with commas between, or a list of names or classes."""
     items = value if isinstance(value, list | tuple) else [] if value is None else [value]
     names: list[str] = []
     for item in items:
@@ -54,7 +54,7 @@ def processor_names(called: str, value: Any) -> tuple[str, ...]:
 
 
 def _importable(called: str, kind: type) -> str:
-    """Return the name by which another process finds this class."""
+    """Return the name by which another process imports this class. Raises ConfigError."""
     found: Any = sys.modules.get(kind.__module__)
     for part in kind.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -67,12 +67,12 @@ def _importable(called: str, kind: type) -> str:
 
 
 def generation_config(called: str, value: Any) -> str:
-    """Read `auto` or `none`; vLLM's word `vllm`, for its own defaults, means `none` too."""
+    """Read `auto` or `none`. vLLM's value `vllm` is read as `none`."""
     return readers.one_of("auto", "none")(called, "none" if value == "vllm" else value)
 
 
 def origins(called: str, value: Any) -> tuple[str, ...]:
-    """Read origins in the form of browsers. A path is refused: it would match no page."""
+    """Read web origins as browsers send them. A path is refused, because it would match no page."""
     names = readers.texts(called, value)
     for origin in names:
         if origin != ANY and not _ORIGIN.fullmatch(origin):
@@ -84,7 +84,7 @@ def origins(called: str, value: Any) -> tuple[str, ...]:
 
 
 def http_tokens(called: str, value: Any) -> tuple[str, ...]:
-    """Read names of methods or headers, with commas between or as a list."""
+    """Read names of methods or headers, separated by commas or as a list."""
     tokens = readers.texts(called, value)
     for token in tokens:
         if not _TOKEN.fullmatch(token):
@@ -95,7 +95,7 @@ def http_tokens(called: str, value: Any) -> tuple[str, ...]:
 
 
 def http_header(called: str, value: Any) -> str:
-    """Read the name of a header, and return it in small letters."""
+    """Read the name of a header, and return it in lower case."""
     name = readers.text(called, value).lower()
     if not _TOKEN.fullmatch(name):
         raise ConfigError(
@@ -105,7 +105,7 @@ def http_header(called: str, value: Any) -> str:
 
 
 def http_methods(called: str, value: Any) -> tuple[str, ...]:
-    """Read HTTP methods, with commas between or as a list, and return them in capitals."""
+    """Read HTTP methods, separated by commas or as a list, and return them in upper case."""
     return tuple(method.upper() for method in http_tokens(called, value))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optional installation that has a missing package, and the sentence that names it.
+"""Messages that name the optional extra of StrataKV which installs a missing package.
 
-It uses only the package names of `pyproject.toml`.
+The table has the import names of packages that the extras in `pyproject.toml` install.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _EXTRAS = {
 
 
 def install_extra(extra: str) -> str:
-    """Return the command that installs an extra, from the repository: no index has StrataKV."""
+    """Return the command that installs an extra from a clone, as no package index has StrataKV."""
     return f"pip install '.[{extra}]'"
 
 
 def explain_missing_module(error: ModuleNotFoundError) -> str:
-    """Return a sentence for the user: the missing package and the installation to choose."""
+    """Return a sentence that names the missing package and the command that installs it."""
     name = (error.name or "").partition(".")[0]
     for extra, packages in _EXTRAS.items():
         if name in packages:

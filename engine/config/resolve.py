@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The given values of options from flags, environment and file, with their origins.
+"""Reads option values from flags, environment and file, with their origins.
 
     flags  >  environment  >  file  >  values that aliases imply  >  defaults
 
-The highest layer that gives an option decides it. If two options exclude each other, the option of
-the higher layer also hides the option of the lower layer. Within one layer the two are a
-contradiction, which is refused when the values are used. These rules hold for every command, so one
-file serves all commands. `STRATAKV_BLOCK_SIZE=32` is `--block-size 32`; any other variable with
-that prefix is refused, because a mistyped variable would be ignored in silence.
+An option has the value from the highest layer that gives it. If two options exclude each other, the
+option of the higher layer also hides the option of the lower layer. Within one layer, the two
+options are a contradiction, which is refused when the values are used. The rules are the same for
+all commands, so one file serves all commands. `STRATAKV_BLOCK_SIZE=32` is `--block-size 32`; an
+unknown variable with the prefix `STRATAKV_` is refused, because a mistyped name would otherwise be
+ignored silently.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.+")
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value that was read, and its origin."""
+    """The value of an option, and its origin."""
 
     value: Any
     kind: str  # FLAG | VARIABLE | FILE
@@ -66,7 +67,7 @@ Layer = Mapping[str, Given]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of all layers. `notes` name accepted settings that have no effect."""
+    """The option values of all layers, and `notes` about accepted options without effect."""
 
     given: Layer
     notes: tuple[str, ...] = ()
@@ -74,38 +75,39 @@ class Settings:
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """The given options of the engine, in the form that `LLM` takes."""
+        """The given options of the engine, as keyword arguments of `LLM`."""
         return {name: each.value for name, each in self.given.items() if name in OPTIONS}
 
     @property
     def server_options(self) -> dict[str, Any]:
-        """The given options of the server, in the form that `server_config` takes."""
+        """The given options of the server, as the argument of `server_config`."""
         return {name: each.value for name, each in self.given.items() if name in SERVER_OPTIONS}
 
     def explain(self, error: ConfigError) -> ConfigError:
-        """Return the error with the origins of the options it names."""
+        """Return the error with a text that adds the origins of the options it names."""
         return ConfigError(_with_origins(str(error), self.given))
 
     @property
     def summary(self) -> str:
-        """The number of options from each place, in words; empty if no option was given."""
+        """The number of options from each kind of layer, as text; empty if no option was given."""
         counts = Counter(each.kind for each in self.given.values())
         places = {FLAG: "the command line", VARIABLE: "the environment", FILE: str(self.file)}
         return ", ".join(f"{counts[kind]} by {places[kind]}" for kind in places if counts[kind])
 
     @property
     def model(self) -> str | None:
-        """Name or path of the model; None: the embedded model."""
+        """The name or path of the model; None for the embedded model."""
         return self.given[MODEL].value if MODEL in self.given else None
 
 
 def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str], config: str | None = None
 ) -> Settings:
-    """Read all layers. `flags` are by name, with aliases; `config` is the file that a flag names.
+    """Read the options of all layers. `flags` maps names or aliases to values; `config` is the file
+    that the flag --config names.
 
     Raises ConfigError for an unknown name, a value of the wrong kind, and two spellings of one
-    option in one layer. Contradictions between options are found when the options are used.
+    option in one layer. Contradictions between options are detected when the options are used.
     """
     place = config if config is not None else environ.get(CONFIG_VARIABLE)
     path, from_file = None, _Read({}, {}, [])
@@ -127,7 +129,7 @@ def read_config_settings(path: Path) -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The content of a layer."""
+    """The options of one layer: given values, values that aliases imply, and notes."""
 
     values: dict[str, Given]
     implied: dict[str, Given]
@@ -139,7 +141,7 @@ def _read_file(path: Path) -> _Read:
 
 
 def _read(raw: Mapping[str, Any], kind: str, call: Callable[[str], str]) -> _Read:
-    """Read the values of a layer, and replace aliases by their meanings."""
+    """Read the values of one layer, and replace aliases (vLLM's names) with StrataKV's options."""
     layer = _Read({}, {}, [])
     for name, value in raw.items():
         if name in SCHEMA:
@@ -168,7 +170,7 @@ def _put(values: dict[str, Given], name: str, given: Given) -> None:
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
-    """Read the options in these variables. Raises ConfigError for an invalid value."""
+    """Return the options in environment variables. Raises ConfigError for an invalid variable."""
     known = {variable_of(name): name for name in SCHEMA}
     layer = {}
     for variable, value in environ.items():
@@ -208,7 +210,7 @@ def _explain_unknown(variable: str, known: Mapping[str, str]) -> str:
 
 
 def _merge(layers: Sequence[Layer]) -> dict[str, Given]:
-    """Return the value of each option that a layer gives; the first layer is the highest."""
+    """Return each option's value from the first layer that has it; the first is the highest."""
     merged: dict[str, Given] = {}
     for layer in layers:
         hidden = {other for name, given in merged.items() for other in hides(name, given.value)}
@@ -219,7 +221,7 @@ def _merge(layers: Sequence[Layer]) -> dict[str, Given]:
 
 
 def _with_origins(message: str, given: Layer) -> str:
-    """Add to a message the origins of the options it names, unless all of them were flags."""
+    """Add to a message the origins of the options that it names, unless all came from flags."""
     named = {
         name: given[name]
         for flag, model in _NAMES_IN_TEXT.findall(message)

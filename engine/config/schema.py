@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All options of the engine and of the server, in one table.
 
-`SCHEMA` has the options that environment and files may name.
+`SCHEMA` has the options that environment variables and files may set.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SCHEMA: Mapping[str, Option] = {MODEL: MODEL_OPTION, **OPTIONS, **SERVER_OPTIONS
 
 
 def variable_of(name: str) -> str:
-    """Return the variable of an option: `STRATAKV_BLOCK_SIZE` for `block_size`."""
+    """Return the environment variable of an option: STRATAKV_BLOCK_SIZE for `block_size`."""
     return VARIABLE_PREFIX + name.upper()
 
 
 def value_in(name: str, engine: EngineConfig, server: ServerConfig) -> Any:
-    """Return the value of an option in these settings."""
+    """Return the value that an option has in these settings."""
     option = SCHEMA[name]
     if option.section == "server":
         return getattr(server, option.field)

@@ -25,7 +25,7 @@ from .option_readers import (
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The settings of `stratakv serve`: its address, access, requests, and log."""
+    """The settings of `stratakv serve`: address, access control, requests and logging."""
 
     host: str = setting("127.0.0.1", readers.text, "address to listen on", "ADDRESS")
     port: int = setting(8000, readers.integer_within(0, MAX_PORT), "port; 0 takes a free one", "N")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of speculation: the source of draft tokens, and how many a step checks."""
+"""The settings of speculative decoding: the source and the number of draft tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MAX_LOOKUP = 256  # tokens
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """The settings of draft tokens. Drafts change the number of steps, but no token of an
-    answer."""
+    """The settings of speculative decoding. Draft tokens change the number of steps, but not the
+    tokens of an answer."""
 
     method: str = setting(
         "none", readers.one_of(*METHODS),
@@ -76,8 +76,8 @@ class SpeculativeConfig:
         return self.method != "none"
 
     def most_drafts(self, *, has_states: bool) -> int:
-        """Return the most drafts of a request in a step; 0: none. The number is lower if layers
-        carry states, because each draft then takes memory."""
+        """Return the maximum number of a request's draft tokens in a step; 0 for none. The number
+        is lower if layers carry states, because each draft then takes memory."""
         if not self.is_on:
             return 0
         return min(self.num_tokens, MOST_WITH_STATES) if has_states else self.num_tokens

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's options for features that StrataKV lacks, each with a reason and an alternative.
 
-A user of a vLLM command line gets this reason, and no hint at an option with a similar name.
+The error for such an option has this reason instead of a suggestion of a similarly named option.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ _SHORT: Mapping[str, str] = {
 
 
 def explain_not_built(called: str, name: str) -> str:
-    """Return a sentence on an option of vLLM that is not built, `called` as it was typed. Empty if
-    `name`, with `_` and without leading dashes, is no such option."""
+    """Return a sentence that says why a vLLM option is not supported; "" for any other `name`.
+    `called` is the option as typed; `name` has underscores and no leading dashes."""
     bare = name.removeprefix("no_")
     reason = NOT_BUILT.get(_SHORT.get(bare, bare))
     return f"{called} is an option of vLLM that is not built here: {reason}" if reason else ""

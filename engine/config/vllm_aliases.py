@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's names for options, accepted as flags and in files, so that its command lines work here.
+"""vLLM's names for options, accepted as flags and in files, so that vLLM's command lines work here.
 
 Each name stands for an option of StrataKV, or is accepted only with values that change nothing, or
-is refused with the reason and a remedy. An option without an effect leaves a note.
+is refused with the reason and a remedy. An option without an effect is noted in the log.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SPECULATIVE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The meaning of an alias: values of StrataKV's own options, already read."""
+    """The options of StrataKV that an alias stands for, with their parsed values."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)  # used if no layer gives the option
@@ -47,7 +47,7 @@ Translate = Callable[[str, Any], Meaning]  # (how it was called, value)
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """An option of vLLM."""
+    """A vLLM option that StrataKV accepts."""
 
     translate: Translate
     metavar: str = ""  # empty: a switch with --no-
@@ -62,7 +62,7 @@ def _renamed(name: str, read: readers.Reader) -> Translate:
 
 
 def _only(*neutral: str, way: str) -> Translate:
-    """Accept values that ask for StrataKV's only behaviour, and refuse all others."""
+    """Accept the `neutral` values, which ask for what StrataKV does anyway; refuse all others."""
 
     def translate(called: str, value: Any) -> Meaning:
         if readers.word(value) not in neutral:
@@ -74,7 +74,7 @@ def _only(*neutral: str, way: str) -> Translate:
 
 
 def _refused(way: str) -> Translate:
-    """Refuse all values except a value that switches the feature off."""
+    """Refuse every value except those that switch the feature off, such as "false"."""
 
     def translate(called: str, value: Any) -> Meaning:
         if readers.word(value) in ("0", "0.0", "false", "no", "off"):
@@ -93,7 +93,7 @@ def _without_effect(read: readers.Reader, reason: str) -> Translate:
 
 
 def _offloading_size(called: str, value: Any) -> Meaning:
-    """Read GiB of CPU memory, which also turns the cpu tier on."""
+    """Read the size of the cpu tier in GiB; the option also turns this tier on."""
     gibibytes = readers.number(called, value)
     if not 0 < gibibytes <= _MAX_GIB:
         raise ConfigError(
@@ -107,7 +107,7 @@ def _no_log_stats(called: str, value: Any) -> Meaning:
 
 
 def _pooler_config(called: str, value: Any) -> Meaning:
-    """Read vLLM's object: only the hidden states that are pooled."""
+    """Read vLLM's pooler configuration, of which only the pooling type is supported."""
     rest = _object_of(value) or {}
     kinds = {str(rest.pop(name, None)).lower() for name in _POOLING_TYPES if name in rest}
     is_neutral = all(name in _ALWAYS_ON and on is True for name, on in rest.items())
@@ -120,7 +120,7 @@ def _pooler_config(called: str, value: Any) -> Meaning:
 
 
 def _speculative_config(called: str, value: Any) -> Meaning:
-    """Read vLLM's object, for drafts from the texts themselves or from a model."""
+    """Read vLLM's object for speculative decoding by n-grams, by suffixes or by a model."""
     given = _object_of(value)
     if given is None or not given.keys() & {"method", "model"}:
         raise ConfigError(
@@ -149,7 +149,7 @@ def _speculative_config(called: str, value: Any) -> Meaning:
 
 
 def _object_of(value: Any) -> dict[str, Any] | None:
-    """Return an object from JSON, or an object that was read already; None for any other value."""
+    """Return a dict from JSON text or from a dict; None for any other value."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

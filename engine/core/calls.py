@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of clients to a core, beside requests: figures, pauses, the prefix cache, hints."""
+"""Answers client calls other than requests: statistics, pauses, prefix-cache resets and hints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Message = TypeVar("Message")
 
 
 class CoreCalls:
-    """Answers the calls of one core. Called by its thread."""
+    """Answers the calls to one core, on the core's thread."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class CoreCalls:
         }
 
     def answer(self, name: str, argument: str) -> Any:
-        """Answer a `core_messages.Call` with plain values or message structs, or with a Deferred.
-        Raises ValueError, with the reason, for a call that is unknown or not possible now."""
+        """Answer a `Call` message with plain values, structs, or a Deferred. Raise ValueError, with
+        the reason, for an unknown call or a call that is not possible now."""
         if name not in self._answers:
             *names, last = self._answers
             raise ValueError(f"the core answers {', '.join(names)} and {last}, not {name!r}")
@@ -80,8 +80,8 @@ class CoreCalls:
         }
 
     def _follow(self, argument: str) -> bool:
-        """Note that another engine computes the prompt of this AddRequest (JSON). Return whether
-        the connector follows it. Raise ValueError for other JSON."""
+        """Record that another engine computes the prompt of this AddRequest (JSON). Return whether
+        the connector will load its blocks as they appear. Raise ValueError for other JSON."""
         request = self._builder.make_request(decode_request(argument))
         elsewhere = self._connector.prompts_elsewhere
         if request.skip_reading_prefix_cache or elsewhere is None:
@@ -89,7 +89,8 @@ class CoreCalls:
         return elsewhere.follow_blocks(self._scheduler.manager.names.of_prompt(request))
 
     def _tool_called(self, argument: str) -> bool:
-        """Note the tool call at the end of a job's latest turn; `argument` is a ToolCalled."""
+        """Record the tool call at the end of a job's latest request; `argument` is a ToolCalled
+        (JSON)."""
         try:
             called = msgspec.json.decode(argument, type=ToolCalled)
         except msgspec.MsgspecError as error:
@@ -123,7 +124,7 @@ class CoreCalls:
         return self._paused("")
 
     def _paused(self, _argument: str) -> dict[str, Any]:
-        """Return the pause in force, or None, and the counts of running and waiting requests."""
+        """Return the pause in force, or None, and the numbers of running and waiting requests."""
         scheduler = self._scheduler
         return {
             "paused": None if scheduler.paused is None else scheduler.paused.value,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core's measurements of its steps, and the settings that are shown beside them.
+"""The core's measurements of its steps, and the settings that metrics show together with them.
 
-The values are plain, for the answer to the call `stats`.
-"""
+All values are plain Python objects, because the call `stats` returns them."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096
 
 
 class CoreStats:
-    """Counters of computed steps; one step costs a few additions."""
+    """Counters of computed steps. Counting a step takes a few additions."""
 
     def __init__(
         self,
@@ -39,7 +38,8 @@ class CoreStats:
     def note_step(
         self, step: SchedulerOutput, result: ModelRunnerOutput, seconds: float
     ) -> PromptCost | None:
-        """Note a step that took the worker `seconds`. Return its prompts' cost, None if unknown."""
+        """Count a step that took the worker `seconds`. Return the cost of its prompts, or None if
+        unknown."""
         if not step.total_num_scheduled_tokens:
             return None
         self._step_tokens.observe_value(step.total_num_scheduled_tokens)
@@ -51,7 +51,7 @@ class CoreStats:
         return self.savings.measure(step, seconds)
 
     def stats(self) -> dict[str, Any]:
-        """Return all figures as plain values."""
+        """Return all values as plain Python objects."""
         return {
             "seconds_per_token": self.savings.seconds_per_token,
             "saved_seconds": dict(self.savings.saved_seconds),
@@ -65,7 +65,7 @@ class CoreStats:
 def _cache_config(
     config: EngineConfig, layout: BlockLayout, num_blocks: int, num_groups: int
 ) -> dict[str, str]:
-    """Return settings under vLLM's names, where "GPU blocks" are the blocks of the pool. The token
+    """Return settings under vLLM's names; vLLM's "GPU blocks" are the blocks of the pool. The token
     count assumes that every layer keeps all tokens."""
     cache = config.cache
     return {
@@ -80,7 +80,7 @@ def _cache_config(
 
 
 def _offload_config(config: EngineConfig, layout: BlockLayout) -> dict[str, str]:
-    """Return the tiers' settings. A chunk is the unit of a move between tiers: here one block."""
+    """Return the tiers' settings. A chunk is the unit of transfer between tiers: one block."""
     offload = config.offload
     return {
         "blocks_per_chunk": "1",
@@ -93,5 +93,5 @@ def _offload_config(config: EngineConfig, layout: BlockLayout) -> dict[str, str]
 
 
 def _num_chunks(config: EngineConfig, layout: BlockLayout) -> int:
-    """Slots of the cpu tier; 0 without tiers."""
+    """Return the number of block slots in the CPU tier; 0 without tiers."""
     return config.offload.cpu.capacity_bytes // layout.slot_bytes if config.offload.enabled else 0

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine core: builds model, pool, tiers, scheduler and worker, and runs their steps.
 
-One thread calls it. Its messages are defined in `core_messages.py`.
-"""
+One thread makes all calls. `core_messages.py` defines the messages."""
 
 from __future__ import annotations
 
@@ -70,11 +69,11 @@ MIN_COPY_SECONDS = 1.0
 class EngineCore:
     """The core of one served model.
 
-    Raises ConfigError for settings, a model directory or tiers that cannot work, and leaves nothing
-    open then. `progress` gets a line for each phase of the start. `max_steps_in_flight` steps are
-    begun before the first of them comes back; the default is two if steps are scheduled while
-    others are computed, else one. `observer` gets every decision and changes none.
-    """
+    Raises ConfigError, and then leaves nothing open, for settings, a model directory or tiers that
+    cannot work. `progress` is called with a line for each phase of the start. Up to
+    `max_steps_in_flight` steps are in flight; the default is two if steps are scheduled while
+    others are computed, else one. `observer` is called with every decision and must not change
+    any."""
 
     def __init__(
         self,
@@ -218,11 +217,11 @@ class EngineCore:
 
     @property
     def num_failed_steps(self) -> int:
-        """Steps that the worker has failed in a row."""
+        """The number of steps that the worker has failed in a row."""
         return self.steps.num_failed_steps
 
     def ready(self) -> Ready:
-        """The facts that clients need."""
+        """Return the properties of the engine that clients need."""
         estimates = self._connector.estimates
         return Ready(
             protocol_version=PROTOCOL_VERSION,
@@ -245,15 +244,15 @@ class EngineCore:
         )
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
-        """Queue a request. If it cannot run, return its only output."""
+        """Queue a request. If it cannot run, return an error as its only output."""
         return self._adder.add(request)
 
     def extend_prompt(self, message: ExtendPrompt) -> list[TokenOutput]:
-        """Add the next part of a prompt. Return the last output of a request that cannot go on."""
+        """Add the next part of a session's prompt. Return the last outputs of sessions that end."""
         return self._adder.extend_prompt(message)
 
     def abort_requests(self, request_ids: Iterable[str], reason: str = ABORTED) -> None:
-        """End requests whose client is gone, or needs no more tokens (STOPPED). Unknown ids are
+        """End requests whose client has left, or needs no more tokens (STOPPED). Unknown ids are
         ignored."""
         request_ids = list(request_ids)
         for request_id in request_ids:
@@ -265,7 +264,7 @@ class EngineCore:
         self.scheduler.finish_requests(request_ids, status)
 
     def call(self, name: str, argument: str) -> Any:
-        """Answer a call of a client: see `CoreCalls.answer` for the names, arguments and errors."""
+        """Answer a client's call. `CoreCalls.answer` lists the names, arguments and errors."""
         return self._calls.answer(name, argument)
 
     def has_work(self) -> bool:
@@ -277,7 +276,8 @@ class EngineCore:
         return not self.executor.is_alive  # a dead executor: the next step raises the reason
 
     def idle_seconds(self) -> float:
-        """Seconds that the loop may wait for an event before it reads `has_work` again."""
+        """Return the seconds that the loop may wait for an event before it checks `has_work`
+        again."""
         scheduler = self.scheduler
         may_retry = scheduler.num_waiting and scheduler.paused is not Pause.ALL
         return min(
@@ -289,10 +289,10 @@ class EngineCore:
         )
 
     def step(self) -> list[TokenOutput]:
-        """Begin steps until `max_steps_in_flight` are under way, and take in the oldest. A fault of
-        the worker ends the requests of this step and of the steps begun after it. Raises
-        RuntimeError if the worker will not work again: after MAX_FAILED_STEPS faults in a row, or
-        with a lost device."""
+        """Begin steps until `max_steps_in_flight` are in flight, and process the result of the
+        oldest. An error of the worker ends the requests of this step and of all later steps in
+        flight. Raises RuntimeError if the worker cannot recover (MAX_FAILED_STEPS errors in a row,
+        or a lost device)."""
         outputs = self._adder.add_compiled() + self._adder.add_whole()
         stepped = self.steps.run_step()
         if self.adapters.has_unused:
@@ -300,8 +300,7 @@ class EngineCore:
         return outputs + self._held.filter_outputs(stepped) + self._held.release_answers()
 
     def enter_thread(self) -> None:
-        """Make the calling thread the one that runs steps; a different thread may have built the
-        core."""
+        """Make the calling thread the step thread. Another thread may have built the core."""
         self.executor.enter_thread()
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
@@ -311,10 +310,8 @@ class EngineCore:
         self._grammars.set_wakeup(wakeup)
 
     def shutdown(self, timeout_seconds: float | None = None) -> None:
-        """Abort all requests, give the pool's blocks to the tiers, write them back. Idempotent.
-
-        The default time is `offload.shutdown_seconds`.
-        """
+        """Abort all requests, store the pool's blocks in the tiers and close the tiers, within
+        `timeout_seconds` (default: `offload.shutdown_seconds`). A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -337,8 +334,8 @@ class EngineCore:
         self._drain_and_close(deadline - time.monotonic())
 
     def _build_engine(self, num_blocks: int | None) -> None:
-        """Build scheduler and worker. `num_blocks` counts the blocks of all layers; None: as many
-        as fit into the GPU memory beside the weights."""
+        """Build scheduler and worker. `num_blocks` counts blocks over all layers; None means as
+        many as fit into the GPU memory after the weights."""
         config = self.config
         if num_blocks is None:
             self._executor = executor = self._load_model(None)
@@ -390,7 +387,8 @@ class EngineCore:
             self._executor = self._load_model(num_blocks)
 
     def _page_order(self) -> str:
-        """Name the order of bytes in a block, for the identity; empty for the usual order."""
+        """Return a name for the byte order within a block, as part of the identity; "" for the
+        usual order."""
         cache = self.config.cache
         if cache.kernel_block_size in (None, cache.block_size):
             return ""
@@ -416,7 +414,7 @@ class EngineCore:
         return InProcessExecutor(runner)
 
     def _try_offload(self) -> None:
-        """Measure and seed the costs of loading and computing, and report them."""
+        """Measure the costs of loading and computing, as first estimates, and report them."""
         estimates = self._connector.estimates
         if estimates is None:
             return
@@ -432,7 +430,7 @@ class EngineCore:
         self._progress(told)
 
     def _tell_states(self) -> None:
-        """Report the memory of states, or warn that settings for states have no effect."""
+        """Report the memory that states take, or warn that settings for states have no effect."""
         state, interval = self._groups.state, self.config.cache.state_checkpoint_interval
         if state is not None:
             size = show_size(self._groups.checkpoint_bytes)
@@ -476,7 +474,8 @@ class EngineCore:
         return make_block_hasher(root, cache.block_size, cache.block_hash)
 
     def _drain_and_close(self, timeout_seconds: float) -> None:
-        """Let copies end and be taken in, then close the tiers, all within the time."""
+        """Wait for copies and process their results, then close the tiers, within
+        `timeout_seconds`."""
         deadline = time.monotonic() + max(0.0, timeout_seconds)
         # Copies take milliseconds. If one hangs, half of the time is left for the tiers.
         copy_seconds = max(MIN_COPY_SECONDS, timeout_seconds / 2)

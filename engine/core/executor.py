@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executors compute steps: the interface between the engine core and the worker.
+"""Executors: the engine core's interface to the worker, which computes the steps.
 
-    handle = dispatch(step)     copies, changes of the batch, forward pass
-    sample(handle, mask)        tokens, among those that the mask allows
-    result(handle)              waits for them
+    handle = dispatch(step)     starts copies, changes of the batch and the forward pass
+    sample(handle, mask)        starts sampling of tokens that the mask allows
+    result(handle)              waits for the tokens
 
 Steps are computed in the order in which they were dispatched, and each handle goes through the
-three calls once. A step may be dispatched once the step before it is sampled; its input may be
+three calls once. A step may be dispatched after `sample` of the step before it; its input may be
 tokens that this sampling is still choosing. So the engine core calls `dispatch 1 · sample 1 ·
 dispatch 2 · result 1 · sample 2 · dispatch 3 · result 2`, and the device never waits. A mask may
-depend on all earlier tokens, because it is made while the forward pass runs.
+depend on the tokens of all earlier steps, because it is made during the forward pass.
 
-`result` raises a step's error, whichever call it occurred in. A step that was already dispatched
-when an earlier one failed is refused (`SchedulerOutput.last_failed_id`). The copies of both steps
-begin all the same and are reported.
-"""
+`result` raises the error of a step, whichever call caused it. A step that was already dispatched
+when an earlier step failed is refused (`SchedulerOutput.last_failed_id`). The copies of both steps
+are still made and reported."""
 
 from __future__ import annotations
 
@@ -42,61 +41,62 @@ from ..worker.speculation.proposers import make_proposer
 
 
 class ExecutorDied(RuntimeError):
-    """The worker is gone or no longer answers; it will compute no more steps."""
+    """The worker has ended or no longer answers; it computes no more steps."""
 
 
 @dataclass(slots=True)
 class StepHandle:
-    """A step that an executor has begun."""
+    """A step that was dispatched to an executor."""
 
     step: SchedulerOutput
 
 
 class Executor(ABC):
-    """Called by the engine's step thread only."""
+    """Computes steps with a worker. Called by the engine's step thread only."""
 
     @property
     @abstractmethod
     def num_blocks(self) -> int:
-        """Blocks of the KV pool, the null block included."""
+        """The number of blocks of the KV pool, the null block included."""
 
     @property
     @abstractmethod
     def max_model_len(self) -> int:
-        """Tokens of the longest request that the pool holds."""
+        """The number of tokens of the longest request that the pool can hold."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still compute; once False, the next step raises the reason."""
+        """Whether the executor can still compute. Once it is False, the next step raises the
+        reason."""
         return True
 
     def end_by(self, deadline: float) -> None:  # noqa: B027 - most have nothing to do
-        """Set the latest moment (monotonic seconds) to wait for the worker; after it the worker is
-        given up. Does nothing for an executor without a worker process."""
+        """Set the deadline (monotonic seconds) for all waits for the worker, which counts as dead
+        afterwards. Does nothing for an executor without a worker process."""
 
     def enter_thread(self) -> None:  # noqa: B027 - most have nothing to do
         """Make the calling thread the engine's step thread."""
 
     @abstractmethod
     def dispatch(self, step: SchedulerOutput) -> StepHandle:
-        """Begin a step: its copies, the changes of the batch and the forward pass."""
+        """Start a step: its copies, its changes of the batch and its forward pass."""
 
     @abstractmethod
     def sample(self, handle: StepHandle, mask: TokenMask | None = None) -> None:
-        """Choose the tokens of a dispatched step; `mask` bans tokens that grammars forbid."""
+        """Sample the tokens of a dispatched step; `mask` bans tokens that grammars forbid."""
 
     @abstractmethod
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
-        """Wait for the oldest step. Raises the step's error, or ExecutorDied if no result will
-        come."""
+        """Wait for the result of the oldest step. Raises the step's error, or ExecutorDied if the
+        worker has ended."""
 
     @abstractmethod
     def call_worker(
         self, name: str, *, meta: ConnectorMetadata | None = None, seconds: float | None = None
     ) -> ConnectorWorkerOutput | None:
         """Call the worker between steps and wait for its answer. `name` is `start_copies` (with
-        `meta`), `poll_copies`, or `shutdown` (within `seconds`); else ValueError. Raises what the
-        worker raises."""
+        `meta`), `poll_copies`, or `shutdown` (within `seconds`). Raises ValueError for another
+        name, and any exception of the worker."""
 
     @abstractmethod
     def read_adapter(self, path: Path) -> ReadAdapter:
@@ -114,8 +114,9 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> ConnectorWorkerOutput | None:
-        """Let copies end within the time, then release everything. Return the transfers that the
-        connector's worker side had not reported yet. Idempotent."""
+        """Wait up to `timeout_seconds` for copies to end, then release everything. Return the
+        transfers that the connector's worker side had not reported yet. Does nothing when
+        repeated."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         handle = self.dispatch(step)
@@ -126,7 +127,8 @@ class Executor(ABC):
         self.call_worker("start_copies", meta=meta)
 
     def poll_copies(self) -> ConnectorWorkerOutput | None:
-        """Return the transfers that the connector's worker side has finished; None without one."""
+        """Return the transfers that the connector's worker side has finished; None without a
+        connector."""
         return self.call_worker("poll_copies")
 
 
@@ -142,8 +144,8 @@ def load_runner(
     progress: Callable[[str], None],
     draft: ModelSource | None = None,
 ) -> ModelRunner:
-    """Load the model runner for an engine's settings; see `ModelRunner`. Raises ConfigError for a
-    logits processor that cannot be loaded."""
+    """Load the model runner for an engine's settings; `ModelRunner` documents the arguments. Raises
+    ConfigError for a logits processor that cannot be loaded."""
     processors = load_processors(config.logits_processors)
     return ModelRunner(
         spec,
@@ -174,7 +176,7 @@ def load_runner(
 def call_runner(
     runner: ModelRunner, name: str, meta: ConnectorMetadata | None, seconds: float | None
 ) -> ConnectorWorkerOutput | None:
-    """Run a call of `Executor.call_worker` in the process of the model runner."""
+    """Execute `Executor.call_worker` in the process of the model runner."""
     if name == "start_copies" and meta is not None:
         runner.start_copies(meta)
         return None
@@ -193,7 +195,7 @@ class _LocalHandle(StepHandle):
 
 
 class InProcessExecutor(Executor):
-    """A model runner on the caller's thread."""
+    """An executor that runs the model runner on the calling thread."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner

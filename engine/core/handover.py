@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that wait until other engines can load the blocks of their prompts.
+"""Holds back the last outputs of prompts until other engines can load the prompts' blocks.
 
     expect ──► (the request runs) ──► hold ──► its last blocks are given to the tiers ──►
         others can load all of them, or will not ──► release
 
-Only the last output waits. A request that ends by an abort or an error is not held.
-"""
+Only the last output of a request is held back. Requests that end by an abort or an error are
+not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Held:
 
 @dataclass(slots=True)
 class HandOverCounts:
-    """Counts of requests since the start; part of `stats`."""
+    """Counters of handed-over requests since the start; part of `stats`."""
 
     handed_over: int = 0
     incomplete: int = 0  # handed over, but other engines cannot load all blocks
@@ -47,7 +47,8 @@ class HandOverCounts:
 
 @dataclass(slots=True, eq=False)
 class HeldAnswers:
-    """The hand-overs of one engine core. Called by its thread."""
+    """The requests of one engine core whose prompts other engines will load. The core's thread
+    makes all calls."""
 
     manager: KVCacheManager
     handover: HandOver | None  # None: no request is handed over
@@ -61,28 +62,30 @@ class HeldAnswers:
 
     @property
     def is_due(self) -> bool:
-        """Whether the deadline of a held answer has passed."""
+        """Whether the deadline of a held output has passed."""
         return self._give_up_at <= time.monotonic()
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds until the first held answer is given up."""
+        """Seconds until the first deadline of a held output."""
         return max(0.0, self._give_up_at - time.monotonic())
 
     @property
     def _give_up_at(self) -> float:
-        """The earliest deadline of the held answers whose blocks the connector has not been told of
-        (monotonic seconds); infinity without any."""
+        """The earliest deadline (monotonic seconds) of held outputs whose blocks have not been
+        passed to the connector yet; infinity without any."""
         waiting = (held.give_up_at for held in self._held.values() if not held.is_moving)
         return min(waiting, default=math.inf)
 
     def expect(self, request: Request) -> None:
-        """Note a queued request whose answer is to be held, if it is handed over."""
+        """Remember a queued request if it is handed over, so that `filter_outputs` holds its last
+        output."""
         if request.hands_over and self.handover is not None:
             self._expected[request.request_id] = request
 
     def drop_answer(self, request_id: str) -> None:
-        """Forget an answer whose client is gone, or that ended by an abort or an error."""
+        """Forget a request whose client has disconnected, or which ended by an abort or an
+        error."""
         self._first_logprobs.pop(request_id, None)
         if self._expected.pop(request_id, None) is None and request_id in self._held:
             del self._held[request_id]
@@ -90,8 +93,8 @@ class HeldAnswers:
                 self.handover.forget_hand_over(request_id)
 
     def filter_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Return the outputs of a step that are sent now. Last outputs of expected hand-overs are
-        held."""
+        """Return the outputs of a step that may be sent now. Hold the last outputs of handed-over
+        requests."""
         if not self._expected:
             return outputs
         passing = []

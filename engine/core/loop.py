@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop around an engine core: take messages, step while there is work, give outputs out.
+"""The loop around an engine core: takes messages, runs steps while there is work, and emits
+outputs.
 
-One thread runs it, and only this thread touches the core; any thread may submit, wake and stop. The
-loop is the same in a process of its own and in a thread of the caller's process.
-"""
+A single thread runs the loop and calls the core. Any thread may call `submit`, `wake` and `stop`.
+The loop is the same in a core process and in a thread of the caller's process."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ TAKE_SECONDS = 0.02
 
 
 class Core(Protocol):
-    """The part of an engine core that the loop needs. `num_failed_steps` counts since the last good
-    step."""
+    """The part of an engine core that the loop calls. `num_failed_steps` counts the failed steps
+    since the last successful one."""
 
     @property
     def num_failed_steps(self) -> int: ...
@@ -64,7 +64,7 @@ class _Finished(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """An answer from another thread, for the loop's thread to emit."""
+    """An answer made by another thread, to be emitted by the loop's thread."""
 
     message: FromCore
 
@@ -73,7 +73,7 @@ _Message = ToCore | _Answer | _Finished | None
 
 
 class CoreLoop:
-    """The loop of one core. Its thread calls `emit`, which may block: the core waits meanwhile."""
+    """The loop of one core. The loop's thread calls `emit`; if `emit` blocks, the core waits."""
 
     def __init__(self, core: Core, emit: Callable[[FromCore], None]) -> None:
         self._core = core
@@ -85,30 +85,30 @@ class CoreLoop:
         core.set_wakeup(self.wake)
 
     def submit(self, message: ToCore, timeout_seconds: float) -> None:
-        """Queue a message. Raise queue.Full if there is no room within the time."""
+        """Queue a message. Raise queue.Full if the queue stays full for `timeout_seconds`."""
         if timeout_seconds > 0:
             self._queue.put(message, timeout=timeout_seconds)
         else:
             self._queue.put_nowait(message)
 
     def answer(self, message: FromCore, timeout_seconds: float) -> None:
-        """Queue a message that the loop's thread emits. Raises queue.Full like `submit`."""
+        """Queue an answer, which the loop's thread will emit. Raises queue.Full like `submit`."""
         self._queue.put(_Answer(message), timeout=timeout_seconds)
 
     def break_off(self, reason: str) -> None:
-        """End the loop as if the core had failed, because clients' messages cannot be read."""
+        """End the loop as if the core had failed. Used when a client's message cannot be read."""
         self._broken = reason
         self.wake()
 
     def wake(self) -> None:
-        """End an idle wait, so that the loop reads the core's `has_work` again."""
+        """End an idle wait, so that the loop checks the core's `has_work` again."""
         try:
             self._queue.put_nowait(None)
         except queue.Full:
             pass  # a full queue ends the wait as well
 
     def stop(self) -> None:
-        """Shut down in an orderly way after the present step."""
+        """Start an orderly shutdown after the present step."""
         self._stopping.set()
         self.wake()
 
@@ -117,8 +117,8 @@ class CoreLoop:
         return self._stopping.is_set()
 
     def run(self) -> bool:
-        """Run until stopped, then shut the core down. Return False if the core failed. In that case
-        clients are told first, and the tiers still save their blocks."""
+        """Run until stopped, then shut the core down. Return False if the core failed. In this case
+        clients first get a `Fatal` message, and the tiers still save their blocks."""
         failed = False
         for part in (self._step_until_stopped, self._shut_down):
             try:
@@ -130,7 +130,7 @@ class CoreLoop:
         return not failed
 
     def _emit_fatal(self, last_words: Fatal) -> None:
-        """Emit the last message. Errors are logged only, since the tiers must still be written."""
+        """Emit the last message. Errors are only logged, so that the tiers are still written."""
         try:
             self._emit(last_words)
         except Exception:

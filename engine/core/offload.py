@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the engine's tiers, and describes them for the log and for engines that read its blocks."""
+"""Opens the engine's tiers, and describes them for the log and for engines that load its blocks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ _CHECK_BYTES = 1
 
 
 class OpenTiers(NamedTuple):
-    """Both sides of a connector. If the worker side lives in another process, `worker` is None,
-    `description` says how to build it there, and `note_ended` takes the number of ended copies."""
+    """The scheduler side and the worker side of a connector. If the worker side lives in another
+    process, `worker` is None, and `description` tells that process how to build it. In this case
+    `note_ended` must be called with the number of copies that have ended."""
 
     side: KVConnectorScheduler
     worker: KVConnectorWorker | None
@@ -55,10 +56,10 @@ def open_tiers(
     with_worker: bool = True,
     parts: Parts | None = None,
 ) -> OpenTiers:
-    """Open the connector over the tiers that the settings name, for a pool on `device`.
-    `with_worker` is False if the worker side lives in another process. `progress` gets lines about
-    the start, `prefill` is the cost of computing, `parts` describes the cache groups, whose pages
-    have this layout. Raises ConfigError, and leaves nothing open then."""
+    """Open the connector over the tiers in the settings, for a pool on `device`. `with_worker` is
+    False if the worker side lives in another process. `progress` is called with lines about the
+    start, `prefill` has the cost of computing, and `parts` describes the cache groups, whose pages
+    have this layout. Raises ConfigError, and then leaves nothing open."""
     if parts is not None and parts.num_state_keys and offload.ssd.rounds:
         raise ConfigError(
             f"--kv-offload-ssd-codec {offload.ssd.codec} rounds K and V, and would spoil the "
@@ -100,14 +101,15 @@ def open_tiers(
 
 
 def parts_of(groups: CacheGroups) -> Parts:
-    """Describe the blocks of a position, one in each group, and which of them the group reads."""
+    """Describe the pages of a block of tokens, one per cache group, and which of them a group
+    reads."""
     seen = [None if each.is_full else each.first_seen for each in groups.attention]
     states = [] if groups.state is None else [StatePieces(groups.state.num_pages)]
     return Parts(groups.layout.block_size, [*seen, *states])
 
 
 def describe_tiers(offload: OffloadConfig) -> str:
-    """The memory and disk space that the tiers are about to take, for the log."""
+    """Return, for the log, the memory and disk space that the tiers will take."""
     parts = [f"cpu, {show_size(offload.cpu.capacity_bytes)} of memory"]
     if "ssd" in offload.tiers:
         parts.append(f"ssd, {show_size(offload.ssd.capacity_bytes)} in {offload.ssd.path}")
@@ -118,9 +120,9 @@ def describe_tiers(offload: OffloadConfig) -> str:
 def describe_identity(
     config: EngineConfig, identity: Identity, groups: CacheGroups
 ) -> dict[str, str]:
-    """Return the facts that must be equal for two engines to find each other's blocks, with this
-    engine's role and tiers. They contain no secret. Raises ConfigError for a tag key file that has
-    changed or gone since the tiers were opened."""
+    """Return the settings that must be equal for two engines to find each other's blocks, and this
+    engine's role and tiers. The result contains no secret. Raises ConfigError if the tag key file
+    has changed or disappeared since the tiers were opened."""
     offload, cache = config.offload, config.cache
     salt = tenant_salt(config.tenant_secret, "", "")
     return {
@@ -156,7 +158,8 @@ def _tag_key_check(offload: OffloadConfig) -> str:
 
 
 def _steps_of(progress: Progress, what: str) -> Callable[[int, int], None]:
-    """Return a function that reports bytes done and bytes in all, in a few lines only."""
+    """Return a function that takes bytes done and total bytes, and reports progress in steps of a
+    tenth."""
     told = 0
 
     def tell(done: int, total: int) -> None:

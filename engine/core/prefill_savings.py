@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seconds of prefill that the cache has saved, for comparison with the cost of its loads.
+"""Estimates the seconds of prefill that the cache has saved, for comparison with the cost of loads.
 
-    saved += tokens that were not computed  x  seconds that computing a prompt token takes there now
+    saved += tokens that were not computed  x  seconds per prompt token at their positions now
 
-The price of a token is measured in steps that computed at least `MIN_PROMPT_TOKENS` of prompts, and
-depends on the position of the token in its prompt. Such a step may also have advanced other
-requests by one token each. The seconds of these rows are known from steps without prompts (by
-powers of two of the number of rows) and are subtracted. If no such step was seen yet, the mixed
-step is not used. Savings made before the first price are never recorded.
-"""
+The seconds per token are measured in steps that computed at least `MIN_PROMPT_TOKENS` of prompts,
+and depend on the position of the token in its prompt. Such a step may also have decoded one token
+for each of some other requests. The seconds for these rows are known from steps without prompts (by
+powers of two of the number of rows) and are subtracted. If no such step was measured yet, the mixed
+step is not used. Tokens saved before the first measurement do not count."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ REUSED, POSITIONS = "reused_tokens_", "reused_positions_"
 
 
 class PromptCost(NamedTuple):
-    """The cost of one step's prompts: the arguments of `PrefillRate.record_prefill`."""
+    """The cost of the prompts in one step: the arguments of `PrefillRate.record_prefill`."""
 
     num_tokens: int
     num_context_tokens: int
@@ -33,8 +32,8 @@ class PromptCost(NamedTuple):
 
 
 class PrefillSavings:
-    """Seconds of prefill saved. It is told of every step. `rate` learns the cost of computing;
-    other parts may read it."""
+    """The seconds of prefill saved. `measure` must be called for every step. `rate` stores the
+    measured cost of computing; other parts may read it."""
 
     def __init__(self, rate: PrefillRate | None = None) -> None:
         self._rate = PrefillRate() if rate is None else rate
@@ -44,12 +43,12 @@ class PrefillSavings:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """The price of an average prompt token; None before the first measurement."""
+        """The seconds for an average prompt token; None before the first measurement."""
         return self._rate.seconds_per_token
 
     def measure(self, step: SchedulerOutput, seconds: float) -> PromptCost | None:
-        """Note a step that took `seconds`. Return the cost of its prompts, or None if it is not
-        known."""
+        """Measure a step that took `seconds`. Return the cost of its prompts, or None if it is
+        unknown."""
         num_rows = len(step.num_scheduled_tokens)
         num_tokens = step.total_num_scheduled_tokens
         if step.draft_token_ids:
@@ -72,12 +71,12 @@ class PrefillSavings:
         return cost
 
     def record_cost(self, cost: PromptCost) -> None:
-        """Record the cost of prompts that ran outside of steps; `measure` records the cost in
+        """Record the cost of prompts that ran outside of steps; `measure` records those in
         steps."""
         self._rate.record_prefill(*cost)
 
     def add_counts(self, counts: Mapping[str, float]) -> None:
-        """Add the increase of the scheduler's counts since the last call."""
+        """Add the savings since the last call, from the increase of the scheduler's counters."""
         for name in counts:
             if name.startswith(REUSED):
                 source = name.removeprefix(REUSED)
@@ -101,7 +100,8 @@ class PrefillSavings:
 
 
 def _context_of(step: SchedulerOutput) -> int:
-    """Sum, over the prompt tokens of the step, the number of tokens before each."""
+    """Return the number of tokens before each prompt token, summed over the step's prompt
+    tokens."""
     cached = step.cached_requests
     starts = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
     starts.update((new.request_id, new.num_computed_tokens) for new in step.new_requests)

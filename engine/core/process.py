@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry of the core's process: settings from standard input, then the loop over ZMQ.
+"""The entry point of a core process: reads settings from standard input, then runs the loop over
+ZMQ.
 
     input thread   blocks on the socket, decodes, fills the loop's bounded queue
     watch thread   blocks on standard input and signals: the end of either ends the loop
     main thread    steps the core; sends one message of outputs a step
 
-Heavy packages are imported once the launcher can be told of errors, so that a missing package is
-reported like any other error.
-"""
+Heavy packages are imported after the output socket is open, so that the client gets the error if a
+package is missing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ EXIT_CONFIG = 2
 
 
 class CoreServer:
-    """The process's two sockets and its threads."""
+    """The sockets and threads of a core process."""
 
     def __init__(self, start: CoreStart) -> None:
         self._start = start
@@ -66,7 +66,7 @@ class CoreServer:
         self._ended = threading.Event()
 
     def run(self) -> int:
-        """Run until told to stop. Return the exit status."""
+        """Run until the core is stopped. Return the process's exit status."""
         watch = threading.Thread(
             target=self._watch_launcher, args=(_signal_pipe(),), name="core-watch", daemon=True
         )
@@ -107,7 +107,7 @@ class CoreServer:
 
     def _send_to_client(self, message: FromCore) -> None:
         """Send a message. While the client does not read, the engine waits. After the client has
-        gone, the end of standard input ends the wait, and the message is dropped."""
+        ended, the end of standard input ends the wait, and the message is dropped."""
         began = time.monotonic()
         while not self._output.poll(_POLL_MILLISECONDS, zmq.POLLOUT):
             if self._loop is not None and self._loop.is_stopping:
@@ -119,7 +119,7 @@ class CoreServer:
         self._output.send(encoder.encode(message))
 
     def _run_input_thread(self) -> None:
-        """Read messages until the end; the body of the input thread."""
+        """Read messages until the process ends; the body of the input thread."""
         try:
             self._read_until_ended()
         except zmq.ContextTerminated:
@@ -135,8 +135,9 @@ class CoreServer:
                 self._handle_frame(source.recv())
 
     def _handle_frame(self, frame: bytes) -> None:
-        """Give a message to the loop. An unreadable message gets an error as its answer, so that
-        its client does not wait. If its client cannot be told from it, the loop ends."""
+        """Decode a message and pass it to the loop. An unreadable message gets an error as its
+        answer, so that its client does not wait. If neither a request id nor a call id is readable,
+        the loop ends."""
         assert self._loop is not None
         try:
             message = to_core_decoder.decode(frame)
@@ -159,7 +160,8 @@ class CoreServer:
                 continue  # the step loop is behind; the full socket slows the sender down
 
     def _watch_launcher(self, signals: socket.socket) -> None:
-        """Stop the loop when the launcher ends or a signal comes; exit by force after a limit."""
+        """Stop the loop when the launcher ends or a signal comes. Exit by force if the shutdown
+        takes too long."""
         with selectors.DefaultSelector() as selector:
             selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
             selector.register(signals, selectors.EVENT_READ)
@@ -174,11 +176,10 @@ class CoreServer:
 
 
 def _signal_pipe() -> socket.socket:
-    """A socket that becomes readable when SIGTERM or SIGINT comes.
+    """Return a socket that becomes readable when SIGTERM or SIGINT comes.
 
-    A signal handler would run in the main thread, maybe while it has a queue's lock. So the handler
-    does nothing, and the interpreter itself writes to the socket.
-    """
+    A signal handler would run in the main thread, perhaps while that thread holds a queue's lock.
+    So the handler does nothing, and the interpreter itself writes to the socket."""
     receiving, sending = socket.socketpair()
     sending.setblocking(False)
     signal.set_wakeup_fd(sending.detach(), warn_on_full_buffer=False)
@@ -188,7 +189,7 @@ def _signal_pipe() -> socket.socket:
 
 
 def main() -> int:
-    """Run the core that standard input describes."""
+    """Run the core with the settings from standard input."""
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal sends it to stop background writers
     try:
         start = read_start(sys.stdin.buffer, CoreStart)

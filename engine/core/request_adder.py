@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RequestAdder: queues requests, at once or when their grammar is compiled, and refuses bad ones.
+"""RequestAdder: checks new requests, and queues them at once or after their grammar is compiled.
 
 add ──► built and checked ──► queued
-             └─► queued without a turn ──► its grammar is compiled beside the steps
-                                           ──► add_compiled ──► it has turns
+             └─► queued, but not yet scheduled ──► its grammar is compiled during other steps
+                                               ──► add_compiled ──► it may be scheduled
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST_STEPS_WITH_GRAMMAR = 2
 
 
 class RequestAdder:
-    """Adds requests to one engine core, whose thread calls it."""
+    """Adds requests to one engine core. The core's thread makes all calls."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class RequestAdder:
         self._max_steps_in_flight = max_steps_in_flight
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
-        """Queue a request and its forks, let them wait for their grammars, or begin a beam search.
-        Return the only output of each request that cannot run."""
+        """Queue a request and its forks, start to compile their grammars, or begin a beam search or
+        a session. Return one output, an error, for each request that cannot run."""
         extras = request.extras
         if extras is not None and extras.more_follows:
             return _refusing(request, partial(self._open_session, request))
@@ -93,7 +93,8 @@ class RequestAdder:
         return outputs
 
     def add_compiled(self) -> list[TokenOutput]:
-        """Let requests run whose grammars are compiled. Return the outputs of requests that end."""
+        """Allow requests to run whose grammars are compiled. Return the last outputs of requests
+        that end, because their grammar is invalid."""
         return [
             output
             for waiting in self.grammars.take_compiled()
@@ -101,12 +102,12 @@ class RequestAdder:
         ]
 
     def extend_prompt(self, message: ExtendPrompt) -> list[TokenOutput]:
-        """Add the next part of a prompt. Return the last output of a session that cannot go on."""
+        """Add the next part of a session's prompt. Return the last outputs of sessions that end."""
         return self._sessions.extend_prompt(message) + self.add_whole()
 
     def add_whole(self) -> list[TokenOutput]:
-        """Queue the sessions whose prompts are whole. Return the outputs of sessions that end here,
-        including those that have timed out."""
+        """Queue the sessions whose prompts are complete. Return the last outputs of sessions that
+        end here, including those that have timed out."""
 
         def add_one(whole: WholePrompt) -> list[TokenOutput]:
             return self._add(whole.message, self._sessions.make_whole(whole), None)
@@ -138,7 +139,8 @@ class RequestAdder:
         ]
 
     def _check_free(self, request_id: str) -> None:
-        """Raise early, before the request is built, if it cannot be queued."""
+        """Raise, before the request is built, if the queue is full, or if a request that waits for
+        its grammar or a session has the same id."""
         self._scheduler.check_queue()
         if request_id in self.grammars or request_id in self._sessions:
             raise ValueError(f"request id {request_id!r} is in use; give each its own")
@@ -165,7 +167,7 @@ class RequestAdder:
         return outputs
 
     def _take_compiled(self, waiting: Waiting) -> list[TokenOutput]:
-        """Let a request run whose grammar is compiled; end it if the compilation failed."""
+        """Allow a request to run whose grammar is compiled. End it if the compilation failed."""
         request_id = waiting.message.request_id
         if waiting.compilation.error:
             output = _output_without_grammar(waiting)
@@ -179,8 +181,8 @@ class RequestAdder:
         return []
 
     def _activate(self, waiting: Waiting) -> None:
-        """Set the grammar of a queued request. If this fails, the request ends: without its grammar
-        it must not run."""
+        """Set the grammar of a queued request. If this fails, end the request, which must not run
+        without its grammar."""
         try:
             self.grammars.activate_grammar(waiting)
         except Exception:
@@ -221,14 +223,15 @@ class RequestAdder:
 
 
 def _output_without_grammar(waiting: Waiting) -> TokenOutput:
-    """Return the only output of a request whose grammar cannot be compiled."""
+    """Return the only output, an error, of a request whose grammar cannot be compiled."""
     text = f"this request's schema or grammar cannot be used: {waiting.compilation.error}"
     code = OVERLOADED if waiting.compilation.may_be_later else INVALID_GRAMMAR
     return TokenOutput(waiting.message.request_id, [], "error", error=text, error_code=code)
 
 
 def _refusing(request: AddRequest, queue: Callable[[], list[TokenOutput]]) -> list[TokenOutput]:
-    """Call `queue`. If it raises, the request's only output is the error."""
+    """Call `queue` and return its outputs. If it raises, return one output with the error
+    instead."""
     code = None
     try:
         return queue()

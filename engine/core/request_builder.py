@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """RequestBuilder: makes the scheduler's Request from a client's message.
 
-It checks the facts that depend on the model: its vocabulary and its context length.
-"""
+The builder checks the parts of a message that depend on the model's vocabulary and context
+length."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 
 class Continued(NamedTuple):
-    """A request that has ended, and the tokens that its successor adds to its prompt."""
+    """An ended request, and the tokens that its successor appends to the ended request's prompt."""
 
     request: Request
     token_ids: Sequence[int] | TokenArray
 
 
 class RequestBuilder:
-    """Builds requests for one model. Without a `hasher` no request uses the prefix cache."""
+    """Builds requests for one model. Without a `hasher`, no request uses the prefix cache."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class RequestBuilder:
     def build_with_ticket(
         self, request: AddRequest, fork_of: Request | None = None
     ) -> tuple[Request, Ticket | None]:
-        """Return the request, and its ticket if it fits this prompt and these parameters. Raises
-        like `make_request`."""
+        """Return the request, and its ticket if the ticket fits this prompt and these parameters. A
+        ticket comes from the engine that computed the prompt. Raises like `make_request`."""
         built = self.make_request(request, fork_of)
         ticket = None if request.extras is None else request.extras.ticket
         if ticket is None or not is_possible(ticket, self._vocab_size):
@@ -88,8 +88,8 @@ class RequestBuilder:
         return built, ticket if is_good else None
 
     def max_new_tokens(self, request: AddRequest) -> int:
-        """Return the most tokens that the answer may have: 1 if another node makes the answer, else
-        as many as the context has room for."""
+        """Return the most tokens that the answer may have: 1 if another node generates the answer,
+        else as many as fit into the context."""
         extras = request.extras or NO_EXTRAS
         if extras.asked_elsewhere and self._role == "prefill":
             return 1
@@ -101,9 +101,10 @@ class RequestBuilder:
         fork_of: Request | None = None,
         continued: Continued | None = None,
     ) -> Request:
-        """Build a request. `fork_of` was built from the same message, except for id and parameters.
-        `continued` has a request of the same message and more tokens; its prompt and these tokens
-        are the new prompt. Raises ValueError for invalid tokens and unsupported parameters."""
+        """Build a request. `fork_of` is a request built from the same message, except for id and
+        parameters. `continued` has an ended request of the same message and more tokens; its prompt
+        and these tokens form the new prompt. Raises ValueError for invalid tokens and unsupported
+        parameters."""
         check_priority(request.priority, self._takes_priority)
         if request.sampling_params.n != 1:
             raise ValueError(
@@ -166,8 +167,8 @@ class RequestBuilder:
         return job_key(salt, called.job_id)
 
     def elsewhere(self, request: AddRequest) -> Elsewhere:
-        """Say whether another engine computes this prompt now, as far as the sender tells. If two
-        nodes get the same prompt at once, the one that decodes waits for the other."""
+        """Return whether the message shows that another engine computes this prompt now. If two
+        nodes get the same prompt at once, the decode node waits for the other."""
         extras, decodes = request.extras or NO_EXTRAS, self._role == "decode"
         if self._role == "prefill" or extras.hand_over or extras.ticket is not None:
             return Elsewhere.NO
@@ -180,8 +181,8 @@ class RequestBuilder:
     def _routed_from(
         self, params: SamplingParams, extras: RequestExtras, *, is_part: bool
     ) -> int | None:
-        """Return the first token whose experts are reported, or None for no token. Raises
-        ValueError if experts are asked for and cannot be reported."""
+        """Return the index of the first token whose routed experts are reported; None to report
+        none. Raises ValueError if the client wants experts that cannot be reported."""
         start = params.routed_experts_prompt_start
         is_part = is_part or extras.more_follows or extras.beams is not None
         if self._tells_experts and not is_part:
@@ -207,7 +208,8 @@ class RequestBuilder:
             )
 
     def _check_embeds(self, request: AddRequest, num_tokens: int) -> EmbedArray | None:
-        """Return a request's embeddings, or None. Raise ValueError unless each token has one."""
+        """Return a request's prompt embeddings, or None. Raise ValueError unless each token has
+        one."""
         data = b"" if request.extras is None else request.extras.prompt_embeds
         if not data:
             return None
@@ -224,7 +226,8 @@ class RequestBuilder:
 
     def read_tokens(self, packed: bytes, num_before: int = 0) -> TokenArray:
         """Decode the tokens of a prompt, or of a part after `num_before` tokens. Raises ValueError
-        if there are none, or if the model does not have them or has no room for them."""
+        for an empty prompt, for ids outside the vocabulary, and if the context has no room for the
+        tokens."""
         if not packed or len(packed) % BYTES_PER_TOKEN:
             raise ValueError("the prompt is empty or no list of int32; give at least one token id")
         tokens = np.frombuffer(packed, "<i4")
@@ -243,7 +246,7 @@ class RequestBuilder:
 
 
 def decode_request(text: str) -> AddRequest:
-    """Decode an AddRequest from JSON; raises ValueError."""
+    """Decode an AddRequest from JSON; raises ValueError for invalid JSON."""
     try:
         return msgspec.json.decode(text, type=AddRequest)
     except msgspec.MsgspecError as error:
@@ -251,7 +254,7 @@ def decode_request(text: str) -> AddRequest:
 
 
 def context_of(request: AddRequest) -> RequestContext:
-    """Return a request's tenant, session and priority in the form that the tiers take."""
+    """Return a request's tenant, session and priority as the context that the tiers use."""
     extras = request.extras
     if not request.tenant and not request.priority and extras is None:
         return NO_CONTEXT
@@ -266,7 +269,7 @@ def context_of(request: AddRequest) -> RequestContext:
 
 
 def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ValueError if the parameters name token ids that the model does not have."""
+    """Raise ValueError if the parameters contain token ids outside the vocabulary."""
     for name, ids in (
         ("logit_bias", [token for token, _ in params.logit_bias]),
         ("stop_token_ids", params.stop_token_ids),
@@ -280,7 +283,7 @@ def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _fit_max_tokens(params: SamplingParams, room: int) -> SamplingParams:
-    """Limit `max_tokens` to `room`, but at least 1: a prompt without room is refused elsewhere."""
+    """Limit `max_tokens` to `room`, but at least to 1: other code refuses a prompt without room."""
     if params.max_tokens <= room:
         return params
     most = max(room, 1)

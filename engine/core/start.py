@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's one message to a new core process, over its standard input.
+"""The single message from the launcher to a new core process, over the process's standard input.
 
-Format: a length (u32, little-endian), then msgpack. The pipe stays open afterwards and carries
-nothing more: its end tells the core that the launcher is gone.
-"""
+The format is a length (u32, little-endian), then msgpack. The launcher then keeps the pipe open
+without sending more: end of file tells the core that the launcher has ended."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ MAX_BYTES = 1 << 20
 
 
 class CoreStart(msgspec.Struct):
-    """Everything a core process needs to begin."""
+    """All settings that a core process needs to start."""
 
     config: EngineConfig
     to_core_endpoint: str  # the core pulls from here
@@ -53,21 +52,22 @@ def read_start(stream: BinaryIO, kind: type[Start]) -> Start:
 
 
 def tell_import(progress: Callable[[str], None]) -> None:
-    """Report that torch is about to be imported. The import takes seconds, or half a minute on a
-    busy machine or a cold disk, without any other report."""
+    """Report that torch will be imported, unless it is already. The import takes seconds, or half a
+    minute on a busy machine or a cold disk, and reports nothing itself."""
     if "torch" not in sys.modules:
         progress("importing torch")
 
 
 def encode_path(value: Any) -> Any:
-    """Encode a Path as text; raises NotImplementedError for other types unknown to msgspec."""
+    """Encode a Path as text. Raises NotImplementedError for another type that msgspec does not
+    know."""
     if isinstance(value, Path):
         return str(value)
     raise NotImplementedError(f"no encoding for {type(value).__name__}")
 
 
 def decode_path(kind: type, value: Any) -> Any:
-    """Decode a Path of `encode_path`; raises NotImplementedError for any other type."""
+    """Decode the text of `encode_path` to a Path. Raises NotImplementedError for any other type."""
     if kind is Path:
         return Path(value)
     raise NotImplementedError(f"no decoding to {kind.__name__}")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepPipeline: schedules, computes and takes in steps; some are begun ahead.
+"""StepPipeline: schedules steps, sends them to the worker and processes their results, with several
+steps in flight.
 
     schedule ──► dispatch (forward pass begins) ──► sample (grammars' masks) ──► result ──► update
 
-Up to `depth` steps are under way, and the oldest comes back first. A step is sampled when the step
-before it has come back, or earlier, when the next step is about to be dispatched.
-"""
+Up to `depth` steps are in flight, and the oldest comes back first. A step is sampled when the step
+before it has come back, or earlier, when the next step is about to be dispatched."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_FAILED_STEPS = 5
 
 @dataclass(slots=True)
 class DispatchedStep:
-    """A step that was dispatched and has not come back."""
+    """A dispatched step whose result has not come back."""
 
     handle: StepHandle
     began: float  # monotonic
@@ -43,8 +43,9 @@ class DispatchedStep:
 
 @dataclass(slots=True, eq=False)
 class StepPipeline:
-    """The steps of one engine core, whose thread calls it. `in_flight` has the steps that have not
-    come back. `num_failed_steps` counts faults in a row; steps without tokens do not change it."""
+    """The steps of one engine core, whose thread makes all calls. `in_flight` holds the steps whose
+    results have not come back. `num_failed_steps` counts failed steps in a row; steps without
+    tokens do not reset it."""
 
     scheduler: Scheduler
     executor: Executor
@@ -59,12 +60,12 @@ class StepPipeline:
     _last_ended: float = field(init=False, default=0.0)  # when the last step came back
 
     def run_step(self) -> list[TokenOutput]:
-        """Begin steps until `depth` are under way. Take in the oldest and return its outputs. A
-        fault of the worker ends the requests of this step and of the steps begun after it.
+        """Begin steps until `depth` are in flight. Process the result of the oldest and return its
+        outputs. An error of the worker ends the requests of this step and of all later steps in
+        flight.
 
-        Raises RuntimeError if the worker will not work again (after MAX_FAILED_STEPS in a row, or
-        with a lost device), and ExecutorDied if it has ended.
-        """
+        Raises RuntimeError if the worker cannot recover (after MAX_FAILED_STEPS in a row, or with a
+        lost device), and ExecutorDied if it has ended."""
         in_flight = self.in_flight
         while not in_flight or (len(in_flight) < self.depth and self.scheduler.has_runnable_work()):
             try:
@@ -111,8 +112,8 @@ class StepPipeline:
         self.in_flight.append(DispatchedStep(self.executor.dispatch(output), began))
 
     def give_up_steps(self) -> list[TokenOutput]:
-        """Wait for the steps under way and drop their tokens. Their reports of copies are taken
-        in."""
+        """Wait for all steps in flight and drop their tokens, but process their reports of
+        copies."""
         outputs: list[TokenOutput] = []
         while self.in_flight:
             step = self.in_flight.popleft()
@@ -132,8 +133,8 @@ class StepPipeline:
             self.executor.sample(step.handle, mask)
 
     def _mask_of(self, output: SchedulerOutput) -> TokenMask | None:
-        """Return the mask of tokens that grammars allow. Requests at the end of their grammar
-        end."""
+        """Return the mask of tokens that grammars allow. End the requests that have reached the end
+        of their grammar."""
         choosing = () if self.grammars.has_begun else self.scheduler.choosing(output)
         mask, ended = self.grammars.masks(choosing, output.draft_token_ids)
         for request, error in ended:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model architectures, their loading and the embedded model; never imports the API."""
+"""Model architectures, the loading of models, and the embedded model. Never imports the API."""

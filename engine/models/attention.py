@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the paged pool: write new K and V, gather the cached ones, attend.
+"""Attention on the CPU over gathered blocks of the KV pool.
 
-A step is planned once in an `AttentionPlan`, and then run for every layer:
+`AttentionPlan` is built once for a step and used for every layer:
 
     fresh chunk     a prompt's first tokens: attend to the step's own K and V
     context chunk   tokens after cached ones: tiles of rows against the gathered K and V
@@ -9,13 +9,14 @@ A step is planned once in an `AttentionPlan`, and then run for every layer:
 
 Layers with a window gather only the blocks that the window reaches.
 
-All chunks and decodes of a step share one gather for each layer, up to `GATHER_BYTES`. A larger
-gather is split: 64 requests of 1,000 tokens took half the time in pieces that stay in the
-processor's cache until attention reads them.
+All chunks and decodes of a step share one gather for each layer if the gathered K and V take at
+most `GATHER_BYTES`. A larger gather is split into pieces that stay in the processor's cache until
+attention reads them: this halved the time for 64 requests of 1,000 tokens.
 
-Old data after a request's length never reaches a result. Chunks end at the length. Decode batches
-zero these slots in the gathered copy; a mask alone would let NaN through, since 0 * NaN is NaN.
-Padding is the null block, which holds zeros.
+Old data in the slots after a request's last token never changes a result. Chunks end at the
+request's last token. Decode batches set these slots to zero in the gathered copy; a mask alone
+would let NaN through, since 0 * NaN is NaN. Block tables are padded with the null block, which
+holds zeros.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TILE_ROWS = 256  # rows of one masked call; smaller tiles compute less of the ma
 
 @dataclass(slots=True)
 class FreshChunk:
-    """Rows `start … end` of the step: the first tokens of a request."""
+    """The rows `start … end` of the step, which are the first tokens of a request."""
 
     start: int
     end: int
@@ -43,8 +44,8 @@ class FreshChunk:
 
 @dataclass(slots=True)
 class Tile:
-    """Rows `start … end` of the step. They see `keys` tokens of their request, from token `first`
-    of its K and V on."""
+    """Rows `start … end` of the step, which belong to one request. The rows attend to `keys` tokens
+    of the request, beginning with token `first` of its K and V."""
 
     start: int
     end: int
@@ -55,7 +56,8 @@ class Tile:
 
 @dataclass(slots=True)
 class ContextChunk:
-    """Tokens of a request whose K and V begin at `offset` (in tokens) of the gathered copy."""
+    """Tokens after cached tokens; the request's K and V begin at token `offset` of the gathered
+    copy."""
 
     offset: int
     tiles: list[Tile]
@@ -63,7 +65,8 @@ class ContextChunk:
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """Decodes, one row for each request. K and V are `[len(rows), keys]` from `offset` on."""
+    """Decodes, one row for each request. K and V are `[len(rows), keys]`, from token `offset`
+    on."""
 
     offset: int
     keys: int
@@ -83,7 +86,7 @@ class GatherGroup:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """The plan of a step for all layers of a cache group with the same window."""
+    """The attention plan of a step, for all layers of a cache group that have the same window."""
 
     blocks: Tensor  # int64 [written]: blocks of the new K and V
     offsets: Tensor  # int64 [written]: slots within these blocks
@@ -95,7 +98,7 @@ class AttentionPlan:
 class PagedAttention:
     """Attention of one model over one pool, with a buffer for its gathers.
 
-    The buffer is allocated once: page faults of fresh memory would cost more than the copy.
+    The buffer is allocated once, since page faults of fresh memory would take longer than the copy.
     """
 
     def __init__(
@@ -108,8 +111,9 @@ class PagedAttention:
         softcap: float | None = None,
     ) -> None:
         """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, contiguous.
-        `max_group_blocks`: the most blocks of one GatherGroup. Scores are multiplied by `scale`;
-        with a `softcap`, a score s then becomes `softcap * tanh(s / softcap)`."""
+        `max_group_blocks` is the largest number of blocks in one `GatherGroup`. Scores are
+        multiplied by `scale`; with a `softcap`, a score s then becomes `softcap * tanh(s /
+        softcap)`."""
         self._layers = [(pool[:, i, 0], pool[:, i, 1]) for i in range(layout.num_layers)]
         row = layout.block_size * layout.num_kv_heads * layout.head_dim
         self._block_rows = pool.view(-1, row)
@@ -164,7 +168,7 @@ class PagedAttention:
         tiles: list[Tile],
         out: Tensor,
     ) -> None:
-        """Compute the tiles of a request whose K and V begin at `offset`."""
+        """Compute the tiles of a request whose K and V begin at token `offset`."""
         for tile in tiles:
             rows = slice(tile.start, tile.end)
             seen = slice(offset + tile.first, offset + tile.first + tile.keys)
@@ -173,7 +177,7 @@ class PagedAttention:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False
     ) -> Tensor:
-        """Compute attention for one request: `q` `[rows, heads, head_dim]`, `k`, `v` by kv head."""
+        """Compute attention for one request: `k` and `v` are `[tokens, kv heads, head_dim]`."""
         attended = self._product(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
@@ -185,7 +189,7 @@ class PagedAttention:
 
     def _attend_decode(self, q: Tensor, keys: Tensor, values: Tensor, batch: DecodeBatch) -> Tensor:
         """Compute attention for one token of each request. The query heads that share a K head are
-        treated like rows of a prompt, so K and V are read once for all of them."""
+        passed as rows of one head, so K and V are read once for all of them."""
         count = len(q)
         span = slice(batch.offset, batch.offset + count * batch.keys)
         shape = (count, batch.keys, self._kv_heads, self._head_dim)
@@ -200,7 +204,8 @@ class PagedAttention:
     def _product(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool = False
     ) -> Tensor:
-        """Return `[requests, heads, rows, head_dim]`. Several heads of `q` may share a K head."""
+        """Compute attention, and return `[requests, heads, rows, head_dim]`. Several heads of `q`
+        may share a K head."""
         is_grouped = q.shape[1] != k.shape[1]
         if self._softcap is None:
             return F.scaled_dot_product_attention(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network of every family, as plain functions over weights, for one flat batch of tokens.
+"""Decoder: the forward pass of every model family, over one flat batch of tokens.
 
-Norms are computed in float32 or wider, as transformers does. Float64 stays float64: rounding would
-make results depend on the order of additions again (`layers.py`). The weights show the family: a
-bias or a norm that is None is not computed. This module has no requests, blocks or sampling;
-positions and the attention plan come from the caller.
+Norms are computed in float32 or wider, as in transformers. Float64 is never rounded to float32:
+rounding would make results depend on the order of additions. The weights decide which steps are
+computed: a bias or a norm that is None is left out. This module has no requests, blocks or
+sampling; the caller passes positions and the attention plan.
 
     embed ─► each layer: attention ─► rest (output matrix, MLP) ─► last norm ─► logits
 """
@@ -52,9 +52,9 @@ PLAIN = Elementwise()
 
 
 class AuxStates:
-    """Collects hidden states inside the network: the inputs of the given layers, for the wanted
-    rows of a step. Layer 0 means the embedding; the number of layers means the input of the last
-    norm. A forward pass fills in `found`."""
+    """Collects hidden states during a forward pass: the inputs of the given layers, for the rows
+    that the caller requests. Number 0 means the embedding, and the number of layers means the input
+    of the last norm. A forward pass stores the states in `found`."""
 
     __slots__ = ("found", "layers")
 
@@ -65,14 +65,14 @@ class AuxStates:
     def capture_states(
         self, x: Tensor, layer: int, wanted: Tensor | None, *, is_overwritten: bool = False
     ) -> None:
-        """Keep `x` `[tokens, hidden]` if the layer is requested; a copy if `x` will change."""
+        """Keep `x` `[tokens, hidden]` if the layer is requested; copy it if `x` will change."""
         if layer in self.layers:
             kept = x if wanted is None else x[wanted]
             self.found[layer] = kept.clone() if is_overwritten and kept is x else kept
 
 
 class Embeds(NamedTuple):
-    """Rows of a step whose input is embeddings, not token ids."""
+    """Embeddings that replace the token ids of some rows of a step."""
 
     rows: Tensor | None  # int64 [n], each once; None: all rows of the step, in order
     values: Tensor  # [n, hidden], not changed by other code
@@ -83,7 +83,7 @@ class Embeds(NamedTuple):
 
 
 class Layer:
-    """The matrices and norms of one layer, its mixer and its MLP; one of the two may be missing."""
+    """The weights of one layer, its mixer and its MLP; the mixer or the MLP may be missing."""
 
     __slots__ = (
         "_after_attention_norm", "_after_mlp_norm", "_attention_norm", "_mixer", "_mlp",
@@ -109,7 +109,7 @@ class Layer:
 
     def mix(self, x: Tensor, step: MixerStep[Plan]) -> Tensor | None:
         """Run the mixer over `x` `[tokens, hidden]`. Return `[tokens, inner]`, the input of the
-        output matrix; None without a mixer."""
+        output matrix; return None if the layer has no mixer."""
         if self._mixer is None:
             return None
         return self._mixer(self._norm(x, self._attention_norm), step)
@@ -134,9 +134,9 @@ class Layer:
         self._mlp.record = record
 
     def in_library(self, cos: Tensor, sin: Tensor, pool: Tensor, view: int) -> NetworkLayer | None:
-        """Return the layer in the form of the library of `kernels/cpu/`, or None if the library
-        lacks one of its matrices. `cos` and `sin` are `[positions, head_dim // 2]`, `pool` is the
-        layer's part, and `view` is the index of its plan in a step."""
+        """Return the layer as the library of `kernels/cpu/` takes it; None if the library cannot
+        compute it. `cos` and `sin` are `[positions, head_dim // 2]`, `pool` is the layer's part of
+        the KV pool, and `view` is the index of its attention plan in a step."""
         spec, mixer = self._spec, self._mixer
         if not isinstance(mixer, AttentionMixer) or mixer.is_gated:
             return None
@@ -179,8 +179,8 @@ class Layer:
         )
 
     def rest(self, x: Tensor, mixed: Tensor | None) -> Tensor:
-        """Compute the layer's output `[rows, hidden]` from rows of its input and of `mix`'s result.
-        With kernels the input is overwritten."""
+        """Compute the layer's output `[rows, hidden]` from rows of its input and of the result of
+        `mix`. If the elementwise functions are kernels (`is_kernels`), `x` is overwritten."""
         if self._ops.is_kernels:
             self._add_rest(x, mixed)
             return x
@@ -192,8 +192,8 @@ class Layer:
         return x + self._norm(added, self._after_mlp_norm)
 
     def _add_rest(self, x: Tensor, mixed: Tensor | None) -> None:
-        """Add the layer's parts to `x` in place. The product itself adds, unless a norm comes
-        between."""
+        """Add the results of the mixer and the MLP to `x` in place. The matrix product adds to `x`
+        directly, unless a norm comes between."""
         if self._out is not None and mixed is not None:
             if self._after_attention_norm is None:
                 self._out.add_to(x, mixed)
@@ -238,10 +238,10 @@ def _make_mlp(spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) 
 
 
 class Decoder:
-    """A model in memory. `max_model_len` is the number of positions in its tables.
+    """A model's weights in memory, and its forward pass. The tables of rotary positions have
+    `max_model_len` entries.
 
-    It takes `weights` over and empties their list of layers, so that a layer is in memory twice
-    only while it is reordered.
+    The constructor empties `weights.layers`, so that only one layer at a time is in memory twice.
     """
 
     slots: ModelSlots | None = None  # None: adapters are not allowed
@@ -290,8 +290,8 @@ class Decoder:
         *,
         is_random: bool = False,
     ) -> Decoder:
-        """Read the weights under `path` straight to `device`, or make random ones. Raise
-        ConfigError if they do not fit `spec`."""
+        """Read the weights under `path` directly to `device`, or make random weights. Raise
+        ConfigError if the weights do not fit `spec`."""
         joins_gate = elementwise.is_kernels
         weights = (
             random_weights(spec, dtype, device, joins_gate=joins_gate)
@@ -306,7 +306,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number type of the computation and of the hidden states."""
+        """The torch dtype of the computation and of the hidden states."""
         return self._tables[0][0].dtype
 
     def forward(
@@ -327,8 +327,8 @@ class Decoder:
         return self.run(x, positions, attention, plan, wanted, aux, states=states, slots=slots)
 
     def embed(self, token_ids: Tensor, embeds: Embeds | None = None) -> Tensor:
-        """Return the embeddings `[tokens, hidden]`. Some may be replaced by `embeds`; their ids
-        only have to be in the vocabulary."""
+        """Return the embeddings `[tokens, hidden]`. `embeds` may replace some of them; the token
+        ids of the replaced rows only have to be in the vocabulary."""
         if embeds is not None and embeds.rows is None:
             return embeds.values
         matrix = self._embedding
@@ -354,14 +354,15 @@ class Decoder:
         states: StateStep | None = None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        """Compute a step from its embeddings `x` `[tokens, hidden]`. Return the normed hidden
-        states `[len(wanted), hidden]` of the rows `wanted` (int64; None: all rows), for `logits`.
+        """Compute a step from its embeddings `x` `[tokens, hidden]`. Return the hidden states after
+        the last norm, `[len(wanted), hidden]`, of the rows `wanted` (int64; None: all rows), for
+        `logits`.
 
-        K and V of all tokens are written, and, with `states`, the states of layers that carry one.
-        After the last mixer only the wanted rows are computed, since the others are never read. An
-        `attention` from `in_library` computes all layers; its plan is the list of the views' steps.
-        With kernels `x` is overwritten. `slots`, int32 `[tokens]`, has the slots of the rows'
-        adapters, -1 for none; None: no row has one.
+        K and V of all tokens are written to the pool and, with `states`, the new states too. After
+        the last mixer only the rows `wanted` are computed. An `attention` from `in_library`
+        computes all layers; its `plan` has one plan per view. With kernels, `x` is overwritten.
+        `slots`, int32 `[tokens]`, has the adapter slot of each row, -1 for none; None: no row has
+        an adapter.
         """
         if slots is not None:
             if self.slots is None:
@@ -417,9 +418,9 @@ class Decoder:
         return self._ops.norm(x, self._last_norm, self.spec.stream_eps)
 
     def in_library(self, pools: Sequence[Tensor], views: Sequence[int]) -> CpuNetwork | None:
-        """Return all layers as one call of the library of `kernels/cpu/` with the results of `run`,
-        or None if it cannot compute them. `pools` and `views` have an entry for each layer; see
-        `Layer.in_library`."""
+        """Return a `CpuNetwork`, which computes all layers in one call of the library of
+        `kernels/cpu/` with the same results as `run`. Return None if the library cannot compute
+        this model. `pools` and `views` have an entry for each layer; see `Layer.in_library`."""
         if self._last_norm is None or self.spec.state is not None:
             return None
         layers: list[NetworkLayer] = []
@@ -448,7 +449,7 @@ class Decoder:
         return self.slots
 
     def record_experts(self, max_tokens: int) -> None:
-        """Record the experts of each row in `chosen_experts`, for steps of up to `max_tokens`."""
+        """Make steps of up to `max_tokens` tokens write each row's experts to `chosen_experts`."""
         experts = self.spec.experts
         assert experts is not None
         shape = (len(experts.layers), max_tokens, experts.num_per_token)
@@ -459,19 +460,19 @@ class Decoder:
 
     @property
     def can_record(self) -> bool:
-        """Whether no layer waits for the host in a step, so that a device can record it."""
+        """Whether a CUDA graph can capture a step, that is, whether no layer waits for the host."""
         return all(layer.can_record for layer in self._layers)
 
     @property
     def can_leave_logits_out(self) -> bool:
-        """Whether `logits` skips tokens that are not `wanted`."""
+        """Whether `logits` may skip tokens that are not in `wanted`."""
         return self._head.packed is not None
 
     def logits(self, hidden: Tensor, wanted: npt.NDArray[np.uint32] | None = None) -> Tensor:
-        """Compute `[rows, vocab]` from the result of `forward`. A separate call, so that the logits
-        of a long prompt can be computed in parts. Tokens without a bit in `wanted` (bit `t % 32` of
-        word `t // 32`) may be left out; their logits are then 0. The result has the computation's
-        type, or float32 rounded to it, since the sampler widens logits anyway."""
+        """Compute logits `[rows, vocab]` from the result of `forward`. `logits` is a separate call,
+        so that the logits of a long prompt can be computed in parts. Tokens without a bit in
+        `wanted` (bit `t % 32` of word `t // 32`) may be left out; their logits are then 0. The
+        result has the computation's type, or is float32 rounded to it."""
         is_last = self._logits_softcap is None and self._logits_divisor == 1.0
         logits = self._head(hidden, wanted, is_wide=is_last)
         if self._logits_divisor != 1.0:
@@ -484,8 +485,8 @@ class Decoder:
 def take_layers(
     spec: ModelSpec, weights: list[LayerWeights], elementwise: Elementwise
 ) -> list[Layer]:
-    """Make the layers of these weights. Each is taken out of the list, so that the matrices of only
-    one layer at a time are in memory twice."""
+    """Make the layers from these weights. Each layer's weights are removed from the list first, so
+    that the matrices of only one layer at a time are in memory twice."""
     layers: list[Layer] = []
     while weights:
         layers.append(Layer(spec, len(layers), weights.pop(0), elementwise))
@@ -495,8 +496,8 @@ def take_layers(
 def turns_of(
     spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return cosines and sines `[positions, 1, head_dim // 2]`, for each kind of rotary
-    positions."""
+    """Return the tables of cosines and sines `[positions, 1, head_dim // 2]`, for each kind of
+    rotary positions."""
     tables = []
     for rope in spec.ropes:
         # Computed on the host, so that every device has the same numbers.
@@ -510,7 +511,7 @@ def turns_of(
 def growth_of(
     spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """Return the factor `[positions, 1, 1]` of queries at each position, or None."""
+    """Return the factor `[positions, 1, 1]` of queries at each position; None if there is none."""
     if spec.query_growth is None:
         return None
     steps = torch.arange(max_model_len) // spec.rope.original_max_positions

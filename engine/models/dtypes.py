@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number types of a model's computation, by the names of the command line.
+"""The number types of a model's computation, by the names that `--dtype` takes.
 
-`auto` is the type in the checkpoint's config.json, if the device is fast in it. A CPU without units
-for a 16-bit type computes in float32, because the 16-bit type would be many times slower. On a GPU
-float32 and float64 become bfloat16: it halves the bytes that a step reads, and the matrix units
-compute in it. Choosing a name needs no torch; only the types themselves do.
+`auto` means the type that config.json names, if the device computes fast in it. A CPU without units
+for a 16-bit type computes in float32, because the 16-bit type would be many times slower. On a GPU,
+float32 and float64 become bfloat16: it halves the bytes that a step reads, and tensor cores compute
+in it. The choice of a name needs no torch; only the torch dtypes do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class ComputeDtype:
-    """The number type of a model's computation, and the reason as text for the log."""
+    """The number type of a model's computation, and the reason for its choice as a text for the
+    log."""
 
     name: str  # in block layouts and identities
     reason: str
@@ -45,8 +46,8 @@ class ComputeDtype:
 
 
 def choose_dtype(name: str, device_type: str = "cpu", stored: str | None = None) -> ComputeDtype:
-    """Choose the type for a `--dtype`. `stored` is the checkpoint's type, None if unknown. Raises
-    ConfigError for an unknown name."""
+    """Choose the number type for a value of `--dtype`. `stored` is the type that the checkpoint's
+    config.json names; None if it names none. Raises ConfigError for an unknown name."""
     if name != AUTO:
         if name not in _NAMES:
             raise ConfigError(f"--dtype takes {' or '.join((AUTO, *_NAMES))}, not {name!r}")
@@ -73,14 +74,15 @@ def compute_dtype(name: str, device_type: str = "cpu", stored: str | None = None
 
 
 def planned_dtype(name: str, stored: str | None) -> str:
-    """Return the name of the type for a plan. `auto` gives the checkpoint's type, since another
-    machine may serve the model."""
+    """Return the name of the number type for a memory plan. `auto` gives the checkpoint's type even
+    if this CPU is slow in it, since another machine may serve the model."""
     return stored if name == AUTO and stored is not None else choose_dtype(name).name
 
 
 @cache
 def quick_cpu_types(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """Return the 16-bit types for which this CPU has units; empty if it does not say."""
+    """Return the 16-bit types for which this CPU has arithmetic units; the result is empty if
+    `cpuinfo` cannot be read."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -92,17 +94,18 @@ def quick_cpu_types(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """The name of a type in block layouts and identities."""
+    """The name of a dtype in block layouts and model identities."""
     return str(dtype).removeprefix("torch.")
 
 
 def kv_dtype_name(wanted: str, compute: torch.dtype | str) -> str:
-    """The name of K and V's type for a `--kv-cache-dtype`; `auto` is the computation's type."""
+    """The name of the dtype of K and V for a value of `--kv-cache-dtype`; `auto` gives the
+    computation's dtype."""
     return dtype_name(compute) if wanted == AUTO else wanted
 
 
 def pool_dtype(kv_dtype: str) -> torch.dtype:
-    """The torch type of a pool whose layout has this type's name."""
+    """The torch dtype whose name in a block layout is `kv_dtype`."""
     import torch
 
     found: torch.dtype = getattr(torch, _IN_TORCH.get(kv_dtype, kv_dtype))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ExpertMlp: a mixture of experts instead of a layer's MLP.
+"""ExpertMlp: the mixture of experts of a layer, instead of an MLP.
 
     router    scores of all experts ──► the best experts of each row, and their weights
     experts   rows of each chosen expert ──► its MLP
     mix       results of a row's experts, each times its weight, added up
 
-Rows are sorted by expert, so that each expert's matrices are read once. On a GPU all experts are
-one grouped product whose group borders stay on the device: it never waits for the host, and a step
-can be recorded. On the CPU each expert with rows has a product of its own, whose cost is reading
-its matrices.
+Rows are sorted by expert, so that the matrices of each expert are read once. On a GPU, one grouped
+matrix product computes all experts. The borders of the groups stay on the device, so the product
+never waits for the host, and a CUDA graph can capture the step. On the CPU, each expert that has
+rows is computed by a product of its own, whose cost is the reading of the expert's matrices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RANKS_TOGETHER = 8
 
 
 class ExpertMlp:
-    """The experts of one layer, from `[rows, hidden]` to `[rows, hidden]`."""
+    """The experts of one layer; maps `[rows, hidden]` to `[rows, hidden]`."""
 
     __slots__ = (
         "_adapters", "_down", "_experts", "_gate_up", "_gated", "_gates_shared", "_router", "_rows",
@@ -101,13 +101,13 @@ class ExpertMlp:
 
     @property
     def can_record(self) -> bool:
-        """Whether a device can record this, that is, whether it never waits for the host. Torch
-        takes group borders on the device for bfloat16 only."""
+        """Whether a CUDA graph can capture this mixture, that is, whether it never waits for the
+        host. Torch accepts group borders on the device for bfloat16 only."""
         return self._gate_up is not None and self._gate_up.dtype is torch.bfloat16
 
     def in_library(self) -> NetworkExperts | None:
-        """Return the experts in the form of the library of `kernels/cpu/`, or None if the library
-        lacks one of their matrices."""
+        """Return the experts in the form that the library of `kernels/cpu/` takes, or None if the
+        library cannot compute them."""
         if self.shared is not None and not self._gates_shared:
             return None
         router = self._router.packed
@@ -148,7 +148,8 @@ class ExpertMlp:
         self._rows = rows
 
     def _one_by_one(self, rows: Tensor, ends: list[int], slots: Tensor | None) -> Tensor:
-        """Compute `[sorted rows, hidden]` by expert; `ends` has the end of each expert's rows."""
+        """Compute `[sorted rows, hidden]`, one expert after another; `ends` has the end of each
+        expert's rows."""
         results, first = torch.empty_like(rows), 0
         for expert, end in zip(self._experts, ends, strict=True):
             if end > first:
@@ -230,8 +231,9 @@ class GroupedAdapters:
 
 
 def choose_experts(scores: Tensor, spec: ExpertSpec) -> tuple[Tensor, Tensor]:
-    """Choose experts by `scores` `[rows, experts]`. Return each row's experts, int64 `[rows,
-    num_per_token]`, the best first, and their weights in the same shape, in float32 or wider."""
+    """Choose the experts of each row by `scores` `[rows, experts]`. Return the experts of each row,
+    int64 `[rows, num_per_token]` with the best first, and their weights in the same shape, in
+    float32 or wider."""
     wide = torch.promote_types(scores.dtype, torch.float32)
     weights, chosen = scores.softmax(-1, wide).topk(spec.num_per_token, -1)
     if spec.normalises:
@@ -240,9 +242,9 @@ def choose_experts(scores: Tensor, spec: ExpertSpec) -> tuple[Tensor, Tensor]:
 
 
 def mix(results: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Return `[rows, hidden]`: the weighted results of each row's experts, added in the order of
-    its choices. `results[i]` belongs to choice `order[i]`; choice `row * num_per_token + j` has
-    weight `weights[row, j]`."""
+    """Return `[rows, hidden]`: the sum of the weighted results of each row's experts, added in the
+    order in which they were chosen. `results[i]` belongs to choice `order[i]`, and choice `row *
+    num_per_token + j` has weight `weights[row, j]`."""
     by_choice = torch.empty_like(results)
     by_choice[order] = results
     by_row = by_choice.view(*weights.shape, results.shape[-1])

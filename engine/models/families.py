@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supported model families and their differences, one row each.
+"""The supported model families, one table entry each, with the constants in which they differ.
 
-All families use the same decoder: RMS norms, rotary positions, grouped attention, a gated MLP or a
-mixture of them. A row holds the constants of a family's code, and its defaults for keys that
-config.json lacks.
+All families use the same decoder: RMS norms, rotary positions, grouped-query attention, and a gated
+MLP or a mixture of such MLPs. An entry has the constants of the family's code in transformers, and
+its defaults for keys that config.json lacks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .states.state_spec import StateKind
 
 
 class Windows(Enum):
-    """The layers of a family that may have a window, the last `sliding_window` positions."""
+    """The rule by which a family decides which layers have a window of `sliding_window` tokens."""
 
     NONE = "none"
     EVERY_LAYER = "every layer"  # if sliding_window is set
@@ -32,8 +32,8 @@ class Windows(Enum):
 
 
 class Activation(Enum):
-    """The function between the matrices of an MLP, by Hugging Face's names. It applies to the gate;
-    MLPs with squares have no gate."""
+    """The activation function of an MLP, by Hugging Face's names. The function is applied to the
+    gate's output; an MLP with squared ReLU has no gate, and applies it to the output of `up`."""
 
     SILU = ("silu", "swish")
     GELU_TANH = ("gelu_pytorch_tanh",)
@@ -45,7 +45,7 @@ class Activation(Enum):
 
 
 class Norms(Enum):
-    """The places of a layer's norms. Attention and MLP, its two parts, add to their input."""
+    """The positions of a layer's norms. Attention and MLP each add to their input."""
 
     BEFORE = "before"  # before each part
     AROUND = "around"  # before and after each part
@@ -54,7 +54,7 @@ class Norms(Enum):
 
 
 class HeadNorms(Enum):
-    """The norms of queries and keys, computed before the rotation."""
+    """The norms of queries and keys, which are computed before the rotation."""
 
     NONE = "none"
     EACH = "each"  # each head by itself; one vector for all query heads, one for all key heads
@@ -63,7 +63,7 @@ class HeadNorms(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models. A default of None means that other values determine the value."""
+    """A model family. A default of None means that other values decide."""
 
     model_type: str
     # Biases of queries, keys and values; None: config.json decides, by `bias_key`.

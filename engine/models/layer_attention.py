@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens to which a layer attends. This decides which part of a sequence the cache must
-keep."""
+"""The kinds of attention that a layer can have: which tokens it attends to. The kind decides which
+part of a sequence the KV cache must keep."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from enum import Enum
 
 
 class AttentionKind(Enum):
-    """The tokens that a token of a layer sees through K and V. A layer that only carries a state,
-    or is only an MLP, has no K and V."""
+    """The kind of a layer's attention: which earlier tokens a token sees through K and V. A layer
+    that only carries a state, or that is only an MLP, has no K and V."""
 
     FULL = "full attention"
     WINDOW = "sliding window"
@@ -21,8 +21,8 @@ class AttentionKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """The attention of a layer, made by `full`, `window`, `chunk`, `state` and `no_attention`. It
-    is hashable; layers with K and V and equal attention can share a cache group."""
+    """The attention of one layer, made by `full`, `window`, `chunk`, `state` and `no_attention`.
+    Values are hashable; layers with K and V and equal attention can share a cache group."""
 
     kind: AttentionKind
     num_tokens: int = 0  # size of the window or chunk
@@ -32,7 +32,8 @@ class LayerAttention:
 
     @property
     def window(self) -> int | None:
-        """Tokens of a sliding window, including the token itself; None for other kinds."""
+        """The number of tokens in a sliding window, including the token itself; None for other
+        kinds."""
         return self.num_tokens if self.kind is AttentionKind.WINDOW else None
 
     @property
@@ -48,7 +49,7 @@ class LayerAttention:
         return self.kind not in (AttentionKind.STATE, AttentionKind.NONE)
 
     def first_seen(self, position: int) -> int:
-        """Return the first position that the token at `position`, or a later one, attends to."""
+        """Return the first position that the token at `position`, or a later token, attends to."""
         if self.kind is AttentionKind.WINDOW:
             return max(0, position - self.num_tokens + 1)
         if self.kind is AttentionKind.CHUNK:
@@ -56,9 +57,9 @@ class LayerAttention:
         return 0
 
     def most_blocks(self, num_tokens: int, block_size: int, most_step_tokens: int) -> int:
-        """Return the most blocks that a sequence of `num_tokens` keeps at one time: the blocks that
-        the first token of a step sees, and the blocks of the step, which computes at most
-        `most_step_tokens`."""
+        """Return the largest number of blocks that a sequence of `num_tokens` keeps at one time. A
+        sequence keeps the blocks that the first token of a step sees, and the blocks of the step's
+        tokens, at most `most_step_tokens`."""
         blocks = -(-num_tokens // block_size)
         if self.is_full:
             return blocks
@@ -72,23 +73,25 @@ def full() -> LayerAttention:
 
 
 def window(num_tokens: int) -> LayerAttention:
-    """Return the attention in which a token sees itself and the `num_tokens` - 1 tokens before."""
+    """Return the attention in which a token sees itself and the `num_tokens` - 1 tokens before
+    it."""
     return _of(AttentionKind.WINDOW, num_tokens)
 
 
 def chunk(num_tokens: int) -> LayerAttention:
-    """Return the attention by chunks of `num_tokens`; the first chunk begins at position 0. A token
-    sees itself and the earlier tokens of its chunk."""
+    """Return the attention by chunks of `num_tokens` tokens; the first chunk begins at position 0.
+    A token sees itself and the earlier tokens of its chunk."""
     return _of(AttentionKind.CHUNK, num_tokens)
 
 
 def state() -> LayerAttention:
-    """Return the attention of a layer without K and V; it sees tokens through a state only."""
+    """Return the attention of a layer that has no K and V and sees earlier tokens through a state
+    only."""
     return _STATE
 
 
 def no_attention() -> LayerAttention:
-    """Return the attention of a layer that is only an MLP: no token sees another one."""
+    """Return the attention of a layer that is only an MLP, in which no token sees another token."""
     return _NONE
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a layer that work element by element: norms, the rotation, the gate.
+"""The linear maps, norms and MLPs of a layer, and the choice of their elementwise functions.
 
-Each part makes several passes over the same numbers. On a GPU the kernels of `kernels/layer/` make
-one pass of each. Elsewhere torch.compile does this, but only with `--compilation elementwise`,
-because it takes seconds at the start.
+Plain torch makes several passes over the same numbers for a norm, a rotation or a gate. On a GPU,
+each kernel of `kernels/layer/` makes one pass. On other devices torch.compile makes one pass too,
+but only with `--compilation elementwise`, because compiling takes seconds at the start.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Linear:
     """A linear map, `x @ weight.T + bias` for x `[rows, in]`; `weight` is `[out, in]`, `bias` is
     `[out]` or None.
 
-    On the CPU the matrix is reordered once, and no reference to `weight` is kept. With the library
-    of `kernels/cpu/` it becomes the panels in `packed`; without the library it becomes blocks of
-    oneDNN, for float32 only. Measured on an AMD EPYC with one thread and matrices of 256 to 3072:
-    in float32 the library is 1.7 to 2.6 times as fast as oneDNN for one row, 1.3 to 1.6 times for
-    16, 0.9 to 1.3 times for 64 and more. In bfloat16 it is 1.4 to 2.3 times as fast as torch for
-    one row, and 6 to 10 times for 16 and more.
+    On the CPU the matrix is reordered once, and the original `weight` is not kept. If the library
+    of `kernels/cpu/` is available, the matrix becomes its `packed` form; without the library it is
+    reordered into oneDNN's blocks, for float32 only. Measured on an AMD EPYC with one thread and
+    matrices of 256 to 3072: in float32 the library is 1.7 to 2.6 times as fast as oneDNN for one
+    row, 1.3 to 1.6 times for 16 rows, and 0.9 to 1.3 times for 64 and more. In bfloat16 the library
+    is 1.4 to 2.3 times as fast as torch for one row, and 6 to 10 times for 16 and more.
     """
 
     __slots__ = ("_adapters", "_bias", "_is_packed", "_rows", "_shape", "_weight", "packed")
@@ -57,8 +57,8 @@ class Linear:
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, *, is_kept: bool = False
     ) -> None:
-        """`is_kept`: the caller keeps `weight` unless it becomes `packed`. Blocks of oneDNN would
-        be a second copy, so they are not made."""
+        """`is_kept`: the caller keeps `weight` in memory unless the matrix becomes `packed`. With
+        `is_kept`, oneDNN's blocks are not made, because they would be a second copy."""
         self._bias, self._is_packed, self._weight = bias, False, weight
         self._shape = tuple(weight.shape)
         self._rows: RowSlots | None = None  # None: no row has an adapter
@@ -78,9 +78,9 @@ class Linear:
     def __call__(
         self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None, *, is_wide: bool = False
     ) -> Tensor:
-        """Return `[rows, out]`. Outputs without a bit in `wanted` (bit `i % 32` of word `i // 32`)
-        may be left out, and are then 0. With `is_wide`, results of 16-bit types may be float32,
-        still rounded to their type."""
+        """Return `[rows, out]`. Outputs whose bit in `wanted` (bit `i % 32` of word `i // 32`) is 0
+        may be left out; they are then 0. With `is_wide`, results of 16-bit types may be returned as
+        float32, still rounded to the 16-bit type."""
         slots = None if self._rows is None else self._rows.slots
         if self.packed is not None:
             return self.packed(x, wanted, is_wide=is_wide, slots=slots)
@@ -120,8 +120,8 @@ class Linear:
             self._adapters.put(slot, prepared)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Add the product to `out` `[rows, out]` in place. The sum is rounded once if the product
-        itself adds."""
+        """Add the product of `x` and the matrix to `out` `[rows, out]` in place. The sum is rounded
+        only once if the matrix product itself adds to `out`."""
         if self.packed is not None or self._is_packed:
             out += self(x)
             return
@@ -133,7 +133,7 @@ class Linear:
 
 
 def _can_pack(weight: Tensor) -> bool:
-    """Whether this torch can reorder the matrix, by operators of torch's compiler."""
+    """Whether oneDNN can reorder the matrix, by operators of torch's compiler."""
     return (
         weight.dtype is torch.float32
         and weight.device.type == "cpu"
@@ -147,9 +147,10 @@ Compile = Callable[[Callable[..., Tensor]], Any]
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide by the root mean square over the last dimension, and multiply by `weight`, which may
-    have a vector for each head. Computed in float32 or wider. The quotient is rounded to x's type
-    before the product with a weight of this type, but after the product with a wider weight."""
+    """Compute an RMS norm over the last dimension, and multiply it by `weight`, which may have a
+    vector for each head. The norm is computed in float32 or wider. The normed `x` is rounded to its
+    type before it is multiplied by a `weight` of this type, but after the multiplication by a wider
+    `weight`."""
     size = weight.shape[-1:]
     if x.dtype not in _WIDE_TYPES:
         normed = F.rms_norm(x.float(), size, None, eps)
@@ -162,7 +163,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Return `silu(gate) * up`. Overwrites `gate`."""
+    """Return `silu(gate) * up`. `gate` is overwritten."""
     gate = F.silu(gate, inplace=True)
     gate *= up
     return gate
@@ -189,13 +190,14 @@ class Elementwise:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all functions are this module's. Other functions with equal results may then
-        replace them."""
+        """Whether all functions are the plain torch functions of this module. Other functions with
+        equal results may replace only plain functions."""
         return self == Elementwise()
 
     @classmethod
     def compiled(cls, compile_one: Compile | None = None) -> Elementwise:
-        """Return the functions, each compiled at its first call, for any number of rows."""
+        """Return the functions with torch.compile applied, so that each is compiled at its first
+        call, for any number of rows."""
 
         def by_torch(function: Callable[..., Tensor]) -> Any:
             return torch.compile(function, dynamic=True)
@@ -205,28 +207,31 @@ class Elementwise:
 
     @classmethod
     def of_kernels(cls) -> Elementwise:
-        """Return the kernels of `kernels/layer/`. `choose_elementwise` must have chosen them."""
+        """The kernels of `kernels/layer/`, if `choose_elementwise` has chosen them."""
         return cls(_norm_by_kernel, rotate, silu_gate, gelu_gate, is_kernels=True)
 
     def gated_by(self, activation: Activation) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return the function of gate and up. Raises KeyError for an activation without one."""
+        """Return the function that combines gate and up for an activation. Raises KeyError for an
+        activation that has no gate."""
         return {Activation.SILU: self.gated, Activation.GELU_TANH: self.gelu_gated}[activation]
 
 
 def _norm_by_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute a norm by the kernel. Norms of heads are computed by torch; a layer computes them if
-    its attention does not rotate."""
+    """Compute an RMS norm by the Triton kernel. Norms of query and key heads (`weight` with two
+    dimensions) are computed by torch; the mixer calls this function for them only if its attention
+    does not rotate."""
     return norm(x, weight, eps) if weight.dim() > 1 else rms_norm(x, weight, eps)
 
 
 class Mlp(Protocol):
-    """The part of a layer that computes an addition to each row from this row alone."""
+    """An MLP or a mixture of experts: computes a result for each row from this row alone; the layer
+    adds the result to the row."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """Return `[rows, hidden]` from normed rows `[rows, hidden]`. Does not change `x`."""
+        """Compute `[rows, hidden]` from normed rows `[rows, hidden]`. `x` is not changed."""
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Add the result for `x` to `out` in place. Only layers with kernels call this."""
+        """Add the result for `x` to `out` in place. Only layers with kernels call this method."""
 
     def adaptable(self) -> dict[Target, Adaptable]:
         """Return the products that adapters can change."""
@@ -292,9 +297,9 @@ class _TwoLinears:
 
 
 class DenseMlp:
-    """An MLP of three matrices: `down(activation(gate(x)) * up(x))`. Gate and up are one matrix if
-    the library of `kernels/cpu/` multiplies (`gate_up`, including the activation) or if the weights
-    have them joined (`_both`)."""
+    """An MLP of three matrices: `down(activation(gate(x)) * up(x))`. Gate and up are one matrix in
+    two cases: `gate_up` of the library of `kernels/cpu/`, which applies the activation too, or
+    `_both` if the weights have them joined."""
 
     __slots__ = ("_both", "_gate", "_gated", "_pair", "_up", "activation", "down")
 
@@ -339,7 +344,7 @@ class DenseMlp:
         self.down.add_to(out, self._inner(x))
 
     def _inner(self, x: Tensor) -> Tensor:
-        """Return the gated rows, which the last matrix multiplies."""
+        """Return the activated rows, which `down` multiplies."""
         if self._both is not None:
             gate, up = self._both(x).chunk(2, dim=-1)
             return self._gated(gate, up)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixers: the part of a layer in which a token sees earlier tokens.
+"""Mixers: the part of a layer in which a token reads earlier tokens.
 
-Most layers have an AttentionMixer, which reads K and V of the earlier tokens. Other layers carry a
-state (`states/state_mixer.py`), and some have both. A mixer takes the normed rows of a step and
-returns the input of the layer's output matrix.
+Most layers have an `AttentionMixer`, which reads the K and V of earlier tokens. Other layers have a
+mixer that carries a state (`states/state_mixer.py`), and some layers have attention and a state. A
+mixer takes the normed rows of a step and returns the input of the layer's output matrix.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _Plan = TypeVar("_Plan", contravariant=True)
 
 
 class Attention(Protocol[_Plan]):
-    """Attention over a paged pool. Each implementation has its own form of plan. An attention that
-    can rotate also has a `QkvAttention` as `of_qkv`."""
+    """The attention of a model over a paged KV pool. Each implementation of attention has its own
+    type of plan. An implementation that can also rotate queries and keys has a `QkvAttention` in
+    its attribute `of_qkv`."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: _Plan, /) -> Tensor:
         """Write `k` and `v` `[tokens, kv heads, head_dim]` of a layer to the pool, then compute
@@ -37,17 +38,17 @@ class Attention(Protocol[_Plan]):
 
 
 class QkvAttention(Protocol[_Plan]):
-    """Attention that includes the rotation of queries and keys."""
+    """Attention that also computes the norms and the rotation of queries and keys."""
 
     def __call__(self, qkv: Tensor, rotary: Rotary, layer: int, plan: _Plan, /) -> Tensor:
-        """Compute the attention of `qkv` `[tokens, heads + 2 kv heads, head_dim]`. Its queries and
-        keys are neither normed nor rotated yet. It may be overwritten. Return `[tokens, heads *
+        """Compute attention for `qkv` `[tokens, heads + 2 kv heads, head_dim]`. Queries and keys in
+        `qkv` are neither normed nor rotated yet. `qkv` may be overwritten. Return `[tokens, heads *
         head_dim]`."""
 
 
 @dataclass(slots=True)
 class MixerStep(Generic[Plan]):
-    """The data of a step for all mixers of a model."""
+    """The inputs of a step that all mixers of a model share."""
 
     attention: Attention[Plan]
     plan: Plan
@@ -61,18 +62,19 @@ class MixerStep(Generic[Plan]):
 
 
 class Mixer(Protocol):
-    """The part of a layer before its output matrix."""
+    """The part of a layer before its output matrix: attention, a state mixer, or both."""
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
-        """Return `[tokens, inner]` from normed rows `[tokens, hidden]`, which stay unchanged."""
+        """Return `[tokens, inner]` from the normed rows `[tokens, hidden]`, which are not
+        changed."""
 
     def adaptable(self) -> dict[Target, Adaptable]:
         """Return the products that adapters can change."""
 
 
 class ParallelMixer:
-    """Attention and a state mixer side by side. Both see the same rows, and one matrix multiplies
-    both outputs."""
+    """Attention and a state mixer side by side. Both mixers read the same rows, and one output
+    matrix multiplies their joined results."""
 
     __slots__ = ("_attention", "_factor", "_state")
 
@@ -91,7 +93,7 @@ class ParallelMixer:
 
 
 class AttentionMixer:
-    """Queries, keys and values of one layer, and its attention."""
+    """The projections to queries, keys and values of one layer, and its attention."""
 
     __slots__ = ("_gate", "_ops", "_rope", "_spec", "head_norms", "layer", "qkv")
 
@@ -107,7 +109,8 @@ class AttentionMixer:
 
     @property
     def is_gated(self) -> bool:
-        """Whether a gate, computed from the layer's input, multiplies the attention's result."""
+        """Whether the attention's result is multiplied by a gate, which is computed from the
+        layer's input."""
         return self._gate is not None
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:
@@ -128,7 +131,8 @@ class AttentionMixer:
         return {Target.QKV: self.qkv, **gate}
 
     def _attend(self, heads: Tensor, step: MixerStep[Plan]) -> Tensor:
-        """Compute the attention of `[tokens, heads + 2 kv heads, head_dim]`."""
+        """Rotate the queries and keys of `heads` `[tokens, heads + 2 kv heads, head_dim]`, and
+        compute attention."""
         spec = self._spec
         turning = spec.num_heads + spec.num_kv_heads
         turned = self._norm_heads(heads[:, :turning])
@@ -139,8 +143,8 @@ class AttentionMixer:
         return step.attention(q, k, heads[:, turning:], self.layer, step.plan)
 
     def _norm_heads(self, turned: Tensor) -> Tensor:
-        """Return queries and keys `[tokens, heads + kv heads, head_dim]`, normed if the model has
-        these norms."""
+        """Return queries and keys `[tokens, heads + kv heads, head_dim]`, normed if the model norms
+        its heads."""
         weight, spec = self.head_norms, self._spec
         if weight is None:
             return turned

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelSource: a model on the disk, with its specification."""
+"""ModelSource: a model's directory and its `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,5 @@ from .model_spec import ModelSpec
 
 
 class ModelSource(NamedTuple):
-    """A model's directory and its specification."""
-
     path: Path
     spec: ModelSpec

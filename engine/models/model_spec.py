@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelSpec: the shape of a model, an immutable value. `spec/spec_parser.py` reads it from the
-config.json of a Hugging Face directory."""
+"""ModelSpec: the shape of a model (sizes, layers, positions) as an immutable value.
+`spec/spec_parser.py` reads a ModelSpec from the config.json of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .states.state_spec import StateSpec
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The factors of a family with scales."""
+    """The factors of a family that scales embeddings, scores, residuals and logits (Granite)."""
 
     embedding: float
     attention: float  # of scores, instead of 1 / root of head_dim
@@ -28,7 +28,7 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The shape of a model. Counts are elements, lengths are tokens."""
+    """The shape of a model, from its config.json. Counts are in elements, lengths are in tokens."""
 
     architecture: str  # a row of FAMILIES
     vocab_size: int
@@ -76,7 +76,8 @@ class ModelSpec:
 
     @property
     def layer_attention(self) -> tuple[LayerAttention, ...]:
-        """The attention of each layer. A window that no sequence exceeds counts as full."""
+        """The attention of each layer. A sliding window that is not shorter than `max_context`
+        counts as full attention."""
         sees_all = tuple(self._attention_of(layer) for layer in range(self.num_layers))
         if self.sliding_window is None or self.sliding_window >= self.max_context:
             return sees_all
@@ -97,7 +98,7 @@ class ModelSpec:
 
     @property
     def rope_of_layers(self) -> tuple[int, ...]:
-        """The index in `ropes` for each layer."""
+        """The index in `ropes` of each layer's rotary positions."""
         second = self.still_layers
         if second is None:
             second = () if self.local_rope is None else self.sliding_layers or ()
@@ -111,11 +112,13 @@ class ModelSpec:
 
     @property
     def embedding_scale(self) -> float:
-        """Factor of embeddings; Gemma models round it to the type of the embeddings.
+        """Factor by which embeddings are multiplied; Gemma models round it to the type of the
+        embeddings.
 
-        If a layer's parts are multiplied by r before they are added, hidden states are kept divided
-        by r, and the parts need no factor. The results of norms are the same, because a factor of
-        their input cancels, except against eps; `stream_eps` is divided to match.
+        In a family that multiplies the results of attention and MLP by a factor r before they are
+        added, the hidden states are kept divided by r instead, so the results need no factor. Norms
+        give the same results with divided hidden states, because a factor of their input cancels,
+        except against eps; `stream_eps` is eps divided to match.
         """
         if self.scales is not None:
             return self.scales.embedding / self.scales.residual
@@ -123,7 +126,7 @@ class ModelSpec:
 
     @property
     def stream_eps(self) -> float:
-        """Eps of norms of hidden states, divided to match `embedding_scale`."""
+        """Eps for norms of hidden states, divided to match `embedding_scale`."""
         residual = 1.0 if self.scales is None else self.scales.residual
         return self.rms_norm_eps / residual**2
 
@@ -131,7 +134,7 @@ class ModelSpec:
         return self.state is not None and layer in self.state.layers
 
     def has_attention(self, layer: int) -> bool:
-        """Whether a layer has K and V, with or without a state."""
+        """Whether a layer has K and V; it may carry a state too."""
         if self.attention_layers is None:
             return not self.has_state(layer)
         return layer in self.attention_layers
@@ -151,7 +154,8 @@ class ModelSpec:
 
     @property
     def widest_mlp(self) -> int:
-        """The most numbers per token between the matrices of a layer's MLP."""
+        """The largest number of intermediate elements that a layer's MLP or its experts compute for
+        a token."""
         if self.experts is None:
             return self.intermediate_size
         mixture = self.experts.num_per_token * self.experts.size + self.experts.shared_size
@@ -160,19 +164,20 @@ class ModelSpec:
 
     @property
     def max_context(self) -> int:
-        """The longest sequence, in tokens, that is computed as in training and whose K and V can be
-        cached and shared."""
+        """The longest sequence, in tokens, that is computed as in training. K and V of such a
+        sequence do not depend on its final length, so they can be cached and shared."""
         return min(stable_length(rope, self.max_positions) for rope in self.ropes)
 
     def layout(self, block_size: int, kv_dtype: str) -> BlockLayout:
-        """Return the layout of a block's K and V, for the layers that have K and V."""
+        """Return the layout of a block of K and V; only the layers that have K and V count."""
         return BlockLayout(
             self.num_kv_layers, block_size, self.num_kv_heads, self.head_dim, kv_dtype
         )
 
     def draft_layout(self, block_size: int, kv_dtype: str, dtype: str) -> BlockLayout:
-        """Return the layout of a draft model's part of a block. An EAGLE head has more places after
-        its layers, for the hidden states that it reads, which have type `dtype`."""
+        """Return the layout of a draft model's part of a block. For an EAGLE head, the layout has
+        additional layers after the head's own; they store the hidden states that the head reads,
+        which have type `dtype`."""
         layout = self.layout(block_size, kv_dtype)
         if not self.is_eagle:
             return layout
@@ -181,8 +186,8 @@ class ModelSpec:
 
 
 def resolve_max_model_len(spec: ModelSpec, wanted: int | None) -> int:
-    """Return the context to serve: `wanted`, or the model's maximum. Raise ConfigError if `wanted`
-    is more."""
+    """Return the maximum context length to serve: `wanted`, or the model's maximum if `wanted` is
+    None. Raise ConfigError if `wanted` exceeds the model's maximum."""
     if wanted is None:
         return spec.max_context
     if wanted <= spec.max_context:

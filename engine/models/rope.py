@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions: inverse frequencies of every kind, their tables, and the rotation itself.
+"""Rotary positions: inverse frequencies of every kind, cosines and sines, and the rotation itself.
 
-Frequencies and angles are computed in float32 in the order of operations of transformers, because
-models are trained with its rounding. Only the finished tables are cast.
+Frequencies and angles are computed in float32 in transformers' order of operations, because models
+are trained with its rounding. Only the finished tables of cosines and sines are converted to the
+model's type.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ def rope_tables(
     turning_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of positions 0 … length-1, each `[length, head_dim // 2]` in
-    `dtype`. With `turning_dim` only so many elements of a head rotate, in the order of
+    `dtype`. With `turning_dim`, only this many elements of a head rotate, in the order of
     `turning_order`.
 
-    `length` must not exceed the model's `max_context`. Up to there no kind depends on the length of
-    a sequence, and the tables equal transformers' tables.
+    `length` must not exceed the model's `max_context`. Up to `max_context`, no kind of positions
+    depends on the length of a sequence, and the tables equal those of transformers.
     """
     frequencies, scale = inverse_frequencies(rope, turning_dim or head_dim, max_positions)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
@@ -49,9 +50,10 @@ def rope_tables(
 
 
 def turning_order(head_dim: int, turning_dim: int) -> Tensor:
-    """Return int64 `[head_dim]`: for each element of a head here, its index in a stored head. In a
-    stored head the first `turning_dim` elements rotate, in pairs of their halves. Here element i of
-    a head's first half pairs with element i of its second, and some pairs do not rotate."""
+    """Return int64 `[head_dim]`, which maps this project's order of a head's elements to the stored
+    order. In the stored order, element i of the first half of the first `turning_dim` elements
+    pairs with element i of the second half. In this project's order, element i of a head's first
+    half pairs with element i of its second half; the last pairs do not rotate."""
     places = torch.arange(head_dim)
     middle, still = turning_dim // 2, turning_dim + (head_dim - turning_dim) // 2
     return torch.cat(
@@ -60,14 +62,14 @@ def turning_order(head_dim: int, turning_dim: int) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Return the frequencies, float32 `[head_dim // 2]`, and a factor for the tables."""
+    """Return the inverse frequencies, float32 `[head_dim // 2]`, and a factor for the tables."""
     return _KINDS[rope.kind](rope, head_dim, max_positions)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `[tokens, heads, head_dim]`; `cos` and `sin` are `[tokens, 1, head_dim // 2]`.
 
-    Like Llama, pair element i of a head's first half with element i of its second half.
+    As in Llama, element i of a head's first half is paired with element i of its second half.
     """
     first, second = x.chunk(2, dim=-1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -105,7 +107,8 @@ def _proportional(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor,
 
 
 def _llama3(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Stretch long waves, keep short waves, and blend the waves between."""
+    """Divide the frequencies of long waves by the factor, keep short waves, and blend the
+    others."""
     frequencies = _default(rope, dim, max_positions)[0]
     length = rope.original_max_positions
     waves = 2 * math.pi / frequencies
@@ -119,10 +122,10 @@ def _llama3(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float
 
 
 def _yarn(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Blend kept and stretched frequencies by a ramp over the dimensions."""
+    """Blend original and divided frequencies by a linear ramp over the dimensions."""
 
     def dimension(turns: float) -> float:
-        """Return the dimension whose wave makes so many turns within the original length."""
+        """Return the dimension whose wave makes `turns` turns within the original context."""
         waves = math.log(rope.original_max_positions / (turns * 2 * math.pi))
         return dim * waves / (2 * math.log(rope.theta))
 
@@ -151,7 +154,7 @@ def _yarn_attention(rope: RopeSpec) -> float:
 
 
 def _longrope(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Use the factors for short sequences: `max_context` ends where long ones would begin."""
+    """Use the factors for short sequences, since `max_context` excludes long ones."""
     scale = rope.attention_factor
     if scale is None:
         grown = math.log(rope.factor) / math.log(rope.original_max_positions)

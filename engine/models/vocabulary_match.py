@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that two models use the same ids for the same tokens, by their tokenizer.json."""
+"""Checks from the tokenizer.json files that two models use the same ids for the same tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FILE = "tokenizer.json"
 
 
 def check_vocabulary(model: ModelSource, draft: ModelSource) -> None:
-    """Raise ConfigError if the ids of two models mean different tokens. If both have a tokenizer,
-    these are compared, and the models may have rows that no token uses. Otherwise their numbers of
-    rows must be equal."""
+    """Raise ConfigError if the draft model's ids mean other tokens than the model's ids. If both
+    models have a tokenizer.json, the ids in these files are compared, and `vocab_size` may differ
+    by rows that no token uses. If a tokenizer.json is missing, `vocab_size` must be equal."""
     own, other = (each.path / _FILE for each in (model, draft))
     if is_there(own) and is_there(other):
         why = _difference(own, other)
@@ -34,7 +34,8 @@ def check_vocabulary(model: ModelSource, draft: ModelSource) -> None:
 
 
 def _difference(own: Path, other: Path) -> str:
-    """Describe the first token whose id differs between two files; empty if all are equal."""
+    """Describe the first token whose id differs between two tokenizer.json files. The result is
+    empty if all ids are equal."""
     data = own.read_bytes(), other.read_bytes()
     if data[0] == data[1]:
         return ""

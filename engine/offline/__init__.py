@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the Python API (`engine/llm.py`): runs of many prompts, and their answers."""
+"""Parts of the Python API (`engine/llm.py`): running many prompts, and the classes of results."""

@@ -22,7 +22,7 @@ NO_LISTS = (bytes, bytearray, memoryview, dict, set, frozenset)
 
 
 def prompts_in(prompts: Any) -> list[Any]:
-    """Return the prompts of a call as a list; the call gives one or several."""
+    """Return the prompts of a call as a list; a single text becomes a list of one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, NO_LISTS) or not hasattr(prompts, "__iter__"):
@@ -31,7 +31,7 @@ def prompts_in(prompts: Any) -> list[Any]:
 
 
 def check_salt(salt: object) -> None:
-    """Refuse a salt that is not a text, or cannot be encoded."""
+    """Raise ValueError for a salt that is not a text of valid Unicode."""
     try:
         is_text = isinstance(salt, str) and salt.encode() is not None
     except UnicodeEncodeError:
@@ -76,7 +76,7 @@ def priorities_for(count: int, given: Sequence[int] | None, what: str) -> Sequen
 
 
 def conversations_in(messages: Any) -> list[Any]:
-    """Return the conversations of a call as a list; the call gives one or several."""
+    """Return the conversations of a call as a list; `messages` is one conversation or several."""
     if isinstance(messages, list | tuple):
         if all(isinstance(each, list | tuple) for each in messages):
             return list(messages)
@@ -90,7 +90,7 @@ def conversations_in(messages: Any) -> list[Any]:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Put `what` in front of the message of a ValueError that the block raises."""
+    """Put `what` and a colon before the text of a ValueError that the block raises."""
     try:
         yield
     except ValueError as error:
@@ -98,6 +98,6 @@ def naming(what: str) -> Iterator[None]:
 
 
 def check_switch(name: str, value: object) -> None:
-    """Refuse a value that is neither True nor False, also 0 and 1."""
+    """Raise ValueError for any value except True and False, also for 0 and 1."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} takes True or False, not {format_value(value)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam searches of the Python API: their parameters for the engine, and their outputs."""
+"""Beam search in the Python API: the sampling parameters for the engine, and the outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Req
 
 
 def params_of_beams(params: BeamSearchParams) -> SamplingParams:
-    """Return the parameters of a request whose choices will be the answers of the search."""
+    """Return sampling parameters for a request whose choices are the answers of the beam search."""
     return SamplingParams(
         n=params.beam_width,
         max_tokens=params.max_tokens,
@@ -24,7 +24,7 @@ def params_of_beams(params: BeamSearchParams) -> SamplingParams:
 def beam_search_output(
     answer: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer | None
 ) -> BeamSearchOutput:
-    """Return the choices of `answer`, which are the answers of the search, in vLLM's form."""
+    """Return the answers of a beam search, the choices of `answer`, in vLLM's form."""
     prompt = answer.prompt_token_ids
     return BeamSearchOutput([_sequence(each, prompt, params, tokenizer) for each in answer.outputs])
 

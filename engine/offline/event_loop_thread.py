@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EventLoopThread: an asyncio event loop for callers that have none."""
+"""`EventLoopThread`: an asyncio event loop for synchronous callers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _JOIN_SECONDS = 5.0
 
 
 class EventLoopThread:
-    """An asyncio event loop in a thread of its own, for plain callers. Runs until `close`. The
-    thread is a daemon, so it never keeps Python from ending."""
+    """An asyncio event loop in its own thread, for synchronous callers. The loop runs until
+    `close`. The thread is a daemon thread, so it does not keep Python from exiting."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -26,11 +26,11 @@ class EventLoopThread:
 
     @property
     def is_here(self) -> bool:
-        """Whether the thread belongs to this process; a fork does not copy it."""
+        """Whether the thread runs in this process; a forked child process has no such thread."""
         return self._process_id == os.getpid()
 
     def run(self, awaitable: Awaitable[T]) -> T:
-        """Await `awaitable` on the loop and return its result. An interrupt cancels it."""
+        """Await `awaitable` on the loop and return its result. KeyboardInterrupt cancels it."""
 
         async def waiting() -> T:
             return await awaitable

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results of the Python API: an answer to each prompt, with one choice or several.
 
-Fields have vLLM's names where vLLM has them. `ProgressLine` counts answers on a terminal.
+Fields that vLLM has too have the same names. `ProgressLine` shows progress on a terminal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROGRESS_SECONDS = 1.0
 
 
 class Logprob(NamedTuple):
-    """The natural log-probability of a token at a position. `rank` 1 is the likeliest."""
+    """The natural log-probability of a token at a position. `rank` 1 is the likeliest token."""
 
     logprob: float
     rank: int
@@ -34,9 +34,9 @@ class Logprob(NamedTuple):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """A choice of an answer. `logprobs` has, for each of `token_ids`, a map by token id with this
-    token first; None if the request asks for none. `position_logprobs` has the same data. `timings`
-    are seconds, by name; `cached_tokens_by_tier` has the pool and each tier."""
+    """A choice of an answer. `logprobs` has, for each of `token_ids`, a map from token ids to
+    `Logprob` with this token first; None if not requested. `position_logprobs` has the same data.
+    `timings` maps names to seconds. `cached_tokens_by_tier` includes the pool."""
 
     index: int  # among the choices of its prompt
     text: str = ""  # without thoughts, in chats
@@ -63,7 +63,7 @@ class CompletionOutput:
         return sum(entry.logprobs[0] for entry in self.position_logprobs)
 
     def finished(self) -> bool:
-        """Whether the choice has ended, perhaps by an error. A method, as in vLLM."""
+        """Whether the choice has ended, perhaps by an error. `finished` is a method, as in vLLM."""
         return self.finish_reason is not None
 
     def add(self, part: TextOutput) -> None:
@@ -121,8 +121,8 @@ class BeamSearchOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answer to one prompt. The other properties repeat the first choice of `outputs`, except
-    for `error`: the error of the first choice that failed."""
+    """The answer to one prompt. Properties such as `text` return the value of the first choice in
+    `outputs`; `error` is the error of the first choice that failed."""
 
     request_id: str
     prompt: str | None  # None for a prompt given as token ids or numbers
@@ -185,7 +185,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """The vector of one prompt. It is empty if the request failed."""
+    """The vector of one prompt. The vector is empty if the request failed."""
 
     embedding: list[float]
 
@@ -206,7 +206,7 @@ class EmbeddingRequestOutput:
     def from_request_output(
         cls, answer: RequestOutput, *, normalize: bool, dimensions: int | None
     ) -> EmbeddingRequestOutput:
-        """Make the output from the answer to a request with an embedding."""
+        """Make the output from the answer to a request for an embedding."""
         vector: list[float] = []
         error = answer.error
         if error is None:
@@ -227,7 +227,7 @@ class EmbeddingRequestOutput:
 
 
 class ProgressLine:
-    """The text `3 of 12 answers, 250 tokens/s`, rewritten in place by `keep_redrawing`."""
+    """A line such as `3 of 12 answers, 250 tokens/s`, which `keep_redrawing` rewrites in place."""
 
     def __init__(self, total: int, stream: TextIO) -> None:
         self._total, self._stream = total, stream
@@ -236,7 +236,7 @@ class ProgressLine:
 
     @classmethod
     def create_for_terminal(cls, num_prompts: int, total: int) -> ProgressLine | None:
-        """Make the line if standard error is a terminal and there are several prompts."""
+        """Return a line for several prompts if standard error is a terminal, else None."""
         stream = sys.stderr
         if num_prompts < 2 or stream is None or stream.closed or not stream.isatty():
             return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs prompts of the Python API: one request for each choice, all at once.
+"""Runs the prompts of a Python API call as one request for each choice.
 
-The choices of a prompt begin together, so that the prompt is computed once. A failed request does
-not end others. The runner belongs to the event loop that runs it.
+The choices of a prompt start together, so that the prompt is computed once. A failed request does
+not end other requests. A `PromptRunner` may be used in one event loop only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckedPrompt(NamedTuple):
-    """A checked prompt, ready to run."""
+    """A prompt whose arguments have been checked."""
 
     request: AddRequest  # for all its choices
     text: str | None  # None for token ids and numbers
@@ -40,7 +40,7 @@ class CheckedPrompt(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A choice and its request, which runs or waits to begin."""
+    """A choice of an answer, and the request that generates it."""
 
     request: AddRequest
     answer: RequestOutput
@@ -50,7 +50,7 @@ class Run(NamedTuple):
 
 
 class PromptRunner:
-    """Runs prompts to their ends, at most `max_at_once` choices at a time."""
+    """Runs prompts until all have answers, at most `max_at_once` choices at a time."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PromptRunner:
         self._max_at_once = max_at_once
 
     async def run(self, prompts: Sequence[CheckedPrompt], *, use_tqdm: bool) -> list[RequestOutput]:
-        """Return the answers, in order. A failed choice holds its error. Raises EngineDead."""
+        """Return the answers in order. A failed choice has an error text. Raises EngineDead."""
         answers = [self._new_answer(prompt) for prompt in prompts]
         runs = [
             run
@@ -85,8 +85,8 @@ class PromptRunner:
         return answers
 
     def name_logprobs(self, answers: Sequence[RequestOutput]) -> None:
-        """Make the maps by token for choices with log-probabilities. For many choices this takes
-        time, so it must not run on an event loop."""
+        """Set `logprobs` of every choice. For many choices this takes long, so it must not run on
+        an event loop."""
         from ..api.token_texts import TokenTexts
 
         texts = TokenTexts(self._tokenizer)
@@ -108,7 +108,7 @@ class PromptRunner:
         return RequestOutput(request.request_id, prompt.text, ids, choices)
 
     def _runs_of(self, prompt: CheckedPrompt, answer: RequestOutput) -> Iterator[Run]:
-        """Yield a request for each choice."""
+        """Yield a `Run` for each choice of a prompt."""
         request, params = prompt.request, prompt.request.sampling_params
         requests = [request]
         if params.n > 1:
@@ -153,7 +153,8 @@ class PromptRunner:
 
 
 async def _begin_in_turn(runs: Sequence[Run], places: asyncio.Semaphore) -> None:
-    """Let runs begin when places become free. Runs that begin together wait until all have one."""
+    """Start runs in order as places become free. Runs that share a `may_begin` event start
+    together, once each has a place."""
     for _, together in itertools.groupby(runs, key=lambda run: id(run.may_begin)):
         group = list(together)
         for _ in group:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PromptSession: a prompt given in parts by a caller of the Python API, and its answer."""
+"""`PromptSession`: a prompt that a caller of the Python API sends in parts, and its answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Requester(Protocol):
-    """The part of `LLM` that a session needs."""
+    """The methods and attributes of `LLM` that a session uses."""
 
     tokenizer: Tokenizer | None
 
@@ -40,8 +40,8 @@ class Requester(Protocol):
 
 
 class PromptSession:
-    """A prompt that is given to the engine in parts, and its answer. `LLM.open_session` makes it.
-    The end of a `with` block drops a session that was not answered."""
+    """A prompt that is sent to the engine in parts, and its answer. `LLM.open_session` creates a
+    session. Leaving the session's `with` block aborts the request unless `answer` was called."""
 
     def __init__(
         self, llm: Requester, params: SamplingParams, cache_salt: str, adapter: str = ""
@@ -55,9 +55,9 @@ class PromptSession:
         self._feeding = threading.Lock()
 
     def feed(self, part: str | Sequence[int]) -> None:
-        """Add the next part of the prompt, a text or a list of token ids. The engine computes it
-        before the rest arrives. Raises ValueError for an invalid part, after the end, and while
-        another thread adds a part."""
+        """Add the next part of the prompt, a text or a list of token ids. The engine computes this
+        part before the rest arrives. Raises ValueError for an invalid part, after the last part,
+        and while another thread adds a part."""
         with self._exclusively():
             tokens = self._parts.add_part(self._checked(part))
             if self._request is None:
@@ -85,7 +85,7 @@ class PromptSession:
             return answer
 
     def close(self) -> None:
-        """Abort the request of a session that was not answered. Idempotent."""
+        """Abort the session's request unless `answer` was called. Idempotent."""
         if not self._has_ended and self._request is not None:
             self._llm.wait_for(self._llm.client.drop_prompt(self._request.request_id))
         self._has_ended = True

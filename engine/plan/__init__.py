@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv plan`: the division of memory, the rates that decide, and the printed tables."""
+"""`stratakv plan`: arithmetic of memory and loading times, rates of the machine, tables."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rates of a plan: given by the user, measured here in a second, or reference figures.
+"""The rates of a plan (bytes, operations or tokens per second): given by the user, measured on this
+machine in about a second, or reference figures.
 
-Every rate keeps its origin for the output.
+Every rate has its origin, which is printed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """An amount per second, and the origin of the figure."""
+    """An amount per second, and where the figure comes from."""
 
     per_second: float
     origin: str  # GIVEN, MEASURED or REFERENCE
@@ -49,8 +50,9 @@ REFERENCES: Mapping[str, Rate] = {
 
 
 def resolve_rates(given: Mapping[str, Any], probe: bool) -> dict[str, Rate]:
-    """Return the rates that the plan needs. The network's rate cannot be measured here, so it is
-    missing unless it is given or reference figures are used. Raises ConfigError."""
+    """Return the rates that the plan needs, by name. A probe on this machine cannot measure the
+    network's rate, so this rate is missing unless the user gives it or `probe` is false (reference
+    figures). Raises ConfigError for contradicting flags, and if the disk cannot be measured."""
     if "flops" in given and "prefill_tokens_per_second" in given:
         raise ConfigError(
             "--flops and --prefill-tokens-per-second both set how fast prompts are computed; "
@@ -112,5 +114,6 @@ _PROBES: Mapping[str, Callable[[], Rate]] = {
 
 
 def existing_parent(path: Path) -> Path:
-    """Return the directory itself, or the nearest existing one above it."""
+    """Return `path` if it is an existing directory, else the nearest existing directory above
+    it."""
     return next(each for each in (path, *path.absolute().parents) if os.path.isdir(each))

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic of `stratakv plan`: the memory that a model needs, the capacity of each tier, and
-the prefixes for which loading is faster than computing.
+the prefix lengths from which loading is faster than computing.
 
-It computes bytes, blocks and seconds from shapes, sizes and rates. It measures, opens and prints
-nothing. Prefill of n tokens is counted in operations:
+This module computes bytes, blocks and seconds from shapes, sizes and rates. The module does not
+measure, read files or print. The prefill of n tokens takes this number of operations:
 
     2 * n * (elements of the layers' matrices)  +  2 * n^2 * layers * heads * head_dim
              (of experts: only a token's experts)
 
-The second term is for scores and weighted sums, over half of the square. Loads are counted in
-whole, contiguous blocks. Blocks of lower tiers pass through the CPU tier singly.
+The term with n^2 is for the attention scores and the weighted sums of values, over half of the
+square. Loads are counted in whole blocks, each contiguous. A block from a lower tier is counted
+twice: as a read into the CPU tier and as a copy to the device, one after the other.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ STATES = "states"  # stands for a group's attention
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Seconds of a causal pass over n tokens: `per_token * n + per_square * n**2`."""
+    """Seconds for the prefill of n tokens: `per_token * n + per_square * n**2`."""
 
     per_token: float
     per_square: float = 0.0
@@ -49,7 +50,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The parts of one device's memory, in bytes."""
+    """The size of one device's memory and of its parts, in bytes."""
 
     total_bytes: int
     weight_bytes: int
@@ -63,7 +64,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The size of one tier: its blocks, and the tokens and requests that fit into them."""
+    """The size of one tier, and the numbers of blocks, tokens and requests that fit into it."""
 
     size_bytes: int
     blocks: int
@@ -74,7 +75,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A cache group, and the most that a request of the longest length holds in it."""
+    """A cache group, and the blocks that a request of `max_model_len` tokens has in it."""
 
     attention: str
     layers: tuple[int, ...]
@@ -85,7 +86,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Empty slots after the last token of a request, if all lengths are equally likely."""
+    """The average number of empty slots after a request's last token, if all lengths are equally
+    likely."""
 
     tokens_per_request: float
     bytes_per_request: float
@@ -94,7 +96,7 @@ class Waste:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The times to load a prefix, from each tier, and to compute it."""
+    """The time to compute a prefix, and the time to load it from each tier."""
 
     tokens: int
     blocks: int
@@ -108,18 +110,18 @@ def num_elements(shapes: Shapes) -> int:
 
 
 def weight_bytes(shapes: Shapes, dtype: str, num_devices: int = 1) -> int:
-    """Return the bytes of weights on each device. Matrices are split; every device has all
-    vectors."""
+    """Return the bytes of weights on each device with tensor parallelism. Matrices are split
+    between the devices; every device has all vectors."""
     matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
     vectors = num_elements(shapes) - matrices
     return (-(-matrices // num_devices) + vectors) * DTYPE_BYTES[dtype]
 
 
 def activation_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Estimate the bytes that a step of the default size needs beside weights, KV and states. Each
-    token needs two hidden states, two rows of the MLP, and the inputs and output of attention, or
-    of a layer with a state if these are larger. Each request needs two float32 rows over the
-    vocabulary."""
+    """Estimate the bytes that a step of the default size needs for activations, that is, without
+    weights, KV pool and states. Each token of the step needs two hidden states, two rows of the
+    MLP, and the inputs and output of attention (or of a layer with a state, if these are larger).
+    Each request of the step needs two float32 rows over the vocabulary."""
     step = SchedulerConfig()
     mixer = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     if (state := spec.state) is not None:
@@ -133,15 +135,16 @@ def activation_bytes(spec: ModelSpec, dtype: str) -> int:
 def running_state_bytes(
     states: StateBytes, num_requests: int, num_devices: int = 1, num_drafts: int = 0
 ) -> int:
-    """Return the bytes of states on each device for `num_requests` running requests with
-    `num_drafts` drafts each."""
+    """Return the bytes on each device for the states of `num_requests` running requests, each with
+    `num_drafts` draft tokens."""
     return num_state_slots(num_requests, num_drafts) * -(-states.num_bytes // num_devices)
 
 
 def device_layout(
     spec: ModelSpec, block_size: int, kv_dtype: str, num_devices: int = 1
 ) -> BlockLayout:
-    """Return the layout of a block on each device. Raise ConfigError if heads cannot be split."""
+    """Return the layout of a block on each device with tensor parallelism. Raise ConfigError if
+    `num_devices` does not divide the numbers of heads."""
     for what, count in (("attention", spec.num_heads), ("key-value", spec.num_kv_heads)):
         if count % num_devices:
             raise ConfigError(
@@ -153,7 +156,8 @@ def device_layout(
 
 
 def check_memory(memory: Memory, layout: BlockLayout) -> None:
-    """Raise ConfigError unless weights, reserve and the smallest pool fit."""
+    """Raise ConfigError unless the weights, the reserve for activations, the states and the
+    smallest KV pool fit into the memory."""
     needed = memory.total_bytes - memory.kv_bytes + MIN_POOL_BLOCKS * layout.page_bytes
     if memory.total_bytes < needed:
         states = ""
@@ -180,8 +184,8 @@ def capacity(
     typical_tokens: int,
     null_blocks: int = 0,
 ) -> Capacity:
-    """Return the capacity of `blocks`; `null_blocks` of them stay empty. Requests take whole
-    blocks."""
+    """Return the capacity of a tier of `blocks` blocks, of which `null_blocks` stay empty. Each
+    request takes whole blocks."""
     usable = blocks - null_blocks
     return Capacity(
         size_bytes=size_bytes,
@@ -195,9 +199,9 @@ def capacity(
 def pool_capacity(
     groups: CacheGroups, size_bytes: int, *, max_model_len: int, typical_tokens: int
 ) -> Capacity:
-    """Return the capacity of a pool, in blocks over all layers. In layers with windows a request
-    holds the blocks of the window and of a step of the default size. Tokens are counted as if every
-    layer kept all of them."""
+    """Return the capacity of a KV pool of `size_bytes` bytes, in blocks over all layers. In layers
+    with a window, a request is counted with the blocks of the window and of a step of the default
+    size. The number of tokens is counted as if every layer kept all tokens."""
     blocks = size_bytes // (groups.layout.place_bytes * groups.num_places)
     usable = groups.num_pages(blocks) - NULL_BLOCKS
 
@@ -216,8 +220,9 @@ def pool_capacity(
 def group_table(
     groups: CacheGroups, max_model_len: int, state_layers: tuple[int, ...] = ()
 ) -> list[Group]:
-    """Return, for each group, the most that a request of `max_model_len` tokens holds in steps of
-    the default size. The states of `state_layers` are a group that holds one checkpoint."""
+    """Return, for each cache group, the largest number of blocks that a request of `max_model_len`
+    tokens has, in steps of the default size. The states of `state_layers` are shown as one more
+    group, with the size of one saved state."""
     size, step = groups.layout.block_size, SchedulerConfig().most_step_tokens
     rows = []
     for group in groups.groups:
@@ -233,13 +238,13 @@ def group_table(
 
 
 def waste(layout: BlockLayout, typical_tokens: int) -> Waste:
-    """Return the average waste in last blocks, whose empty slots range from none to all but one."""
+    """Return the average number of empty slots in a request's last block."""
     tokens = (layout.block_size - 1) / 2
     return Waste(tokens, tokens * layout.token_bytes, tokens / (typical_tokens + tokens))
 
 
 def prefill_of(shapes: Shapes, spec: ModelSpec, operations_per_second: float) -> Prefill:
-    """Return the prefill time at a total rate of operations, over all devices."""
+    """Return the prefill time at `operations_per_second`, the total over all devices."""
     matrices = 0.0
     for name, shape in shapes.items():
         if not name.startswith(_LAYER_PREFIX) or len(shape) < 2:
@@ -255,10 +260,10 @@ def prefill_of(shapes: Shapes, spec: ModelSpec, operations_per_second: float) ->
 def block_seconds(
     layout: BlockLayout, rates: Mapping[str, float], num_devices: int = 1
 ) -> dict[str, float]:
-    """Return the seconds to load one block from each tier to the devices, at these bytes per
+    """Return the seconds to load one block from each tier to the devices; `rates` are in bytes per
     second.
 
-    Each device has its own link to the CPU tier; the disk and the network are shared.
+    Each device has its own link to the CPU tier; all devices share the disk and the network.
     """
     to_device = layout.page_bytes / rates["cpu"]
     seconds = {"cpu": to_device}
@@ -270,7 +275,8 @@ def block_seconds(
 
 
 def prefix_lengths(max_model_len: int) -> list[int]:
-    """Return the prefix lengths to compare: the usual ones that fit, and the whole context."""
+    """Return the prefix lengths, in tokens, to compare: those of PREFIX_TOKENS that are below
+    `max_model_len`, and `max_model_len`."""
     return [tokens for tokens in PREFIX_TOKENS if tokens < max_model_len] + [max_model_len]
 
 
@@ -282,8 +288,8 @@ def loads(
     num_devices: int = 1,
     num_state_blocks: int = 0,
 ) -> list[Load]:
-    """Return the loads of the full blocks of each prefix; prefixes without a full block are left
-    out. The states at the end of a prefix take `num_state_blocks`."""
+    """Return a `Load` for the full blocks of each prefix; prefixes shorter than one block are left
+    out. The states at the end of a prefix add `num_state_blocks` to its blocks."""
     rows = []
     for length in lengths:
         blocks = length // layout.block_size
@@ -305,10 +311,12 @@ def loads(
 def break_even_tokens(
     seconds_per_block: float, block_size: int, prefill: Prefill, num_state_blocks: int = 0
 ) -> int | None:
-    """Return the shortest prefix, in whole blocks, that loads faster than it computes, or None.
+    """Return the shortest prefix in tokens, rounded to whole blocks, that loads faster than it is
+    computed. Return None if there is no such prefix.
 
-    Both times grow from 0, except that every load includes the blocks of states. If computing is
-    faster for the first token, the quadratic term of prefill decides.
+    The times to load and to compute an empty prefix are 0, except that every load includes the
+    blocks of states. If the first token is computed faster than it is loaded, only the quadratic
+    term of prefill can make loading faster.
     """
     dearer, states = seconds_per_block / block_size - prefill.per_token, 0.0
     states = num_state_blocks * seconds_per_block

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints a plan as tables, from the plan's JSON form. It measures and computes nothing.
+"""Prints a plan as tables, from the plan's JSON form. This module measures and computes nothing.
 
-Sizes that the user gave have the user's unit. The others are in powers of 1024 if all given sizes
-are, else in powers of 1000. Rates are in powers of 1000.
+Sizes that the user gave are printed in the user's unit. Other sizes are printed in powers of 1024
+if all given sizes are in such units, else in powers of 1000. Rates are printed in powers of 1000.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Show = Callable[[float], str]
 
 
 def print_plan(made: dict[str, Any], typed: Mapping[str, str] | None = None) -> None:
-    """Print the plan on standard output. `typed` has the texts of the given sizes by flag name."""
+    """Print the plan on standard output. `typed` has the sizes as the user wrote them, by flag
+    name."""
     typed = {
         name: " ".join(found.groups())
         for name, text in (typed or {}).items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BeamSearchParams: the parameters of a beam search, under vLLM's names."""
+"""`BeamSearchParams`: the parameters of a beam search, named as in vLLM."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _PLAIN = SamplingParams()
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
-    """A beam search, which gives `beam_width` answers, the best first.
+    """A beam search, which returns `beam_width` answers, the best first.
 
     The score of an answer is the sum of its tokens' log-probabilities divided by its number of
-    tokens to the power of `length_penalty`. `early_stopping` decides when a search with
-    `beam_width` ended answers stops. True: at once. False: when no beam, at its present length,
-    scores above the worst of them. "never": when no beam could do so at any length. Scores use the
-    model's own log-probabilities, so `temperature` changes nothing, as in vLLM. `ignore_eos`: every
-    answer has `max_tokens` tokens. Raises ValueError, naming the field, for anything out of bounds.
+    tokens to the power of `length_penalty`. `early_stopping` sets when a search that has
+    `beam_width` finished answers ends: True ends it at once; False ends it when no unfinished beam,
+    at its present length, scores above the worst finished answer; "never" ends it when no beam
+    could score above that answer at any length. Scores use the log-probabilities before
+    temperature, so `temperature` has no effect, as in vLLM. With `ignore_eos`, every answer has
+    `max_tokens` tokens. Raises ValueError, which names the field, for an invalid value.
     """
 
     beam_width: int
@@ -62,14 +63,14 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
             _refuse("early_stopping", 'True, False or "never"', early)
 
     def score(self, total: float, num_tokens: int) -> float:
-        """Return the score of an answer of `num_tokens` (1 at least), whose log-probabilities add
-        up to `total`."""
+        """Return the score of an answer of `num_tokens` tokens (at least 1) whose log-probabilities
+        add up to `total`."""
         return total / math.pow(num_tokens, self.length_penalty)
 
 
 def wish_without_effect(params: SamplingParams) -> str:
-    """Return the first parameter that asks for a feature without effect on beams; "": none. Beams
-    follow only the token limit, the ends of an answer and the log-probabilities."""
+    """Return the first parameter that is set but has no effect in a beam search; "" if there is
+    none. A beam search uses only the token limit, end tokens and log-probabilities."""
     if params.logprobs:
         return "logprobs"
     asked = (name for name in _WITHOUT_EFFECT if getattr(params, name) != getattr(_PLAIN, name))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process boundary: messages between the front (HTTP, Python API) and the engine core.
+"""Messages between the front (the HTTP server or the Python API) and the engine core.
 
-msgpack by msgspec over ZMQ, one message a frame; in-process mode passes the same objects without
-encoding them. Messages are arrays on the wire, so new fields go to the end and have a default.
+Between processes, ZMQ sends each message as one msgpack frame; in-process mode passes objects.
+Messages are arrays on the wire, so a new field goes to the end and needs a default.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_PRIORITY = 2**31
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):
-    """Another answer to the prompt of a request. The prompt is computed once for both answers."""
+    """Another answer to a request's prompt. The engine computes the prompt once for all answers."""
 
     request_id: str
     sampling_params: SamplingParams
@@ -46,8 +46,9 @@ class Fork(msgspec.Struct, array_like=True, frozen=True):
 class RequestExtras(
     msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, frozen=True
 ):
-    """Optional request fields. They are sent by name, so a new field does not change the array
-    layout. A core that does not know a field refuses the request."""
+    """Optional fields of an `AddRequest`. The fields are encoded by name, so a new field does not
+    change the array layout of `AddRequest`. A core refuses a request with a field that it does not
+    know."""
 
     session: str = ""  # the same for all turns of a conversation or of an agent's job
     is_last_step: bool = False  # no other turn of the job follows
@@ -74,7 +75,7 @@ NO_EXTRAS = RequestExtras()
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
-    """Generate from these tokens. `prompt_token_ids` are little-endian int32."""
+    """The message that adds a request. `prompt_token_ids` are little-endian int32."""
 
     request_id: str
     prompt_token_ids: bytes
@@ -87,8 +88,9 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
 
 
 def share_prompt(requests: Sequence[AddRequest], beams: BeamSearchParams | None = None) -> None:
-    """Make the other requests forks of the first, so the core computes their prompt once. The
-    requests differ only in ids and parameters. `beams`: they are the answers of this search."""
+    """Make all requests but the first forks of the first request, so that the engine core computes
+    their common prompt once. The requests may differ only in ids and sampling parameters. If
+    `beams` is given, the requests are the answers of this beam search."""
     if beams is not None:
         for each in requests:
             each.extras = msgspec.structs.replace(each.extras or NO_EXTRAS, beams=beams)
@@ -99,7 +101,7 @@ def share_prompt(requests: Sequence[AddRequest], beams: BeamSearchParams | None 
 
 
 class ExtendPrompt(msgspec.Struct, tag="extend", array_like=True):
-    """The next part of a prompt. It is ignored if the request has ended."""
+    """The next part of a prompt sent in parts. An ended request's part is ignored."""
 
     request_id: str
     # Little-endian int32. Empty: the client has sent a part whose tokens are not certain yet.
@@ -110,17 +112,17 @@ class ExtendPrompt(msgspec.Struct, tag="extend", array_like=True):
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
-    """Abort requests whose client is gone (ABORTED), or that reached a stop string (STOPPED).
-    Unknown ids are ignored."""
+    """The message that aborts requests whose client has disconnected (ABORTED) or whose output has
+    reached a stop string (STOPPED). The engine core ignores unknown ids."""
 
     request_ids: list[str]
     reason: str = ABORTED
 
 
 class Call(msgspec.Struct, tag="call", array_like=True):
-    """Call one function of the core: "stats", "follow" (an AddRequest in JSON), "tool_called" (a
-    ToolCalled in JSON), "reset_prefix_cache", "pause", "resume", "paused", "shutdown",
-    "load_adapter" and "unload_adapter" (a LoadAdapter and an UnloadAdapter in JSON)."""
+    """A call of one core function by name: "stats", "follow" (an AddRequest in JSON), "tool_called"
+    (a ToolCalled in JSON), "load_adapter" and "unload_adapter" (a LoadAdapter and an UnloadAdapter
+    in JSON), "reset_prefix_cache", "pause", "resume", "paused", "shutdown"."""
 
     call_id: int
     name: str
@@ -128,7 +130,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
 
 
 class ToolCalled(msgspec.Struct, forbid_unknown_fields=True):
-    """The news that the last ended turn of a job has called a tool."""
+    """The message that the last finished request of an agent's job has called a tool."""
 
     job_id: str
     tool: str
@@ -163,7 +165,7 @@ class LoadedAdapter(msgspec.Struct):
 
 # Untracked by the garbage collector: a step has hundreds of these objects, and no cycles.
 class TokenOutput(msgspec.Struct, array_like=True, gc=False):
-    """The output of a step for one request."""
+    """The output of one engine step for one request."""
 
     request_id: str
     new_token_ids: list[int]
@@ -191,7 +193,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True):
-    """The outputs of a step, in one message."""
+    """All `TokenOutput`s of one engine step."""
 
     outputs: list[TokenOutput]
     num_failed_steps: int = 0  # failed since the worker's last good step
@@ -206,7 +208,7 @@ class Reply(msgspec.Struct, tag="reply", array_like=True):
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """The core is up, with the facts that the front needs."""
+    """The message that the core has started, with the values that the front needs from it."""
 
     protocol_version: int
     max_model_len: int
@@ -229,7 +231,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):
-    """The core cannot start or go on; the last message it sends."""
+    """The last message of an engine core that cannot start or cannot continue."""
 
     message: str
     is_config_error: bool = False
@@ -244,7 +246,8 @@ encoder = msgspec.msgpack.Encoder()
 
 
 def check_priority(priority: int, is_taken: bool) -> None:
-    """Raise ValueError for a priority out of bounds, and for any but 0 unless `is_taken`."""
+    """Raise ValueError for a priority out of bounds, and for any except 0 unless the engine's
+    policy uses priorities (`is_taken`)."""
     if priority and not is_taken:
         raise ValueError(
             f"priority must be 0, got {priority}: requests are served in the order in which they "
@@ -255,7 +258,7 @@ def check_priority(priority: int, is_taken: bool) -> None:
 
 
 def refuse(frame: bytes, why: str) -> FromCore | None:
-    """Return the answer to an undecodable message to the core; None if it has no readable id."""
+    """Return the error reply to a frame that the core cannot decode; None if its id is missing."""
     try:
         fields = msgspec.msgpack.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError):

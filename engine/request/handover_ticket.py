@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ticket of a prompt: the message from the node that computed it to the node that answers.
+"""The ticket of a prompt: data from the node that computed the prompt for the node that answers it.
 
-A ticket gives no access: the node that answers makes the names of the blocks from its own prompt,
-model and tenant, so a foreign ticket finds no blocks. A ticket that fits saves computing the
-prompt's last token a second time; any other is ignored.
+A ticket grants no access to blocks. The answering node computes the block hashes from its own
+prompt, model and tenant, so a ticket of another tenant finds no blocks. A ticket that matches the
+request saves computing the prompt's last token again; a ticket that does not match is ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DIGEST_CHARACTERS = 32
 class Ticket(
     msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, frozen=True
 ):
-    """A prompt whose blocks other nodes can load, and the first token of its answer."""
+    """The digest of a prompt whose blocks other nodes can load, and its answer's first token."""
 
     num_tokens: int  # number of tokens of the prompt
     prompt: str  # hexadecimal digest of tokens, model, tenant and salt
@@ -41,8 +41,8 @@ class Ticket(
 
 
 def params_digest(params: SamplingParams) -> str:
-    """Return a digest. Parameters that choose the same first token for a prompt have equal
-    digests."""
+    """Return a digest of sampling parameters. Parameters have equal digests if they differ only in
+    fields without influence on the first output token."""
     # `min_tokens` above 0 bans the tokens that end an answer from the first place.
     stops = {} if params.min_tokens else {"stop_token_ids": (), "ignore_eos": False}
     same = msgspec.structs.replace(params, **_LATER, **stops, min_tokens=min(1, params.min_tokens))
@@ -55,15 +55,16 @@ def params_digest(params: SamplingParams) -> str:
 
 def is_possible(ticket: Ticket, vocab_size: int) -> bool:
     """Whether the ticket's tokens are in the vocabulary and its log-probabilities start with its
-    first token. The front keeps the text of every reported token: clients must not invent ids."""
+    first token. The front caches the text of every reported token id, so invented ids must be
+    refused."""
     told = ticket.logprobs
     ids = [ticket.first_token] if told is None else told.token_ids
     return ids[:1] == [ticket.first_token] and all(0 <= each < vocab_size for each in ids)
 
 
 def fits(ticket: Ticket, prompt: str, num_tokens: int, params: SamplingParams) -> bool:
-    """Whether the ticket belongs to this prompt, and has the first token that these parameters
-    choose, with the log-probabilities that they ask for."""
+    """Whether the ticket belongs to this prompt, its first token was chosen with equivalent
+    sampling parameters, and it has the log-probabilities that `params.logprobs` asks for."""
     if (ticket.num_tokens, ticket.prompt) != (num_tokens, prompt):
         return False
     if params.logprobs is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of one position, in their form between the sampler and a client.
+"""Log-probabilities at one token position, as the engine core sends them to the front.
 
-Natural logarithms of the model's own distribution, before temperature, penalties and truncation.
-Values below -9999.0, and NaN, become -9999.0, because JSON has no infinity.
+The values are natural logarithms of the model's own distribution, before temperature, penalties and
+truncation. Values below -9999.0, and NaN, become -9999.0, because JSON has no infinity.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ MAX_LOGPROBS = 20
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True):
-    """The token at one position, and the likeliest tokens there.
+    """The token at one position, and the likeliest tokens at that position.
 
-    Both lists begin with the token of the position, at any rank; the likeliest tokens follow in
-    descending order. If the token is one of the likeliest, it is in the lists twice.
+    Both lists begin with the position's token, whatever its rank; the likeliest tokens follow in
+    descending order. If the position's token is one of the likeliest, it is in both lists twice.
     """
 
     token_ids: list[int]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings in the fronts: the form of the request, length 1, fewer numbers.
+"""Prompt embeddings in the front: requesting, scaling and shortening a vector.
 
-The pooled hidden states depend on the model and are set by `--pooling`. In a matryoshka model the
-first numbers of a vector are a usable vector too; such a model says so in config.json.
+The pooled hidden states depend on the model and are set by `--pooling`. In a matryoshka model, the
+first numbers of a vector form a usable shorter vector; the model's config.json declares this.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MAX_LISTED = 1024  # entries of a config.json's list
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The sizes of an embedding that clients may ask for: the full size and, with `may_be_fewer`,
-    any smaller size; if `listed` is not empty, only a size in it."""
+    """The vector lengths that a client may ask for. The full length is always allowed.
+    `may_be_fewer` allows smaller lengths: those in `listed`, or any if `listed` is empty."""
 
     may_be_fewer: bool = False
     listed: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class Dimensions:
 
     def check_asked_count(self, asked: int | None, full: int) -> None:
         """Raise ValueError, which begins with the field's name, if a vector of `full` numbers
-        cannot be cut to `asked`."""
+        cannot be cut to `asked` numbers."""
         if asked is None or (type(asked) is int and asked == full):
             return
         if not self.may_be_fewer:
@@ -65,14 +65,15 @@ class Dimensions:
 
 
 def with_pooling(request: AddRequest, pooling: str) -> AddRequest:
-    """Return the request with `pooling` set: it asks for the embedding of its prompt."""
+    """Return a copy of the request that asks for its prompt's embedding."""
     extras = msgspec.structs.replace(request.extras or NO_EXTRAS, pooling=pooling)
     return msgspec.structs.replace(request, extras=extras)
 
 
 def finish_vector(data: bytes | None, *, normalize: bool, dimensions: int | None = None) -> Vector:
-    """Make a client's vector from the engine's: its first `dimensions` numbers, of length 1 if
-    `normalize`. Raises ValueError if the engine's vector is missing or not finite."""
+    """Return the vector for the client: the first `dimensions` numbers of the engine's vector,
+    scaled to length 1 if `normalize`. Raises ValueError if the engine's vector is missing or not
+    finite."""
     if data is None:
         raise ValueError("the engine sent no embedding; use one version of StrataKV")
     vector: Vector = np.frombuffer(data, "<f8")[:dimensions]

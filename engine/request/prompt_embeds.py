@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt embeddings from the bytes of a safetensors file, as clients send them.
 
-The bytes are untrusted. The header is checked before the data is used; data only becomes numbers.
+The bytes are untrusted. The header is checked before the data, which is only read as numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _METADATA = "__metadata__"
 
 
 class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
-    """A tensor of the header."""
+    """The header's entry for one tensor."""
 
     dtype: str
     shape: list[int]
@@ -32,15 +32,15 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EmbedsError(ValueError):
-    """The bytes are no prompt embeddings of this model. The text says why."""
+    """The bytes are no prompt embeddings of this model. The error's text says why."""
 
 
 def read_embeds(
     data: bytes, hidden_size: int, max_tokens: int, largest: float = math.inf
 ) -> EmbedArray:
     """Read the only tensor of a safetensors file: float16, bfloat16, float32 or float64
-    `[num_tokens, hidden_size]` of 1 to `max_tokens` tokens. Float64 stays; the other types become
-    float32, which changes no number. `largest` is the largest number of the model's type.
+    `[num_tokens, hidden_size]` of 1 to `max_tokens` tokens. Float64 values stay float64; other
+    types become float32, without loss. `largest` is the largest number of the model's type.
 
     Raises EmbedsError, which names the fault, for any other content, for numbers that are not
     finite and for numbers that the model's type cannot hold.
@@ -100,7 +100,7 @@ def write_embeds(values: npt.NDArray[Any]) -> bytes:
 
 
 def _only_tensor(data: bytes) -> tuple[_Tensor, memoryview]:
-    """Return the header's only entry, and the bytes behind the header. Raises EmbedsError."""
+    """Return the header's only entry and the bytes after the header. Raises EmbedsError."""
     size = int.from_bytes(data[:_LENGTH_BYTES], "little")
     start = _LENGTH_BYTES + size
     if len(data) < _LENGTH_BYTES or start > len(data):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thoughts in a token sequence: their beginnings, lengths and end marks.
+"""Tracks thoughts (a model's reasoning text) in a token sequence.
 
-A thought is the text between a start mark and an end mark, each one token or several. Marks are
-compared token by token; `text/reasoning.py` has their texts.
+A thought is the text between a start mark and an end mark, such as `<think>` and `</think>`. Each
+mark is one token or several. Marks are matched by token ids; `text/reasoning.py` has their texts.
 
     prompt            output
     … <think> a b c   d e </think> f g <think> h …
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Mark:
-    """The token ids of a mark, with a search for them that takes one token at a time."""
+    """The token ids of a mark, with a search for the mark that takes one token at a time."""
 
     __slots__ = ("_fallback", "token_ids")
 
@@ -40,15 +40,16 @@ class Mark:
         return len(self.token_ids)
 
     def matched_after(self, matched: int, token_id: int) -> int:
-        """Return how many of the mark's first tokens end the sequence after `token_id`, if
-        `matched` of them ended it before `token_id`. `matched` must be less than the whole mark."""
+        """Return the length of the longest prefix of the mark that ends the sequence after
+        `token_id`. `matched` is this length before `token_id`, and must be less than the mark's
+        length."""
         ids = self.token_ids
         while matched and ids[matched] != token_id:
             matched = self._fallback[matched - 1]
         return matched + (ids[matched] == token_id)
 
     def ends_in(self, token_ids: TokenArray) -> list[int]:
-        """Return the positions behind each occurrence, ascending."""
+        """Return the position after each occurrence of the mark in `token_ids`, ascending."""
         size = len(self.token_ids)
         if len(token_ids) < size:
             return []
@@ -60,12 +61,13 @@ class Mark:
 
 
 class ThoughtTracker:
-    """The state of one sequence, updated token by token. Neither mark may contain the other."""
+    """Whether a sequence is inside a thought, and the thought's length, updated token by token.
+    Neither mark may contain the other."""
 
     __slots__ = ("_end", "_start", "_start_matched", "end_matched", "is_inside", "length")
 
     def __init__(self, start: Mark, end: Mark, *, is_inside: bool = False) -> None:
-        """`is_inside`: the sequence begins behind a start mark."""
+        """`is_inside` is True for a sequence that begins after a start mark."""
         self._start, self._end = start, end
         self._start_matched = 0
         self.is_inside = is_inside
@@ -76,10 +78,12 @@ class ThoughtTracker:
 
     @classmethod
     def behind(cls, prompt: TokenArray, start: Mark, end: Mark) -> ThoughtTracker:
-        """Make the tracker at the end of a prompt, by array operations and a step for each mark.
+        """Return a tracker for a sequence that begins with `prompt`.
 
-        In a prompt the last start mark counts: earlier messages may have start marks too. In an
-        output the first start mark counts, so a second start mark renews no budget.
+        Array operations find the marks, so Python code runs only once for each mark and for the
+        last tokens. In a prompt, the last start mark begins the thought, because earlier messages
+        may have start marks too. In an output, the first start mark begins it, so a second start
+        mark does not restart the budget.
         """
         tracker = cls(start, end)
         marks = [(place, True) for place in start.ends_in(prompt)]
@@ -97,7 +101,7 @@ class ThoughtTracker:
         return tracker
 
     def track_token(self, token_id: int) -> None:
-        """Follow the sequence by one token."""
+        """Update the state by the sequence's next token."""
         if not self.is_inside:
             self._start_matched = self._start.matched_after(self._start_matched, token_id)
             self.is_inside = self._start_matched == len(self._start)
@@ -113,8 +117,7 @@ class ThoughtTracker:
             self.track_token(token_id)
 
     def after(self, token_ids: Iterable[int]) -> ThoughtTracker:
-        """Return a new tracker, of the sequence followed by these tokens. This one does not
-        change."""
+        """Return a new tracker for this sequence followed by `token_ids`."""
         other = ThoughtTracker(self._start, self._end, is_inside=self.is_inside)
         other._start_matched = self._start_matched
         other.length, other.end_matched = self.length, self.end_matched
@@ -123,7 +126,7 @@ class ThoughtTracker:
 
 
 class ThoughtCounter:
-    """A count of the tokens of an output that belong to thoughts, without the marks."""
+    """Counts the tokens of an output that belong to thoughts. Tokens of marks do not count."""
 
     __slots__ = ("_ended", "_tracker", "count")
 
@@ -133,8 +136,9 @@ class ThoughtCounter:
         self.count = 0
 
     def count_thoughts(self, token_ids: Iterable[int], *, is_last: bool = False) -> int:
-        """Count these tokens, and return the increase, never less than 0. A possible beginning of
-        an end mark counts only once it proves to be no end mark."""
+        """Count the thought tokens among the output's next tokens, and return the increase, never
+        less than 0. Tokens that may begin an end mark count once they prove not to, or with
+        `is_last`."""
         before, tracker = self.count, self._tracker
         for token_id in token_ids:
             was_inside, own = tracker.is_inside, tracker.length - tracker.end_matched
@@ -146,6 +150,6 @@ class ThoughtCounter:
 
 
 def is_part(short: Sequence[int], long: Sequence[int]) -> bool:
-    """Whether `long` contains the tokens of `short` one behind the other."""
+    """Whether `short` is a contiguous part of `long`."""
     wanted, size = tuple(short), len(short)
     return any(tuple(long[at : at + size]) == wanted for at in range(len(long) - size + 1))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request: its inputs, its progress and its status.
+"""`Request`: the inputs, progress and status of one request.
 
-Token ids are kept as int32 in one growing buffer, so that hashing and the worker take views of it
-instead of rebuilding lists. Output is copied there when a view is needed, once in each block.
+Token ids are in one growing int32 buffer, so hashing and the worker take views of it instead of
+rebuilding lists. Output tokens are copied to the buffer when a view is needed, once for each block.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TokenArray = npt.NDArray[np.int32]
 
 
 class BlockHasher(NamedTuple):
-    """The functions that name the full blocks of requests."""
+    """The functions that compute the hashes by which the full blocks of requests are found."""
 
     block_size: int  # tokens
     root: bytes  # the digest of the identity of all engines that share these blocks
@@ -65,7 +65,7 @@ class BlockHasher(NamedTuple):
 
 
 class RequestStatus(enum.IntEnum):
-    """The stage of a request. Every status after PREEMPTED is finished."""
+    """The stage of a request. Every status after PREEMPTED means that the request is finished."""
 
     WAITING = enum.auto()
     WAITING_FOR_GRAMMAR = enum.auto()  # the grammar is being compiled
@@ -86,7 +86,7 @@ class RequestStatus(enum.IntEnum):
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's word for the end; None while the request is unfinished."""
+        """The `finish_reason` of OpenAI's API; None while the request is unfinished."""
         return _FINISH_REASONS.get(self)
 
 
@@ -105,12 +105,12 @@ _numbers = itertools.count()
 
 
 def job_key(cache_salt: bytes | None, job_id: str) -> bytes:
-    """The name of an agent's job; jobs of different tenants never share a name."""
+    """Return the key of an agent's job; its cache salt keeps jobs of different tenants apart."""
     return (cache_salt or b"") + b"\0" + job_id.encode()
 
 
 class LoadKind(enum.Enum):
-    """The kind of load that a request has under way."""
+    """The kind of a KV load from a tier that is under way for a request."""
 
     BLOCKING = "blocking"  # the request computes nothing until the connector reports the load
     OVERLAPPED = "overlapped"  # the request runs meanwhile
@@ -118,7 +118,7 @@ class LoadKind(enum.Enum):
 
 @dataclass(slots=True)
 class DraftRecord:
-    """The success of draft tokens for one request so far."""
+    """Statistics of one request's draft tokens in speculative decoding."""
 
     most: int  # how many drafts the request gets next
     num_steps: int = 0  # steps with drafts of this request
@@ -130,7 +130,7 @@ class DraftRecord:
 
 @dataclass(slots=True)
 class KeptEnd:
-    """The blocks of a request that has ended, kept for the requests that continue it."""
+    """The blocks of a finished request, kept in the pool for the requests that continue it."""
 
     holder: str  # the id that holds the blocks in the manager's tables
     num_heirs: int = 0  # requests that will continue in these blocks
@@ -138,8 +138,9 @@ class KeptEnd:
 
 @dataclass(slots=True)
 class Progress:
-    """The scheduler's data of one request, from arrival to end: its end, its timestamps, its load,
-    and its lost tokens. Timestamps are monotonic; None: not yet."""
+    """The scheduler's state of one request: end tokens, timestamps, KV load and lost tokens.
+    Timestamps are seconds of the monotonic clock; None means that the event has not happened
+    yet."""
 
     end_ids: frozenset[int] = frozenset()
     is_known: bool = False  # the worker has the request
@@ -166,18 +167,19 @@ class Progress:
     context: RequestContext | None = None
 
     def lose(self, num_tokens: int, cause: str) -> None:
-        """Note that the first `num_tokens` tokens may have to be computed again."""
+        """Record that the first `num_tokens` tokens may have to be recomputed, and why."""
         if num_tokens >= self.lost_tokens:
             self.lost_tokens, self.lost_cause = num_tokens, cause
 
 
 class Request:
-    """A sequence that the engine generates.
+    """A prompt and the output that the engine generates for it.
 
     `num_tokens` counts prompt and verified output. `num_computed_tokens` counts positions whose K
-    and V are written, or promised by a load. The scheduler closes the gap between the two counts.
-    Behind `num_tokens` it may go on by `num_placeholders`: tokens that steps in flight will choose.
-    `draft_token_ids` may follow the verified tokens; the next step computes them too.
+    and V are computed or are being loaded. The scheduler schedules the tokens between these two
+    counts. The scheduler may go past `num_tokens` by `num_placeholders`, the number of tokens that
+    steps in flight will choose. `draft_token_ids` are unverified tokens after `num_tokens`; the
+    next step computes them too.
     """
 
     __slots__ = (
@@ -250,8 +252,8 @@ class Request:
         fork_of: Request | None = None,
         continues: Request | None = None,
     ) -> None:
-        """`fork_of` is a request with the same prompt; `continues` is a request whose prompt begins
-        this prompt. The names of the common blocks are taken from either."""
+        """`fork_of` is a request with the same prompt; `continues` is a request whose prompt is a
+        prefix of this prompt. The hashes of the common blocks are copied from that request."""
         if len(prompt_token_ids) == 0:
             raise ValueError("a request needs at least one prompt token")
         self.request_id = request_id
@@ -323,26 +325,26 @@ class Request:
 
     @property
     def most_cached_tokens(self) -> int:
-        """Leading tokens that may come from the prefix cache. The last token may not, because its
-        logits are needed, nor may tokens whose experts are reported."""
+        """The number of leading tokens that may come from the prefix cache. The last token must be
+        computed for its logits, and so must tokens whose experts are reported."""
         most = self.num_tokens - 1
         return most if self.routed_from is None else min(most, self.routed_from)
 
     @property
     def tail_hash(self) -> bytes | None:
-        """Digest as in `RequestView`. None also if the output has tokens unknown to the other
-        engine."""
+        """The digest of the prompt's tokens after its full blocks, if another engine has computed
+        the prompt; else None. The digest is also None if the output has tokens that the other
+        engine does not know."""
         return self._tail_hash if self.num_tokens - 1 <= self.num_prompt_tokens else None
 
     def prompt_tail_hash(self) -> bytes:
-        """Return the digest of the prompt's tokens behind its full blocks; b"" without such
-        tokens."""
+        """Return the digest of the prompt's tokens after its full blocks; b"" without any."""
         assert self._block_hasher is not None
         return self._block_hasher.tail(self)
 
     def prompt_digest(self) -> str:
-        """Return a hexadecimal digest that is equal for all requests with the same prompt, model,
-        tenant and salt, and independent of the form of block hashes."""
+        """Return a digest that is equal for all requests with the same prompt, model, tenant and
+        salt. The digest has 64 hexadecimal digits, whatever form block hashes have."""
         assert self._block_hasher is not None
         num_full = self.num_prompt_tokens // self._block_hasher.block_size
         last = self.prompt_tail_hash() or self.block_hashes[num_full - 1]
@@ -382,8 +384,8 @@ class Request:
     def timings(self, now: float) -> dict[str, float]:
         """Return the timings for the last output, in seconds (and the number of preemptions).
 
-        A request that ended before a stage spent all its time in the stages before. The time of a
-        load for which the request waits is part of `queue_seconds`.
+        A stage that the request did not reach has 0 seconds. `queue_seconds` includes the time of a
+        KV load for which the request waits.
         """
         progress, arrival = self.progress, self.arrival_seconds
         scheduled = now if progress.scheduled is None else progress.scheduled
@@ -399,7 +401,7 @@ class Request:
         }
 
     def append_output_token(self, token_id: int) -> None:
-        """Add a verified token and hash the block it completes."""
+        """Add a verified token, and hash the block if the token completes one."""
         self.output_token_ids.append(token_id)
         self.num_tokens = num_tokens = self.num_tokens + 1
         if num_tokens >= self._hash_at:

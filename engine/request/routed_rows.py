@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoutedRows: the experts of a model that computed some tokens, in the core's outputs."""
+"""`RoutedRows`: the experts (of a mixture-of-experts model) to which some tokens were routed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import msgspec
 
 
 class RoutedRows(msgspec.Struct, array_like=True, gc=False):
-    """The experts of consecutive tokens: little-endian uint8, or uint16 for more than 256 experts,
-    `[tokens, layers with experts, experts of a token]`."""
+    """The expert ids of consecutive tokens: little-endian uint8, or uint16 for more than 256
+    experts, `[tokens, layers with experts, experts of a token]`."""
 
     start: int  # position of the first token
     shape: tuple[int, int, int]
@@ -16,7 +16,7 @@ class RoutedRows(msgspec.Struct, array_like=True, gc=False):
 
 
 def check_routed_start(start: int | None, tells_experts: bool) -> None:
-    """Raise ValueError for a `start` if the engine reports no experts."""
+    """Raise ValueError if `start` is given but the engine does not report experts."""
     if start is not None and not tells_experts:
         raise ValueError(
             "routed_experts_prompt_start asks for experts, which this engine does not tell; "

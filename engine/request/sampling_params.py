@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampling parameters of a request, checked once when a client sends them.
 
-The names are as in OpenAI's and vLLM's APIs. Parts that know the vocabulary check the token ids.
+The names are as in OpenAI's and vLLM's APIs. Token ids are checked where a vocabulary is known.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ _PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """End an answer once its last tokens are one pattern of `min_pattern_size` to
-    `max_pattern_size` tokens, `min_count` times in a row. Raises ValueError out of bounds."""
+    """The rule that ends an answer once its last tokens are a pattern of `min_pattern_size` to
+    `max_pattern_size` tokens, `min_count` times in a row. Raises ValueError for values out of
+    bounds."""
 
     max_pattern_size: int
     min_pattern_size: int = 1
@@ -78,19 +79,19 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling of one request.
+    """The sampling parameters of one request.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token; `min_p` drops tokens whose
-    probability is below that share of the likeliest token's. `seed` makes the draws of this request
-    independent of the rest of the batch. `stop` may be one string, `logit_bias` a map; tuples may
-    be lists. `logprobs` N asks for the log-probability of each new token and of the N likeliest
-    tokens at its position; `prompt_logprobs` asks for the same in the prompt. The front fills in
-    `bad_words_token_ids`, the spellings of `bad_words`, by its tokenizer. `thinking_token_budget`
-    is the most tokens of a thought, the text between the marks `reasoning_start_token_ids` and
-    `reasoning_end_token_ids`; the front fills in the model's marks. Without marks the budget has no
-    effect. `structured_outputs` is the form of the answer. `extra_args` are copied. `n` is the
-    number of answers; the front makes a request for each by `child_params`. Raises ValueError,
-    which names the field, for another type and for values out of bounds.
+    probability is below `min_p` times the likeliest token's. `seed` makes the draws of this request
+    independent of the rest of the batch. `stop` may be one string, `logit_bias` may be a map, and
+    lists may replace tuples. `logprobs` N asks for the log-probability of each new token and of the
+    N likeliest tokens at its position; `prompt_logprobs` asks for the same in the prompt. The front
+    sets `bad_words_token_ids` by tokenizing `bad_words`. `thinking_token_budget` is the most tokens
+    of a thought, the text between the marks `reasoning_start_token_ids` and
+    `reasoning_end_token_ids`; the front sets these marks to the model's. Without marks the budget
+    has no effect. `structured_outputs` restricts the answer's form. `extra_args` are copied. `n` is
+    the number of answers; the front makes a request for each by `child_params`. Raises ValueError,
+    which names the field, for values of a wrong type or out of bounds.
     """
 
     max_tokens: int = 16
@@ -279,7 +280,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnreadExtraArgs(ValueError):
-    """The request has `extra_args` that no processor of this engine would read."""
+    """The request has `extra_args` that no logits processor of this engine reads."""
 
 
 def check_params_for_embeds(params: SamplingParams) -> None:
@@ -294,8 +295,9 @@ def check_params_for_embeds(params: SamplingParams) -> None:
 
 
 def child_params(params: SamplingParams, child: int, *, with_prompt: bool) -> SamplingParams:
-    """Return the parameters of one of several answers to a prompt. Each answer has a seed of its
-    own. Only the answer `with_prompt` gets the prompt's log-probabilities."""
+    """Return the parameters of answer number `child` of several answers to a prompt. If `params`
+    has a seed, each answer gets a different one. Only the answer made `with_prompt` gets the
+    prompt's log-probabilities."""
     changes: dict[str, int | None] = {"n": 1}
     if params.seed is not None:  # after the greatest seed comes the least
         changes["seed"] = (params.seed + child + _SEEDS // 2) % _SEEDS - _SEEDS // 2
@@ -305,8 +307,8 @@ def child_params(params: SamplingParams, child: int, *, with_prompt: bool) -> Sa
 
 
 def with_changes(params: SamplingParams, **changes: int | None) -> SamplingParams:
-    """Return a copy with other values, which must be in range. The copy is not checked: checking a
-    thousand biases again for each of hundreds of answers would take a second."""
+    """Return a copy with changed values, which must be in range. The copy is not checked, because
+    checking a thousand biases again for each of hundreds of answers would take a second."""
     changed = copy.copy(params)
     for name, value in changes.items():
         msgspec.structs.force_setattr(changed, name, value)
@@ -314,8 +316,8 @@ def with_changes(params: SamplingParams, **changes: int | None) -> SamplingParam
 
 
 def _plain(value: Any) -> Any:
-    """Turn numbers and texts of other types into Python's own types, which the core can receive.
-    Other values stay unchanged and are refused later."""
+    """Convert numbers and strings of other types, such as numpy's, to Python's own types, which the
+    core can receive. Other values stay unchanged, and a later check refuses them."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, str):
@@ -326,7 +328,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_args(given: Any) -> dict[str, Any]:
-    """Copy `extra_args` with values that JSON and the messages to the core can hold."""
+    """Copy `extra_args`. Raise ValueError for values that JSON or the core cannot hold."""
     name = "extra_args"
     _check(isinstance(given, Mapping), name, "a map of texts to plain values", given)
     plain: dict[str, Any] = _plain_value(given, MAX_EXTRA_ARGS_DEPTH)
@@ -365,7 +367,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_token(value: Any) -> bool:
-    """Whether a value is a 32-bit integer, the type of token ids, in any vocabulary or not."""
+    """Whether a value is a 32-bit integer, the type of token ids. The vocabulary is not checked."""
     return _is_whole(value) and -(2**31) <= value < 2**31
 
 
@@ -382,7 +384,7 @@ def _check_texts(name: str, texts: tuple[str, ...], count: int, characters: int)
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text is valid Unicode: without half of a surrogate pair, which no model writes."""
+    """Whether a text is valid Unicode, which means that it has no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form of an answer that a client sets: a schema, a regex, a choice, a grammar.
+"""The form that a client requires of an answer: a schema, a regex, a choice or a grammar.
 
-The field names are vLLM's. The compiler of a grammar finds faults in the grammar; this module makes
-the checks that need no compiler.
+The field names are vLLM's. This module makes only the checks that need no grammar compiler; the
+compiler finds the faults in a grammar.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_WHITESPACE = 32
 
 
 class Kind(enum.StrEnum):
-    """The field of `StructuredOutputsParams` that holds a grammar."""
+    """The kind of a grammar, named after the field of `StructuredOutputsParams` that holds it."""
 
     JSON = "json"
     JSON_OBJECT = "json_object"
@@ -45,12 +45,12 @@ class GrammarSpec(NamedTuple):
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """The form of an answer. Exactly one of these fields gives it: `json`, a schema as a dict or as
-    text; `regex`; `choice`, a list of texts; `grammar`, as EBNF (GBNF) or Lark; `json_object`, any
-    JSON object; `structural_tag`, free text whose tags begin parts that follow a schema, as a dict
-    or text.
+    """The form that an answer must have. Exactly one of these fields sets the form: `json`, a
+    schema as a dict or as text; `regex`; `choice`, a list of texts; `grammar`, as EBNF (GBNF) or
+    Lark; `json_object`, any JSON object; `structural_tag`, a dict or text, for free text in which
+    tags begin parts that follow a schema.
 
-    `disable_any_whitespace` and `whitespace_pattern` concern the white space in JSON. Raises
+    `disable_any_whitespace` and `whitespace_pattern` set which white space JSON may have. Raises
     ValueError, which names the field, if no field or several are given, for a wrong type, and for a
     text that is too long, too deep or no JSON.
     """

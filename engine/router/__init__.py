@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy in front of prefill and decode nodes: it needs no model, no torch and no engine."""
+"""The HTTP proxy in front of prefill and decode nodes, which needs no model, torch or engine."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HeldBytes: the bytes of clients' bodies that a router holds, over all clients.
+"""`HeldBytes`: the bytes of request bodies that the router has in memory, for all clients together.
 
-A share counts only bytes that have arrived: a client that announces a large body and sends little
-takes no room from others.
+A `Share` counts only received bytes, so a client that announces a large body but sends little takes
+no room from other clients.
 
     a body                  the bytes received, until its answer has ended
-    a prompt in parts       its first part until then, and the bytes received of the current part
+    a prompt in parts       its first part until its answer has ended, and the current part's bytes
     a websocket's message   from its first bytes on, before it is whole
 """
 
@@ -21,8 +21,8 @@ from .proxy import RETRY_SECONDS
 
 @dataclass(slots=True, eq=False)
 class HeldBytes:
-    """The count of held bytes, at most `most`; a client without others may hold more. Belongs to
-    one event loop."""
+    """The count of held bytes. The limit is `most`, which one request may exceed if no other
+    request holds bytes. Use the count in one event loop only."""
 
     most: int
     num_bytes: int = 0
@@ -30,13 +30,13 @@ class HeldBytes:
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """The bytes that are held for one request."""
+    """The number of bytes that are held for one request."""
 
     _all: HeldBytes
     num_bytes: int = 0
 
     def takes(self, num_bytes: int) -> bool:
-        """Change the share to `num_bytes`; False, without a change, if that is over the limit."""
+        """Set the share to `num_bytes`. Over the limit, change nothing and return False."""
         others = self._all.num_bytes - self.num_bytes
         if num_bytes > self.num_bytes and others and others + num_bytes > self._all.most:
             return False
@@ -44,7 +44,7 @@ class Share:
         return True
 
     def hold(self, num_bytes: int) -> None:
-        """Change the share to `num_bytes`. Raises ApiError 429 if `takes` returns False."""
+        """Set the share to `num_bytes`. Raises ApiError 429 if `takes` returns False."""
         if not self.takes(num_bytes):
             raise too_many(
                 "the bodies of the requests that are open here are as long together as the router "
@@ -52,8 +52,8 @@ class Share:
             )
 
     def counted(self, receive: Receive, most: int) -> Receive:
-        """`receive` with the bytes of a body counted; a body of more than `most` bytes is dropped,
-        so it counts as 0. The result raises as `hold` does."""
+        """Return a `receive` that counts a body's bytes in this share. A body of more than `most`
+        bytes counts as 0, because it is dropped. The returned function raises like `hold`."""
         num_bytes = 0
 
         async def receive_counted() -> Message:
@@ -67,7 +67,7 @@ class Share:
 
 
 def too_many(message: str) -> ApiError:
-    """The error for a request beyond the router's limits."""
+    """Return the error for a request beyond the router's limits."""
     return ApiError(
         f"{message}; send this one again in a moment",
         status=429,

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a request's two legs (prefill and decode): the body for each node, and the facts
-for the choice of the node.
+"""Makes a request's bodies for its prefill and decode node, and the facts for choosing them.
 
 Fields are kept as the client's bytes, so a decode node reads exactly the client's text. A body that
-is no JSON object goes unchanged to a decode node, which reports the error.
+is not a JSON object is sent unchanged to a decode node, which reports the error.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Fields = Mapping[str, msgspec.Raw]
 
 
 def read_fields(body: bytes) -> Fields:
-    """The fields of a JSON object, not decoded; empty for anything else."""
+    """Return the fields of a JSON object, not decoded; empty for anything else."""
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -52,7 +51,7 @@ def read_fields(body: bytes) -> Fields:
 
 
 def read_facts(path: str, fields: Fields) -> Facts:
-    """The facts by which a node is chosen for a request."""
+    """Return the facts about a request by which its node is chosen."""
     raw = bytes(fields.get("prompt" if path in _WITH_PROMPT else "messages", _NULL))
     if raw.count(b",") > MAX_PARTS:
         tokens, is_exact = _tokens_of_many(raw)
@@ -64,10 +63,10 @@ def read_facts(path: str, fields: Fields) -> Facts:
 
 
 def wants_prefill(facts: Facts, above: int) -> bool:
-    """Whether a prefill node is to compute the prompt first. The prompt must have more than `above`
-    tokens, and the request no `kv_transfer_params` of another router. No prefill node gets a
-    request for prompt log-probabilities, because the decode node would compute the whole prompt for
-    them, nor a beam search, because one node makes it alone."""
+    """Whether a prefill node must compute the prompt first. The prompt must have more than `above`
+    tokens, and the request no `kv_transfer_params` of another router. A request for prompt
+    log-probabilities gets no prefill, because the decode node would compute the whole prompt for
+    them. A beam search gets no prefill, because one node computes the whole search."""
     return (
         facts.prompt_tokens > above
         and _is_null(facts.fields, KV_PARAMS)
@@ -77,8 +76,8 @@ def wants_prefill(facts: Facts, above: int) -> bool:
 
 
 def prefill_body(fields: Fields, *, with_kv_params: bool) -> bytes:
-    """The request for one token, without a stream. With `with_kv_params` the token is handed over,
-    so the request keeps the client's sampling fields and log-probabilities."""
+    """Return the request for one token, without a stream. With `with_kv_params`, the decode node
+    reuses this token, so the request keeps the client's log-probability fields."""
     body = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
     if with_kv_params:
         body |= {name: fields[name] for name in _OF_FIRST_TOKEN if name in fields}
@@ -95,14 +94,14 @@ def prefill_body(fields: Fields, *, with_kv_params: bool) -> bytes:
 
 
 def handed_over(answer: bytes) -> msgspec.Raw | None:
-    """The `kv_transfer_params` of a prefill node's answer, or None."""
+    """Return the `kv_transfer_params` of a prefill node's answer, or None."""
     fields = read_fields(answer)
     params = fields.get(KV_PARAMS)
     return None if params is None or _is_null(fields, KV_PARAMS) else params
 
 
 def decode_body(fields: Fields, params: msgspec.Raw) -> bytes:
-    """The client's request with the `kv_transfer_params` of the prefill node."""
+    """Return the client's request with the `kv_transfer_params` of the prefill node."""
     return msgspec.json.encode({**fields, KV_PARAMS: params})
 
 
@@ -118,14 +117,14 @@ def _decode(fields: Fields, name: str) -> Any:
 
 
 def _tokens_of_many(raw: bytes) -> tuple[int, bool]:
-    """The number of tokens of a prompt with many parts, by its bytes, and whether it is exact."""
+    """Return a prompt's number of tokens from its undecoded bytes, and whether it is exact."""
     if raw.translate(None, _IN_LISTS_OF_IDS) == b"[]":
         return raw.count(b",") + 1, True
     return len(raw) // BYTES_PER_TOKEN, False
 
 
 def _prompt_tokens(prompt: Any) -> tuple[int, bool]:
-    """The number of tokens of the longest prompt, and whether it is exact."""
+    """Return the number of tokens of the longest prompt, and whether it is exact."""
     if isinstance(prompt, str):
         return len(prompt.encode()) // BYTES_PER_TOKEN, False
     if not isinstance(prompt, list) or not prompt:
@@ -140,7 +139,7 @@ def _prompt_tokens(prompt: Any) -> tuple[int, bool]:
 
 
 def _text_bytes(messages: Any) -> int:
-    """The bytes of a conversation's texts, in UTF-8."""
+    """Return the number of UTF-8 bytes of a conversation's texts."""
     if not isinstance(messages, list):
         return 0
     total = 0

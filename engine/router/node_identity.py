@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The identity of a node (`GET /node`), and the check that two nodes can serve the same clients.
 
-A field is compared only if both nodes give it, so newer nodes may give further fields.
+A field is compared only if both nodes report it, so newer nodes may report additional fields.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Difference(NamedTuple):
     source: str  # the flags or files that determine the field
 
     def explain(self, other_name: str) -> str:
-        """Explain why the node with `value` is not used beside the other node, with the cure."""
+        """Return a sentence that says why the node with `value` is not used, and the remedy."""
         return (
             f"its {self.field} is {format_value(self.value)} and that of {other_name} is "
             f"{format_value(self.other)}; it comes from {self.source}: have both the same, or put "
@@ -61,7 +61,7 @@ class Difference(NamedTuple):
 
 
 def read_identity(body: bytes) -> Identity | None:
-    """The identity in a node's answer; None for an answer of other software."""
+    """Return the identity in a node's answer; None for an answer of other software."""
     try:
         told = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -72,14 +72,14 @@ def read_identity(body: bytes) -> Identity | None:
 
 
 def find_difference(one: Identity, other: Identity, *, with_blocks: bool) -> Difference | None:
-    """The first forbidden difference between two nodes, or None. `with_blocks`: the nodes must load
-    each other's blocks."""
+    """Return the first difference that forbids using two nodes together, or None. `with_blocks` is
+    True if the nodes must load each other's blocks."""
     return next(_differences(one, other, with_blocks), None)
 
 
 def explain_role(identity: Identity, listed: str, other: str) -> str:
-    """The reason why a node cannot have the role `listed`, with the cure; empty if it can. `other`
-    is the other role that nodes are listed under."""
+    """Return the reason why a node cannot have the role `listed`, and the remedy; "" if it can.
+    `other` is the role under which the node is not listed."""
     if identity.get("role") != other:
         return ""
     return (

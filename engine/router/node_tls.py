@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TLS of connections to https nodes, with trusted authorities from a file that may be renewed.
+"""TLS for connections to https nodes, with certificate authorities from a file that may change.
 
-Every request has its own connection. The file is checked before each connection, so a renewed file
+Every request has its own connection. The file is checked before each connection, so a new file
 needs no restart.
 """
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class NodeTls:
-    """The trusted authorities, for one event loop. Raises ConfigError if the file is unusable."""
+    """The trusted authorities, for one event loop. Raises ConfigError for an unusable file."""
 
     def __init__(self, ca_file: Path | None) -> None:
         self._ca_file = ca_file
@@ -27,8 +27,8 @@ class NodeTls:
         self._context = _read(ca_file)
 
     def context(self) -> ssl.SSLContext:
-        """The context of the next connection. If a changed file cannot be used, the last context
-        stays, and the error is logged once."""
+        """Return the TLS context for the next connection. If a changed file cannot be used, the
+        previous context stays, and the error is logged once."""
         seen = None if self._ca_file is None else state_of(self._ca_file)
         if seen != self._seen:
             self._seen = seen
@@ -42,7 +42,7 @@ class NodeTls:
 
 
 def make_node_tls(config: RouterConfig) -> NodeTls | None:
-    """The TLS of the nodes; None if no node is https. Raises ConfigError for an unusable file."""
+    """Return the nodes' TLS; None if no node is https. Raises ConfigError for an unusable file."""
     path = config.node_ca_file
     if not any(address.is_tls for address in (*config.prefill, *config.decode)):
         if path is not None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes, the state of each, and the choice between them.
+"""The router's nodes: their state, their health checks, and the choice of a node for a request.
 
-The rest of the router may rely on this: `pick` returns a node that is believed up or, if all decode
-nodes are believed down, one of these; a drained or refused node gets no requests; `busy` counts
-requests in flight.
+`Nodes.pick` returns a node that is believed to be up; if all decode nodes are believed to be down,
+`pick` returns one of them. Drained and refused nodes get no requests. `Node.busy` counts requests
+in flight.
 
-A node is refused if it was started for another role, or differs from the *reference*, the identity
-of the current decode nodes. The first decode node on the command line that is up sets the
-reference. The reference stays while a decode node that agrees with it lives and is not drained. So
-one node that returns with another model cannot displace all others. When no such node is left, the
-next decode node that is up sets the reference anew. A prefill node never sets it, because answers
-are possible without prefill nodes.
+A node is refused if it was started for another role, or if its identity differs from the
+*reference*, the identity of the decode nodes in use. The first decode node on the command line that
+is up sets the reference. The reference stays while a decode node with this identity is alive and
+not drained, so one node that restarts with another model cannot make all others refused. When no
+decode node with the reference is left, the next decode node that is up sets a new one. A prefill
+node never sets the reference, because answers are possible without prefill nodes.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The node's name for sentences."""
+        """The node's name in messages."""
         return f"{self.role} node {self.address.url}"
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Count a request to this node as in flight for the block."""
+        """Count a request to this node as in flight during the block."""
         self.in_flight += 1
         self.num_requests += 1
         try:
@@ -83,28 +83,28 @@ class Node:
             self.in_flight -= 1
 
     def mark_down(self, reason: str) -> None:
-        """Give it no requests until a health check succeeds. Logs the change."""
+        """Mark the node as down, without requests, until a health check succeeds. Logs this."""
         if self.is_up or not self.last_error:
             logger.warning("%s is down: %s", self.name, reason)
         self.is_up = False
         self.last_error = reason
 
     def mark_up(self) -> None:
-        """Give it requests again, after a health check. Logs the change."""
+        """Mark the node as up after a health check, so that it gets requests. Logs the change."""
         if not self.is_up:
             logger.info("%s is up", self.name)
         self.is_up = True
         self.last_error = ""
 
     def refuse(self, reason: str, difference: Difference | None = None) -> None:
-        """Give it no requests while it has this identity. Logs each new reason once."""
+        """Exclude the node from requests while it has this identity. Logs a new reason once."""
         if not self.refused or difference != self.difference:
             logger.warning("%s is not used: %s", self.name, reason)
         self.refused = reason
         self.difference = difference
 
     def accept(self) -> None:
-        """Give it requests again: it fits the other nodes."""
+        """End the exclusion by `refuse`, because the node now matches the other nodes."""
         if self.refused:
             logger.info("%s fits the other nodes now", self.name)
         self.refused = ""
@@ -113,7 +113,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts about a request for the choice of a node."""
+    """Facts about a request that determine which node gets the request."""
 
     path: str
     prompt_tokens: int = 0  # of its longest prompt; 0: it has none, or its length is unknown
@@ -123,8 +123,9 @@ class Facts:
 
 
 class Choice(ABC):
-    """A policy that chooses the node for a request. It gets only the facts, and keeps any other
-    state itself. Routing by cached blocks would be a further policy."""
+    """A policy that chooses the node for a request. The policy gets only the request's facts and
+    the nodes, and keeps any other state itself. Routing by cached blocks would be another
+    policy."""
 
     @abstractmethod
     def choose(self, facts: Facts, nodes: Sequence[Node]) -> Node:
@@ -132,14 +133,14 @@ class Choice(ABC):
 
 
 class LeastLoaded(Choice):
-    """The node with the fewest of this router's requests in flight. Equal nodes take turns."""
+    """Chooses the node with the fewest of this router's requests in flight; equal nodes in turn."""
 
     def choose(self, facts: Facts, nodes: Sequence[Node]) -> Node:
         return min(nodes, key=lambda node: (node.in_flight, node.last_pick))
 
 
 class Nodes:
-    """The nodes, with their health checks. Belongs to one event loop."""
+    """All nodes, with their health checks. Use a `Nodes` in one event loop only."""
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ class Nodes:
             yield from nodes
 
     def num_up(self, role: Role) -> int:
-        """The number of nodes that can get a request; drained and refused nodes do not count."""
+        """Return the number of nodes that may get a request: up, not drained, not refused."""
         return len(self._up(role))
 
     def num_refused(self, role: Role) -> int:
@@ -176,13 +177,13 @@ class Nodes:
         return sum(node.in_flight for node in self.of_role[role])
 
     def by_url(self, url: str) -> Node | None:
-        """The node of that URL, with or without a slash at its end."""
+        """Return the node with that URL, with or without a slash at its end, or None."""
         wanted = url.rstrip("/")
         return next((node for node in self if node.address.url == wanted), None)
 
     def candidates(self, role: Role, tried: Collection[Node] = ()) -> list[Node]:
-        """The nodes that a request may still try, after `tried`; never drained or refused nodes.
-        Prefill nodes must be up. Decode nodes must be up too, unless all of them are down."""
+        """Return the nodes that a request may still try: neither in `tried` nor drained nor
+        refused. Prefill nodes must be up. Decode nodes must be up too, unless all are down."""
         nodes = self._up(role)
         if not nodes and role is Role.DECODE:
             nodes = [n for n in self.of_role[role] if not n.is_draining and not n.refused]
@@ -206,7 +207,7 @@ class Nodes:
         ]
 
     def judge(self) -> None:
-        """Refuse the nodes whose known identity does not fit, and accept nodes that fit now."""
+        """Refuse nodes whose known role or identity does not fit, and accept the other nodes."""
         if (holder := self._find_holder()) is not None:
             self._reference, self._holder = holder.identity, holder.name
         for node in self:
@@ -218,7 +219,7 @@ class Nodes:
                 node.accept()
 
     def _find_holder(self) -> Node | None:
-        """A decode node with the reference identity; else the decode node that sets it next."""
+        """Return a decode node with the reference identity, else the one that sets it next."""
         able = [
             node
             for node in self.of_role[Role.DECODE]
@@ -265,8 +266,8 @@ class Nodes:
         node.looks_down = 0 if node.is_up else node.looks_down + 1
 
     async def _read_identity(self, node: Node) -> bool:
-        """Ask for a node's identity. Return whether the node answered. Other software has no
-        identity and is asked once each time it comes up."""
+        """Request a node's identity. Return whether the node answered. Software without an identity
+        is asked only once each time it comes up."""
         if node.is_up and node.identity is None:
             return True
         try:
@@ -287,7 +288,7 @@ class Nodes:
         return True
 
     async def _get(self, node: Node, path: bytes) -> tuple[int, bytes]:
-        """Status and body of the node's answer. Raises NodeError."""
+        """Return the status and body of the node's answer. Raises NodeError."""
         try:
             async with asyncio.timeout(self._health_seconds):
                 async with exchange(
@@ -310,6 +311,6 @@ class Nodes:
 
 
 def _role_error(node: Node) -> str:
-    """The reason why a node cannot have its listed role; empty if it can."""
+    """Return the reason why a node cannot have its listed role; "" if it can."""
     [other] = [role for role in Role if role is not node.role]
     return explain_role(node.identity or {}, node.role, other)

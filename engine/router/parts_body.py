@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PartsBody: a prompt in parts, on its way from a client to one node. The node gets lines of JSON.
+"""`PartsBody`: a prompt in parts, passed on from a client to one node as lines of JSON.
 
     POST        the lines of the body, passed on as they come
-    websocket   each message is a line; the one with `is_last` ends the body
+    websocket   each message becomes a line; a message with `is_last` ends the body
 
-The first line is read whole, because the choice of a node needs it. The rest is passed on as fast
-as the node takes it, and is not kept. Time limits:
+The first line is read whole, because the choice of a node needs it. The other lines are passed on
+as fast as the node reads them, and are not kept. Time limits:
 
     a part          from its first bytes until it is whole
-    between parts   the node's own: its answer ends the prompt
+    between parts   the node's own time limit: the node's answer ends the prompt
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class PartsSource(Protocol):
         """The event loop's time at which the unfinished part began; None between parts."""
 
     async def read_lines(self) -> bytes:
-        """The next bytes, or b"" after the end. Raises ApiError and ClientGone."""
+        """Return the next bytes, or b"" after the end. Raises ApiError and ClientGone."""
 
     async def receive_end(self) -> Message:
-        """The next message after the end of reading; http.disconnect when the client leaves."""
+        """Return the next message after the last part, such as http.disconnect."""
 
 
 class PartsBody:
-    """The body of one prompt. The proxy reads it after the first line with `read_more`. A part must
-    arrive within `part_seconds`; `hold` gets the number of held bytes, and raises ApiError if they
-    are too many."""
+    """The body of one prompt in parts. The proxy reads the first line with `read_first`, and the
+    rest with `read_more`. A part must arrive within `part_seconds`. `hold` is called with the
+    number of held bytes, and raises ApiError if there are too many."""
 
     def __init__(
         self, source: PartsSource, part_seconds: float, hold: Callable[[int], None]
@@ -64,8 +64,8 @@ class PartsBody:
         self.was_read = False
 
     async def read_first(self, ended: asyncio.Future[None]) -> bytes:
-        """The first line that is not empty, and the bytes that came with it. Raises ApiError if it
-        does not come in time, ClientGone, and the errors of the source."""
+        """Return the first line that is not empty, and the bytes that came with it. Raises ApiError
+        if the line does not come in time, ClientGone, and the errors of the source."""
         deadline = asyncio.get_running_loop().time() + self._part_seconds
         held = bytearray()
         while True:
@@ -85,8 +85,7 @@ class PartsBody:
         return bytes(held)
 
     async def read_more(self) -> bytes:
-        """The next bytes, or b"" after the end. Raises ApiError if they come too late, and
-        ClientGone."""
+        """Return the next bytes, or b"" after the end. Raises ClientGone, and ApiError if late."""
         if self._is_over:
             return b""
         chunk = await self._next_lines()
@@ -98,26 +97,26 @@ class PartsBody:
         return chunk
 
     def stop_reading(self) -> None:
-        """Stop reading: the node answers now. `receive_end` may read the rest and drop it."""
+        """Stop reading: the body is whole or the node answers. `receive_end` may drop the rest."""
         if not self._stopped.is_set():
             self._stopped.set()
             self._stopped_at = asyncio.get_running_loop().time()
             self._when_stopped(self._stopped_at)
 
     def when_stopped(self, call: Callable[[float], None]) -> None:
-        """Call `call` once reading has stopped, at once if it has; see BodyRest."""
+        """Call `call` with the time when reading stops; at once if it has stopped. See BodyRest."""
         self._when_stopped = call
         if self._stopped.is_set():
             call(self._stopped_at)
 
     async def receive_end(self) -> Message:
-        """Wait for the end of reading, then return the next message: http.disconnect when the
-        client leaves. While reading goes on, `read_more` notices that."""
+        """Wait until reading has stopped, then return the next message: http.disconnect if the
+        client disconnects. Before that, `read_more` detects a disconnected client."""
         await self._stopped.wait()
         return await self._source.receive_end()
 
     async def _next_lines(self) -> bytes:
-        """Read from the source; once a part has begun, within the time limit of a part."""
+        """Read from the source. A part that has begun must arrive within `part_seconds`."""
         clock = asyncio.get_running_loop().time
         reading, paused_at = asyncio.ensure_future(self._source.read_lines()), clock()
         try:
@@ -152,7 +151,8 @@ class PartsBody:
 
 
 class HttpParts:
-    """The body of a POST, whose lines are the parts. It ends with the line that has `is_last`."""
+    """The body of a POST, whose lines are a prompt's parts. A line with `is_last` ends the
+    prompt."""
 
     def __init__(self, receive: Receive, max_line_bytes: int) -> None:
         self._receive = receive
@@ -163,7 +163,7 @@ class HttpParts:
         self._is_whole = False
 
     async def read_lines(self) -> bytes:
-        """The next bytes, or b"" after the end. Raises ApiError for a long line, and ClientGone."""
+        """Return more bytes, or b"" after the end. Raises ClientGone, ApiError for a long line."""
         while not self._is_whole:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -176,7 +176,7 @@ class HttpParts:
         return b""
 
     def _look_for_last(self, data: bytes) -> None:
-        """Note the end of the prompt if a line has `is_last`."""
+        """Record the end of the prompt if a line has `is_last`."""
         *ends, rest = data.split(b"\n")
         for end in ends:
             self._add_piece(end)
@@ -194,12 +194,12 @@ class HttpParts:
             raise ApiError(message, status=413, code="body_too_large")
 
     async def receive_end(self) -> Message:
-        """The next message. If the node answers before the end of the body, the rest is dropped."""
+        """Return the next message. The rest of a body after the node's answer is dropped."""
         return await self._receive()
 
 
 class SocketParts:
-    """The messages of a websocket, each of which is a part."""
+    """The messages of a websocket, each of which is a part of the prompt."""
 
     def __init__(self, receive: Receive, max_message_bytes: int, incoming: IncomingBytes) -> None:
         self._receive = receive
@@ -209,8 +209,8 @@ class SocketParts:
         self._is_whole = False
 
     async def read_lines(self) -> bytes:
-        """The next message as a line, or b"" after the last message. Raises ApiError for an invalid
-        message, and ClientGone."""
+        """Return the next message as a line, or b"" after the last message. Raises ApiError for an
+        invalid message, and ClientGone."""
         self.num_held = 0  # the last message has been passed on
         if self._is_whole:
             return b""
@@ -230,8 +230,8 @@ class SocketParts:
         return self._incoming.began_at
 
     async def receive_end(self) -> Message:
-        """The next message. Raises ApiError for a message after the last part. If the node answers
-        with an error before the last part, later messages are dropped."""
+        """Return the next message. Raises ApiError for a message after the last part. If the node
+        answers with an error before the last part, later messages are dropped."""
         if self._is_whole:
             return await only_disconnect(self._receive)()
         message = await self._receive()
@@ -240,7 +240,7 @@ class SocketParts:
 
 
 def _says_last(line: bytes) -> bool:
-    """Whether a part has `is_last`. False for a part that is no JSON; the node reports it."""
+    """Whether a part has `is_last`. False for invalid JSON, which the node reports."""
     if b"is_last" not in line:
         return False
     return bytes(legs.read_fields(line).get("is_last", b"")).strip() == b"true"

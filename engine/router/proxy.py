@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of one client request through the nodes: prefill for a long prompt, then decode.
+"""Sends a client's request to the nodes: a long prompt to a prefill node first, then to decode.
 
     long prompt   prefill node (one token) ── its blocks ──▶ shared cache
                   then decode node (the client's request) ◀── blocks ──┘
@@ -7,9 +7,9 @@
 
     parts         decode node, each as it comes
 
-A client may rely on this: its request gets one answer or one error. A request goes to another node
-only while no part of an answer has been sent and no part after the first has been passed on. A
-prefill that fails costs only time: the decode node computes the blocks that it does not find.
+Each request gets one answer or one error. A request is retried on another node only while no part
+of an answer has been sent and no part of the prompt after the first has been passed on. A failed
+prefill costs only time, because the decode node computes the blocks that it does not find.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ FOLLOW = b"/follow"
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """A client's request in the form for a node."""
+    """A client's path, and its request in the form in which a node gets it."""
 
     path: str
     request: NodeRequest
 
 
 class Proxy:
-    """The sender of requests to nodes. Belongs to one event loop."""
+    """Sends requests to nodes. A `Proxy` may be used in one event loop only."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class Proxy:
         self._tls = tls
 
     async def forward(self, client: ClientRequest, reply: Reply) -> None:
-        """Answer one request. Raises ApiError if no node answered, and TimeoutError after
-        `request_seconds` (for a prompt in parts counted from the last part). After an error
-        `reply.is_started` tells whether a part of an answer was sent."""
+        """Send one request to the nodes, and the answer to `reply`. Raises ApiError if no node
+        answered, and TimeoutError after `request_seconds` (for a prompt in parts counted from the
+        last part). After an error `reply.is_started` tells whether a part of an answer was sent."""
         deadline = asyncio.get_running_loop().time() + self._config.request_seconds
         request, facts = client.request, Facts(client.path)
         if request.method == b"POST" and client.path in legs.GENERATING:
@@ -91,8 +91,8 @@ class Proxy:
 
     @asynccontextmanager
     async def _followed(self, request: NodeRequest, facts: Facts) -> AsyncIterator[Node | None]:
-        """Make a decode node read the prompt's blocks as they are stored, and yield that node: it
-        is to be asked first. Yields None if no node can follow."""
+        """Make a decode node load the prompt's blocks while the prefill node stores them. Yield
+        this node, which gets the request first, or None if no node can do so."""
         node = None
         if self._config.kv_transfer_params == "on":
             node = self._nodes.pick(Role.DECODE, facts)
@@ -119,8 +119,8 @@ class Proxy:
     async def _prefill(
         self, request: NodeRequest, facts: Facts, deadline: float
     ) -> msgspec.Raw | None:
-        """Make a prefill node compute the prompt; return its `kv_transfer_params`, or None. Every
-        failure is counted and costs only time."""
+        """Make a prefill node compute the prompt; return its `kv_transfer_params`, or None. A
+        failure is counted in the metrics and costs only time."""
         with_params = self._config.kv_transfer_params == "on"
         body = legs.prefill_body(facts.fields, with_kv_params=with_params)
         own_deadline = asyncio.get_running_loop().time() + self._config.prefill_seconds
@@ -144,7 +144,7 @@ class Proxy:
     async def _try_prefill(
         self, node: Node, request: NodeRequest, leg: _Leg, tried: list[Node]
     ) -> bytes | None:
-        """A prefill node's answer with the status 200, or None."""
+        """Return the body of a prefill node's answer with the status 200, or None."""
         try:
             async with self._exchange(node, request) as answer:
                 status = answer.status
@@ -171,8 +171,8 @@ class Proxy:
         deadline: float,
         first: Node | None = None,
     ) -> None:
-        """Send a request to decode nodes until one answers. `first` is tried before other nodes
-        while it is a candidate."""
+        """Send a request to decode nodes until one answers. `first` is tried first if it is a
+        candidate."""
         tried: list[Node] = []
         error: NodeError | None = None
         with self._leg(Role.DECODE) as leg:
@@ -194,8 +194,8 @@ class Proxy:
 
     @asynccontextmanager
     async def _limited(self, request: NodeRequest, deadline: float) -> AsyncIterator[None]:
-        """Limit a try to the `deadline`. For a body in parts the time starts when the body is
-        whole; the node limits the pauses between parts."""
+        """Limit an attempt to the `deadline`. For a body in parts, `request_seconds` count from the
+        last part instead; the node limits the pauses between parts."""
         rest, seconds = request.rest, self._config.request_seconds
         async with asyncio.timeout_at(deadline if rest is None else None) as limit:
             if rest is not None:
@@ -209,7 +209,8 @@ class Proxy:
     async def _try_decode(
         self, node: Node, request: NodeRequest, leg: _Leg, tried: list[Node], reply: Reply
     ) -> bool:
-        """Ask a node. Return False if another node may have a better answer. Raises NodeError."""
+        """Send a request to a node and pass its answer on. Return False, without an answer, if
+        another node should be tried. Raises NodeError."""
         async with self._exchange(node, request) as answer:
             leg.outcome = "ok" if answer.status < 400 else "refused"
             is_for_another = answer.status in ELSEWHERE_STATUSES and not request.was_relayed
@@ -224,8 +225,7 @@ class Proxy:
     def _next_node(
         self, role: Role, facts: Facts, tried: list[Node], first: Node | None = None
     ) -> Node | None:
-        """The node to try next, which is added to `tried`. `first` comes first if it is a
-        candidate."""
+        """Return the next node to try (`first`, if it is a candidate), and add it to `tried`."""
         if tried and not self._has_another(role, tried):
             return None
         if not tried and first in self._nodes.candidates(role):
@@ -256,8 +256,8 @@ class Proxy:
 
     @contextmanager
     def _leg(self, role: Role) -> Iterator[_Leg]:
-        """Count a leg by its outcome at the end of the block, even if the client left or its parts
-        could not be passed on."""
+        """Record the outcome and seconds of a leg (prefill or decode) in the metrics at the end of
+        the block, even if the client disconnected or its parts could not be passed on."""
         leg = _Leg()
         began = time.monotonic()
         try:
@@ -276,13 +276,13 @@ class Proxy:
 
 @dataclass(slots=True)
 class _Leg:
-    """The outcome of a leg, as far as it is known."""
+    """The outcome of a leg (prefill or decode) so far."""
 
     outcome: str = "no_node"
 
 
 def _explain(error: NodeError | None, *, is_started: bool, was_relayed: bool) -> ApiError:
-    """The error for a client; only the log names the node."""
+    """Return the error for a client; only the log names the node."""
     if is_started:
         message = (
             "the node that was answering is lost, so this answer is not whole; send the request "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The relay of a node's answer to the client: even if the node is lost, the answer ends properly.
+"""Relays a node's answer to the client, and ends the answer properly even if the node is lost.
 
-Events are passed on whole: the beginning of an event waits for its end. So the client never reads
-half an event, and an event with the error can follow when the node is lost.
+Server-sent events are passed on only when they are whole. The client never reads half an event, and
+an event with the error can follow if the node is lost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HOP_BY_HOP = frozenset(
 
 
 class Reply:
-    """The answer to one client. `is_started`: a part was sent, so no other node may answer."""
+    """The answer to one client. Once a part was sent (`is_started`), no other node can answer."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -44,7 +44,7 @@ class Reply:
         self.status = 0
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Send the head of the answer."""
+        """Send the status and headers of the answer."""
         self.is_started = True
         self.status = status
         await self._send(
@@ -52,7 +52,7 @@ class Reply:
         )
 
     async def write(self, data: bytes) -> None:
-        """Send more of the body; return once the client has room for more."""
+        """Send more of the body; return once the connection can take more data."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish_body(self, data: bytes = b"") -> None:
@@ -60,8 +60,8 @@ class Reply:
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        """End an answer that has begun: a stream gets the error as its last event. Otherwise the
-        server closes the connection, which shows that the answer is not whole."""
+        """End a started answer. A stream of events gets the error as its last event. For another
+        answer, the server closes the connection, which shows that the answer is incomplete."""
         if not self.is_events or self.is_ended:
             return
         event = b"data: " + encode_error(error) + b"\n\n"
@@ -73,7 +73,7 @@ class Reply:
 
 
 async def pass_on(answer: NodeAnswer, reply: Reply) -> None:
-    """Send a node's answer. Raises NodeLost or NodeSlow; then see `reply.is_started`."""
+    """Send a node's answer. Raises NodeLost or NodeSlow, perhaps after `reply` has started."""
     dropped = _HOP_BY_HOP
     if answer.is_chunked:  # a content-length is ignored then, and may be wrong
         dropped = dropped | {b"content-length"}
@@ -130,7 +130,8 @@ async def _pass_events(answer: NodeAnswer, reply: Reply, headers: Headers) -> No
 
 
 async def _next_chunk(answer: NodeAnswer, events: WholeEvents) -> bytes:
-    """More bytes of a stream, or b"" at its end; also if the node is lost after the last event."""
+    """Return more bytes of a stream; b"" at its end, or if the node is lost after the last
+    event."""
     try:
         return await answer.read_chunk()
     except NodeError:
@@ -140,7 +141,7 @@ async def _next_chunk(answer: NodeAnswer, events: WholeEvents) -> bytes:
 
 
 class WholeEvents:
-    """The cutter of a stream into whole events."""
+    """Splits a stream of bytes into whole events."""
 
     def __init__(self) -> None:
         self._tail = bytearray()
@@ -152,8 +153,8 @@ class WholeEvents:
         return bytes(self._tail)
 
     def add(self, chunk: bytes) -> bytes:
-        """Add a chunk; return all events that are whole now. Raises NodeLost for an event of more
-        than HELD_BYTES."""
+        """Add a chunk; return all events that are now complete. Raises NodeLost for an event over
+        HELD_BYTES."""
         seen = max(0, len(self._tail) - 3)  # an end may span two chunks
         self._tail += chunk
         end = 0

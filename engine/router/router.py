@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router as an ASGI application: its own routes, and the routes that it passes to nodes.
 
-Only the routes of clients are passed on. Routes that control a node (`/pause`, `/metrics`) need a
+Only API routes for clients are passed on. Routes that control a node (`/pause`, `/metrics`) need a
 direct connection to the node.
 """
 
@@ -64,7 +64,7 @@ _KINDS = (b"content-type", b"content-encoding")  # headers of a body; a websocke
 
 
 class Router:
-    """The router: its nodes, metrics and routes. Belongs to one event loop."""
+    """The router: its nodes, metrics and routes. Use a `Router` in one event loop only."""
 
     def __init__(
         self, config: RouterConfig, *, choice: Choice | None = None, admin_key: str | None = None
@@ -97,18 +97,18 @@ class Router:
 
     async def start(self) -> None:
         """Check every node once, and repeatedly from then on. Nodes that differ cause only a
-        warning: they may be in a rolling restart, and the nodes that agree can answer."""
+        warning, because they may be in a rolling restart, and the nodes that agree can answer."""
         self._ended = asyncio.get_running_loop().create_future()
         await self.nodes.probe_all()
         self._watch = asyncio.create_task(self.nodes.poll_health())
 
     def end_requests(self) -> None:
-        """End every open answer now, with an error that gives the reason. Idempotent."""
+        """End all open answers at once, with an error that gives the reason. Idempotent."""
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
     async def close(self) -> None:
-        """End open requests and the health checks of nodes."""
+        """End open requests and the nodes' health checks."""
         self.end_requests()
         if self._watch is not None:
             self._watch.cancel()
@@ -171,7 +171,8 @@ class Router:
         )
 
     def _drain(self, scope: Scope, *, is_draining: bool) -> Response:
-        """Drain one node, or end its draining. Its requests in flight go on."""
+        """Start or end the draining of one node, which then gets no new requests. The node's
+        requests in flight continue."""
         urls = parse_qs(scope["query_string"].decode("latin-1")).get("url", [])
         node = self.nodes.by_url(urls[0]) if len(urls) == 1 else None
         if node is None:
@@ -186,8 +187,8 @@ class Router:
         return _json(_state_of(node))
 
     def _check_admin(self, scope: Scope) -> None:
-        """Raise ApiError unless this client may see and control the nodes: with the key, or from
-        this machine if there is no key."""
+        """Raise ApiError unless this client may see and control the nodes. The client needs the
+        admin key; without such a key it must be on this machine."""
         headers = dict(scope["headers"])
         if b"origin" in headers:  # a page in a browser, from any site
             raise ApiError("this route takes no requests of web pages", status=403, code="origin")
@@ -264,7 +265,7 @@ class Router:
     async def _forward_parts(
         self, scope: Scope, receive: Receive, reply: Reply, share: Share
     ) -> str:
-        """Pass on the parts of a prompt as they come. Returns the outcome, like `_forward`."""
+        """Pass the parts of a prompt on as they arrive. Returns the outcome, like `_forward`."""
         assert self._ended is not None
         limits = self._body_limits
         headers = self._headers(scope)
@@ -287,7 +288,7 @@ class Router:
 
     @contextmanager
     def _admitted(self) -> Iterator[Share]:
-        """Count a request as open for the block, and yield its share of the held bytes. Raises
+        """Count a request as open during the block, and yield its share of the held bytes. Raises
         ApiError 429 if `max_waiting` requests are open."""
         if self.num_open >= self._config.max_waiting:
             raise too_many(f"{self.num_open} requests are open here, as many as the router takes")
@@ -304,7 +305,7 @@ class Router:
 
 
 def read_admin_key(path: Path | None) -> str | None:
-    """The key in a file. Raises ConfigError for a file that cannot be read or holds no key."""
+    """Return the key in a file. Raises ConfigError if the file is unreadable or has no key."""
     if path is None:
         return None
     try:
@@ -332,7 +333,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _target(scope: Scope) -> bytes:
-    """Path and query in the client's bytes."""
+    """Return path and query as the client's bytes."""
     path: bytes = scope.get("raw_path") or scope["path"].encode()
     query: bytes = scope["query_string"]
     return path + (b"?" + query if query else b"")

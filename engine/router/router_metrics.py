@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's metrics for Prometheus. No label comes from a request."""
+"""The router's Prometheus metrics. No label value comes from a request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OUTCOMES = {
 
 
 class RouterMetrics:
-    """The metrics of one router, in a registry of their own."""
+    """The metrics of one router, in their own registry."""
 
     def __init__(self, nodes: Nodes, num_open: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()

@@ -38,12 +38,12 @@ class NodeAddress:
 
     @property
     def url(self) -> str:
-        """The address as a URL, in the spelling used everywhere."""
+        """The address as a URL, which identifies the node everywhere."""
         return f"{'https' if self.is_tls else 'http'}://{self.authority}"
 
 
 def read_node(called: str, value: Any) -> NodeAddress:
-    """The address in a URL. Raises ConfigError unless it is `http://host:port` or https."""
+    """Return the address in a URL. Raises ConfigError unless it is `http://host:port` or https."""
     text = readers.text(called, value)
     try:
         url = urlsplit(text)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SocketReply: a node's HTTP answer as the messages of a client's websocket.
+"""`SocketReply`: sends a node's HTTP answer as messages of a client's websocket.
 
-application/json     one message
-events               one message each; the connection's close takes the place of [DONE]
-an error             one message, and a close with the code of the error
+application/json one message events one message each; the connection's close takes the place of
+[DONE] an error one message, and a close with the code of the error
 
-If a node's answer is no JSON, it becomes an error object: the client expects only JSON.
+A node's answer that is not JSON is replaced by an error object, because the client expects JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MAX_REASON_BYTES = 123
 
 
 class _SaidDetail(msgspec.Struct):
-    """The fields of a node's error that are read here; the node may be other software."""
+    """The fields of a node's error that this module reads; the node may be other software."""
 
     message: str
     type: str | None = None
@@ -50,12 +49,12 @@ class SocketReply(Reply):
         self._error: ApiError | None = None
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Note the status, which decides the close. The head is not sent."""
+        """Record the status, which determines the close code. Status and headers are not sent."""
         self.is_started = True
         self.status = status
 
     async def write(self, data: bytes) -> None:
-        """Send events, or hold more of a whole answer. Raises NodeLost if it is too long."""
+        """Send events, or collect a single answer. Raises NodeLost if the answer is too long."""
         if self.is_events:
             await self._send_events(data)
             return
@@ -64,7 +63,7 @@ class SocketReply(Reply):
             raise NodeLost(f"its answer has more than {MAX_HELD_BYTES} bytes")
 
     async def finish_body(self, data: bytes = b"") -> None:
-        """Send the rest, and close."""
+        """Send the rest, and close the websocket."""
         await self.write(data)
         self.is_ended = True
         if not self.is_events:
@@ -72,7 +71,7 @@ class SocketReply(Reply):
         await self._close()
 
     async def fail(self, error: ApiError) -> None:
-        """Send an error and close, even if the answer has not begun."""
+        """Send an error and close, even if no part of an answer was sent."""
         if not self.is_ended:
             self.is_ended = True
             await close_with_error(self._send, error)
@@ -84,7 +83,7 @@ class SocketReply(Reply):
                 await self._send_text(self._checked(data))
 
     def _checked(self, data: bytes) -> bytes:
-        """Return the client's message for a node's message. An error also decides the close."""
+        """Return the client's message for a node's message. An error also sets the close code."""
         if self.status == 200 and not data.startswith(b'{"error"'):
             is_good = _is_json(data)
         else:
@@ -125,7 +124,7 @@ def _bad_answer(status: int) -> ApiError:
 
 
 def _read_error(data: bytes, status: int) -> ApiError | None:
-    """The error object in a node's answer; None if the answer is no error object."""
+    """Return the error object in a node's answer; None if the answer is not an error object."""
     status = status if status >= 400 else 500  # an error within a stream
     try:
         said = _error_decoder.decode(data).error

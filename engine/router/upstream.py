@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An HTTP/1.1 request to a node and its answer, read as fast as the client takes it.
 
-Every request has a connection of its own. So a request never gets a connection that the node has
-just closed, and an early close tells the node that the client no longer waits.
+Every request has its own connection. A request never gets a connection that the node has just
+closed, and an early close shows the node that the client no longer waits.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _READ_BYTES = 64 * 1024
 
 
 class NodeError(Exception):
-    """A node gave no whole answer. `outcome` is its name in the metrics."""
+    """The request to a node failed. `outcome` is the outcome's name in the metrics."""
 
     outcome = "failed"
 
 
 class NodeUnreachable(NodeError):
-    """The connection failed, so the node has not seen the request."""
+    """The connection could not be made, so the node has not received the request."""
 
     outcome = "unreachable"
 
 
 class NodeLost(NodeError):
-    """The connection ended, or carried no valid HTTP, before the answer was whole."""
+    """The connection ended, or had invalid HTTP, before the answer was complete."""
 
     outcome = "lost"
 
@@ -49,23 +49,23 @@ class NodeSlow(NodeError):
 
 
 class BodyRest(Protocol):
-    """The rest of a body, which the client has not sent yet."""
+    """The rest of a request body, which the client has not sent yet."""
 
     was_read: bool  # a part was passed on: no other node can get the whole body
 
     async def read_more(self) -> bytes:
-        """The next bytes, or b"" after the end. Raises ApiError and ClientGone."""
+        """Return the next bytes, or b"" after the end. Raises ApiError and ClientGone."""
 
     def stop_reading(self) -> None:
-        """Stop reading the body: the node answers now."""
+        """Stop reading the body, because the node now answers."""
 
     def when_stopped(self, call: Callable[[float], None]) -> None:
-        """Call `call` with the event loop's time at which reading stops; at once if it has."""
+        """Call `call` with the event loop's time when reading stops; at once if it has stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRequest:
-    """A request to a node. The framing headers are added later; `headers` must not have them."""
+    """A request to a node. `headers` must not have framing headers, which are added later."""
 
     method: bytes
     target: bytes
@@ -80,8 +80,8 @@ class NodeRequest:
 
 
 class NodeAnswer:
-    """The head of an answer, and its body chunk by chunk. Only the kernel and one small buffer read
-    ahead, so a fast node with a slow client cannot fill the memory."""
+    """The status and headers of an answer, and its body in chunks. Only the kernel and one small
+    buffer read ahead, so a fast node with a slow client cannot fill the memory."""
 
     def __init__(self, connection: _Connection, head: h11.Response) -> None:
         self._connection = connection
@@ -101,7 +101,7 @@ class NodeAnswer:
         return ""
 
     async def read_chunk(self) -> bytes:
-        """The bytes that have come, or b"" after the end. Raises NodeLost or NodeSlow."""
+        """Return received bytes of the body, or b"" after the end. Raises NodeLost or NodeSlow."""
         chunk = bytearray()
         while not self._connection.is_finished:
             event = self._connection.ready_event() if chunk else await self._connection.read_event()
@@ -112,7 +112,7 @@ class NodeAnswer:
         return bytes(chunk)
 
     async def read_whole(self, limit: int) -> bytes:
-        """The whole body. Raises NodeLost if it is longer than `limit`."""
+        """Return the whole body. Raises NodeLost if it is longer than `limit`."""
         body = bytearray()
         while chunk := await self.read_chunk():
             body += chunk
@@ -122,7 +122,7 @@ class NodeAnswer:
 
 
 class _Connection:
-    """A connection to a node as HTTP events, each awaited for at most `wait_seconds`."""
+    """A connection to a node that yields HTTP events and waits `wait_seconds` at most for each."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wait_seconds: float
@@ -155,8 +155,8 @@ class _Connection:
             await self._drain()
 
     async def write_rest(self, rest: BodyRest) -> h11.Response:
-        """Send the rest as it comes; return the head of the answer, which may come before the end.
-        Raises NodeLost, NodeSlow, and the errors of `rest`."""
+        """Send the rest of the body as it arrives. Return the head of the answer, which may come
+        before the end of the body. Raises NodeLost, NodeSlow, and the errors of `rest`."""
         self._is_sending = True
         sending = asyncio.ensure_future(self._send_rest(rest))
         reading = asyncio.ensure_future(self.read_head())
@@ -191,7 +191,7 @@ class _Connection:
             raise NodeSlow(f"did not take the request in {self._wait_seconds:g} s") from None
 
     async def read_head(self) -> h11.Response:
-        """The head of the answer; informational heads before it are dropped."""
+        """Return the head of the answer; informational (1xx) responses before it are dropped."""
         while True:
             event = await self.read_event()
             if isinstance(event, h11.Response):
@@ -202,7 +202,7 @@ class _Connection:
                 raise NodeLost("closed the connection without an answer")
 
     async def read_event(self) -> h11.Event:
-        """The next event. Raises NodeLost or NodeSlow."""
+        """Return the next event. Raises NodeLost or NodeSlow."""
         while True:
             try:
                 event = self._http.next_event()
@@ -216,7 +216,7 @@ class _Connection:
             self._http.receive_data(await self._read_bytes())
 
     def ready_event(self) -> h11.Event | None:
-        """The next event if its bytes are here, else None. Errors are left to `read_event`."""
+        """Return the next event if it is received, else None; `read_event` raises errors."""
         try:
             event = self._http.next_event()
         except h11.RemoteProtocolError:
@@ -243,9 +243,9 @@ async def exchange(
     tls: NodeTls | None = None,
     transports: set[asyncio.WriteTransport] | None = None,
 ) -> AsyncIterator[NodeAnswer]:
-    """Send a request, and yield the answer once its head has come. The connection is closed at the
-    end of the block, and aborted if the answer was not read to its end. Meanwhile its transport is
-    in `transports`; if a caller aborts it, this raises NodeLost."""
+    """Send a request, and yield the answer once its head has arrived. The connection is closed at
+    the end of the block, or aborted if the answer was not read to its end. During the block,
+    `transports` has its transport; if another caller aborts the transport, this raises NodeLost."""
     context = None
     if address.is_tls:
         assert tls is not None  # an https address never gets a plain connection

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way from logits to tokens. No module here imports the scheduler, the API or the CLI."""
+"""Turns logits into tokens. No module here imports the scheduler, the API or the CLI."""

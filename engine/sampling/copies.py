@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between the host and the device that computes: arrays there, results back.
+"""Copies between host memory and the computing device.
 
-Arrays go without a wait. Results come back together, with one wait. Code that reads a tensor's
-value elsewhere (`.item()`, `.tolist()`, `bool()`) waits once more for all queued work. On the CPU
-host and device have the same memory, so copies cost nothing.
-"""
+Arrays are copied to the device without a wait. Results come back together, with one wait. Code that
+reads a tensor's value elsewhere (`.item()`, `.tolist()`, `bool()`) waits once more for all queued
+work. On the CPU host and device share memory, so nothing is copied."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """Return the address of the first value; with fewer calls than `array.ctypes`."""
+    """Return the address of the array's first value, faster than `array.ctypes` does."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 class HostCopies(NamedTuple):
-    """Tensors on their way to host memory."""
+    """Copies of tensors to host memory, which may still be in progress."""
 
     copies: list[Tensor]
     arrived: torch.cuda.Event | None  # None: the tensors have arrived
@@ -49,8 +48,8 @@ class HostCopies(NamedTuple):
 
 
 def begin_to_host(tensors: Sequence[Tensor]) -> HostCopies:
-    """Queue copies of the tensors to host memory, behind the work that computes the tensors. If all
-    tensors are in host memory already, no copies are made."""
+    """Queue copies of the tensors to host memory, after the work that computes the tensors. If all
+    tensors are in host memory already, make no copies."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return HostCopies(list(tensors), None)
     copies = []
@@ -63,11 +62,11 @@ def begin_to_host(tensors: Sequence[Tensor]) -> HostCopies:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy the tensors to host memory, with one wait; without a wait if they are there already."""
+    """Copy the tensors to host memory, with one wait. If they are there already, do not wait."""
     return begin_to_host(tensors).wait()
 
 
 def page_locked(tensor: Tensor) -> Tensor:
-    """Copy the tensor into page-locked memory: a device copies from there by itself. Torch reuses
-    that memory only after the device's copy is over."""
+    """Copy the tensor into page-locked (pinned) memory, from which a device copies asynchronously.
+    Torch reuses the memory only after the device's copy has ended."""
     return tensor.pin_memory()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities from raw logits: of each row's own token and of the likeliest tokens."""
+"""Log-probabilities from raw logits, of each row's own token and of the most likely tokens."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ LOGPROB_FLOOR = -9999.0
 
 
 def raw_logprobs(logits: Tensor) -> Tensor:
-    """Return the natural logarithms of the model's own distribution, in a new tensor: float64 for
+    """Return the natural logarithms of the model's probabilities, in a new tensor: float64 for
     float64 logits, float32 for all others."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return torch.log_softmax(logits, dim=-1, dtype=dtype)
 
 
 class LogprobTensors(NamedTuple):
-    """Log-probabilities of some rows, on the device that computed them. In each row its own token
-    comes first, then the likeliest tokens."""
+    """Log-probabilities of some rows, on the device that computed them. Each row lists its own
+    token first, then the most likely tokens."""
 
     token_ids: Tensor  # int64 [rows, 1 + most]
     values: Tensor  # [rows, 1 + most]
@@ -37,8 +37,9 @@ class LogprobTensors(NamedTuple):
 def position_tensors(
     logprobs: Tensor, token_ids: Tensor, counts: Sequence[int]
 ) -> list[LogprobTensors]:
-    """Gather for each row of `logprobs` `[n, vocab]` its token in `token_ids` `[n]` and the
-    `counts[i]` likeliest, in parts. Never waits for the device."""
+    """Gather, for each row of `logprobs` `[n, vocab]`, its token in `token_ids` `[n]` and its
+    `counts[i]` most likely tokens. The result is split into parts of rows. Never waits for the
+    device."""
     return [
         _tensors(logprobs[part], token_ids[part], max(counts[part]))
         for part in row_parts(len(logprobs), logprobs.shape[1], logprobs.device.type)
@@ -46,8 +47,8 @@ def position_tensors(
 
 
 def position_entries(found: Sequence[Tensor], counts: Sequence[int]) -> list[PositionLogprobs]:
-    """Make one entry for each count from the tensors of `position_tensors`, given in order and in
-    host memory. A row of NaN gets LOGPROB_FLOOR in place of a valid value."""
+    """Make one entry for each count, from the tensors of `position_tensors` in host memory and in
+    their order. A row of NaN gets LOGPROB_FLOOR as its values."""
     entries: list[PositionLogprobs] = []
     for start in range(0, len(found), len(LogprobTensors._fields)):
         part = LogprobTensors(*found[start : start + len(LogprobTensors._fields)])
@@ -57,8 +58,8 @@ def position_entries(found: Sequence[Tensor], counts: Sequence[int]) -> list[Pos
 
 
 def prompt_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> list[PositionLogprobs]:
-    """Make the entries of a slice of a prompt. Entry i holds `token_ids[i]` and the `count`
-    likeliest tokens by `logits[i]`, computed at the token before it. Waits for the device."""
+    """Make the entries for a slice of a prompt. Entry i has `token_ids[i]` and the `count` most
+    likely tokens of `logits[i]`, which the token before it produced. Waits for the device."""
     found: list[LogprobTensors] = []
     for part in row_parts(len(logits), logits.shape[1], logits.device.type):
         logprobs, ids = raw_logprobs(logits[part]), token_ids[part].to(torch.int64)

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the logits processors of other packages: the installed ones, by entry point, and the ones
-that an operator names.
+"""Finds the logits processors of other packages: installed ones by entry point, and others by name.
 
     [project.entry-points."stratakv.logits_processors"]
     no_repeat = "mypackage.processors:NoRepeat"
 
-Processes pass on the names, and load the classes where they use them: beside the sampler, and in
-the front, where the classes check the parameters of requests. Without a processor this module
-imports no heavy package.
-"""
+Processes send one another only the names of the classes. The sampler's process loads the classes,
+and so does the API server, which uses them to check the parameters of requests. Without a processor
+this module imports no heavy package."""
 
 from __future__ import annotations
 
@@ -33,24 +31,24 @@ ParamsCheck = Callable[[SamplingParams], None]
 
 
 class LoadedProcessor(NamedTuple):
-    """A class, and its name for the operator and in error messages."""
+    """A processor class, and its name for the operator and in error messages."""
 
     name: str
     kind: type[LogitsProcessor]
 
 
 class InvalidProcessorParams(ValueError):
-    """A processor refuses a request's parameters."""
+    """A processor does not support a request's parameters."""
 
 
 class NobodyReads(InvalidProcessorParams, UnreadExtraArgs):
-    """The request has `extra_args`, and no processor is loaded that could read them."""
+    """The request has `extra_args`, but no processor is loaded that could read them."""
 
 
 def load_processors(names: Sequence[str] = ()) -> list[LoadedProcessor]:
     """Load the classes of all installed entry points in the order of their names, then the classes
     in `names` (`module:Class`); each class once. Raises ConfigError, which names the class, if its
-    import fails or uses a CUDA device, or if it is no complete LogitsProcessor."""
+    import fails or uses a CUDA device, or if it is not a complete LogitsProcessor."""
     found: dict[type, LoadedProcessor] = {}
     for name, place in (*_installed().items(), *((name, name) for name in names)):
         kind = _load(name, place)
@@ -61,7 +59,7 @@ def load_processors(names: Sequence[str] = ()) -> list[LoadedProcessor]:
 def make_params_check(names: Sequence[str] = ()) -> ParamsCheck:
     """Return a check for arriving requests. The check raises InvalidProcessorParams, which names
     the processor, for parameters that a processor refuses, and NobodyReads for `extra_args` if no
-    processor is loaded. Raises ConfigError, like `load_processors`."""
+    processor is loaded. Raises ConfigError like `load_processors`."""
     loaded = load_processors(names)
 
     def check(params: SamplingParams) -> None:
@@ -84,7 +82,7 @@ def make_params_check(names: Sequence[str] = ()) -> ParamsCheck:
 
 
 def _installed() -> dict[str, str]:
-    """Return the `module:attribute` of the entry points by name, in the order of the names."""
+    """Return the `module:attribute` of each entry point by its name, sorted by name."""
     found: dict[str, str] = {}
     for point in _entry_points(tuple(sys.path)):
         place = f"{point.module}:{point.attr}"
@@ -98,8 +96,8 @@ def _installed() -> dict[str, str]:
 
 @lru_cache(maxsize=4)
 def _entry_points(_: tuple[str, ...]) -> Sequence[EntryPoint]:
-    """Return the entry points in the order of their names. Each search path is read once for front
-    and core: reading opens a file of every package."""
+    """Return the entry points, sorted by name. The result is cached per search path, because
+    reading opens a file of every package."""
     return sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
 
 
@@ -156,8 +154,9 @@ def _bases(kind: type) -> str:
 
 @contextmanager
 def _without_devices(shown: str) -> Iterator[None]:
-    """Refuse all use of CUDA devices in the body: an import that opens a device takes memory in
-    every process, maybe not on the engine's device. Raises ConfigError if the body tried."""
+    """Forbid the use of CUDA devices in the body: an import that opens a device takes memory in
+    every process, perhaps not on the engine's device. Raises ConfigError if the body tried to open
+    one."""
     import torch
 
     cuda: Any = torch.cuda

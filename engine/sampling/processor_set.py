@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ProcessorSet: the logits processors of an engine, applied to the rows of a step."""
+"""ProcessorSet: applies an engine's logits processors to the rows of a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ BUILT_IN: tuple[type[LogitsProcessor], ...] = (
 
 
 class LogitsRows(NamedTuple):
-    """The batch row, offset and drafts of each row of logits, as in `LogitsProcessor.apply`."""
+    """The batch row, draft offset and draft tokens of each row of logits, as in
+    `LogitsProcessor.apply`."""
 
     rows: IntArray  # rows of the batch
     offsets: IntArray | None = None
@@ -43,9 +44,8 @@ class LogitsRows(NamedTuple):
 class ProcessorSet:
     """The logits processors of one sampler, in the order in which they are applied.
 
-    Processors that can change the likeliest token come before the greedy choice, all others after
-    the temperature. All processors get every update; only active processors are applied.
-    """
+    Processors that can change the most likely token come before the greedy choice, all others after
+    the temperature. All processors get every batch update; only active processors are applied."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class ProcessorSet:
         context: ProcessorContext | None = None,
         loaded: Iterable[LoadedProcessor] = (),
     ) -> None:
-        """`loaded` are processors of other packages, made with `context` and applied last. Raises
-        ConfigError for a processor that cannot be made."""
+        """`loaded` are processors of other packages, which are made with `context` and applied
+        last. Raises ConfigError if a processor cannot be made."""
         others: list[GuardedProcessor] = []
         if context is not None:
             self._failed = RowStates[str](context.max_rows, lambda added: None)
@@ -73,13 +73,13 @@ class ProcessorSet:
         return cls((processor(context) for processor in BUILT_IN), context, loaded)
 
     def failures(self, rows: IntArray) -> dict[int, str]:
-        """Return the error texts of the rows for which a processor of another package has failed,
-        by index in `rows`. A text stays until another request takes its row."""
+        """Return the error text of each row for which a processor of another package has failed, by
+        index in `rows`. A text is kept until another request takes the row."""
         return dict(self._failed.of(rows)) if self._others else {}
 
     def take_drafts(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether each of these rows may have draft tokens; bool `[len(rows)]`. All processors that
-        apply to a row must take drafts into account."""
+        """Return, as bool `[len(rows)]`, whether each row may have draft tokens. A row may if all
+        processors that apply to it support draft tokens."""
         may: npt.NDArray[np.bool_] = np.ones(len(rows), np.bool_)
         for processor in self._others:
             may[processor.refuses_drafts(rows)] = False
@@ -92,11 +92,12 @@ class ProcessorSet:
             processor.update_state(update)
 
     def before_choice(self, logits: Tensor, rows: LogitsRows) -> Tensor:
-        """Apply bans, biases and penalties, which greedy rows obey too. May overwrite `logits`."""
+        """Apply bans, biases and penalties, which also affect greedy rows. May overwrite
+        `logits`."""
         return _apply(self._before_choice, logits, rows)
 
     def after_temperature(self, logits: Tensor, rows: LogitsRows) -> Tensor:
-        """Apply the processors that change random draws only. May overwrite `logits`."""
+        """Apply the processors that affect random sampling only. May overwrite `logits`."""
         return _apply(self._after_temperature, logits, rows)
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State by row of the persistent batch. It moves with the requests from row to row.
+"""State by row of the persistent batch. The state moves with the requests from row to row.
 
 `RowValues` holds one number for every row, as an array; `RowStates` holds an object for the few
-rows that need one. Both follow only BatchUpdates, and drop the state of an emptied row.
-"""
+rows that need one. Both change only by BatchUpdates, and drop the state of an emptied row."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ LOGITS_CHUNK_GPU = 2**23
 
 
 class Seeded(NamedTuple):
-    """A request that draws by its own seed."""
+    """A request that is sampled with its own seed."""
 
     seed: int
     output_token_ids: list[int]
@@ -54,7 +53,7 @@ class SamplingRows:
 
     @property
     def top_k(self) -> IntArray:
-        """Tokens to keep; the vocabulary's size keeps all."""
+        """The number of tokens to keep, by row; the vocabulary's size keeps all."""
         return self._top_k.values
 
     @property
@@ -63,7 +62,8 @@ class SamplingRows:
 
     @property
     def num_logprobs(self) -> IntArray:
-        """Number of likeliest tokens to report; NO_LOGPROBS: no log-probabilities at all."""
+        """The number of most likely tokens to report, by row; NO_LOGPROBS for no log-probabilities
+        at all."""
         return self._logprobs.values
 
     def apply_batch_update(self, update: BatchUpdate) -> None:
@@ -95,10 +95,10 @@ State = TypeVar("State")
 
 
 class RowFollower(ABC):
-    """The application of a BatchUpdate. Subclasses define the content of a row."""
+    """Applies BatchUpdates to data by row. Subclasses define the content of a row."""
 
     def update(self, update: BatchUpdate) -> None:
-        """Apply one step's changes: rows removed, then added, then moved."""
+        """Apply the batch changes of one step: rows removed, then added, then moved."""
         for row in update.removed:
             self._clear_row(row)
         for added in update.added:
@@ -115,7 +115,7 @@ class RowFollower(ABC):
 
     @abstractmethod
     def _move_row_state(self, source: int, target: int) -> None:
-        """Move the content of the source to the target, and empty the source."""
+        """Move the content of row `source` to row `target`, and empty `source`."""
 
 
 class RowValues(RowFollower, Generic[Number]):
@@ -140,8 +140,8 @@ class RowValues(RowFollower, Generic[Number]):
 
 
 class RowStates(RowFollower, Generic[State]):
-    """An object for each row whose request needs one: `state_of` the request, unless `state_of`
-    returns None. A RowStates without objects is False."""
+    """An object for each row whose request needs one: `state_of` the request, unless that is None.
+    A RowStates without objects is falsy."""
 
     def __init__(self, max_rows: int, state_of: Callable[[AddedRow], State | None]) -> None:
         self._states: dict[int, State] = {}
@@ -152,7 +152,7 @@ class RowStates(RowFollower, Generic[State]):
         return bool(self._states)
 
     def of(self, rows: IntArray) -> list[tuple[int, State]]:
-        """Return the states in `rows`, each with its index there. Rows without a state cost no
+        """Return the states in `rows`, each with its index in `rows`. Rows without a state cost no
         time."""
         if not self._states:
             return []
@@ -168,7 +168,7 @@ class RowStates(RowFollower, Generic[State]):
         return list(self._states.items())
 
     def discard(self, row: int) -> None:
-        """Drop the state of a row before its request leaves."""
+        """Drop the state of a row whose request is still in the batch."""
         self._clear_row(row)
 
     def _add(self, added: AddedRow) -> None:

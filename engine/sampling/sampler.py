@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses one token for each row of logits: greedy and random rows in one batch.
+"""Samples one token for each row of logits; a batch may have greedy and random rows.
 
     raw log-probabilities ─► bans, biases, penalties, thinking budgets ─► greedy choice
                           ─► temperature ─► min-p ─► top-k, top-p ─► draw
 
-Random rows are drawn by inverting the cumulative distribution in the order of the vocabulary, with
-one uniform number each. A seeded row's number is a hash of its seed and its number of tokens, draft
-tokens before the row included. So it needs no generator state, and does not depend on other
-requests or on preemption. The logits stay on the device that computed them. Parameters go to the
-device, one answer comes back.
-"""
+Random rows are sampled by inverting the cumulative distribution in the order of the vocabulary,
+with one uniform number each. A seeded row's number is a hash of its seed and its number of output
+tokens, draft tokens before the row included. So a seeded row needs no generator state, and does not
+depend on other requests or on preemption. The logits stay on the device that computed them.
+Parameters are copied to the device, and all results come back together."""
 
 from __future__ import annotations
 
@@ -45,9 +44,9 @@ _HIGHEST_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Results, in the order of the rows. A token is invalid if `is_finite` is False (the model's
-    logits were not finite) or `has_choice` is False (the request's own parameters ban every token).
-    """
+    """The results, in the order of the rows. A token is invalid if `is_finite` is False (the
+    model's logits were not finite) or `has_choice` is False (the request's own parameters ban every
+    token)."""
 
     token_ids: list[int]
     is_finite: list[bool]
@@ -58,7 +57,7 @@ class Sampled:
 
 
 class Sampler:
-    """The sampler of one batch; give every BatchUpdate to `apply_batch_update` before sampling."""
+    """The sampler of one batch. Pass every BatchUpdate to `apply_batch_update` before sampling."""
 
     def __init__(
         self,
@@ -69,8 +68,8 @@ class Sampler:
         *,
         seed: int | None = None,
     ) -> None:
-        """`processors` are the processors of other packages. `seed`, for tests, fixes the draws of
-        requests without a seed. Raises ConfigError for a processor that cannot be made."""
+        """`processors` are the processors of other packages. `seed`, for tests, fixes the random
+        numbers of requests without a seed. Raises ConfigError if a processor cannot be made."""
         self._rows = SamplingRows(max_rows, vocab_size)
         self._processors = ProcessorSet.built_in(
             ProcessorContext(max_rows, vocab_size, eos_token_ids), processors
@@ -91,12 +90,13 @@ class Sampler:
         return self._processors.failures(rows)
 
     def tells_logprobs(self, rows: IntArray) -> bool:
-        """Whether any of these rows asks for log-probabilities. Log-probabilities need the logits
-        of all tokens. Otherwise the tokens that a mask allows are enough."""
+        """Whether any of these rows needs log-probabilities, and so the logits of all tokens.
+        Without log-probabilities the logits of tokens that a mask allows are enough."""
         return bool((self._rows.num_logprobs[rows] != NO_LOGPROBS).any())
 
     def take_drafts(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether each of these rows may have draft tokens; else `sample` refuses drafts."""
+        """Return whether each of these rows may have draft tokens; for other rows `sample` refuses
+        drafts."""
         return self._processors.take_drafts(rows)
 
     def sample(
@@ -109,11 +109,11 @@ class Sampler:
         offsets: IntArray | None = None,
         drafts: Drafts | None = None,
     ) -> Sampled:
-        """Choose a token for each row of `logits` `[len(rows), vocab]`; `rows` are their rows of
+        """Sample a token for each row of `logits` `[len(rows), vocab]`. `rows` are their rows of
         the batch, and `masked` the indices of the rows that `mask` restricts. `offsets` and
-        `drafts` are as in `LogitsProcessor.apply`: a row behind draft tokens gets the token that
-        its request would get after these drafts. Overwrites logits that a request changes. Waits
-        for the device once, for the answer, or twice in the rare step in which top-p needs more
+        `drafts` are as in `LogitsProcessor.apply`: a row after draft tokens gets the token that its
+        request would get after these drafts. Overwrites logits that a request changes. Waits for
+        the device once, for the result, or twice in the rare step in which top-p needs more
         candidates. Raises ValueError for offsets and drafts that do not fit."""
         return self.sample_async(logits, rows, mask, masked, offsets=offsets, drafts=drafts).wait()
 
@@ -127,7 +127,7 @@ class Sampler:
         offsets: IntArray | None = None,
         drafts: Drafts | None = None,
     ) -> Choice:
-        """Do the same as `sample`, but do not wait."""
+        """Do the same as `sample`, but do not wait for the device."""
         belongs = LogitsRows(rows)
         if offsets is not None:
             belongs = LogitsRows(rows, offsets, () if drafts is None else drafts)
@@ -161,7 +161,7 @@ class Sampler:
         return Choice(self, drawn, known, raw, random, numbers, short)
 
     def draw_again(self, drawn: Drawn, random: IntArray, numbers: npt.NDArray[np.float64]) -> None:
-        """Draw the rows at the indices `random` once more, among all candidates."""
+        """Sample the rows at the indices `random` once more, among all candidates."""
         self._draw_all(drawn, random, numbers, all_candidates=True)
 
     def _draw_all(
@@ -172,8 +172,9 @@ class Sampler:
         *,
         all_candidates: bool = False,
     ) -> list[Tensor]:
-        """Draw the rows at the indices `random` by uniform `numbers`. Return, part by part, whether
-        each row must be drawn again with all candidates; empty if no row must."""
+        """Sample the rows at the indices `random` by uniform `numbers`. Return, for each part of
+        these rows, whether each row must be sampled again with all candidates; an empty list if no
+        row must."""
         logits, short = drawn.logits, []
         parts = [*row_parts(len(random), logits.shape[1], logits.device.type)]
         for part in parts:
@@ -225,7 +226,8 @@ class Sampler:
         return tokens.clamp_(max=sums.shape[1] - 1), is_short
 
     def _uniform(self, belongs: LogitsRows) -> npt.NDArray[np.float64]:
-        """Return a number in [0, 1) for each row, float64; seeded rows get their own."""
+        """Return a number in [0, 1) for each row, float64. The numbers of seeded rows depend on
+        their seed."""
         rows, offsets, _ = belongs
         drawn = torch.rand(len(rows), dtype=torch.float64, generator=self._generator)
         numbers: npt.NDArray[np.float64] = drawn.numpy()
@@ -239,7 +241,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A batch on its way to tokens."""
+    """A batch that is being sampled."""
 
     logits: Tensor  # [rows, vocab], after the requests' changes; a draw works on copies
     best: Tensor  # [rows] the highest logit of each
@@ -249,14 +251,14 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """The model's own distributions in the rows that ask for log-probabilities."""
+    """The model's own distributions in the rows that need log-probabilities."""
 
     logprobs: Tensor  # [asked, vocab]
     asked: IntArray  # indices among the rows
     counts: IntArray  # [rows] number of likeliest tokens
 
     def entries(self, num_rows: int, found: list[Tensor]) -> list[PositionLogprobs | None]:
-        """Return an entry for each of `num_rows`, None for rows without log-probabilities."""
+        """Return an entry for each of `num_rows` rows, None for rows without log-probabilities."""
         made = position_entries(found, self.counts[self.asked].tolist())
         entries: list[PositionLogprobs | None] = [None] * num_rows
         for index, entry in zip(self.asked.tolist(), made, strict=True):
@@ -265,7 +267,7 @@ class RawLogprobs:
 
 
 class Choice:
-    """The tokens of a step, while the device still chooses them and afterwards."""
+    """The tokens of a step, which the device may still be sampling."""
 
     def __init__(
         self,
@@ -277,8 +279,8 @@ class Choice:
         numbers: npt.NDArray[np.float64],
         short: list[Tensor],
     ) -> None:
-        """`random` are the indices of the rows that were drawn with `numbers`. `short` holds for
-        each of them, part by part, whether it must be drawn again."""
+        """`random` are the indices of the rows that were sampled with `numbers`. `short` holds, in
+        parts, whether each of them must be sampled again."""
         self._sampler, self._known, self._raw = sampler, known, raw
         self._random, self._numbers, self._num_short = random, numbers, len(short)
         self._drawn: Drawn | None = drawn
@@ -297,11 +299,12 @@ class Choice:
 
     @property
     def is_done(self) -> bool:
-        """Whether the first copies have arrived; a second draw may still make `wait` wait."""
+        """Whether the first copies have arrived. If rows must be sampled again, `wait` still
+        waits."""
         return self._copies.have_arrived
 
     def wait(self) -> Sampled:
-        """Wait for the device, and return the result."""
+        """Wait for the device, and return the results."""
         if self._sampled is None:
             self._sampled, is_short = self._fetch()
             if self._drawn is not None and is_short.any():
@@ -324,7 +327,7 @@ class Choice:
         return begin_to_host([self.tokens, self._known, *short, *itertools.chain(*found)])
 
     def _fetch(self) -> tuple[Sampled, npt.NDArray[np.bool_]]:
-        """Return the result, and for each random row whether it must be drawn again."""
+        """Return the results, and for each random row whether it must be sampled again."""
         ids, (is_finite, has_choice), *others = self._copies.wait()
         is_short, found = others[: self._num_short], others[self._num_short :]
         entries = None if self._raw is None else self._raw.entries(len(ids), found)
@@ -348,7 +351,7 @@ def _check_drafts(belongs: LogitsRows) -> None:
 
 
 def _take(tensor: Tensor, indices: IntArray) -> Tensor:
-    """Return the rows at `indices`; the tensor itself, not a copy, if they are all rows."""
+    """Return the rows at `indices`. If these are all rows, return the tensor itself, not a copy."""
     if len(indices) == len(tensor):
         return tensor
     return tensor[to_device(indices, tensor.device)]
@@ -375,14 +378,14 @@ def highest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def uniform_of(seed: int, position: int) -> float:
-    """Return a number in [0, 1) that depends on both arguments only."""
+    """Return a number in [0, 1) that depends only on the two arguments."""
     mixed = _mix((_mix(seed & _MASK_64) + position * _GOLDEN) & _MASK_64)
     return (mixed >> 11) * 2.0**-53
 
 
 def _mix(x: int) -> int:
-    """Map 64-bit numbers one to one, so that every input bit changes about half the output bits
-    (the finaliser of SplitMix64)."""
+    """Return a one-to-one mapping of a 64-bit number (the finaliser of SplitMix64): every input bit
+    changes about half the output bits."""
     x = (x + _GOLDEN) & _MASK_64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64

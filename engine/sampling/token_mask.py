@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TokenMask: the tokens that some requests may choose, one bit for each token, made by grammars."""
+"""TokenMask: the tokens that grammars allow for some requests, as one bit per token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _WORD = np.dtype("<u4")
 @dataclass(frozen=True, slots=True)
 class TokenMask:
     """`allowed[i]` is the mask of `request_ids[i]`: bit `t % 32` of word `t // 32` is set if token
-    `t` may follow. Requests without a mask choose freely. Tokens beyond the words are banned."""
+    `t` may follow. Requests without a mask may choose any token. Tokens beyond the words are
+    banned."""
 
     request_ids: Sequence[str]
     allowed: npt.NDArray[np.uint32]  # [requests, words]
@@ -35,8 +36,8 @@ class TokenMask:
     def places_among(self, rows: IntArray, row_of: Mapping[str, int]) -> Sequence[int]:
         """Return, for each row of the mask, the index of its row of logits. `rows` are the batch
         rows of the logits. The rows of one request are consecutive in the mask and in the logits.
-        Surplus rows of its mask restrict its last row of logits. Raises ValueError for a request
-        without a row of logits."""
+        Surplus mask rows of a request restrict its last row of logits. Raises ValueError for a
+        request without a row of logits."""
         choosing = rows.tolist()
         own = [row_of.get(request_id, -1) for request_id in self.request_ids]
         if own == choosing:  # one mask row for each row of logits, in order
@@ -91,8 +92,8 @@ def _ban_on_host(
     words: npt.NDArray[np.uint32],
     indices: Sequence[int] | None,
 ) -> None:
-    """Ban tokens in place. The compiled kernels read words and write only banned logits. Without
-    kernels numpy does it, three times as fast as torch. `indices` None: all rows."""
+    """Ban tokens in place. The compiled kernels read the words and write only banned logits.
+    Without kernels numpy does this, three times as fast as torch. `indices` None means all rows."""
     library = cpu_library()
     if isinstance(library, CpuLibrary) and logits.dtype == torch.float32:
         row, one = logits.stride()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Top-k and top-p: the logits of a row that a draw leaves out.
+"""Top-k and top-p: find the logits of a row that random sampling leaves out.
 
-Tokens whose logit equals the smallest kept logit stay too: the order of equals has no effect.
-"""
+Tokens whose logit equals the smallest kept logit are kept too, so the order of equal logits has no
+effect."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def truncate(
     """Set to -inf, in place, the logits that top-k leaves out, and then the logits that top-p
     leaves out of the rest.
 
-    `scaled` is `[rows, vocab]`; a `top_k` of the vocabulary's size keeps all logits, and so does a
+    `scaled` is `[rows, vocab]`. A `top_k` of the vocabulary's size keeps all logits, and so does a
     `top_p` of 1. On the CPU the function checks whether the first candidates were enough, finishes
-    all rows, and returns None. On other devices that check would be a wait. So it returns a bool
-    `[rows]`, True for rows to truncate anew with `all_candidates`; None: every row is done.
-    """
+    all rows, and returns None. On other devices that check would wait for the device. The function
+    then returns a bool `[rows]`, True for rows to truncate again with `all_candidates`, or None if
+    every row is done."""
     limited = np.flatnonzero((top_k < scaled.shape[1]) | (top_p < 1.0))
     if len(limited) == 0:
         return None
@@ -56,16 +56,16 @@ def truncate(
 
 
 def leaves_few(top_k: IntArray, vocab_size: int, device: torch.device) -> bool:
-    """Whether `draw_among_few` can draw these rows: on the CPU, and each with a small top-k."""
+    """Whether `draw_among_few` can sample these rows: on the CPU, and each with a small top-k."""
     return is_free_to_look(device) and bool((top_k <= min(MOST_FEW, vocab_size - 1)).all())
 
 
 def draw_among_few(
     scaled: Tensor, top_k: IntArray, top_p: FloatArray, numbers: FloatArray
 ) -> npt.NDArray[np.int64]:
-    """Draw a token for each row `[rows, vocab]` by its number in [0, 1) among the logits that top-k
-    and top-p keep. A draw from the whole row gives the same token: the other logits add 0 to every
-    sum. Rows that are not finite get token 0."""
+    """Sample a token for each row `[rows, vocab]`, by its number in [0, 1), among the logits that
+    top-k and top-p keep. Sampling from the whole row gives the same token, because the other logits
+    add 0 to every sum. Rows that are not finite get token 0."""
     cutoff, _ = _cutoff(scaled, top_k, top_p, False)
     num_rows, vocab = scaled.shape
     places = np.flatnonzero((scaled >= cutoff).numpy())
@@ -91,7 +91,7 @@ def _cutoff(
     scaled: Tensor, top_k: IntArray, top_p: FloatArray, all_candidates: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the smallest kept logit of each row, `[rows, 1]`, and a bool `[rows]`, True for rows
-    with too few candidates to find that logit; None: all rows are done."""
+    with too few candidates to find that logit. If all rows are done, None replaces the bools."""
     vocab, device = scaled.shape[1], scaled.device
     has_k, has_p = top_k < vocab, top_p < 1.0
     by_share_alone = has_p & ~has_k
@@ -137,12 +137,12 @@ def _sum_of(scaled: Tensor, kth: Tensor) -> Tensor:
 
 
 def exp_(logits: Tensor) -> Tensor:
-    """Replace the logits by e to their power, in place. It uses powers of 2: torch's `exp` on the
-    CPU takes 4 times as long for -inf, and 25 times as long for results near 0 (most results).
-    """
+    """Replace the logits by e to their power, in place. The function uses powers of 2, because
+    torch's `exp` on the CPU takes 4 times as long for -inf, and 25 times as long for results near 0
+    (most results)."""
     return logits.mul_(_LOG2_E).exp2_()
 
 
 def is_free_to_look(device: torch.device) -> bool:
-    """Whether a result can be read without a wait, as on the CPU."""
+    """Whether reading a result does not wait for the device, as on the CPU."""
     return device.type == "cpu"

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission: which waiting requests join the running ones in this step.
 
-The round follows the order of the policy. It ends at the first request without room, because a
-later request must not take the room that this one waits for. A request that waits for something
-else (a load, an answer of the tiers) is deferred, and the round continues. While requests run, each
-step considers only some of the deferred requests again, in turns.
-"""
+Requests are considered in the policy's order. The round ends at the first request without room, so
+that later requests cannot take the room that it waits for. A request that waits for something else
+(a load, an answer of the tiers) is deferred, and the round continues. While requests run, a step
+considers only some of the deferred requests, in rotation."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ MOST_DEFERRED = 16
 
 
 class Verdict(Enum):
-    """The result of one look at a waiting request."""
+    """The outcome of considering a waiting request."""
 
     RUNS = "runs"
     LOADING = "loading"
@@ -37,7 +36,7 @@ class Verdict(Enum):
 
 
 class Admission:
-    """Admits waiting requests, one round a step."""
+    """Admits waiting requests, in one round per step."""
 
     def __init__(self, states: RequestStates, pressure: MemoryPressure) -> None:
         self._states = states
@@ -59,8 +58,8 @@ class Admission:
         self._waits_for_budget = ""  # id of a request that has nothing to load
 
     def admit(self, step: StepBuilder, now: float, *, only_known: bool = False) -> bool:
-        """Admit waiting requests that fit; with `only_known`, only requests that ran before and
-        were preempted. Return whether requests are deferred, to ask the tiers again."""
+        """Admit waiting requests that fit; with `only_known`, only requests that were preempted.
+        Return whether requests are deferred, so that a later step must ask the tiers again."""
         states = self._states
         if self._reservations is not None:
             self._reservations.recount()
@@ -87,9 +86,9 @@ class Admission:
     def _admit_forks_of(
         self, parent: Request, step: StepBuilder, now: float, *, may_start: bool
     ) -> None:
-        """If the prompt of `parent` ends in this step, start the requests that wait for it; they
-        continue in its blocks. Requests without room, or all unless they `may_start`, wait for
-        their own turns and will find the full blocks by name."""
+        """Start the requests that wait for the prompt of `parent`, in its blocks, if the prompt
+        ends in this step. Requests without room (without `may_start`: all) are queued, and find the
+        blocks by prefix lookup."""
         states, alone = self._states, {}
         for child, context in states.take_forks(parent).items():
             if not (may_start and self._may_fork(parent, child, step)):
@@ -101,8 +100,7 @@ class Admission:
         states.queue_forks(alone, at_head=True)
 
     def _may_fork(self, parent: Request, child: Request, step: StepBuilder) -> bool:
-        """Whether there is room for one more request, and for the copy of the prompt's last block
-        that it may need."""
+        """Whether there is room for one more request, and for a copy of the prompt's last block."""
         manager = self._manager
         if len(self._states.running) >= self._max_running or child.request_id in step.held:
             return False
@@ -128,8 +126,8 @@ class Admission:
         now: float,
         only_known: bool,
     ) -> bool:
-        """Consider the requests of these queues in turn, until `most_later` are deferred. Return
-        False if the round ended for lack of room."""
+        """Consider the requests of these queues, in the policy's order, until `most_later` are
+        deferred. Return False if the round ended early for lack of room."""
         while len(later) < most_later:
             found = self._policy.first(queues, only_known)
             if found is None:
@@ -157,8 +155,8 @@ class Admission:
         return Obstacle.PRESSURE if self._is_held_back(request) else None
 
     def _may_begin_load(self, request: Request) -> bool:
-        """Whether to consider the request although the step has no tokens left: a load needs no
-        tokens, and an early load is done sooner."""
+        """Whether to consider the request although the step has no tokens left. A load needs no
+        tokens, and should begin early."""
         return (
             self._connector.has_tiers
             and request.request_id != self._waits_for_budget
@@ -167,8 +165,8 @@ class Admission:
         )
 
     def _is_held_back(self, request: Request) -> bool:
-        """Whether memory is too full for the request to start. False if no request runs, or if the
-        request holds loaded blocks already."""
+        """Whether memory is too full to start the request. False if no request runs, or if the
+        request already holds loaded blocks."""
         states = self._states
         if not states.running or request.num_computed_tokens > 0:
             return False
@@ -256,7 +254,8 @@ class Admission:
         return Verdict.RUNS
 
     def _ask_tiers_too(self, request: Request) -> None:
-        """Ask the tiers for a request's blocks, since the kept blocks for it were given up."""
+        """Ask the tiers for the request's blocks, because the pool gave up the blocks kept for
+        it."""
         context, request.progress.context = request.progress.context, None
         if context is not None and not request.skip_reading_prefix_cache:
             request.external_load_failed = False
@@ -265,8 +264,8 @@ class Admission:
     def _run_in_kept_blocks(
         self, request: Request, step: StepBuilder, now: float
     ) -> Verdict | None:
-        """Let a request continue an ended one in its kept blocks; it computes only its own tokens.
-        Return None if these blocks had to be given up to make room."""
+        """Let a request continue an ended one in its kept blocks, so that only additional tokens
+        are computed. Return None if the kept blocks had to be released to make room."""
         assert request.continues is not None
         kept, manager, reservations = self._states.kept, self._manager, self._reservations
         num_more = request.num_tokens - num_common_tokens(request.continues, request)
@@ -294,8 +293,8 @@ class Admission:
     def _overlaps(
         self, match: Match, request: Request, hits: GroupBlocks, num_hit_tokens: int
     ) -> bool:
-        """Begin a load beside which the request computes, if the match offers one, chunked prefill
-        is on and there is room. Return whether it has begun."""
+        """Begin a load that overlaps with computing, if the match offers one, chunked prefill is on
+        and there is room. Return whether the load has begun."""
         return (
             self._chunked
             and match.kind is MatchKind.OVERLAP
@@ -349,8 +348,8 @@ class Admission:
     def _allocate_first_slots(
         self, request: Request, num_tokens: int, hits: GroupBlocks | None, num_hit_tokens: int
     ) -> Obstacle | None:
-        """Take blocks for the request's first tokens in this step. If that is not possible, return
-        the obstacle and change nothing. Without `hits` it has blocks and a reservation already."""
+        """Allocate blocks for the request's first tokens in this step. If this fails, return the
+        obstacle and change nothing. `hits` is None if the request has blocks and a reservation."""
         if hits is not None and not self._may_reserve(request, hits):
             return Obstacle.RESERVATION
         added = self._manager.allocate_slots(
@@ -371,12 +370,13 @@ class Admission:
         return reservations is None or reservations.has_room_for(request, hits, num_more)
 
     def _commit_reserved(self) -> bool:
-        """Commit the room that `_may_reserve` found. Return True, for use as a condition."""
+        """Commit the reservation that `_may_reserve` checked. Return True, for use in
+        conditions."""
         return self._reservations is None or self._reservations.commit_reserved()
 
     def _drives_out(self, request: Request, hits: GroupBlocks) -> bool:
-        """Whether the request's prompt would not fit beside the running requests. With a
-        reservation the reservation decides, so this is False."""
+        """Whether the request's prompt lacks room next to the running requests. False with
+        `--reserve`, because the reservation decides instead."""
         running = self._states.running
         if not running or self._reservations is not None:
             return False
@@ -388,13 +388,12 @@ class Admission:
         return self._states.release_pin_for_start(request)
 
     def _keep_free(self) -> int:
-        """Return the blocks to leave free: 0 if no request runs, since the watermark would then
-        protect no request and could keep all requests out."""
+        """Return the number of blocks to leave free. The result is 0 if no request runs, because
+        the watermark would then protect no request and could block all of them."""
         return self._manager.watermark_blocks if self._states.running else 0
 
     def _make_room(self, request: Request) -> bool:
-        """Take blocks from a pin; or, if no request runs to release blocks, from a finished
-        load."""
+        """Release a pin's blocks; or, if no request runs, release the blocks of a finished load."""
         if self._release_pin(request):
             return True
         if self._reservations is not None:
@@ -402,8 +401,8 @@ class Admission:
         return not self._states.running and self._states.give_up_last_load(spare=request)
 
     def _take_from_paused(self, request: Request) -> bool:
-        """Like `_make_room`, for a pause: requests with finished loads can neither run nor load
-        again before its end."""
+        """Like `_make_room`, for a paused scheduler: requests with finished loads can neither run
+        nor load again before the pause ends."""
         loaded = self._states.loaded
         has_begun = any(other.num_preemptions > 0 for other in loaded)
         return not has_begun and self._make_room(request)
@@ -448,12 +447,12 @@ class Admission:
         step.fork(parent, child)
 
     def _note_wait(self, request: Request, obstacle: Obstacle) -> None:
-        """Report that the request's turn came and what it waits for."""
+        """Report to the observer that the request was considered, and what it waits for."""
         self._observer.decision(request, Decision.WAITS, obstacle.value)
 
     def _count_reuse(self, request: Request) -> None:
-        """Count, at every start, the tokens that need not be computed, by source, and the tokens
-        that must be computed again, by cause."""
+        """At each start, count the tokens that need not be computed, by source, and the tokens that
+        must be computed again, by cause."""
         counts, progress = self._context.counts, request.progress
         computed = request.num_computed_tokens
         in_pool = computed - request.num_external_computed_tokens
@@ -469,8 +468,8 @@ class Admission:
         progress.lost_tokens = 0
 
     def _note_cached_tokens(self, request: Request) -> None:
-        """Count the cached tokens of a request once: tokens found again after a preemption are the
-        request's own work."""
+        """Count the cached tokens of a request once. Tokens found again after a preemption do not
+        count, because the request itself computed them."""
         cached = request.num_computed_tokens
         in_pool = cached - request.num_external_computed_tokens
         request.num_cached_tokens = cached
@@ -486,7 +485,7 @@ class Admission:
 
 
 def _num_queued(running: list[Request]) -> int:
-    """Count the tokens of running prompts still to compute; they come before waiting prompts."""
+    """Return the tokens of running prompts still to compute, which precede waiting prompts."""
     missing = [request.num_tokens - request.num_computed_tokens for request in running]
     return sum([count for count in missing if count > 1])
 

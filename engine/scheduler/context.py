@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The context of a scheduler: the objects that all its parts share."""
+"""The context of a scheduler: the objects that all parts of the scheduler share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .policies import SchedulingPolicy
 
 @dataclass(frozen=True, slots=True)
 class SchedulerContext:
-    """The settings, pool, tiers, policy, counts and observer of one scheduler."""
+    """The settings, pool manager, tier connector, policy, observer and counters of one
+    scheduler."""
 
     config: SchedulerConfig
     manager: KVCacheManager
@@ -27,8 +28,8 @@ class SchedulerContext:
     max_adapters: int = 0  # in one step; 0: requests have none
 
     def count_reused(self, tokens: Mapping[str, int], position: int) -> None:
-        """Count reused tokens of a request by source; they lie from `position` on, in the order of
-        `tokens`."""
+        """Count the reused tokens of a request by source. The tokens begin at index `position` of
+        the request, and the sources follow one another in the order of `tokens`."""
         counts = self.counts
         for source, num_tokens in tokens.items():
             if num_tokens:

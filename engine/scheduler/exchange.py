@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's exchange with the connector: gives it blocks to store, and takes its reports of
-ended loads."""
+"""The scheduler's exchange with the connector: passes blocks to store to the connector, and takes
+the connector's reports of ended loads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOAD_FAILED = (
 
 
 class ConnectorExchange:
-    """Called once when a step is scheduled, and once when its result comes."""
+    """Exchanges data with the connector when a step is scheduled and when its result comes."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class ConnectorExchange:
         self._least_ahead = max(MIN_AHEAD_BLOCKS, self._soon_taken // 2)
 
     def build_meta(self, evicted: Sequence[EvictedBlock]) -> ConnectorMetadata:
-        """Return the step's copies, also of blocks that a step soon may evict."""
+        """Return the copies of this step, including copies of blocks that are stored before their
+        eviction."""
         pool, ahead = self._pool, NONE_AHEAD
         # Most steps find neither; the code in between is slow because it is seldom run.
         if pool.fresh or pool.has_cold(self._least_ahead):
@@ -69,7 +70,7 @@ class ConnectorExchange:
     def take_reports(
         self, worker_output: ConnectorWorkerOutput | None, now: float
     ) -> tuple[bool, list[TokenOutput]]:
-        """Let requests go on whose loads have ended; with `fails_with_load`, end the ones whose
+        """Queue the requests whose loads have ended; with `fails_with_load`, end the requests whose
         load failed. Return whether there were reports, and the outputs of the ended requests."""
         context = self._states.context
         failures: list[tuple[Request, str]] = []

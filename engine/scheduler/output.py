@@ -2,8 +2,7 @@
 """The scheduler's output for the worker, and the worker's result of a step.
 
 A request that is new to the worker is described in full, a known request by its changes only. A
-resumed request replaces its block table instead of extending it.
-"""
+resumed request replaces its block table instead of extending it."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from .request_states import RequestStates
 
 
 class OutputWriter:
-    """Turns the worker's results into outputs for clients: appends tokens and detects ends.
+    """Turns the worker's results into outputs for clients: appends tokens, and detects when a
+    request ends.
 
-    A request that ends gets exactly one output with a finish reason, its last. After a batch of
-    calls `RequestStates.sweep` must run.
-    """
+    A request that ends gets exactly one output with a finish reason, which is its last output.
+    After a batch of calls the caller must call `RequestStates.sweep`."""
 
     def __init__(self, states: RequestStates) -> None:
         self._states = states
@@ -35,7 +34,7 @@ class OutputWriter:
         self._max_model_len = states.context.manager.max_model_len
 
     def append_tokens(self, request: Request, token_ids: list[int], now: float) -> TokenOutput:
-        """Append sampled tokens up to the first that ends the request."""
+        """Append sampled tokens, up to and including the first token that ends the request."""
         progress = request.progress
         if len(token_ids) > 1:
             return self._take_several(request, token_ids, now)
@@ -51,8 +50,9 @@ class OutputWriter:
         return self._output_of(request, token_ids, status, now)
 
     def pass_on(self, request: Request, token_id: int, now: float) -> TokenOutput:
-        """Append a token that another engine has chosen, before the request has run here. The facts
-        of a first token (timings …) come with the next token, or here if the request ends."""
+        """Append a token that another engine has sampled, before the request has run in this
+        engine. The data of a first output (timings, cached tokens) comes with the next token, or
+        with this token if it ends the request."""
         progress = request.progress
         request.append_output_token(token_id)
         status = check_stop(request, token_id, progress.end_ids, self._max_model_len)
@@ -123,8 +123,8 @@ class OutputWriter:
 
 
 def add_figures(outputs: Iterable[TokenOutput], runner_output: ModelRunnerOutput) -> None:
-    """Add the worker's log-probabilities, embeddings and experts to the outputs of kept tokens. An
-    output without tokens is skipped: its id may meanwhile belong to another request."""
+    """Add the worker's log-probabilities, embeddings and routed experts to the outputs. An output
+    without tokens is skipped, because its request id may meanwhile belong to another request."""
     for output in outputs:
         if not output.new_token_ids:
             continue
@@ -143,8 +143,8 @@ def add_figures(outputs: Iterable[TokenOutput], runner_output: ModelRunnerOutput
 def fault_of(
     request: Request, num_computed_tokens: int, runner_output: ModelRunnerOutput
 ) -> str | None:
-    """Explain why a request without a usable token cannot go on. None if it is in the middle of its
-    prompt; `num_computed_tokens` counts this step."""
+    """Return the error text of a request for which the step gave no usable token. Return None if
+    the request is still in the middle of its prompt; `num_computed_tokens` includes this step."""
     if request.request_id in runner_output.nan_request_ids:
         return "the model's logits for this request were not finite numbers"
     if request.request_id in runner_output.processor_errors:
@@ -194,8 +194,8 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """Changes of requests that the worker knows, as parallel lists. A request is left out if it
-    continues where its last step ended, in the blocks that it has."""
+    """Changes of requests that the worker knows, as parallel lists. A request that computes one
+    token after its last step, in blocks that it has already, may be left out."""
 
     request_ids: list[str] = field(default_factory=list)
     new_block_ids: list[BlockIds | None] = field(default_factory=list)  # None: no new blocks
@@ -209,12 +209,12 @@ class CachedRequestData:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """A step in the form that the worker gets.
+    """A step in the form that the worker receives.
 
-    Steps are computed in the order of their ids. After a failed step the worker may not know
-    requests that this step introduced. So it refuses later steps that were scheduled before the
-    failure was known (`last_failed_id`); the scheduler fails these together with the failed step.
-    """
+    The worker computes steps in the order of their ids. After a failed step the worker may not know
+    the requests that the step introduced. The worker therefore refuses later steps that were
+    scheduled before the scheduler knew of the failure (`last_failed_id`). The scheduler fails these
+    steps together with the failed one."""
 
     new_requests: list[NewRequestData]
     cached_requests: CachedRequestData
@@ -239,7 +239,7 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """The results of a step. A request in the middle of its prompt has no token."""
+    """The worker's results of a step. A request in the middle of its prompt has no token."""
 
     sampled_token_ids: dict[str, list[int]]  # request id → new tokens (empty: prefill goes on)
     nan_request_ids: set[str] = field(default_factory=set)  # the model's logits were not finite
@@ -259,13 +259,14 @@ class ModelRunnerOutput:
 
     @property
     def has_figures(self) -> bool:
-        """Whether log-probabilities, embeddings or experts come along with tokens."""
+        """Whether the result contains log-probabilities, embeddings or routed experts."""
         figures = self.logprobs or self.prompt_logprobs or self.embeddings
         return bool(figures or self.routed_experts)
 
 
 def end_token_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Return the ids that end this request, by its parameters or by the model's settings."""
+    """Return the token ids that end this request: its own `stop_token_ids`, and the model's end
+    tokens unless it ignores them."""
     own = request.sampling_params.stop_token_ids
     eos = frozenset() if request.sampling_params.ignore_eos else eos_token_ids
     return eos.union(own) if own else eos
@@ -274,11 +275,11 @@ def end_token_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[
 def check_stop(
     request: Request, token_id: int, end_ids: frozenset[int], max_model_len: int
 ) -> RequestStatus | None:
-    """Return the finished status after `token_id` was appended to `request`; None: it goes on.
+    """Return the finished status of `request` after `token_id` was appended; None if the request
+    continues.
 
-    An end id counts only after `min_tokens` tokens. It takes precedence over a length limit reached
-    with the same token. `stop_reason` gives the reason to report.
-    """
+    An end token counts only after `min_tokens` tokens. If the same token also reaches a length
+    limit, the end token takes precedence. `stop_reason` returns the reason to report."""
     num_output = request.num_output_tokens
     if token_id in end_ids and num_output >= request.sampling_params.min_tokens:
         return RequestStatus.FINISHED_STOPPED
@@ -293,7 +294,8 @@ def check_stop(
 
 
 def stop_reason(request: Request, token_id: int) -> int | None:
-    """The stop id that ended a stopped request; None for the model's own end token."""
+    """Return the stop token id that ended a stopped request; None if the model's end token ended
+    it."""
     return token_id if token_id in request.sampling_params.stop_token_ids else None
 
 
@@ -301,10 +303,9 @@ def repeats(token_ids: Sequence[int], min_pattern: int, max_pattern: int, min_co
     """Whether the list ends with at least `min_count` copies of one pattern of `min_pattern` to
     `max_pattern` tokens.
 
-    Called after each token. Usually the last token does not occur at the needed distances, and
-    nothing else is read; at worst `max_pattern * min_count` tokens are. Raises ValueError unless 1
-    <= min_pattern <= max_pattern and min_count >= 2.
-    """
+    `check_stop` calls this after each token. In most calls the last token does not occur at the
+    needed distances, and no other token is compared. In the worst case `max_pattern * min_count`
+    tokens are read. Raises ValueError unless 1 <= min_pattern <= max_pattern and min_count >= 2."""
     if not 1 <= min_pattern <= max_pattern or min_count < 2:
         raise ValueError(
             "a repetition is a pattern of 1 <= min_pattern <= max_pattern tokens, at least twice, "
@@ -331,8 +332,9 @@ def repeats(token_ids: Sequence[int], min_pattern: int, max_pattern: int, min_co
 
 
 def _agreements(tokens: Sequence[int], most: int) -> list[int]:
-    """Return, for each shift up to `most`, how many first tokens equal the tokens `shift` places
-    later. Computed by the Z algorithm: no token is compared twice with success."""
+    """Return, for each `shift` up to `most`, the length of the longest common prefix of `tokens`
+    and `tokens[shift:]`. The function uses the Z algorithm, whose time is linear in the number of
+    tokens."""
     size = len(tokens)
     found = [size] + [0] * most
     start = end = 0  # the known agreement that reaches farthest

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pins: blocks of an agent's finished turn, kept in the pool until its next turn comes.
+"""Pins: KV blocks of an agent's finished request, kept in the pool for the agent's next request.
 
-A job is a sequence of requests with one `job_id`; each request reads the text of the earlier ones.
-A tool runs between two requests. At its end a turn is pinned, unless it is the job's last one or
-the tool is expected to take longer than THRESHOLD_SECONDS. A pin lasts PIN_SECONDS at most. A job
-has one pin: a later turn's pin replaces the earlier one, whose blocks it shares.
+A *job* is an agent's sequence of requests with one `job_id`. Each request (a *turn*) contains the
+text of the earlier ones, and a tool runs between two turns. When a turn ends, its blocks are
+pinned, unless it is the job's last or the tool is expected to take longer than THRESHOLD_SECONDS. A
+pin lasts PIN_SECONDS at most. A later turn's pin replaces the job's earlier pin, whose blocks it
+shares.
 
-Pinned blocks are offered to the tiers meanwhile, so giving up a pin costs no copy. If a request
-lacks room, the oldest pin is given up before another request is preempted. The tiers keep a turn's
-blocks too, pinned or not, and fetch them shortly before the next turn is expected."""
+Pinned blocks are offered to the tiers at once, so giving up a pin later needs no copy. If a request
+lacks blocks, the oldest pin is given up before a request is preempted. The tiers keep a turn's
+blocks too, pinned or not, and load them shortly before the next turn is expected."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ Job = bytes  # the tenant's salt and the job's id
 
 
 class Estimator(Protocol):
-    """Estimates the seconds of tools. Called by the step thread. After an exception it is called no
-    more."""
+    """Estimates how many seconds a tool runs. The step thread calls it, until it raises an
+    exception."""
 
     def turn_ended(self, job: Job, now: float) -> None: ...
     def turn_arrives(self, job: Job, tool: str, now: float) -> None: ...
@@ -53,8 +54,8 @@ class Estimator(Protocol):
 
 
 class ToolEstimator:
-    """Moving averages of the time from a turn's end to the next turn, by the tool whose result the
-    next turn brings. If a job's next tool is not known, its last tool is used."""
+    """A moving average, for each tool, of the seconds from the end of a turn to the arrival of the
+    next turn, which names the tool. If a job's next tool is unknown, its last tool is used."""
 
     def __init__(self) -> None:
         self._ended: OrderedDict[Job, float] = OrderedDict()
@@ -62,11 +63,12 @@ class ToolEstimator:
         self._average: OrderedDict[str, float] = OrderedDict()
 
     def turn_ended(self, job: Job, now: float) -> None:
-        """Note that a turn of the job has ended and a tool runs."""
+        """Record that a turn of the job has ended and the agent's tool starts."""
         _put(self._ended, job, now, MOST_JOBS)
 
     def turn_arrives(self, job: Job, tool: str, now: float) -> None:
-        """Note the job's next turn, which brings the result of `tool` ("": not named)."""
+        """Record the arrival of the job's next turn, which contains the result of `tool` ("" if the
+        client did not name the tool)."""
         began = self._ended.pop(job, None)
         if not tool:
             return
@@ -78,8 +80,8 @@ class ToolEstimator:
             _put(self._average, tool, mean, MOST_TOOLS)
 
     def tool_seconds(self, job: Job, tool: str) -> float | None:
-        """Return the average seconds of `tool`, or of the job's last tool for "". None if no call
-        of the tool has been seen."""
+        """Return the average seconds of `tool` ("": the job's last tool), or None if it was never
+        timed."""
         return self._average.get(tool or self._last_tool.get(job, ""))
 
 
@@ -91,7 +93,8 @@ def _put(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
 
 
 class Pin(NamedTuple):
-    """The blocks of a turn; the manager's tables list them under the id `holder`."""
+    """The pinned blocks of a turn. The `KVCacheManager` stores their block tables under the id
+    `holder`."""
 
     job_id: str
     tenant: str
@@ -101,11 +104,12 @@ class Pin(NamedTuple):
 
 
 class Pins:
-    """The pins of all jobs, at most one each, oldest first. For the engine's step thread only."""
+    """The pins of all jobs, oldest first, at most one per job. Called by the engine's step thread
+    only."""
 
     def __init__(self, context: SchedulerContext, estimator: Estimator | None = None) -> None:
-        """`context.config.pin_tenant_share`: the largest share of the blocks for pins that one
-        tenant may have."""
+        """`context.config.pin_tenant_share` is the largest share of all pinnable blocks that one
+        tenant's pins may take."""
         self._manager = manager = context.manager
         self._counts = context.counts
         self._connector = context.connector
@@ -128,20 +132,20 @@ class Pins:
 
     @property
     def jobs(self) -> Mapping[Job, Pin]:
-        """The jobs whose last turn is pinned, with their pins. Read only."""
+        """The pins by job. Read only."""
         return self._pins
 
     def job_ids(self) -> list[str]:
-        """Return the ids of these jobs in the form that their clients gave."""
+        """Return the `job_id` of every pinned job, as the client gave it."""
         return [pin.job_id for pin in self._pins.values()]
 
     def next_expiry(self) -> float | None:
-        """Return when the first pin expires (monotonic seconds); None without a pin."""
+        """Return the expiry of the oldest pin, in monotonic seconds; None without a pin."""
         first = next(iter(self._pins.values()), None)
         return None if first is None else first.until
 
     def is_due(self, now: float) -> bool:
-        """Whether the oldest pin has expired, so that `expire` must release it."""
+        """Whether the oldest pin has expired, so that `expire` will release it."""
         expiry = self.next_expiry()
         return expiry is not None and expiry <= now
 
@@ -150,8 +154,8 @@ class Pins:
             self._call_estimator("turn_arrives", request.job, tool, now)
 
     def pin_turn(self, request: Request, now: float) -> bool:
-        """Pin the blocks of a turn that has ended well, if that pays. Return whether they are
-        pinned; if not, the caller releases them."""
+        """Pin the blocks of a turn that ended normally, if the pin is worth its memory. Return
+        whether they are pinned; if not, the caller must release them."""
         job = request.job
         if not job or request.is_last_step:
             if job:
@@ -185,7 +189,8 @@ class Pins:
         return True
 
     def tool_called(self, job: Job, tool: str) -> None:
-        """Note that a job's last turn called `tool`; its pin ends if that takes too long."""
+        """Record that a job's last turn called `tool`. Release the job's pin if the tool is
+        slow."""
         seconds = self._seconds(job, tool)
         if seconds is not None and self._retention is not None:
             self._retention.turn_expected(job, _due(seconds))
@@ -194,14 +199,15 @@ class Pins:
             self._counts["pins_not_worth"] += 1
 
     def expire(self, now: float) -> None:
-        """Release the pins that are older than PIN_SECONDS, and count them."""
+        """Release the pins that are older than PIN_SECONDS; the counter `pins_expired` counts
+        them."""
         while self.is_due(now):
             self._unpin_job(next(iter(self._pins)))
             self._counts["pins_expired"] += 1
 
     def release_oldest(self, spare: Job = b"") -> bool:
-        """Give up the oldest pin, but the pin of `spare` only if there is no other. Return whether
-        there was one."""
+        """Give up the oldest pin. The pin of the job `spare` is given up only if no other pin
+        exists. Return whether a pin was given up."""
         if not self._pins:
             return False
         job = next((each for each in self._pins if each != spare), spare)
@@ -243,7 +249,7 @@ class Pins:
         self._retention.turn_ended(request.job, self._manager.names.of_request(request), most, due)
 
     def _seconds(self, job: Job, tool: str) -> float | None:
-        """Return the expected seconds of a tool; None if the estimator has no finite number."""
+        """Return the expected seconds of a tool; None if the estimator returns no finite number."""
         seconds = self._call_estimator("tool_seconds", job, tool)
         return seconds if seconds is not None and math.isfinite(seconds) else None
 
@@ -252,7 +258,8 @@ class Pins:
         return seconds is None or not seconds > THRESHOLD_SECONDS
 
     def _call_estimator(self, name: str, *arguments: object) -> float | None:
-        """Call the estimator. After an exception the engine goes on without it."""
+        """Call a method of the estimator. If it raises, log the error and use no estimator from
+        then on."""
         if self._estimator is None:
             return None
         try:
@@ -265,5 +272,6 @@ class Pins:
 
 
 def _due(seconds: float) -> float:
-    """Return after how many seconds the tiers must fetch the blocks, for a tool of `seconds`."""
+    """Return the seconds from now after which the tiers must load the blocks, if the tool takes
+    `seconds`."""
     return max(0.0, seconds - max(AHEAD_SECONDS, AHEAD_SHARE * seconds))

@@ -4,11 +4,10 @@
     fcfs       first come, first served; the request admitted last is preempted first
     priority   the lowest priority number first, then the earliest arrival; the last request in this
                order is preempted first, and kept blocks of the highest number are given up first
-    continuum  like fcfs, but jobs whose last turn is pinned come first and are preempted last
+    continuum like fcfs, but jobs with pinned blocks come first and are preempted last
 
-Other packages add a policy as an entry point of the group `stratakv.scheduling_policies`. It names
-a subclass of `SchedulingPolicy` whose constructor takes no arguments.
-"""
+Other packages add a policy as an entry point of the group `stratakv.scheduling_policies`. The entry
+point names a subclass of `SchedulingPolicy` whose constructor takes no arguments."""
 
 from __future__ import annotations
 
@@ -29,15 +28,15 @@ ENTRY_POINTS = "stratakv.scheduling_policies"
 
 
 class RequestQueue(ABC):
-    """Waiting requests in the order of their turns. The scheduler limits the length by refusing
-    requests."""
+    """Waiting requests in the order in which the scheduler considers them. A queue has no limit of
+    its own: the scheduler refuses requests if too many wait."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def __iter__(self) -> Iterator[Request]:
-        """Iterate in the order of turns; the first request costs little."""
+        """Iterate over the requests in scheduling order; finding the first request is cheap."""
 
     @abstractmethod
     def add(self, request: Request) -> None:
@@ -45,10 +44,10 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def prepend(self, request: Request) -> None:
-        """Add a preempted request, which was admitted before all requests that wait."""
+        """Add a preempted request, which was admitted before all waiting requests."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A queue of another package may have the older name of `remove_request`: `remove`."""
+        """Accept a subclass that has the method `remove`, the former name of `remove_request`."""
         super().__init_subclass__(**options)
         if "remove" in cls.__dict__ and "remove_request" not in cls.__dict__:
             cls.remove_request = cls.__dict__["remove"]  # type: ignore[method-assign]
@@ -58,7 +57,8 @@ class RequestQueue(ABC):
         """Remove a request from any position. Return whether it was in the queue."""
 
     def insert_request(self, request: Request) -> None:
-        """Add a request at its place by arrival: it came earlier, but had to wait elsewhere."""
+        """Add a request at its position by arrival. The request arrived earlier, but first waited
+        elsewhere (for its grammar)."""
         self.add(request)
 
     def add_all(self, requests: Iterable[Request]) -> None:
@@ -67,7 +67,7 @@ class RequestQueue(ABC):
 
 
 class FCFSQueue(RequestQueue):
-    """First come, first served; requests put back in front come first."""
+    """A first-come, first-served queue; `prepend` puts preempted requests in front."""
 
     __slots__ = ("_requests",)
 
@@ -106,8 +106,8 @@ Turn = tuple[Any, ...]
 
 
 class SortedQueue(RequestQueue):
-    """A heap in the order of `SchedulingPolicy.turn`, however a request was added. A removed
-    request stays in the heap until it reaches the top."""
+    """A heap in the order of `SchedulingPolicy.turn`; `prepend` has the same effect as `add`. A
+    removed request stays in the heap until it reaches the top or the heap is rebuilt."""
 
     __slots__ = ("_alive", "_heap", "_numbers", "_policy")
 
@@ -148,7 +148,8 @@ class SortedQueue(RequestQueue):
 
 
 class SchedulingPolicy(ABC):
-    """An order of requests. Called by the engine's step thread; quick, and changes no request."""
+    """An order of requests. The engine's step thread calls the methods, which must return quickly
+    and must not change a request."""
 
     # Whether deferred requests come before all others, whatever their turn.
     deferred_first = False
@@ -161,25 +162,25 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def turn(self, request: Request) -> Turn:
-        """Return a tuple that orders requests, the least first. It must never change, and differ
-        for any two requests."""
+        """Return the sort key of a request; the request with the least key comes first. The key
+        must never change, and must differ for any two requests."""
 
     def make_queue(self) -> RequestQueue:
         return SortedQueue(self)
 
     def first(self, queues: Sequence[RequestQueue], only_known: bool) -> _Found | None:
-        """Return the queue and the request whose turn it is; with `only_known`, only among requests
-        that have run before."""
+        """Return the request to consider next, and its queue; None if there is no request. With
+        `only_known`, consider only requests that have run before."""
         found = [each for queue in queues if (each := _head(queue, only_known)) is not None]
         return min(found, key=lambda each: self.turn(each[1]), default=None)
 
     def victim(self, requests: Sequence[Request]) -> Request:
-        """Choose the running request to preempt; `requests` is in the order of admission."""
+        """Choose the running request to preempt; `requests` is in admission order."""
         return max(requests, key=self.turn)
 
     def kept_victim(self, requests: Sequence[Request]) -> Request:
-        """Choose the ended request whose kept blocks are given up; `requests` is in the order of
-        their ends."""
+        """Choose an ended request whose kept blocks (`KeptBlocks`) are released; `requests` is in
+        the order in which they ended."""
         return requests[0]
 
 
@@ -187,7 +188,8 @@ _Found = tuple[RequestQueue, Request]
 
 
 class FCFSPolicy(SchedulingPolicy):
-    """First come, first served; an earlier queue goes before a later one."""
+    """First come, first served. All requests of an earlier queue come before those of a later
+    one."""
 
     deferred_first = True
 
@@ -208,7 +210,7 @@ class FCFSPolicy(SchedulingPolicy):
 
 
 class PriorityPolicy(SchedulingPolicy):
-    """An order by priority, arrival, id and number of the request. It is the same in every run."""
+    """An order by the request's priority, arrival, id and number, in this sequence."""
 
     takes_priority = True
 
@@ -220,7 +222,7 @@ class PriorityPolicy(SchedulingPolicy):
 
 
 class JobQueue(FCFSQueue):
-    """First come, first served, with an index of requests by job."""
+    """A first-come, first-served queue with an index of requests by job."""
 
     __slots__ = ("_by_job",)
 
@@ -259,8 +261,8 @@ class JobQueue(FCFSQueue):
 
 
 class ContinuumPolicy(FCFSPolicy):
-    """First come, first served, but requests come first if their job's last turn is pinned. A
-    request of another job is preempted, if there is one."""
+    """First come, first served, but requests of jobs with pinned blocks come first. A request of a
+    job without a pin is preempted first."""
 
     pins_turns = True
 
@@ -297,7 +299,8 @@ POLICIES: dict[str, type[SchedulingPolicy]] = {
 
 
 def open_policy(name: str) -> SchedulingPolicy:
-    """Make a policy by its name. Raise ConfigError if it is unknown or cannot be made."""
+    """Make the policy with this name. Raises ConfigError for an unknown name or a failing
+    constructor."""
     if name in POLICIES:
         return POLICIES[name]()
     try:
@@ -320,7 +323,7 @@ def open_policy(name: str) -> SchedulingPolicy:
 
 
 def _came_later(other: Request, request: Request) -> bool:
-    """Whether `other`, which waits, came after `request` and was never admitted."""
+    """Whether the waiting request `other` arrived after `request` and was never admitted."""
     has_run = other.num_preemptions > 0 or other.continues is not None
     return not has_run and other.number > request.number
 

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory pressure: when admission stops, and when a running request is preempted.
 
-Two shares of the KV pool, with a gap between them so that a request is not admitted and preempted
-in turn. From `admit_below` on no request is admitted; beyond `preempt_above` the last request in
-the policy's order is preempted. A request is admitted only if its whole prompt, with the missing
-rest of the running prompts, fits below the second share. A threshold of 1 disables the check.
-Blocks that no request holds count as free, even if they still have names.
+Two thresholds are shares of the KV pool. The gap between them keeps a request from being admitted
+and preempted again and again. From `admit_below` on no request is admitted; above `preempt_above`,
+the last request in the policy's order is preempted. A request is admitted only if its whole prompt,
+with the missing rest of the running prompts, fits below `preempt_above`. A threshold of 1 disables
+the check. Blocks that no request holds count as free, even if prefix lookups can find them.
 
-With a reservation (`--reserve`), a request gets its first block only if there is room for its
-prompt, or for its longest answer as well. This room is beside what earlier requests may still take:
+With `--reserve`, a request gets its first block only if there is room for its prompt (or with
+`full` for its longest answer, too), besides what earlier requests may still take:
 
     | held            | earlier ones may take | this one may take |  free  |
                                                             preempt_above
 
-If every request reserves up to its longest answer, no running request ever lacks room.
-"""
+If every request reserves up to its longest answer, no running request ever lacks room."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from .request_states import RequestStates
 
 
 class MemoryPressure:
-    """Reads the pool; changes nothing."""
+    """Reads how full the pool is; changes nothing."""
 
     def __init__(self, context: SchedulerContext) -> None:
         # Without tiers, pinned blocks count as held and keep new requests out. With tiers, pins are
@@ -52,8 +51,8 @@ class MemoryPressure:
 
     @property
     def num_kept_from_drafts(self) -> int:
-        """The free blocks that drafts must not take: the blocks beyond `preempt_above`, and at
-        least one in each group for every request of a full batch."""
+        """The number of free blocks that drafts must leave: the blocks above `preempt_above`, and
+        at least one per cache group for every request of a full batch."""
         manager = self._manager
         limit = self._usable - int(self._preempt_blocks)
         return max(limit, manager.watermark_blocks, self._most_requests * manager.num_groups)
@@ -61,7 +60,8 @@ class MemoryPressure:
     def has_room_for(
         self, request: Request, hits: GroupBlocks | None, running: Iterable[Request]
     ) -> bool:
-        """Whether `request` could compute its whole prompt without another's preemption."""
+        """Whether `request` can compute its whole prompt without the preemption of another
+        request."""
         if self._preempt_blocks >= self._usable:
             return True
         most = self._preempt_blocks - self._num_held
@@ -78,8 +78,9 @@ class MemoryPressure:
 
 
 class Reservations:
-    """Counts room for requests with blocks, and for the next one. It keeps no state between rounds
-    of admission: reservations follow from the blocks that requests hold."""
+    """Counts the blocks reserved for requests that hold blocks, and checks room for the next
+    request. Each round of admission recomputes the reservations from the blocks that requests
+    hold."""
 
     def __init__(self, states: RequestStates) -> None:
         self._states = states
@@ -90,13 +91,14 @@ class Reservations:
         self._needed = 0  # by the last request that was found to have room
 
     def recount(self) -> None:
-        """Count again, because blocks were released, or taken without a reservation."""
+        """Recompute the spare blocks at the next check, because blocks were allocated or
+        released."""
         self._spare = None
 
     def has_room_for(self, request: Request, hits: GroupBlocks | None, num_more: int = 0) -> bool:
         """Whether a waiting request may get blocks. `hits` are its cached blocks; `num_more` blocks
-        are for copies, or for the states of a load. True for a request that holds blocks, because
-        it has a reservation, and if no other request holds any."""
+        are for copies, or for the states of a load. Always True if the request holds blocks, and so
+        has a reservation, or if no other request holds blocks."""
         states = self._states
         if request.num_computed_tokens > 0:
             return True
@@ -109,14 +111,15 @@ class Reservations:
         return not (states.running or states.loaded or states.loads.blocking)
 
     def commit_reserved(self) -> bool:
-        """Reserve the room that the last `has_room_for` found. Returns True."""
+        """Reserve the room that the last call of `has_room_for` found. Returns True."""
         if self._spare is not None:
             self._spare -= self._needed
         self._needed = 0
         return True
 
     def _tokens_of(self, request: Request) -> int:
-        """The last token of an answer is sampled but never computed, so it needs no slot."""
+        """Return the number of tokens to reserve blocks for. An answer's last token needs no
+        slot."""
         return request.max_num_tokens - 1 if self._is_full else request.num_tokens
 
     def _count_spare_blocks(self) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Immediate refusals: settings that cannot work, requests that can never run or are too many."""
+"""Refusals before a request is queued: impossible settings or requests, and too many requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class QueueFull(ValueError):
 
 
 def check_config(config: SchedulerConfig, max_model_len: int) -> None:
-    """Raise ConfigError if, without chunked prefill, a whole prompt may not fit into one step."""
+    """Raise ConfigError if chunked prefill is off and the longest prompt may not fit into one
+    step."""
     if config.enable_chunked_prefill:
         return
     if config.max_num_batched_tokens < max_model_len:
@@ -35,8 +36,8 @@ def check_config(config: SchedulerConfig, max_model_len: int) -> None:
 
 
 def check_request(request: Request, manager: KVCacheManager) -> None:
-    """Raise ValueError for a request that can never run: it must fit into the context and, alone,
-    into the pool. The text says what was expected, what came and what to do."""
+    """Raise ValueError for a request that can never run, because it does not fit into the context
+    or, even alone, into the pool. The error says what was expected, what came and what to do."""
     num_prompt, max_model_len = request.num_prompt_tokens, manager.max_model_len
     if num_prompt >= max_model_len:
         raise ValueError(
@@ -55,8 +56,8 @@ def check_request(request: Request, manager: KVCacheManager) -> None:
 
 
 def check_embeds(request: Request, held: int) -> None:
-    """Raise QueueFull if prompt embeddings (`held` bytes and this request's) take too much memory,
-    up to thousands of times as much as tokens. If none are held, any size fits."""
+    """Raise QueueFull if the prompt embeddings of unfinished requests (`held` bytes) and of this
+    one exceed MAX_EMBED_BYTES, as they need much memory. If `held` is 0, any size fits."""
     more = request.embed_bytes
     if held and held + more > MAX_EMBED_BYTES:
         raise QueueFull(

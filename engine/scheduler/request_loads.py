@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loads of requests: blocks on their way from a tier.
+"""The loads of requests: blocks on their way from a tier to the pool.
 
-A request with a *blocking* load waits: it holds its blocks, is in no queue and computes nothing. It
-leaves this state when the connector reports its load, in one of these ways:
+A request with a *blocking* load waits: it holds its blocks, is in no queue and computes nothing.
+The connector's report of the load ends this state in one of these ways:
 
     some or all tokens came   they count as computed and are named; it goes on with its blocks
     no token came             it releases its blocks, and will compute without asking again
@@ -10,15 +10,15 @@ leaves this state when the connector reports its load, in one of these ways:
     its load was cancelled    it was preempted; it releases its blocks and may load again
     it ended meanwhile        its blocks are released only now, because the copy wrote to them
 
-A request with an *overlapped* load runs. It computes from the front while blocks come from behind:
+A request with an *overlapped* load runs: it computes forwards from its first missing token, while
+the load fills its blocks from the end backwards:
 
     | computed |  this step  |  later, or loaded before  |  loaded  | prompt's rest |
                              limit               load frontier      end
 
-Every token attends to all tokens before it, so loaded blocks are used only when the compute
-frontier has reached them. Then `num_computed_tokens` jumps to their end, and they get their names.
-Until then the request runs, but computes only the tokens before the load.
-"""
+Every token attends to all tokens before it, so the loaded blocks become usable only when the
+computed tokens reach them. At that moment `num_computed_tokens` jumps to the end of the loaded
+blocks, and the blocks get their names. Before, the request computes only tokens before the load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .context import SchedulerContext
 
 
 class RequestLoads:
-    """The loads of requests, blocking and overlapped: their begin and their end."""
+    """The blocking and overlapped loads of requests, from their begin to their end."""
 
     def __init__(self, context: SchedulerContext) -> None:
         self._context = context
@@ -52,7 +52,7 @@ class RequestLoads:
         *,
         overlapped: bool,
     ) -> bool:
-        """Allocate the blocks of a load and give them to the connector. With `overlapped` the
+        """Allocate the blocks of a load and start it in the connector. With `overlapped` the
         request may run at once. If there is no room, return False and change nothing."""
         added = self._manager.allocate_slots(
             request,
@@ -81,14 +81,14 @@ class RequestLoads:
         return True
 
     def add_cancelled(self, request: Request) -> None:
-        """Keep a request that no longer runs until the connector reports that no copy writes to its
-        blocks. A cancelled load is reported like any other."""
+        """Add a request that no longer runs to `blocking`, until the connector reports that no copy
+        writes to its blocks. The connector reports a cancelled load like any other."""
         request.progress.load = LoadKind.BLOCKING
         self.blocking.append(request)
 
     def pop_reported(self, request: Request, report: LoadReport) -> None:
-        """End the blocking load of a request. It goes on with the loaded blocks; if it has ended,
-        it releases its blocks."""
+        """End the blocking load of a request. An unfinished request continues with the loaded
+        blocks; a finished request releases its blocks."""
         request.progress.load = None
         self.blocking.remove(request)
         if request.is_finished:
@@ -97,8 +97,9 @@ class RequestLoads:
             self._apply_load_report(request, report)
 
     def most_tokens(self, request: Request) -> int:
-        """Return the tokens that a request may compute now: all that it lacks, or the ones before
-        its overlapped load. 0: it must wait for a copy. When the frontiers have met, it jumps."""
+        """Return how many tokens a request may compute now: all missing ones, or those before its
+        overlapped load. 0 means that it must wait for a copy. When computed tokens and loaded
+        blocks meet, end the load and advance `num_computed_tokens`."""
         if request.progress.load is LoadKind.OVERLAPPED:
             computed = request.num_computed_tokens
             assert self._overlapped_loads is not None  # set, because a match was OVERLAP
@@ -112,12 +113,12 @@ class RequestLoads:
 
     def stop_overlap(self, request: Request) -> bool:
         """End the overlapped load of a request that no longer runs. Return whether a copy still
-        writes to its blocks, which then must be kept until the connector's report."""
+        writes to its blocks; if so, they must be kept until the connector's report."""
         return self._take_report(request) is None
 
     def take_failures(self) -> list[tuple[Request, str]]:
-        """Return requests with a failed overlapped load, and the reason. Each failure is returned
-        once; some of the requests may have ended."""
+        """Return each request whose overlapped load failed since the last call, with the reason.
+        Some of these requests may have ended."""
         failures, self.failures = self.failures, []
         return failures
 
@@ -148,7 +149,8 @@ class RequestLoads:
             request.external_load_failed = not (report.is_cancelled or report.shorter_tokens)
 
     def _end_overlap(self, request: Request) -> None:
-        """Jump over the loaded blocks: the compute frontier has met them."""
+        """End the load and count its tokens as computed: the computed tokens have reached the
+        load."""
         report = self._take_report(request)
         if report is None or report.num_loaded_tokens == 0:
             return  # no block came, and the request has computed all tokens

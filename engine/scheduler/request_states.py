@@ -2,16 +2,15 @@
 """The states of all requests, and the changes of state that release blocks.
 
     waiting   arrived or preempted; holds no blocks
-    deferred  like waiting, but the tiers told it to ask again; asked in turns, before the others
-    skipped   like waiting, but its load has ended; asked before `waiting`
+    deferred  like waiting, but the tiers must be asked again; considered before the others
+    skipped   like waiting, but its load has ended; considered before `waiting`
     grammar   its grammar is being compiled; holds no blocks, is in no queue
     loading   its load is under way; holds blocks, is in no queue
     forking   waits until another request has computed the same prompt; in no queue
     running   holds blocks, gets tokens; some have an overlapped load (`request_loads.py`)
 
-The record of a request (`Request` with its `Progress`) has its own data. This module has the list
-of requests in each state, in order.
-"""
+A `Request` and its `Progress` hold the data of a single request. This module holds the list of
+requests in each state, in order."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAP
 
 
 class RequestStates:
-    """The records of requests by id, and the order of the requests in each state."""
+    """All requests by id, and an ordered list or queue of requests for each state."""
 
     def __init__(self, context: SchedulerContext) -> None:
         self.context = context
@@ -76,25 +75,26 @@ class RequestStates:
 
     @property
     def num_loading(self) -> int:
-        """Unfinished requests that wait for the end of a blocking load."""
+        """The number of unfinished requests that wait for the end of a blocking load."""
         num_ended = len(self.requests) - self.num_unfinished
         return len(self.loads.blocking) - num_ended
 
     @property
     def num_deferred(self) -> int:
-        """Waiting requests that wait for a load or an answer of the tiers, rather than for room."""
+        """The number of requests that wait for a load or for an answer of the tiers, not for
+        room."""
         return len(self.deferred) + self.num_loading
 
     def find_unfinished(self, request_id: str) -> Request | None:
-        """Return the unfinished request with this id; None if it ended or is unknown."""
+        """Return the unfinished request with this id; None for an ended or unknown request."""
         request = self.requests.get(request_id)
         return None if request is None or request.is_finished else request
 
     def enter(
         self, request: Request, context: RequestContext, *, awaits_grammar: bool = False
     ) -> bool:
-        """Add a new request, which waits for its turn, its grammar, or another request's prompt.
-        Return False if it waits for a prompt."""
+        """Add a new request, which waits in the queue, for its grammar, or for another request to
+        compute the same prompt. Return False in the last case."""
         if request.continues is not None:
             self.kept.add_heir(request.continues)
             request.progress.context = context
@@ -109,8 +109,8 @@ class RequestStates:
         return not request.fork_of
 
     def grammar_ready(self, request: Request) -> bool:
-        """Queue a request whose grammar is compiled, at its place by arrival. Return False if it
-        waits for another request's prompt instead."""
+        """Queue a request whose grammar is compiled, at its position by arrival. Return False if it
+        instead waits for another request to compute the same prompt."""
         context = self.awaiting_grammar.pop(request)
         request.status = RequestStatus.WAITING
         is_fork = bool(request.fork_of)
@@ -138,8 +138,8 @@ class RequestStates:
         return not request.fork_of
 
     def take_forks(self, parent: Request) -> dict[Request, RequestContext]:
-        """If the prompt of `parent` ends in the step being scheduled, return the requests that wait
-        for it, in order; they no longer wait for it."""
+        """Remove and return, in order, the requests that wait for the prompt of `parent`, if this
+        prompt ends in the step being scheduled."""
         if parent.num_computed_tokens < parent.num_prompt_tokens:
             return {}
         forks, parent.progress.forks = parent.progress.forks, {}
@@ -147,8 +147,8 @@ class RequestStates:
         return forks
 
     def queue_forks(self, forks: Mapping[Request, RequestContext], *, at_head: bool) -> None:
-        """Queue requests that waited for a prompt to wait for their own turns. `at_head`: before
-        all others, because the parent has had its turn."""
+        """Queue requests that no longer wait for another request's prompt. With `at_head` these
+        requests come before all others, because their parent was started already."""
         for request in reversed(list(forks)) if at_head else forks:
             request.fork_of = ""
             (self.waiting.prepend if at_head else self.waiting.add)(request)
@@ -156,8 +156,8 @@ class RequestStates:
                 self.context.connector.request_queued(request, forks[request])
 
     def take_reports(self, reports: Iterable[LoadReport]) -> list[tuple[Request, LoadReport]]:
-        """Queue the requests whose blocking loads have ended. Return the requests that go on, each
-        with its report."""
+        """Queue the requests whose blocking loads have ended. Return the unfinished ones, each with
+        the report of its load."""
         going_on = []
         for report in reports:
             request = self.requests.get(report.request_id)
@@ -178,8 +178,9 @@ class RequestStates:
         return going_on
 
     def preempt(self, request: Request, taker: Request | None = None) -> None:
-        """Preempt a running request: put it at the head of the queue, or, while a copy still writes
-        to its blocks, among the loading requests. `taker` needs the room; None: memory pressure."""
+        """Preempt a running request. The request goes to the head of the queue; if a load still
+        writes to its blocks, it first joins the loading requests. `taker` is the request that needs
+        the room; None means memory pressure."""
         running = self.running
         if running[-1] is request:
             running.pop()
@@ -207,16 +208,16 @@ class RequestStates:
         )
 
     def release_pin(self, request: Request) -> bool:
-        """Give up the oldest pin, or else kept blocks, because `request` lacks room. Return whether
-        there were any."""
+        """Release the blocks of the oldest pin, or else kept blocks, because `request` lacks room.
+        Return whether any blocks were released."""
         if self.pins is not None and self.pins.release_oldest(spare=request.job):
             return True
         return self._release_kept()
 
     def release_pin_for_start(self, request: Request) -> bool:
-        """Give up a pin or kept blocks for a request that is about to start. Without tiers a pin
-        keeps new requests out while others run, so it is given up only if no request runs or if the
-        request's own job has a pin."""
+        """Release a pin's blocks, or kept blocks, for a request that is about to start. Without
+        tiers a new request waits rather than take a pin, unless no request runs or its own job has
+        a pin. Return whether any blocks were released."""
         pins = self.pins
         if pins is None:
             return self._release_kept()
@@ -224,7 +225,8 @@ class RequestStates:
         return self.release_pin(request) if may_take else self._release_kept()
 
     def _release_kept(self) -> bool:
-        """Give up the kept blocks that the policy chooses. Return whether there were any."""
+        """Release the kept blocks that the policy chooses. Return whether any blocks were
+        released."""
         ended = self.kept.ended
         if not ended:
             return False
@@ -232,9 +234,9 @@ class RequestStates:
         return True
 
     def give_up_last_load(self, spare: Request) -> bool:
-        """Take the blocks of a request whose load has ended: the last in the policy's order (fcfs:
-        the last load to end), except `spare`. Return whether there was one. It stays in its queue
-        and will look up its prefix again."""
+        """Release the blocks of a waiting request whose load has ended: the last in the policy's
+        order (fcfs: the last load to end), except `spare`. Return whether such a request existed.
+        The request stays in its queue and will look up its prefix again."""
         loaded = [request for request in self.loaded if request is not spare]
         if not loaded:
             return False
@@ -253,14 +255,15 @@ class RequestStates:
         return True
 
     def drop_blocks(self, request: Request, cause: str) -> None:
-        """Make a request's blocks impossible to find, in pool and tiers, since one of them may be
-        wrong. They are counted under `cause`."""
+        """Remove the names of a request's blocks in pool and tiers, because one of the blocks may
+        be wrong. No lookup finds the blocks then. `cause` labels them in the connector's
+        statistics."""
         keys = self.context.manager.drop_names(request)
         if keys:
             self.context.connector.invalidate_blocks(keys, cause)
 
     def mark_finished(self, request: Request, status: RequestStatus) -> None:
-        """Mark a request, in any state, as finished. `sweep` must follow before the next step."""
+        """Mark a request as finished, whatever its state. Call `sweep` before the next step."""
         context, request_id, before = self.context, request.request_id, request.status
         was_running = before is RequestStatus.RUNNING
         request.status = status
@@ -305,7 +308,8 @@ class RequestStates:
             )
 
     def _stop_forking(self, request: Request) -> None:
-        """Let an ended request wait for no prompt, and let no request wait for its prompt."""
+        """Remove an ended request from the forks that wait for a prompt, and queue the requests
+        that wait for its own prompt."""
         progress = request.progress
         if request.fork_of and (parent := self.requests.get(request.fork_of)) is not None:
             self.num_forking -= parent.progress.forks.pop(request, None) is not None
@@ -314,14 +318,14 @@ class RequestStates:
         self.queue_forks(forks, at_head=progress.scheduled is not None)
 
     def tell_again(self, finished_ids: set[str], preempted_ids: set[str]) -> None:
-        """Tell the worker again which requests ended or were preempted, because it may have missed
-        the step. Repeating this does no harm."""
+        """Send the worker the ended and preempted requests of a step again, because it may have
+        missed the step. The worker accepts repetitions."""
         self.finished_ids |= finished_ids
         again = self.preempted_ids | preempted_ids
         self.preempted_ids = {each for each in again if self.find_unfinished(each) is not None}
 
     def sweep(self) -> None:
-        """Remove finished requests from `running`, all in one pass."""
+        """Remove all finished requests from `running`."""
         if not self._has_ended:
             return
         self._has_ended = False
@@ -329,8 +333,8 @@ class RequestStates:
 
 
 def _can_fork(parent: Request, child: Request) -> bool:
-    """Whether `child` may wait for the prompt of `parent`: the prompts are equal, `parent` has not
-    computed all of it, and `child` needs only a token from it."""
+    """Whether `child` may wait for the prompt of `parent`. The prompts must be equal, `parent` must
+    not have computed all of its prompt yet, and `child` must need only the sampled token."""
     is_ahead = parent.num_output_tokens or parent.num_computed_tokens >= parent.num_prompt_tokens
     if is_ahead or parent.fork_of or parent.cache_salt != child.cache_salt:
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The running requests' part of a step; `admission.py` adds waiting requests to them."""
+"""The running requests' part of a step; `admission.py` then adds waiting requests to the step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from .step import StepBuilder
 
 
 class RunningRound:
-    """The running requests' part of a step: tokens for each, and room for them.
+    """Schedules the running requests of a step: gives each its tokens, and blocks for them.
 
-    Each request gets the tokens that it lacks, in order of admission, within the budget. If a
-    request finds no room, the policy chooses one to preempt; this one also leaves the step if it is
-    in it. `scheduler.py` explains why no request is blocked for ever.
-    """
+    Each request gets the tokens that it has not computed yet, in order of admission, within the
+    budget. If a request lacks blocks, the policy chooses a request to preempt, which is also
+    removed from the step. `scheduler.py` explains why no request is blocked for ever."""
 
     def __init__(self, states: RequestStates, pressure: MemoryPressure) -> None:
         self._states = states
@@ -24,13 +23,13 @@ class RunningRound:
         self._chunk_limit = states.context.config.most_step_tokens
 
     def run(self, step: StepBuilder) -> None:
-        """Preempt requests under memory pressure, then give the others their tokens."""
+        """Preempt requests under memory pressure, then give tokens to the remaining ones."""
         self._relieve(step)
         self._go_on(step)
 
     def add_drafts(self, step: StepBuilder) -> None:
-        """Add the drafts of decoding requests, within the tokens that are left after all other
-        requests. Drafts take no block that another request may soon need."""
+        """Add the drafts of decoding requests, within the token budget that all other requests
+        leave. Drafts take no block that another request may soon need."""
         manager, keep = self._states.context.manager, self._pressure.num_kept_from_drafts
         for index, entry in enumerate(step.entries):
             request, drafts = entry.request, entry.request.draft_token_ids
@@ -52,8 +51,8 @@ class RunningRound:
                 step.add_drafts(index, drafts, added)
 
     def add_room(self, step: StepBuilder) -> None:
-        """Give slots for future drafts to the requests that will be asked for drafts, or ask for
-        fewer. Like drafts, these slots take no block that another request may soon need."""
+        """Allocate blocks for the drafts that the worker will propose, or ask it for fewer drafts.
+        Like drafts, these blocks are never taken from those that another request may soon need."""
         manager, wanted = self._states.context.manager, step.wanted_drafts
         keep, forked = self._pressure.num_kept_from_drafts, manager.shared_tails.families
         for index, entry in enumerate(step.entries if wanted else ()):
@@ -78,7 +77,8 @@ class RunningRound:
                 del wanted[request.request_id]
 
     def _relieve(self, step: StepBuilder) -> None:
-        """Preempt as the policy says while too much of the pool is held; never the only request."""
+        """Preempt requests, chosen by the policy, while too much of the pool is held. The only
+        running request is never preempted."""
         states = self._states
         while len(states.running) > 1 and self._pressure.demands_preemption:
             if self._pressure.counts_pins and states.release_pin(states.running[0]):
@@ -132,9 +132,9 @@ class RunningRound:
         step.decode(decodes)
 
     def _make_room(self, request: Request, step: StepBuilder, decodes: list[Request]) -> bool:
-        """Take blocks from a pin, a finished load or the victim that the policy names. Return False
-        if `request` still lacks room: it is the victim itself, it is the only running request, or a
-        copy still writes to the victim's blocks."""
+        """Release the blocks of a pin, of a finished load or of a request that the policy chooses.
+        Return False if `request` still lacks room, because it was chosen itself, it is the only
+        running request, or a copy still writes to the chosen request's blocks."""
         states = self._states
         if states.release_pin(request):
             return True

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler: decides, step by step, which requests compute how many tokens.
 
-Prefill and decode are not distinguished: a request has `num_tokens` and `num_computed_tokens`, and
-every step reduces the difference, within one budget for all requests. Running requests come first,
-in the order of their admission. Waiting requests follow in the order of the policy (`policies.py`,
-`admission.py`), unless room had to be made for a running one. `request_states.py` has the states.
+Prefill and decode are not distinguished. A request has `num_tokens` and `num_computed_tokens`;
+every step reduces the difference, within one token budget for all requests. Running requests come
+first, in the order of their admission. Waiting requests follow in the policy's order
+(`policies.py`, `admission.py`), unless a running request lacked room. `request_states.py` lists the
+states.
 
 No request can block all others:
 
-- Beyond `preempt_above` of the pool, the last request in the policy's order (fcfs: the one admitted
+- Above `preempt_above` of the pool, the last request in the policy's order (fcfs: the one admitted
   last) is preempted; from `admit_below` on no request is admitted (`pressure.py`). The only running
   request is never preempted, and if none runs, one is admitted.
-- The first running request in that order is never preempted. If it lacks room, it takes room from
-  requests whose load has ended but that do not run yet, then from the running ones, the last first.
-  Only loads in flight can still be in its way. In this case it keeps its blocks and waits for the
-  connector's reports, which always come.
-- If no request runs, the first waiting request takes room from ended loads too, and the watermark
-  does not count. It may take this room to run, but not to load: requests that have loaded go first.
+- The first running request in that order is never preempted. If it lacks room, it takes blocks from
+  requests whose load has ended but that do not run yet, then from running requests, beginning with
+  the last. Only loads in flight can still deny it room. In this case the request keeps its blocks
+  and waits for the connector's reports of these loads, which always come.
+- If no request runs, the first waiting request takes blocks from ended loads too, and the watermark
+  is ignored. The request may use them to run, but not to load: loaded requests come first.
 - `add_request` refuses a request that could not run even alone.
 """
 
@@ -62,25 +63,24 @@ RETRY_SECONDS = 0.02
 
 
 class Pause(Enum):
-    """A pause: the requests that stand still."""
+    """The requests that a pause stops."""
 
     NEW = "new"  # requests that have not run yet wait; running ones finish
     ALL = "all"
 
 
 class Scheduler:
-    """Called by the engine's step thread only. Only a reset of the prefix cache blocks.
+    """Called by the engine's step thread only. Only `reset_prefix_cache` may block.
 
-    `fails_with_load`: end a request with an error if blocks that a tier had could not be loaded;
-    otherwise the request computes them. `speculation` decides how many draft tokens each request
-    gets; None: no drafts. `max_adapters`: different adapters in one step.
+    `fails_with_load`: end a request with an error if a tier had some of its blocks but could not
+    load them; otherwise the request computes them. `speculation` decides how many draft tokens each
+    request gets; None: no drafts. A step has at most `max_adapters` different adapters.
 
     A step is `schedule`, then `update_from_output` or `fail_step` with its result, in the order of
-    the steps. `pipelining.depth` steps may be scheduled before the first comes back. A request
-    whose next token is still being computed is not in the following steps, unless
-    `pipelining.runs_ahead`: the worker then inserts this token in time. A request with drafts to
-    propose after that token waits all the same. A step without tokens need not come back.
-    """
+    the steps. Up to `pipelining.depth` steps may be in flight. A request whose next token is still
+    being computed is not in the following steps, unless `pipelining.runs_ahead`; the worker then
+    inserts this token. A request for which drafts will be proposed after that token still waits. A
+    step without tokens need not come back."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Scheduler:
 
     @property
     def requests(self) -> dict[str, Request]:
-        """A snapshot of the unfinished requests by id; later changes are not in it."""
+        """A copy of the dict of unfinished requests by id."""
         return self._states.unfinished
 
     @property
@@ -152,36 +152,36 @@ class Scheduler:
         return {state: dict(of) for state, of in self._admission.adapters.counts().items()}
 
     def tool_called(self, job: bytes, tool: str) -> None:
-        """Note that the job's last turn has called this tool."""
+        """Record that the job's last request called this tool."""
         if self._states.pins is not None:
             self._states.pins.tool_called(job, tool)
             self._stalled = False
 
     @property
     def pin_seconds(self) -> float:
-        """Seconds until the first pin of a job expires; infinity without pins."""
+        """Seconds until the oldest pin expires; infinity without pins."""
         expiry = None if self._states.pins is None else self._states.pins.next_expiry()
         return math.inf if expiry is None else max(0.0, expiry - time.monotonic())
 
     @property
     def pins_turns(self) -> bool:
-        """Whether the policy pins blocks between the turns of a job."""
+        """Whether the policy pins the blocks of a job between its requests."""
         return self._states.pins is not None
 
     @property
     def takes_priority(self) -> bool:
-        """Whether the policy orders requests by the priorities of their clients."""
+        """Whether the policy orders requests by the priorities that clients set."""
         return self._context.policy.takes_priority
 
     @property
     def num_waiting(self) -> int:
-        """Unfinished requests that do not run, including loading ones, but without requests whose
-        grammar is being compiled."""
+        """The number of unfinished requests that do not run; loading ones count, but not requests
+        whose grammar is being compiled."""
         states = self._states
         return states.num_unfinished - len(states.running) - len(states.awaiting_grammar)
 
     def has_runnable_work(self) -> bool:
-        """Whether a step now could do anything. False if all unfinished requests wait for loads, or
+        """Whether a step could do anything now. False if all unfinished requests wait for loads, or
         for room that only loads can release, and the connector has nothing to do."""
         if self._stalled:
             is_due = self._retry_at is not None and time.monotonic() >= self._retry_at
@@ -198,8 +198,8 @@ class Scheduler:
         return ahead is not None and bool(pool.fresh) and ahead.num_wanted_ahead() > 0
 
     def check_queue(self) -> None:
-        """Raise QueueFull if no more requests may wait. Cheap, so callers ask before they build a
-        request, which hashes the prompt."""
+        """Raise QueueFull if no more requests may wait. Callers check this before they build a
+        request, which takes time because it hashes the prompt."""
         if self.num_waiting >= self.config.max_waiting_requests:
             raise QueueFull(f"{self.num_waiting} requests are waiting, no more may; try later")
 
@@ -212,11 +212,11 @@ class Scheduler:
         tool: str = "",
         awaits_grammar: bool = False,
     ) -> TokenOutput | None:
-        """Queue a request. `context` is for the tiers. `first_token` was chosen by another engine
-        that has computed the prompt; its output is returned at once. `tool`: the tool whose result
-        a job's turn brings. `awaits_grammar`: the request gets no turn before `grammar_ready`, but
-        the tiers may read for it. Raises ValueError if the request can never run or its id is
-        taken, QueueFull if too many requests wait."""
+        """Queue a request. `context` is for the tiers. `first_token` was sampled by another engine,
+        which computed the prompt; its output is returned at once. `tool` is the tool whose result a
+        job's request contains. With `awaits_grammar` the request does not run before
+        `grammar_ready`, but the tiers may read its blocks. Raises ValueError if the request can
+        never run or its id is in use, QueueFull if too many requests wait."""
         states = self._states
         if request.request_id in states.requests:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
@@ -244,7 +244,7 @@ class Scheduler:
         return output
 
     def grammar_ready(self, request: Request) -> None:
-        """Let a request run that was added before its grammar was compiled. An ended request is
+        """Allow a request to run that was added with `awaits_grammar`. An ended request is
         ignored."""
         if request in self._states.awaiting_grammar:
             self._states.grammar_ready(request)
@@ -256,12 +256,10 @@ class Scheduler:
         status: RequestStatus = RequestStatus.FINISHED_ABORTED,
         error: str | None = None,
     ) -> list[TokenOutput]:
-        """End requests in any state; unknown ids are ignored. `error` is the reason, if it is an
-        error.
+        """End requests in any state, and return the last output of each; unknown ids are ignored.
+        `error` is the reason, if `status` is an error.
 
-        Returns the last output of each. Blocks that a load may write to are released when the load
-        is reported.
-        """
+        Blocks that a load may still write to are released when the connector reports the load."""
         if not status.is_finished:
             raise ValueError(f"requests end with a finished status, not {status.name}")
         now = time.monotonic()
@@ -276,12 +274,12 @@ class Scheduler:
         return outputs
 
     def release_blocks(self, requests: Iterable[Request]) -> None:
-        """Release the blocks that ended requests keep for the requests that continue them."""
+        """Release the blocks that these ended requests keep for requests that continue them."""
         self._states.kept.release_blocks(requests)
         self._stalled = False
 
     def schedule(self, held: Set[str] = frozenset()) -> SchedulerOutput:
-        """Return the next step, without the requests whose ids are in `held`. Raise RuntimeError
+        """Return the next step, without the requests whose ids are in `held`. Raises RuntimeError
         while the maximum number of steps is in flight."""
         if len(self._in_flight) >= self._max_steps_in_flight:
             raise RuntimeError("the first step must be updated or failed before the next is made")
@@ -364,7 +362,7 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> list[TokenOutput]:
-        """Take in the worker's result of a step: first the ended loads, then the tokens."""
+        """Process the worker's result of a step: first the ended loads, then the tokens."""
         _, entries, num_departed = self._land(scheduler_output)
         now = time.monotonic()
         outputs = self._take_reports(runner_output.connector_output, now)
@@ -433,14 +431,14 @@ class Scheduler:
         return outputs
 
     def drop_drafts(self, request_id: str) -> None:
-        """Drop a request's drafts, so that the next step checks none. An unknown id is ignored."""
+        """Drop a request's drafts, so that the next step checks none. Unknown ids are ignored."""
         request = self._states.find_unfinished(request_id)
         if request is not None:
             request.draft_token_ids = ()
 
     def choosing(self, scheduler_output: SchedulerOutput) -> list[Request]:
-        """Return the requests that choose a token in this step in flight and still run. Valid once
-        all earlier steps have come back."""
+        """Return the requests for which this step in flight samples a token and that still run.
+        Valid once all earlier steps have come back."""
         for step in self._in_flight:
             if step.output is scheduler_output:
                 return [
@@ -453,9 +451,10 @@ class Scheduler:
     def fail_step(
         self, scheduler_output: SchedulerOutput, error: BaseException | str
     ) -> list[TokenOutput]:
-        """Take in that a step raised in the worker. Its requests end with an error, and so do the
-        requests of all later steps in flight, which will not come back. The blocks of these steps
-        lose their names. Other requests go on, and loads in flight are reported as usual."""
+        """Process an exception of the worker in a step. The requests of this step and of all later
+        steps in flight end with an error. The later steps will not come back. The blocks of these
+        steps lose their names. Other requests continue, and loads in flight are reported as
+        usual."""
         landed = self._land(scheduler_output)._replace(output=scheduler_output)
         failed = [landed, *self._in_flight]
         self._in_flight.clear()
@@ -479,8 +478,8 @@ class Scheduler:
         return outputs
 
     def pause(self, which: Pause) -> None:
-        """Stop admitting requests that have not run yet, or (ALL) stop computing, until `resume`.
-        Held blocks are kept, loads go on, and requests may be added and ended."""
+        """Stop the admission of requests that have not run yet, or (ALL) all computing, until
+        `resume`. Held blocks are kept, loads continue, and requests may be added and ended."""
         self._paused = which
         self._stalled = False
 
@@ -496,9 +495,9 @@ class Scheduler:
     def give_up_step(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput | None
     ) -> list[TokenOutput]:
-        """Take in a step that came back after a failed one; `runner_output` is None if the worker
-        refused it. Its tokens are dropped, its reports of copies count, and its news for the worker
-        (ended and preempted requests) are told again, even if it had no tokens."""
+        """Process a step that came back after a failed one; `runner_output` is None if the worker
+        refused it. The step's tokens are dropped, and its reports of copies are processed. Its
+        ended and preempted requests are sent to the worker again, even if it had no tokens."""
         self._states.tell_again(
             scheduler_output.finished_request_ids, scheduler_output.preempted_request_ids
         )
@@ -509,8 +508,8 @@ class Scheduler:
         return outputs
 
     def reset_prefix_cache(self, reset_tiers: bool) -> bool:
-        """Forget all named blocks in the pool and, if asked, in the tiers. While a request holds
-        blocks, return False and change nothing."""
+        """Remove all block names in the pool and, if asked, all blocks of the tiers. While a
+        request holds blocks, return False and change nothing."""
         pool = self.manager.pool
         if pool.num_held > pool.num_reclaimable:
             return False
@@ -525,7 +524,7 @@ class Scheduler:
         return True
 
     def stats(self) -> dict[str, float]:
-        """Return current values and counters since the start: requests, tokens and blocks."""
+        """Return current values and counters since the start, of requests, tokens and blocks."""
         pool, pins = self.manager.pool, self._states.pins
         checkpoints: dict[str, float] = {}
         if (states := self.manager.states) is not None:
@@ -547,9 +546,9 @@ class Scheduler:
         }
 
     def _take_back(self, entry: StepEntry, token_ids: list[int] | None) -> None:
-        """Set the counters back to the last accepted draft, before its tokens are appended: later K
-        and V are invalid. If there is no token at all, the request computes its last token again
-        without drafts, because the K and V of a draft may have caused this."""
+        """Reset the counters to the last accepted draft, before its tokens are appended; K and V
+        after it are invalid. If no token was sampled, a draft's K and V may be the cause, so the
+        request computes its last token again without drafts."""
         assert self.speculation is not None
         request, num_drafts = entry.request, len(entry.draft_token_ids)
         num_accepted = max(0, len(token_ids or ()) - 1)
@@ -562,7 +561,7 @@ class Scheduler:
         self.speculation.note_accepted(request, num_drafts, num_accepted)
 
     def _resolve_placeholder(self, request: Request) -> None:
-        """Note that a token is known which a later step already computes."""
+        """Replace a placeholder: the token that a later step already computes is now known."""
         request.num_placeholders -= 1
         num_tokens = request.num_tokens
         if num_tokens % self.manager.block_size == 0 and request.status is RequestStatus.RUNNING:
@@ -572,14 +571,15 @@ class Scheduler:
     def _take_reports(
         self, worker_output: ConnectorWorkerOutput | None, now: float
     ) -> list[TokenOutput]:
-        """Let requests go on whose loads have ended; with `fails_with_load`, end failed ones."""
+        """Queue requests whose loads have ended; with `fails_with_load`, end those whose load
+        failed."""
         has_reports, outputs = self._exchange.take_reports(worker_output, now)
         if has_reports:
             self._stalled = False
         return outputs
 
     def _land(self, scheduler_output: SchedulerOutput) -> StepInFlight:
-        """Take the first step in flight, which has come back; NO_STEP for a step without tokens."""
+        """Remove and return the oldest step in flight; NO_STEP for a step without tokens."""
         if scheduler_output.total_num_scheduled_tokens == 0:
             return NO_STEP
         if not self._in_flight or scheduler_output is not self._in_flight[0].output:

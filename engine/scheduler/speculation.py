@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation: the number of draft tokens of each request, by the measured worth of drafts.
+"""Speculation: the number of draft tokens of each request, by the measured benefit of drafts.
 
 A step that checks drafts takes longer than a step without, and gives a request one more token for
-each accepted draft. Both are measured while the engine runs:
+each accepted draft. Two rules use measurements of the running engine:
 
-- *By request*: if drafts are accepted too seldom to pay, the request gets none for a pause, twice
-  as long each time. If all are accepted, it gets twice as many in the next step. If drafts pay for
-  no request, new requests begin with a pause, except for a few that try.
+- *By request*: if too few drafts are accepted to pay, the request gets none for a pause, which
+  doubles each time. If all are accepted, its next step gets twice as many. If drafts pay for no
+  request, new requests begin with a pause, except one in eight.
 - *By batch size*: if steps with drafts give fewer tokens per second than steps without, no request
-  gets drafts for a pause, twice as long each time. Batch sizes are grouped by powers of two.
+  gets drafts for a pause, which doubles each time. Batch sizes are grouped by powers of two.
 
-Speculation changes only the time of tokens, never the tokens.
-"""
+Speculation changes only the timing of tokens, never the tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ _STEPS_BETWEEN_PLAIN = 512
 
 @dataclass(slots=True)
 class _Average:
-    """A moving average with more weight on new values."""
+    """A moving average in which newer values weigh more."""
 
     value: float = 0.0
     count: int = 0
@@ -54,7 +53,8 @@ class _Average:
 
 @dataclass(slots=True)
 class _Pace:
-    """Measurements of decode-only steps with similar batch sizes: seconds of a step, and tokens."""
+    """Measurements of decode-only steps with similar batch sizes: their seconds and their
+    tokens."""
 
     plain_seconds: _Average = field(default_factory=_Average)
     seconds: _Average = field(default_factory=_Average)  # while drafts are in use
@@ -67,13 +67,13 @@ class _Pace:
 
     @property
     def gain(self) -> float:
-        """Tokens per second with drafts, divided by those without; 1.0 if unknown."""
+        """Tokens per second with drafts, divided by tokens per second without; 1.0 if unknown."""
         if not (self.plain_seconds.count and self.seconds.count and self.seconds.value):
             return 1.0
         return self.tokens.value * self.plain_seconds.value / self.seconds.value
 
     def break_even(self, num_requests: int) -> float:
-        """Return the share of drafts that must be accepted for checking to pay."""
+        """Return the fraction of drafts that must be accepted for drafts to pay."""
         plain = self.plain_seconds.value
         if not (plain and self.drafts.count and self.drafts.value):
             return _UNKNOWN_BREAK_EVEN
@@ -84,9 +84,10 @@ class _Pace:
 
 @dataclass(slots=True, eq=False)
 class Speculation:
-    """Gives each request at most `most_drafts` in a step; without `is_adaptive` always as many.
-    `looks_ahead`: drafts are computed in their final slots in the pool, so they need blocks before
-    they are proposed. Called by the step thread only. Raises ValueError for less than one draft."""
+    """Gives each request at most `most_drafts` drafts in a step; without `is_adaptive` always that
+    many. `looks_ahead`: the draft model writes K and V into pool slots, so a request needs these
+    blocks before drafts are proposed. Called by the step thread only. Raises ValueError for less
+    than one draft."""
 
     most_drafts: int
     is_adaptive: bool = True
@@ -109,7 +110,7 @@ class Speculation:
         self.accepted_at = [0] * self.most_drafts
 
     def begin_step(self, num_running: int) -> None:
-        """Note that a step of `num_running` requests is about to be scheduled."""
+        """Announce that a step with `num_running` requests is about to be scheduled."""
         self._num_running = num_running
         if not self.is_adaptive:
             return
@@ -119,7 +120,7 @@ class Speculation:
             pace.plain_left -= 1
 
     def most_drafts_of(self, request: Request) -> int:
-        """Return how many drafts to propose after the token that the request chooses next."""
+        """Return how many drafts the worker may propose after the request's next token."""
         # The answer's last token is never computed, so no draft stands in its place.
         useful = request.max_num_tokens - request.num_tokens - 2
         if useful <= 0 or not self._is_on:
@@ -140,7 +141,8 @@ class Speculation:
         return min(record.most, useful)
 
     def note_accepted(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Note that a step has checked `num_drafts` drafts of a request."""
+        """Record that a step checked `num_drafts` drafts of a request and accepted
+        `num_accepted`."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
@@ -162,7 +164,7 @@ class Speculation:
             self._judge(request, record)
 
     def _judge(self, request: Request, record: DraftRecord) -> None:
-        """Pause the drafts of a request for which they do not pay."""
+        """Pause the drafts of a request if too few are accepted."""
         break_even = self._pace.break_even(self._num_running)
         if record.num_accepted >= break_even * record.num_drafts:
             record.num_pauses = self._num_vain = 0
@@ -174,7 +176,7 @@ class Speculation:
         self.num_pauses += 1
 
     def note_step(self, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
-        """Note a step that took the worker `seconds`. Only decode-only steps count."""
+        """Record a step that took the worker `seconds`. Only decode-only steps count."""
         if not self.is_adaptive:
             return
         num_requests = len(output.num_scheduled_tokens)
@@ -207,7 +209,7 @@ class Speculation:
                 pace.off_steps = _FIRST_OFF_STEPS
 
     def stats(self) -> dict[str, Any]:
-        """Return counters since the start, and the gain by batch size, as plain values."""
+        """Return counters since the start, and the gain by batch size, in a form for JSON."""
         return {
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.num_draft_tokens,
@@ -220,7 +222,7 @@ class Speculation:
 
     @property
     def _pace(self) -> _Pace:
-        """The pace of the present number of running requests."""
+        """The measurements for the current number of running requests."""
         size = max(self._num_running - 1, 0).bit_length()
         pace = self._paces.get(size)
         if pace is None:

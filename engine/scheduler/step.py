@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step under construction: its requests, their tokens, and the news for the worker.
+"""The step being scheduled: its requests, their token counts, and the changes for the worker.
 
-A request that is new to the worker is described in full, a known one by its changes; a resumed
-request replaces its table. Until `build_output` an entry can be revoked. Then the step is in flight
-until the worker's answer comes.
-"""
+A request that is new to the worker is described in full, a known request by its changes only; a
+resumed request replaces its block table. A request can be revoked from the step until
+`build_output`. After that the step is in flight until the worker returns its result."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ from .speculation import Speculation
 
 
 class EntryKind(Enum):
-    """The form in which the worker gets a request."""
+    """Whether a request of the step continues, is new to the worker, or resumes after a
+    preemption."""
 
     GOES_ON = "goes on"
     STARTS = "starts"
@@ -32,7 +32,7 @@ class EntryKind(Enum):
 
 
 class StepEntry(NamedTuple):
-    """The part of one request in a step."""
+    """The part of a step that belongs to one request."""
 
     request: Request
     num_tokens: int  # tokens to compute
@@ -45,19 +45,20 @@ class StepEntry(NamedTuple):
 
     @property
     def is_current(self) -> bool:
-        """Whether the request has run on without a preemption since the step was scheduled."""
+        """Whether the request still runs, and has not been preempted since the step was
+        scheduled."""
         request = self.request
         is_running = request.status is RequestStatus.RUNNING
         return is_running and request.num_preemptions == self.num_preemptions
 
     @property
     def end(self) -> int:
-        """The number of computed tokens of the request after the step."""
+        """The request's number of computed tokens after the step."""
         return self.num_computed_tokens + self.num_tokens
 
 
 class Pipelining(NamedTuple):
-    """The number of steps that are scheduled before the first comes back, and their input."""
+    """The number of steps in flight, and whether requests run ahead of tokens being sampled."""
 
     depth: int = 1
     # Requests go on after a token that is still being chosen; otherwise they wait for it.
@@ -65,7 +66,7 @@ class Pipelining(NamedTuple):
 
 
 class StepInFlight(NamedTuple):
-    """A step that the worker has, with the state of its requests when it was scheduled."""
+    """A step that was sent to the worker, with its entries as they were when it was scheduled."""
 
     output: SchedulerOutput
     entries: list[StepEntry]
@@ -104,12 +105,13 @@ class StepBuilder:
         return any(entry.request is request for entry in self.entries)
 
     def go_on(self, request: Request, num_tokens: int, added: GroupBlocks) -> None:
-        """Let a running request compute `num_tokens` more; `added` are its new blocks for them."""
+        """Add a running request that computes `num_tokens` more tokens; `added` are its new blocks
+        for them."""
         self._grant(request, num_tokens, self._ids_of(added), EntryKind.GOES_ON)
 
     def decode(self, requests: list[Request]) -> None:
-        """Add one token for each request, in the blocks that it has. A fast `go_on`: the worker
-        infers these requests from `num_scheduled_tokens`."""
+        """Add one token for each request, in blocks that the request has already. A fast `go_on`:
+        the worker learns of these requests from `num_scheduled_tokens` alone."""
         entries, runs_ahead = self.entries, self.runs_ahead
         speculates = self.speculation is not None
         for request in requests:
@@ -126,8 +128,8 @@ class StepBuilder:
         self.budget -= len(requests)
 
     def add_drafts(self, index: int, drafts: Sequence[int], added: GroupBlocks) -> None:
-        """Let the entry at `index` compute drafts after its one token; `added` are its new blocks
-        for them."""
+        """Add draft tokens to the entry at `index`, after its one token; `added` are the new blocks
+        for the drafts."""
         entry, count = self.entries[index], len(drafts)
         entry = entry._replace(num_tokens=entry.num_tokens + count, draft_token_ids=drafts)
         self._put_entry(index, entry, added)
@@ -136,11 +138,12 @@ class StepBuilder:
         request.num_computed_tokens = request.num_told_tokens = entry.end
 
     def add_room(self, index: int, added: GroupBlocks) -> None:
-        """Give the entry at `index` blocks after its tokens, for drafts to be proposed."""
+        """Add blocks after the tokens of the entry at `index`, for drafts that the worker will
+        propose."""
         self._put_entry(index, self.entries[index], added)
 
     def _put_entry(self, index: int, entry: StepEntry, added: GroupBlocks) -> None:
-        """Replace the entry at `index` by `entry` with more blocks."""
+        """Replace the entry at `index` by `entry`, extended by the blocks `added`."""
         block_ids, request_id = self._ids_of(added), entry.request.request_id
         if block_ids is not None:
             if entry.block_ids is not None:
@@ -152,8 +155,9 @@ class StepBuilder:
             self._to_tell[request_id] = entry
 
     def most_tokens(self, request: Request, computed: int, num_tokens: int) -> int:
-        """Return how many of `num_tokens` after `computed` a request may compute in this step, if
-        it needs checkpoints of its states on the way."""
+        """Return how many of `num_tokens` after `computed` a request may compute in this step. For
+        a model with states, each state checkpoint inside the chunk takes a spare slot of the
+        worker."""
         states = self.manager.states
         if states is None or num_tokens == 1:
             return num_tokens
@@ -163,7 +167,7 @@ class StepBuilder:
         return num_tokens
 
     def save_states(self, states: StateCheckpoints) -> None:
-        """Plan the checkpoints of this step, after all entries have their blocks."""
+        """Plan the state checkpoints of this step. Called after all entries have their blocks."""
         spare = self.num_spare_states
         for entry in self.entries:
             # Tokens after the first draft are not certain.
@@ -174,32 +178,32 @@ class StepBuilder:
         states.free_saved()
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """Start a request that is new to the worker; `num_computed_tokens` tokens were cached or
-        loaded."""
+        """Add a request that is new to the worker and computes `num_tokens` after its
+        `num_computed_tokens` cached or loaded tokens."""
         block_ids = self.manager.get_block_ids(request.request_id)
         self._grant(request, num_tokens, block_ids, EntryKind.STARTS)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Start a request that is new to the worker in the blocks of `parent`. The prompt ends in
-        this step, and both requests choose a token from it."""
+        """Add a request that is new to the worker and uses the blocks of `parent`. The common
+        prompt ends in this step, and its logits give the first token of both requests."""
         self.has_forks = child.progress.is_known = True
         self.start(child, 0)
         # Either may write to a shared block next, so both must go through `allocate_slots`.
         parent.num_told_tokens = child.num_told_tokens = -1
 
     def resume(self, request: Request, num_tokens: int) -> None:
-        """Resume a preempted request that the worker remembers, with a new table."""
+        """Add a preempted request that the worker remembers, with a new block table."""
         block_ids = self.manager.get_block_ids(request.request_id)
         self._grant(request, num_tokens, block_ids, EntryKind.RESUMES)
 
     def revoke(self, request: Request) -> None:
-        """Take a request out of the step. Its tokens return to the budget, its new blocks are
-        released, and the names given by the step are removed. A running request is as it was before
-        the step; a starting or resumed one holds no blocks and has computed nothing.
+        """Remove a request from the step. The request's tokens return to the budget, its new blocks
+        are released, and the names that the step gave to its blocks are removed. A running request
+        returns to its state before the step; a starting or resumed request has no blocks and no
+        computed tokens.
 
         Raises KeyError if the request is not in the step. Raises RuntimeError, and changes nothing,
-        if another request of the step has found blocks that it was to compute.
-        """
+        if another request of the step has found blocks that this request was to compute."""
         entry = next((each for each in self.entries if each.request is request), None)
         if entry is None:
             raise KeyError(request.request_id)
@@ -220,7 +224,8 @@ class StepBuilder:
         connector_meta: ConnectorMetadata | None,
         last_failed_id: int = 0,
     ) -> SchedulerOutput:
-        """Return the finished step; the ids are news for the worker."""
+        """Return the finished step. The worker will forget the requests in `finished_ids`, and
+        remove those in `preempted_ids` from its batch."""
         new, cached = self._describe()
         tokens = {entry[0].request_id: entry[1] for entry in self.entries}
         if self.has_forks:
@@ -248,7 +253,8 @@ class StepBuilder:
         )
 
     def _describe(self) -> tuple[list[NewRequestData], CachedRequestData]:
-        """Return the requests that are new to the worker, and the changes of known requests."""
+        """Return the data of requests that are new to the worker, and the changes of requests that
+        it knows."""
         new, cached = [], CachedRequestData()
         states = self.manager.states
         for entry in self._to_tell.values():
@@ -291,7 +297,8 @@ class StepBuilder:
     def _grant(
         self, request: Request, num_tokens: int, block_ids: BlockIds | None, kind: EntryKind
     ) -> None:
-        """Add an entry and advance the request's counter. The entry keeps the old value."""
+        """Add an entry, and advance `request.num_computed_tokens`; the entry stores the old
+        value."""
         computed, placeholders = request.num_computed_tokens, request.num_placeholders
         entry = _step_entry((
             request, num_tokens, computed, request.num_preemptions, block_ids, kind, placeholders,
@@ -310,8 +317,8 @@ class StepBuilder:
             request.num_placeholders = placeholders + 1
 
     def _waits_for_drafts(self, request: Request) -> bool:
-        """Whether the request must wait for this step: the worker will propose drafts after its
-        token, or its drafts are to join the step."""
+        """Whether the request's next step must wait for this step's result: the worker will propose
+        drafts, or this step checks drafts of the request."""
         assert self.speculation is not None
         most = self.speculation.most_drafts_of(request)
         if most:

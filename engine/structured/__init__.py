@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured answers: the backends, the compiling of grammars, and the masks of a step."""
+"""Structured outputs: the grammar backends, grammar compilation, and the token masks of a step."""

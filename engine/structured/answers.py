@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of an answer outside its grammar: the thought before it, and the white space in it."""
+"""The parts of an answer outside its grammar's rules: the reasoning before it, and white space in
+it."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ _MOST_BEHIND_MARK = 1
 
 
 class Thought:
-    """The thought at the beginning of an answer, if it has one: the prompt ends in a start mark, or
-    the answer's first token is a start mark."""
+    """The reasoning at the beginning of an answer. An answer has reasoning if the prompt ends in a
+    start mark, or if the answer's first token is a start mark."""
 
     __slots__ = ("_end", "_matched", "_num_seen", "_position", "opener")
 
@@ -45,7 +46,8 @@ class Thought:
                 self.opener = start[0]
 
     def find_end(self, output: Sequence[int]) -> int | None:
-        """Return the number of output tokens before the grammar; None during the thought."""
+        """Return the number of output tokens before the grammar begins; None during the
+        reasoning."""
         if output and self.opener is not None:
             if output[0] == self.opener:
                 self._position, self._num_seen = None, 1
@@ -61,8 +63,8 @@ class Thought:
         return self._position
 
     def free_rows(self, output: Sequence[int], drafts: Sequence[int]) -> range:
-        """Return the rows that lie in the thought. Row r follows the output and r drafts. `output`
-        must be the same as in the last call of `find_end`."""
+        """Return the range of rows that lie in the reasoning. Row r follows the output and r
+        drafts. `output` must be the same as in the last call of `find_end`."""
         begin = 0
         if not output and self.opener is not None and drafts[:1] == (self.opener,):
             begin = 1
@@ -78,8 +80,8 @@ class Thought:
 
 
 class White:
-    """The tokens that are white space. A grammar of JSON may reach a place where only white space
-    can ever follow, for example at a key for which two rules of the schema conflict."""
+    """The tokens that are white space. A JSON grammar may reach a position after which only white
+    space can ever follow, for example at a key for which two rules of the schema conflict."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._ids = frozenset(
@@ -91,8 +93,8 @@ class White:
     def why_given_up(
         self, follower: Follower, output: Sequence[int], row: npt.NDArray[np.uint32]
     ) -> str | None:
-        """Return the reason to give the answer up, or None if it goes on. `row` is the mask behind
-        the answer's `output`. The output must not be empty."""
+        """Return the reason to end the answer with an error, or None if the answer continues. `row`
+        is the mask after the answer's `output`, which must not be empty."""
         if output[-1] not in self._ids or (row & self._others).any():
             follower.num_white = 0
             return None

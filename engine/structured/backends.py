@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of the backend that compiles a grammar.
 
-`auto` gives xgrammar the grammars that xgrammar follows quickly and exactly. All other grammars go
-to llguidance, which limits its own work. If one is missing, the other takes what it can.
-"""
+`auto` uses xgrammar for grammars that xgrammar follows fast and exactly. All other grammars go to
+llguidance, which limits its own work. If one package is missing, the other compiles what it can."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _INSTALL = "run in a clone of StrataKV: pip install '.[grammar]'"
 
 
 def why_missing(name: str) -> str:
-    """Return the package that a backend lacks, and the remedy; empty if no package is missing."""
+    """Return which package a backend lacks, and how to install it; "" if none is missing."""
     wanted = list(_PACKAGES) if name == "auto" else [name]
     if any(_is_installed(each) for each in wanted):
         return ""
@@ -32,10 +31,10 @@ def why_missing(name: str) -> str:
 
 
 def open_backend(name: str, read: Callable[[], Vocabulary], *, forks: bool = False) -> Backend:
-    """Open the backend of this name, a value of the setting. Only the compiling thread calls this,
-    because it reads and imports much. `auto` imports each backend at its first use. With `forks` it
-    imports all at once, and no backend starts threads. Raises GrammarError for a missing package,
-    and what `read` raises."""
+    """Open the backend with this name, a value of the setting. Only the compiling thread calls
+    this, because it reads and imports much. `auto` imports each backend at its first use. With
+    `forks`, `auto` imports all backends at once, and no backend starts threads. Raises GrammarError
+    for a missing package, and what `read` raises."""
     if why := why_missing(name):
         raise GrammarError(why)
     if name != "auto":
@@ -67,7 +66,7 @@ _OPENERS = {"xgrammar": _open_xgrammar, "guidance": _open_guidance}
 
 
 class _Auto(Backend):
-    """Both backends, each opened when it is first needed."""
+    """Both backends, each opened at its first use."""
 
     def __init__(self, vocabulary: Vocabulary, forks: bool) -> None:
         self._vocabulary = vocabulary
@@ -84,8 +83,8 @@ class _Auto(Backend):
         self.get_backend(self._first_choice(spec))
 
     def try_out(self, spec: GrammarSpec, *, is_second: bool = False) -> tuple[Form, Grammar]:
-        """Use llguidance if `is_second`. It may quickly compile a grammar that takes xgrammar too
-        long, and it counts its work while it follows a grammar."""
+        """Use llguidance if `is_second`: llguidance may be fast with a grammar that takes xgrammar
+        too long, and it limits its work while it follows a grammar."""
         first = self._first_choice(spec)
         if is_second and _is_installed("guidance"):
             first = "guidance"
@@ -95,7 +94,8 @@ class _Auto(Backend):
         return self.get_backend(form.backend).build(spec, form)
 
     def _by_either(self, spec: GrammarSpec, first: str, make: Callable[[str], Made]) -> Made:
-        """Make a grammar by the `first` backend, or by the other if that raises GrammarError."""
+        """Make a grammar with the `first` backend, or with the other one if `first` raises
+        GrammarError."""
         try:
             return make(first)
         except GrammarError as error:
@@ -119,7 +119,7 @@ class _Auto(Backend):
         return "xgrammar"
 
     def get_backend(self, name: str) -> Backend:
-        """The backend of this name; opened by the first call, and kept."""
+        """Return the backend with this name. The first call opens it."""
         with self._lock:
             if name not in self._opened:
                 self._opened[name] = _OPENERS[name](self._vocabulary, self._forks)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a grammar backend.
+"""The interface of a grammar backend.
 
     Backend.compile(spec) ──► Grammar, shared by all requests with the same spec
     Grammar.matcher()     ──► Matcher, of one answer: accept, fill, rollback
 
-A client's grammar is compiled in a process that can be killed. The engine takes it over:
+A client's grammar is compiled in a process that can be killed. The engine process then builds it
+from the result:
 
-    there: Backend.try_out(spec) ──► Form ──► here: Backend.build(spec, form) ──► Grammar
+    process: Backend.try_out(spec) ──► Form ──► engine: Backend.build(spec, form) ──► Grammar
 
-A matcher allows a token only if its bytes continue towards a text that the grammar accepts, an end
-token only where the text may end, and a special token never. Only one thread at a time calls a
-matcher; several threads may call `compile` at once.
+A matcher allows a token only if its bytes can lead to a text that the grammar accepts. A matcher
+allows an end token only if the text may end, and never a special token. One thread at a time calls
+a matcher; several threads may call `compile` at once.
 
-An implementation must release the interpreter's lock during its work and while it frees a large
-grammar. It raises GrammarError for a grammar or a token that it cannot handle; that error affects
-this grammar only.
-"""
+An implementation must release the interpreter's lock while it works and while it frees a large
+grammar. An implementation raises GrammarError for a grammar or a token that it cannot handle; only
+requests with this grammar then fail."""
 
 from __future__ import annotations
 
@@ -37,17 +37,19 @@ _MOST_FORCED = 64
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be followed. The text gives the reason, and the position if known."""
+    """A grammar cannot be compiled or followed. The text gives the reason, and the position if it
+    is known."""
 
 
 class NotNow(GrammarError):
-    """The grammar was not compiled this time. The cause may lie outside the grammar: ask again."""
+    """The grammar was not compiled this time. The cause may lie outside the grammar, so a later
+    request may try again."""
 
 
 class Rows:
     """The masks of several positions. `words` (int32 `[rows, words]`), `unsigned` (uint32 `[rows,
-    words]`) and the bytes `data` are the same memory. `exchanged` is the object through which a
-    backend writes, made once for all rows."""
+    words]`) and the bytes `data` share the same memory. A backend may store its own view of all
+    rows in `exchanged`."""
 
     __slots__ = ("data", "exchanged", "unsigned", "words")
 
@@ -58,7 +60,7 @@ class Rows:
         self.exchanged: Any = None
 
     def is_empty(self, index: int) -> bool:
-        """Whether a row allows no token; quicker for one row than numpy's `any`."""
+        """Whether a row allows no token. For a single row this is faster than numpy's `any`."""
         size = self.words.shape[1] * (BITS // 8)
         return not self.data[index * size : (index + 1) * size].tobytes().strip(b"\0")
 
@@ -69,33 +71,33 @@ class Matcher(ABC):
     @property
     @abstractmethod
     def may_end(self) -> bool:
-        """Whether the grammar accepts the text so far as a whole text."""
+        """Whether the grammar accepts the text so far as a complete text."""
 
     @abstractmethod
     def accept(self, token_id: int) -> bool:
-        """Go on by a token. Return False, and change nothing, for a token that the grammar does not
-        allow here and for the model's end tokens: no token follows these."""
+        """Advance by a token. Return False, and change nothing, for a token that the grammar does
+        not allow at this position, and for the model's end tokens, after which no token follows."""
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` accepted tokens, at most all of them."""
+        """Undo the last `num_tokens` accepted tokens, at most all of them."""
 
     @abstractmethod
     def fill(self, words: Words) -> None:
-        """Write the mask of the tokens that may follow; the model's end tokens may follow if the
+        """Write the mask of the tokens that may follow, including the model's end tokens if the
         text may end."""
 
     def fill_row(self, rows: Rows, index: int) -> None:
-        """Write the mask of `fill` to row `index`; an override may use `rows.exchanged`."""
+        """Write the mask of `fill` to row `index`. An override may use `rows.exchanged`."""
         self.fill(rows.words[index])
 
 
 class Grammar(ABC):
-    """A compiled grammar. `num_bytes` is about the memory that it takes. `is_bounded`: every call
-    of its matchers ends, because the backend counts its work and gives up, or is always quick with
-    such grammars. `is_apart`: its matchers work in a process of their own; calls wait for the
-    process, within limits. `is_gone`: that process has ended, so the grammar must be compiled anew.
-    `hangs`: a call of a matcher did not return, so no matcher is called any more."""
+    """A compiled grammar. `num_bytes` is its approximate memory. `is_bounded`: every call of its
+    matchers ends, because the backend limits its own work, or is always fast with such grammars.
+    `is_apart`: its matchers run in a separate process; calls wait for the process, within time
+    limits. `is_gone`: that process has ended, so the grammar must be compiled again. `hangs`: a
+    call of a matcher did not return, so no matcher is called any more."""
 
     num_bytes: int
     is_bounded: bool = False
@@ -105,7 +107,7 @@ class Grammar(ABC):
 
     @abstractmethod
     def matcher(self) -> Matcher:
-        """A new matcher, at the beginning of an answer."""
+        """Return a new matcher, at the beginning of an answer."""
 
 
 class Form(msgspec.Struct, frozen=True):
@@ -123,28 +125,28 @@ class Backend(ABC):
 
     @abstractmethod
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compile on the caller's thread. Raises GrammarError."""
+        """Compile on the calling thread. Raises GrammarError."""
 
     def load_requirements(self, spec: GrammarSpec) -> None:
-        """Import and open everything that `build` will need for this grammar. The thread that
-        builds calls this while another process tries the grammar out. Raises GrammarError."""
+        """Import and open everything that `build` will need for this grammar. The building thread
+        calls this while another process compiles the grammar. Raises GrammarError."""
         return
 
     def try_out(self, spec: GrammarSpec, *, is_second: bool = False) -> tuple[Form, Grammar]:
-        """Compile a grammar without a limit on the time. Return it, and the form from which `build`
-        makes it elsewhere. `is_second`: the backend of first choice took too long. Raises
-        GrammarError."""
+        """Compile a grammar without a time limit. Return the grammar, and the form from which
+        `build` makes it in another process. `is_second`: the preferred backend took too long.
+        Raises GrammarError."""
         raise GrammarError(f"{type(self).__name__} tries nothing out")
 
     def build(self, spec: GrammarSpec, form: Form) -> Grammar:
-        """Compile from the `form` that `try_out` returned. This takes time in proportion to the
+        """Build a grammar from the `form` that `try_out` returned. The time is proportional to the
         form's text, or as long as `try_out` took. Raises GrammarError."""
         raise GrammarError(f"{type(self).__name__} builds nothing from a form")
 
 
 def follow_forced(grammar: Grammar, num_words: int) -> None:
-    """Follow the first tokens of every answer: as long as a row `[num_words]` allows a single
-    token, up to 64 tokens. Raises GrammarError if the grammar cannot be followed that far."""
+    """Accept the first tokens of every answer while a row `[num_words]` allows only a single token,
+    up to 64 tokens. Raises GrammarError if the matcher fails."""
     matcher, row = grammar.matcher(), np.zeros(num_words, np.int32)
     for _ in range(_MOST_FORCED):
         matcher.fill(row)
@@ -158,8 +160,8 @@ def follow_forced(grammar: Grammar, num_words: int) -> None:
 
 def fill_drafts(matcher: Matcher, drafts: Sequence[int], rows: npt.NDArray[np.int32]) -> list[bool]:
     """Fill `rows` `[1 + len(drafts), words]`: a row for the position after the output, and one
-    after each draft token. The matcher then returns to its position. Rows behind a refused draft
-    token are not filled. Return for each filled row whether the text may end there."""
+    after each draft token. The matcher then returns to its position. Rows after a refused draft
+    token are not filled. Return, for each filled row, whether the text may end there."""
     num_accepted, may_end = 0, [matcher.may_end]
     matcher.fill(rows[0])
     try:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles grammars in processes, tenant by tenant, and keeps them for later requests.
+"""Compiles grammars in processes, shared fairly among tenants, and caches them for later requests.
 
-    ask ──► quick: a process, for a moment ──► taken over here (`Backend.build`), one at a time ──►
-              └─► long: others, one of them     or followed by the process that compiled it ───────►
-                  at a time, to the limit
+    ask ──► quick queue: a process, up to MOMENT ──► built in the engine process, one at a time ──►
+              └─► long queue: other processes,       or left in the process that compiled it ──────►
+                  up to the limit
 
-No grammar delays another for longer than MOMENT: a grammar that takes longer is compiled anew,
-after all grammars that were not tried yet. The tenants take turns in all three queues. The engine's
-step thread calls this module. The module has threads of its own; only `close` waits for them.
-"""
+No grammar delays another by more than MOMENT: a grammar that takes longer is compiled again later,
+after all untried grammars. Each of the three queues alternates between tenants. The engine's step
+thread calls this module. The module has threads of its own; only `close` waits for them."""
 
 from __future__ import annotations
 
@@ -59,10 +58,9 @@ Made = tuple[Grammar, Words, float]  # a grammar, its first row, and the seconds
 
 @dataclass(slots=True, eq=False)
 class Compilation:
-    """A grammar that a request needs. Until `is_done` it has neither a grammar nor an error.
-    `first_words` is the row at the beginning of an answer, often the slowest of all rows.
-    `may_be_later`: the error is not the grammar's fault, so the next request compiles it again.
-    """
+    """The compilation of a grammar. Until `is_done` it has neither a grammar nor an error.
+    `first_words` is the mask row at the beginning of an answer, often the slowest of all rows.
+    `may_be_later`: the grammar did not cause the error, so the next request compiles it again."""
 
     spec: GrammarSpec
     tenant: str = ""
@@ -79,17 +77,17 @@ class Compilation:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the grammar while it is kept; without a grammar, the size of its text."""
+        """The memory of a cached grammar; without a grammar, the size of its text."""
         return len(self.spec.text) if self.grammar is None else self.grammar.num_bytes
 
 
 class TooManyGrammars(RuntimeError):
-    """The tenant already has the most waiting grammars or requests that it may have."""
+    """The tenant already has the maximum number of waiting grammars or requests."""
 
 
 def _num_processes() -> int:
-    """Return the default of `GrammarCompiler`'s `num_processes`: the number of processors minus
-    one, at most MOST_PROCESSES. More processes would delay the steps."""
+    """Return the default of `GrammarCompiler`'s `num_processes`: the number of CPUs minus one, at
+    most MOST_PROCESSES. More processes would delay the steps."""
     on_linux = hasattr(os, "sched_getaffinity")
     processors = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     return max(1, min(MOST_PROCESSES, processors - 1))
@@ -97,15 +95,15 @@ def _num_processes() -> int:
 
 @dataclass(slots=True)
 class _Kept:
-    """The kept grammars of one tenant, in the order of their last use."""
+    """The cached grammars of one tenant, in the order of their last use."""
 
     known: OrderedDict[GrammarSpec, Compilation] = field(default_factory=OrderedDict)
     num_bytes: int = 0
 
 
 class _Builder:
-    """A thread that takes grammars over from processes, and frees grammars. Both jobs are bounded.
-    If the thread hangs all the same, another thread takes its place."""
+    """A thread that builds grammars from processes' results, and frees grammars. Both tasks should
+    end soon. If the thread hangs nevertheless, a new thread replaces it."""
 
     def __init__(self) -> None:
         self.jobs: FairQueue[Job] = FairQueue()
@@ -121,7 +119,7 @@ class _Builder:
         self.jobs.put(tenant, job, is_first=is_first)
 
     def leave_hung(self, limit: Limit) -> Compilation | None:
-        """If the thread is over the limit, replace it and return the compilation at which it hangs;
+        """Replace the thread if it is over the limit, and return the compilation in which it hangs;
         else return None."""
         at = self.at
         if at is None or self._thread is None or not self._thread.abandon_if_over(limit):
@@ -142,10 +140,10 @@ def _free(dropped: list[Any], _: LimitedThread) -> None:
 
 
 class GrammarCompiler:
-    """Grammars for a vocabulary of `vocab_size` tokens. The builder's thread calls `open_backend`
-    once; any thread that finishes a grammar calls `wake`. Threads start with the first grammar.
-    Without `processes` the builder's thread compiles all grammars; this is so for a backend that
-    the engine's operator supplies."""
+    """Compiles grammars for a vocabulary of `vocab_size` tokens. The builder's thread calls
+    `open_backend` once; any thread that finishes a grammar calls `wake`. Threads start with the
+    first grammar. Without `processes` the builder's thread compiles all grammars; this is so for a
+    backend that the engine's operator supplies."""
 
     def __init__(
         self,
@@ -158,8 +156,8 @@ class GrammarCompiler:
         num_processes: int | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        """`num_processes` processes at once compile the grammars that take long; None:
-        `_num_processes()`, which leaves a processor to the steps."""
+        """`num_processes` is the number of processes that compile slow grammars at the same time;
+        None means `_num_processes()`, which leaves a CPU to the steps."""
         self._open_backend = open_backend
         self._wake = wake
         self._limit = limit
@@ -186,7 +184,7 @@ class GrammarCompiler:
 
     @property
     def num_cached_bytes(self) -> int:
-        """Memory of the kept grammars, and the size of the texts of failed ones."""
+        """The memory of the cached grammars, and the size of the texts of failed ones."""
         return sum(each.num_bytes for each in self._kept.values())
 
     @property
@@ -194,7 +192,8 @@ class GrammarCompiler:
         return sum(len(each.known) for each in self._kept.values())
 
     def ask(self, spec: GrammarSpec, tenant: str = "") -> Compilation:
-        """Return the compilation of a grammar; it may be done already. Raises TooManyGrammars."""
+        """Return the compilation of a grammar, which may be done already. Raises
+        TooManyGrammars."""
         kept = self._kept.get(tenant)
         found = None if kept is None else kept.known.get(spec)
         if kept is not None and found is not None:
@@ -229,8 +228,8 @@ class GrammarCompiler:
         self._give_up(compilation, _NOBODY)
 
     def poll_compilations(self) -> None:
-        """Record the finished compilations, fail a compilation that takes too long on the builder's
-        thread, and drop the oldest kept grammars beyond the limits of the cache."""
+        """Record the finished compilations, fail one that hangs on the builder's thread, and drop
+        the oldest cached grammars beyond the limits of the cache."""
         if not self._waiting:
             return
         hung = self._builder.leave_hung(self._limit)
@@ -259,14 +258,14 @@ class GrammarCompiler:
             self.free(dropped)
 
     def free(self, dropped: list[Any]) -> None:
-        """Free these objects on the builder's thread: to free a large grammar takes milliseconds,
-        and no step may wait for that. The caller must keep no reference to the objects."""
+        """Free these objects on the builder's thread. Freeing a large grammar takes milliseconds,
+        for which no step may wait. The caller must keep no reference to the objects."""
         self._builder.put("", partial(_free, dropped))
 
     def stop_taking_over(self) -> None:
-        """Let processes follow all grammars from now on, although that is slow. Drop the kept
-        grammars: they are compiled anew when requests need them. Called when a thread of the engine
-        hangs in a grammar that was taken over; that should not happen."""
+        """From now on leave all grammars in processes, although that is slow, and drop the cached
+        grammars, which are compiled again when requests need them. Called when a thread hangs in a
+        grammar that was built in the engine process, which should not happen."""
         if self._processes is None or not self._processes.trusts_threads:
             return
         self._processes.trusts_threads = False
@@ -276,7 +275,7 @@ class GrammarCompiler:
         self.free(kept)
 
     def close(self) -> None:
-        """End the threads and processes; a thread that hangs is left behind. Idempotent."""
+        """End the threads and processes; abandon a hanging thread. A second call does nothing."""
         if self._processes is not None:
             self._processes.close()
         self._quick.stop_threads(len(self._threads))
@@ -287,7 +286,7 @@ class GrammarCompiler:
         self._builder.close()
 
     def _start_threads(self, spec: GrammarSpec) -> None:
-        """Start the threads, with the first grammar."""
+        """Start the threads, unless they run already."""
         if self._threads:
             return
         # The builder imports its modules for `build` while a process compiles.
@@ -304,7 +303,7 @@ class GrammarCompiler:
             self._ensure_backend().load_requirements(spec)
 
     def _work(self, queue: FairQueue[Compilation], limit: Limit, *, is_second: bool) -> None:
-        """Compile the grammars of a queue until the queue ends. Runs on a thread that waits for
+        """Compile the grammars of a queue until it ends. Runs on a thread that waits for
         processes."""
         while (compilation := queue.get()) is not None:
             if not self._claim_compilation(compilation):
@@ -322,15 +321,15 @@ class GrammarCompiler:
                 queue.charge(compilation.tenant, time.monotonic() - began)
 
     def _claim_compilation(self, compilation: Compilation) -> bool:
-        """Mark a compilation as begun: `give_up` drops it no more. False if it was given up."""
+        """Mark a compilation as begun, so that `give_up` keeps it. False if it was given up."""
         with self._beginning:
             compilation.has_begun = not compilation.is_done
             return compilation.has_begun
 
     def _try_out(self, compilation: Compilation, limit: Limit, is_second: bool) -> None:
-        """Compile in a process; then the builder takes the grammar over, or the process follows it.
-        At the limit of a first try the compilation joins the long queue. Raises GrammarError, and
-        what a backend raises."""
+        """Compile in a process. Afterwards the builder's thread builds the grammar, or the process
+        keeps it. At the limit of a first try the compilation joins the long queue. Raises
+        GrammarError, and what a backend raises."""
         assert self._processes is not None
         try:
             tried = self._processes.try_out(compilation.spec, limit, is_second=is_second)
@@ -354,8 +353,8 @@ class GrammarCompiler:
         self._builder.put(compilation.tenant, partial(self._run_here, compilation, take_over))
 
     def _follow_apart(self, tenant: str, process: FollowingProcess) -> Grammar:
-        """Return a grammar that its process follows. At the limit the process of the longest unused
-        grammar ends. Raises NotNow if too many are in use."""
+        """Return a grammar that stays in its process. If there are too many such grammars, end the
+        process of the grammar that has been idle longest. Raises NotNow if too many are in use."""
         grammar = GrammarApart(process, FOLLOW_LIMIT, tenant)
         with self._making_room:
             there = [each for made in self._apart if (each := made()) and not each.is_gone]
@@ -374,7 +373,7 @@ class GrammarCompiler:
         return grammar
 
     def _compile_here(self, compilation: Compilation, thread: LimitedThread) -> None:
-        """Compile a grammar on the builder's thread, for an engine without processes."""
+        """Compile a grammar on the builder's thread, in an engine without grammar processes."""
 
         def make(backend: Backend) -> Made:
             grammar = backend.compile(compilation.spec)
@@ -458,7 +457,7 @@ class GrammarCompiler:
             self.num_failed += 1
 
     def _take_note(self, key: tuple[str, GrammarSpec], compilation: Compilation) -> None:
-        """Count a finished compilation, and keep it unless a later request may try it again."""
+        """Count a finished compilation, and cache it unless a later request may try it again."""
         del self._waiting[key]
         self._shares.remove_tenant(compilation.tenant)
         self.num_compiled += compilation.grammar is not None

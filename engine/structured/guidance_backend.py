@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars by llguidance, which counts its work and gives up at a limit of its own.
+"""Grammars by llguidance, which counts its own work and stops at a limit.
 
-So no hostile grammar can block it. Compiling is lazy and takes milliseconds. At a step with too
-many states the matcher fails, here with a GrammarError.
-"""
+A hostile grammar therefore cannot block it. Compiling is lazy and takes milliseconds. If a step
+reaches too many parser states, the matcher raises GrammarError."""
 
 from __future__ import annotations
 
@@ -34,9 +33,9 @@ _NO_TOKEN = 2**32 - 1
 
 
 class GuidanceBackend(Backend):
-    """llguidance. `limits` bound its parser; by default its own, some 50,000 items a step. Without
-    `has_threads` it starts no thread, and the thread that drops a large grammar frees it.
-    """
+    """The llguidance backend. `limits` bound its parser; llguidance's default is some 50,000 items
+    a step. Without `has_threads` the backend starts no thread, and a large grammar is freed by the
+    thread that drops it."""
 
     def __init__(
         self,
@@ -79,17 +78,18 @@ class GuidanceBackend(Backend):
 
 
 class _Emptier:
-    """Frees the memory of matchers without the interpreter's lock, which Python holds to free an
-    object. A matcher that takes a wrong token frees its state; several that take tokens together do
-    it on a thread of llguidance. Any thread may call this, and waits."""
+    """Frees the memory of matchers without holding the interpreter's lock, which Python holds to
+    free an object. A matcher that is given a wrong token frees its state; if several matchers are
+    given tokens together, this happens on a thread of llguidance. Any thread may call `empty`,
+    which waits until the memory is freed."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
         self._executor = llguidance.LLExecutor(1)
         self._small = llguidance.LLMatcher(tokenizer, _ANY_TEXT, log_level=0)
 
     def empty(self, matcher: llguidance.LLMatcher) -> None:
-        """Free the state of `matcher`; no other part may use the matcher. State that several
-        matchers share is freed with the last of them."""
+        """Free the state of `matcher`, which must not be used again. State that several matchers
+        share is freed with the last of them."""
         # llguidance would call a single matcher with the interpreter's lock held.
         both = [(matcher, _NO_TOKEN), (self._small.deep_copy(), _NO_TOKEN)]
         self._executor.consume_token_par(both)
@@ -127,7 +127,7 @@ class _GuidanceGrammar(Grammar):
         end_ids: Sequence[int],
         emptier: _Emptier | None,
     ) -> None:
-        """`emptier` frees the prototype at the end; None: Python frees it."""
+        """`emptier` frees the prototype at the end; with None, Python frees it."""
         self._prototype = prototype
         self.num_bytes = num_bytes
         self._num_mask_bytes = num_mask_bytes

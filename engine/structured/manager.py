@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammars of an engine core: the requests that wait for a grammar, and the masks of running
-requests.
+"""The grammars of an engine core: compiles them for waiting requests, and makes token masks.
 
-    ask ──► (compiled beside the steps) ──► take_compiled ──► activate_grammar
+    ask ──► (compiled during steps) ──► take_compiled ──► activate_grammar
         ──► begin_masks · masks, in each step
 
-A mask is made from the request's present output, so the scheduler reports no tokens, no preemption
-and no dropped steps here. A thought follows no grammar: if an answer begins with a thought, its
-grammar begins behind the thought. The engine's step thread calls this.
-"""
+A mask is made from the request's present output, so the manager need not know of new tokens,
+preemptions or dropped steps. Reasoning (a "thought") follows no grammar: if an answer begins with
+reasoning, the grammar begins after it. The engine's step thread makes all calls."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ _FAILED = "the answer cannot follow its grammar any further"
 
 
 class Waiting(NamedTuple):
-    """A request that waits for its grammar. `built` was made from `message`."""
+    """A request that waits for its grammar. The request `built` was made from `message`."""
 
     message: AddRequest
     built: Request
@@ -50,21 +48,21 @@ class Waiting(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A request that ends: at the end of its grammar (`error` is empty), or with an error."""
+    """A request to end: at the end of its grammar (`error` is empty), or with an error."""
 
     request: Request
     error: str
 
 
 class Masks(NamedTuple):
-    """The masks of one step; `mask` is None if it restricts no request."""
+    """The masks of one step. `mask` is None if no request is restricted."""
 
     mask: TokenMask | None
     ended: list[Ended]
 
 
 class _Across(NamedTuple):
-    """The rows of a request whose drafts begin or end its thought."""
+    """The mask rows of a request whose draft tokens begin or end its reasoning."""
 
     free: range  # rows in the thought
     num_rows: int  # all rows of the request in this step
@@ -97,8 +95,8 @@ class GrammarManager:
         compile_limit: Limit = COMPILE_LIMIT,
         mask_limit: Limit = MASK_LIMIT,
     ) -> None:
-        """`backend` is the setting's value. `opener`, if given, opens another backend in its place;
-        the grammars of that backend are compiled in this process."""
+        """`backend` is the value of the setting. If `opener` is given, the backend that it opens is
+        used instead, and compiles in this process."""
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(each for each in eos_token_ids if 0 <= each < vocab_size)
         self._shares = Shares(most_waiting)
@@ -137,7 +135,7 @@ class GrammarManager:
         return bool(self._followed) or self._has_begun
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether a request of this id waits for its grammar."""
+        """Whether the request with this id waits for its grammar."""
         return request_id in self._waiting
 
     @property
@@ -146,7 +144,7 @@ class GrammarManager:
 
     @property
     def is_due(self) -> bool:
-        """Whether `take_compiled` has a request, or a request that sits out may go on."""
+        """Whether `take_compiled` would return a request, or `held` may release one."""
         self._compiler.poll_compilations()
         if self._ahead.is_due:
             return True
@@ -154,18 +152,19 @@ class GrammarManager:
 
     @property
     def idle_seconds(self) -> float:
-        """The longest time until the next look at `is_due`; infinite if no grammar or row is in
-        work. Compilations without a waiting request count too: they also have a limit."""
+        """The longest time, in seconds, until `is_due` must be checked again; infinite if no
+        grammar or row is being made. Compilations without a waiting request have a time limit, so
+        they count too."""
         is_busy = self._compiler.num_waiting or self._waiting or self._ahead.num_open
         return POLL_SECONDS if is_busy else float("inf")
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called, from any thread, when `is_due` may have become True."""
+        """Set the function that is called, from any thread, when `is_due` may become True."""
         self._wakeup = wakeup
 
     def ask(self, message: AddRequest, built: Request) -> Waiting:
-        """Start to compile the grammar of a request that has one. The request waits here, unless
-        the grammar is ready at once. Raises TooManyGrammars."""
+        """Start to compile the grammar of a request, which waits here unless the grammar is ready
+        at once. Raises TooManyGrammars."""
         asked = built.sampling_params.structured_outputs
         assert asked is not None
         tenant = message.tenant
@@ -183,7 +182,7 @@ class GrammarManager:
         return waiting
 
     def take_compiled(self) -> list[Waiting]:
-        """Take out the requests whose compilation is done, with a grammar or an error."""
+        """Remove and return the requests whose compilation has ended, perhaps in an error."""
         if not self.is_due:
             return []
         done = [each for each in self._waiting.values() if each.compilation.is_done]
@@ -193,7 +192,7 @@ class GrammarManager:
         return done
 
     def cancel_waiting(self, request_ids: Iterable[str]) -> None:
-        """Drop the requests among these that still wait."""
+        """Remove the requests with these ids that still wait."""
         for request_id in request_ids:
             gone = self._waiting.pop(request_id, None)
             if gone is not None:
@@ -201,7 +200,7 @@ class GrammarManager:
                 self._give_up(gone)
 
     def activate_grammar(self, waiting: Waiting) -> None:
-        """Make the answer of a request follow its grammar from now on. The request may run."""
+        """Make a request's answer follow its compiled grammar. The request may then run."""
         built, grammar = waiting.built, waiting.compilation.grammar
         assert grammar is not None
         params = built.sampling_params
@@ -227,8 +226,8 @@ class GrammarManager:
         )
 
     def held(self) -> Set[str]:
-        """The requests that sit out the next step. Their masks may take long and are being made, or
-        depend on a token that the device still chooses."""
+        """Return the ids of requests to leave out of the next step: their mask is slow and being
+        made, or it depends on a token that the device has not sampled yet."""
         self._ahead.take_note()
         held: set[str] = set()
         for name, each in self._followed.items():
@@ -244,8 +243,8 @@ class GrammarManager:
         return held
 
     def without_drafts(self) -> Iterable[str]:
-        """The requests that get no draft tokens. Their masks are made one by one between steps;
-        drafts would need several masks at once."""
+        """Return the ids of requests that must get no drafts: their masks are slow and made one by
+        one between steps, and drafts would need several at once."""
         return [
             name
             for name, each in self._followed.items()
@@ -255,8 +254,8 @@ class GrammarManager:
     def begin_masks(
         self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
     ) -> None:
-        """Start on the masks of the requests that choose a token in a step; all tokens before it
-        must be known. `drafts` are draft tokens behind the outputs, by request id."""
+        """Start to make the masks of the requests that sample a token in a step. All tokens before
+        it must be known. `drafts` are the draft tokens after the outputs, by request id."""
         self._begun, self._thinking, self._across = [], [], {}
         self._has_begun, self._made = False, None
         jobs = []
@@ -292,14 +291,14 @@ class GrammarManager:
 
     @property
     def has_begun(self) -> bool:
-        """Whether `begin_masks` found a request with a grammar and `masks` was not called since."""
+        """Whether `begin_masks` found a request with a grammar, and `masks` must be called."""
         return self._has_begun
 
     def masks(
         self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
     ) -> Masks:
-        """Return the masks that `begin_masks` began, or make them now if it was not called. A
-        request with k drafts has 1 + k consecutive rows in the mask; `ended` requests have none."""
+        """Return the masks that `begin_masks` started; if it was not called, make them now. A
+        request with k drafts has 1 + k consecutive rows; requests in `ended` have none."""
         if not self._has_begun:
             self.begin_masks(requests, drafts)
         made = self._made if self._made is not None else self._collect_masks()
@@ -307,7 +306,7 @@ class GrammarManager:
         return made
 
     def _collect_masks(self) -> Masks:
-        """Wait for the begun masks, and settle the ends of each request."""
+        """Wait for the masks, and allow or ban the tokens that end each request."""
         thinking, self._thinking = self._thinking, []
         ids = [each.request.request_id for each, num_rows in thinking for _ in range(num_rows)]
         free = self._free_rows(thinking) if ids else None
@@ -361,7 +360,7 @@ class GrammarManager:
         return Masks(TokenMask(ids, words) if ids else None, ended)
 
     def stats(self) -> dict[str, int]:
-        """Counters and gauges of grammars, for the core's `stats`."""
+        """Return counters and gauges of grammars, for the core's `stats`."""
         compiler = self._compiler
         return {
             "num_waiting": len(self._waiting),
@@ -374,15 +373,15 @@ class GrammarManager:
         }
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
+        """End the threads. A second call does nothing."""
         self._waiting.clear()
         self._maker.close()
         self._ahead.close()
         self._compiler.close()
 
     def _let_go(self, name: str) -> None:
-        """Forget a request that has ended. This may drop the last reference to its grammar, so a
-        large grammar is freed on the builder's thread."""
+        """Forget a request that has ended. A large grammar is freed on the builder's thread,
+        because this may drop the last reference to it."""
         gone = [self._followed.pop(name)]
         if gone[0].grammar.num_bytes >= LARGE_BYTES:
             self._compiler.free(gone)
@@ -391,7 +390,7 @@ class GrammarManager:
         self._wakeup()
 
     def _give_up(self, gone: Waiting) -> None:
-        """Drop the compilation of a request that waits no more, unless others need it."""
+        """Drop the compilation of a request that no longer waits, unless others wait for it."""
         if all(each.compilation is not gone.compilation for each in self._waiting.values()):
             self._compiler.give_up(gone.compilation)
 
@@ -416,14 +415,14 @@ class GrammarManager:
         self._give_up(gone)
 
     def _note_hang(self, grammar: Grammar) -> None:
-        """Use no matcher of this grammar again, and take over no more grammars. Called because one
-        of its matchers did not return; that should not happen."""
+        """Never use a matcher of this grammar again, and leave later grammars in their processes.
+        Called if a matcher did not return, which should not happen."""
         grammar.hangs = True
         self._compiler.stop_taking_over()
 
     def _free_rows(self, thinking: Sequence[tuple[_Followed, int]]) -> npt.NDArray[np.uint32]:
-        """Return rows `[rows, words]` of thoughts. They allow every token except tokens that end
-        the request: its answer must still follow the grammar."""
+        """Return mask rows `[rows, words]` for reasoning. They allow every token but those that end
+        the request, because its answer must still follow the grammar."""
         num_rows = sum(count for _, count in thinking)
         rows = np.full((num_rows, -(-self._vocab_size // BITS)), ~np.uint32(0), np.uint32)
         at = 0
@@ -437,8 +436,8 @@ class GrammarManager:
         self, followed: _Followed, job: MaskJob, rows: npt.NDArray[np.uint32], across: _Across
     ) -> tuple[npt.NDArray[np.uint32], str | None]:
         """Return all rows of a request in order, and the result of `_settle_ends`. The order is:
-        the grammar's row for the first token, the thought's rows, the grammar's rows behind it.
-        """
+        the grammar's row for the first token, the rows of the reasoning, the grammar's rows after
+        it."""
         before, behind = (
             rows[: across.free.start].copy(),
             rows[: across.num_rows - across.free.stop],
@@ -452,9 +451,9 @@ class GrammarManager:
     def _settle_ends(
         self, followed: _Followed, job: MaskJob, rows: npt.NDArray[np.uint32], first: int = 0
     ) -> str | None:
-        """Allow exactly the ids that end this request where its grammar may end. `first` is the
-        number of drafts before the first of the rows. Return None if the request goes on, else the
-        reason for its end; empty at the end of its grammar."""
+        """Allow the ids that end this request exactly in rows at which its grammar may end. `first`
+        is the number of drafts before the first row. Return None if the request continues, else the
+        reason for its end ("" at the end of its grammar)."""
         request, own_ids, opener = followed.request, followed.own_ids, followed.thought.opener
         params = request.sampling_params
         missing = params.min_tokens - request.num_output_tokens - first
@@ -480,4 +479,4 @@ class GrammarManager:
 
 
 def _nothing() -> None:
-    """Default of the wakeup, for a caller that polls."""
+    """Do nothing: the default wakeup, for a caller that polls."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MaskJob: the rows that an answer needs in a step. Follower: its position in its grammar."""
+"""MaskJob: the mask rows of an answer in a step. Follower: the answer's position in its grammar."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ OnHang = Callable[[Grammar], None]
 
 
 class Follower:
-    """The position of one answer in its grammar. `first_words` is the row at its beginning, if that
-    is made already; `first_seconds` is the processor time of that row."""
+    """The position of one answer in its grammar. `first_words` is the mask row at the beginning, if
+    it is made already; `first_seconds` is the CPU time of that row."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class Follower:
         return self._matcher
 
     def note_seconds(self, seconds: float) -> None:
-        """Record how long a row took. A single slow row, perhaps interrupted, loses its weight
-        after a few more rows. Rows of processes are not recorded: they are always made between
-        steps, like rows of unknown time."""
+        """Record how long a row took. The effect of a single slow row, perhaps an interrupted one,
+        fades over the next rows. Rows of separate processes are not recorded: they are always made
+        between steps, like rows of unknown time."""
         if self.grammar.is_apart:
             return
         before = self.row_seconds
@@ -58,8 +58,8 @@ class Follower:
 
 @dataclass(slots=True)
 class MaskJob:
-    """The rows of one answer: for the position after its output, and after each draft token. Rows
-    behind a refused draft token allow every token; no answer uses these rows."""
+    """The mask rows of one answer: for the position after its output, and after each draft token.
+    Rows after a refused draft token allow every token, because no answer uses them."""
 
     follower: Follower
     new_tokens: Sequence[int]  # output tokens since the last mask
@@ -77,13 +77,13 @@ class MaskJob:
         return self.follower.first_words is not None and not (self.new_tokens or self.drafts)
 
     def may_end(self, row: int = 0) -> bool:
-        """Whether the grammar may end at this row. The job must be done and have no error."""
+        """Whether the grammar may end at this row. The job must be done, without an error."""
         if not self.drafts:
             return self.follower.matcher.may_end
         return row < len(self.ends) and self.ends[row]
 
     def run(self, rows: Rows, first: int) -> None:
-        """Fill `num_rows` of the `rows`, from row `first` on. Raises GrammarError."""
+        """Fill `num_rows` rows of `rows`, from index `first` on. Raises GrammarError."""
         follower = self.follower
         if follower.first_words is not None:
             if not (self.new_tokens or self.drafts):
@@ -106,7 +106,8 @@ class MaskJob:
 
 @dataclass(slots=True)
 class AheadRow:
-    """A row that a thread makes between steps. The step's thread reads it when it `is_done`."""
+    """A row that a thread makes between steps. The step's thread reads it when `is_done` is
+    True."""
 
     job: MaskJob
     row: Rows  # one
@@ -116,7 +117,7 @@ class AheadRow:
 
     @property
     def lane(self) -> Grammar | None:
-        """The grammar whose process makes the row; None: the engine makes it."""
+        """The grammar whose process makes the row; None if the engine process makes it."""
         grammar = self.job.follower.grammar
         return grammar if grammar.is_apart else None
 

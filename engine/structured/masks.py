@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token masks of a step. The caller makes the quick masks; a thread makes the others during the
-forward pass.
+"""The token masks of a step. The calling thread makes the fast masks; a second thread makes the
+slow masks during the forward pass.
 
     start_jobs(jobs)  ──► accept each answer's new tokens, fill its rows
-    wait_for_masks()  ──► rows of all; a job that failed says why
+    wait_for_masks()  ──► all rows; a failed job has its error
 
-A hand-over to the thread costs more than most jobs, and takes the interpreter's lock from the step.
-So the caller itself does the jobs of grammars that cannot hang (`is_bounded`) and were quick so
-far. It does these jobs before the forward pass, while the processor's caches still hold their data.
+Passing a job to the second thread costs more than most jobs, and takes the interpreter's lock from
+the step. So the calling thread does the jobs of grammars that cannot hang (`is_bounded`) and were
+fast so far. These jobs run before the forward pass, while the CPU caches still hold their data.
 
-A process follows a grammar that may hang (`processes/followed_apart.py`), and is killed at a limit.
-If a matcher hangs in the engine all the same, only its job fails. Its thread is left behind,
-another thread does the other jobs, and `on_hang` gets the grammar: its matchers are no longer used.
-"""
+A grammar that may hang runs in a process of its own, which is killed at a time limit
+(`processes/followed_apart.py`). If a matcher in the engine process hangs nevertheless, only its job
+fails. Its thread is abandoned, and a new thread does the other jobs. `on_hang` is called with the
+grammar, whose matchers are not used again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.02
 
 
 class MaskMaker:
-    """Masks for a vocabulary of `vocab_size` tokens. Called by one thread."""
+    """Makes masks for a vocabulary of `vocab_size` tokens. One thread makes all calls."""
 
     def __init__(
         self, vocab_size: int, limit: Limit = MASK_LIMIT, on_hang: OnHang | None = None
@@ -60,8 +60,8 @@ class MaskMaker:
         return self._batch is None or self._batch.wait(0.0)
 
     def start_jobs(self, jobs: Sequence[MaskJob]) -> None:
-        """Do the quick jobs, and have the thread start on the others. `jobs` must not be empty, and
-        earlier jobs must have been collected."""
+        """Do the fast jobs, and start the second thread on the others. `jobs` must not be empty,
+        and `wait_for_masks` must have returned the jobs of the previous call."""
         starts: Sequence[int] = range(len(jobs))
         num_rows = len(jobs)
         if any(job.drafts for job in jobs):
@@ -82,9 +82,9 @@ class MaskMaker:
         batch.run(quick)
 
     def wait_for_masks(self) -> tuple[Sequence[MaskJob], Rows, int]:
-        """Wait for the thread. Return the jobs, `Rows`, and the number of the jobs' rows: `Rows`
-        begins with these, in order. The rows of a job with an error are invalid. All rows are valid
-        until the next `start_jobs`."""
+        """Wait for the second thread. Return the jobs, `Rows`, and the number of rows of the jobs:
+        these are the first rows of `Rows`, in job order. The rows of a job with an error are
+        invalid. All rows are valid until the next `start_jobs`."""
         batch = self._batch
         assert batch is not None
         self._batch = None
@@ -99,7 +99,7 @@ class MaskMaker:
         return batch.jobs, batch.rows, batch.num_rows
 
     def close(self) -> None:
-        """End the thread, unless it hangs. Idempotent."""
+        """End the thread, unless it hangs. A second call does nothing."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(CLOSE_SECONDS)
@@ -113,7 +113,7 @@ class MaskMaker:
 
 
 def _divide(jobs: Sequence[MaskJob]) -> tuple[list[int], list[int]]:
-    """Return the indices of the caller's jobs, and the indices of the thread's jobs."""
+    """Return the indices of the jobs for the calling thread, and of those for the second thread."""
     quick: list[int] = []
     others: list[int] = []
     left = MOST_QUICK_SECONDS
@@ -132,7 +132,7 @@ def _divide(jobs: Sequence[MaskJob]) -> tuple[list[int], list[int]]:
 
 
 def _work(thread: LimitedThread, batch: _Batch) -> None:
-    """Do the jobs of the batch one after the other, on the thread."""
+    """Do the second thread's jobs of the batch, one after another. Runs on that thread."""
     at = batch.at
 
     def note() -> None:
@@ -146,15 +146,15 @@ def _work(thread: LimitedThread, batch: _Batch) -> None:
 
 
 class _Batch:
-    """The jobs of one step, and the thread's progress. `places` are the indices of the thread's
-    jobs. A batch keeps its errors itself until it is collected, so a thread left behind with an
+    """The jobs of one step, and the second thread's progress. `places` are the indices of that
+    thread's jobs. A batch keeps its errors until it is collected, so an abandoned thread with an
     older batch has no effect."""
 
     def __init__(
         self, jobs: Sequence[MaskJob], rows: Rows, starts: Sequence[int], num_rows: int
     ) -> None:
-        """The first `num_rows` of `rows` belong to the jobs; the rows of a job begin at its entry
-        in `starts`."""
+        """The first `num_rows` rows of `rows` belong to the jobs. The rows of job i begin at
+        `starts[i]`."""
         self.jobs = jobs
         self.num_rows = num_rows
         self.rows = rows
@@ -175,7 +175,7 @@ class _Batch:
         self._is_done.set()
 
     def run(self, places: Sequence[int]) -> None:
-        """Do these jobs, and record the time of a row of each. An exception becomes the job's
+        """Do these jobs, and record the seconds per row of each. An exception becomes the job's
         error."""
         cpu, began = time.thread_time(), time.perf_counter()
         for place in places:
@@ -196,8 +196,8 @@ class _Batch:
             began = ended
 
     def without_hung_one(self) -> _Batch:
-        """Return a batch that continues behind the hanging job; that job fails. The hanging thread
-        may still write into the rows and errors of the old batch."""
+        """Return a batch that continues after the hanging job, which fails. The hanging thread may
+        still write to the rows and errors of the old batch."""
         rows = Rows(*self.rows.words.shape)
         rows.words[:] = self.rows.words
         rest = _Batch(self.jobs, rows, self.starts, self.num_rows)

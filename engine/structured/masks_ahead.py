@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AheadMaker: masks that threads compute between steps."""
+"""AheadMaker: mask rows that threads compute between steps."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class AheadMaker:
-    """Rows that may take long, made between steps. No step waits for these rows: a request sits out
-    until its row is made. Rows that are known to take long come last, so a client with many such
-    grammars does not delay other rows. The step's thread calls this; its own threads call
-    `wakeup`."""
+    """Makes slow mask rows between steps. No step waits for these rows: a request is left out of
+    steps until its row is made. Rows that are known to be slow are made last, so a client with many
+    slow grammars does not delay other rows. The step's thread calls the methods; the maker's own
+    threads call `wakeup`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class AheadMaker:
 
     @property
     def is_due(self) -> bool:
-        """Whether `take_note` has a finished row to take in, or a hanging row to give up."""
+        """Whether `take_note` has a finished row to process, or a hanging row to give up."""
         return bool(self._open) and (any(each.is_done for each in self._open) or self._hangs())
 
     @property
@@ -58,9 +58,9 @@ class AheadMaker:
         return len(self._open)
 
     def is_ready(self, follower: Follower, output: Sequence[int], start: int) -> bool:
-        """Whether a step can go on without a wait for the row behind `output`: the row is made,
-        cannot be made, or is quick. Otherwise a thread starts on it. The grammar's part of `output`
-        begins at `start`."""
+        """Whether a step need not wait for the row after `output`: the row is made, cannot be made,
+        or is fast to make. If the step would have to wait, a thread starts to make the row. The
+        grammar applies to `output` from index `start` on."""
         ahead = follower.ahead
         if ahead is not None:
             if not ahead.is_done:
@@ -85,8 +85,8 @@ class AheadMaker:
         return False
 
     def take_note(self) -> None:
-        """Take in all finished rows. A row over the limit fails; a new thread makes the other
-        rows."""
+        """Process all finished rows. A row over the time limit fails, and a new thread makes the
+        other rows."""
         if not self._open:
             return
         for each in self._open:
@@ -108,7 +108,7 @@ class AheadMaker:
                 self._enqueue_row(ahead)
 
     def close(self) -> None:
-        """End the threads, unless one hangs. Idempotent."""
+        """End the threads, unless one hangs. A second call does nothing."""
         self._open.clear()
         lanes, self._lanes = list(self._lanes.values()), {}
         for lane in lanes:
@@ -126,8 +126,8 @@ class AheadMaker:
         lane.jobs.put(tenant, partial(self._make, lane, ahead), is_later=ahead.is_later)
 
     def _take_note(self, ahead: AheadRow) -> None:
-        """Count a finished row. After the last open row of a grammar's process end its lane; the
-        shared lane stays."""
+        """Count a finished row. After the last open row of a grammar with its own process, end the
+        lane of that grammar. The shared lane stays."""
         lane = self._lanes.get(ahead.lane)
         if lane is None:
             return
@@ -137,7 +137,7 @@ class AheadMaker:
             del self._lanes[ahead.lane]
 
     def _make(self, lane: _Lane, ahead: AheadRow, thread: LimitedThread) -> None:
-        """Make a row, on the lane's thread."""
+        """Make a row. Runs on the lane's thread."""
 
         def begin() -> None:
             lane.at = ahead
@@ -171,8 +171,8 @@ class AheadMaker:
 
 
 class _Turns:
-    """Two queues of jobs for one thread. The second is served only while the first is empty. In
-    each queue the tenant that has used least time is next."""
+    """Two job queues for one thread. The second queue is served only while the first is empty. In
+    each queue, the tenant that has used the least time is served next."""
 
     def __init__(self) -> None:
         self._first: FairQueue[Job] = FairQueue()
@@ -189,7 +189,7 @@ class _Turns:
         self._later.charge(tenant, seconds)
 
     def stop_next(self) -> None:
-        """Tell the thread to end at its next `get`; the remaining jobs are dropped."""
+        """Make the thread end at its next `get`; the remaining jobs are dropped."""
         self._has_ended = True
         self._count.put(False)
 
@@ -201,8 +201,9 @@ class _Turns:
 
 
 class _Lane:
-    """A thread and its jobs. One lane serves all grammars that the engine follows. Each grammar
-    that a process follows has a lane of its own, so no other row waits for that process."""
+    """A thread and its jobs. One lane serves all grammars that run in the engine process. Each
+    grammar that runs in a process of its own has a lane of its own, so that no other row waits for
+    that process."""
 
     def __init__(self) -> None:
         self.jobs = _Turns()

@@ -5,8 +5,7 @@
     {"structures": [{"begin": "<f>", "schema": {…}, "end": "</f>"}], "triggers": ["<f"]}
     {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": […], "tags": […]}}
 
-Every backend takes tags that `read_tags` can read; only xgrammar takes other formats.
-"""
+Every backend supports the tags that `read_tags` can read; only xgrammar supports other formats."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ from .base import GrammarError
 
 
 class Tag(NamedTuple):
-    """A text that begins a part, the JSON schema of the part, and the text that ends it."""
+    """The text that begins a tagged part, the JSON schema of the part, and the text that ends
+    it."""
 
     begin: str
     schema: dict[str, Any]
@@ -26,15 +26,15 @@ class Tag(NamedTuple):
 
 
 class Tags(NamedTuple):
-    """Tags in free text. Each of them begins with one of the triggers."""
+    """Tags within free text. Each tag begins with one of the triggers."""
 
     triggers: list[str]
     tags: list[Tag]
 
 
 def read_tags(text: str) -> Tags:
-    """Return the tags in a text. Raises GrammarError, which names the place, for other formats and
-    for invalid tags."""
+    """Return the tags of a structural tag in JSON. Raises GrammarError, which names the position,
+    for other formats and for invalid tags."""
     given = json.loads(text)
     if "structures" in given:
         return _checked(given, "structures", "")
@@ -52,8 +52,8 @@ def read_tags(text: str) -> Tags:
 
 
 def as_format(text: str) -> str:
-    """Return the text in the newer form. Raises GrammarError, like `read_tags`, for faults in the
-    older form."""
+    """Return the structural tag in xgrammar's form. Raises GrammarError, like `read_tags`, for
+    errors in vLLM's form."""
     given = json.loads(text)
     if "structures" not in given:
         return text

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of each token of a model, read from its tokenizer.json, as grammars need them.
+"""The bytes of each token of a model, read from tokenizer.json, in the form that grammars need.
 
-The file's decoder determines which of three forms the token texts have: byte-level (a letter for
-each byte), byte fallback (`<0x0A>`, and ▁ for a space), or plain text.
-"""
+The decoder in the file determines the form of the token texts: byte-level (a letter for each byte),
+byte fallback (`<0x0A>`, and ▁ for a space), or plain text."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ class NoVocabulary(ValueError):
 
 class Vocabulary:
     """The bytes of a model's tokens. `tokens[i]` are the bytes of token i, `b""` for special tokens
-    and for ids that the tokenizer lacks; there is an entry for each of the model's logits. Of the
-    tokens without bytes an answer may have only `end_ids`, the model's own end tokens."""
+    and for ids that the tokenizer lacks; there is an entry for each of the model's logits. An
+    answer may contain no token without bytes except `end_ids`, the model's own end tokens."""
 
     def __init__(
         self,
@@ -46,7 +45,8 @@ class Vocabulary:
 
     @classmethod
     def load(cls, directory: Path, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
-        """Read a model's directory. Raises NoVocabulary if the directory has no tokenizer."""
+        """Read the vocabulary from a model's directory. Raises NoVocabulary if it has no
+        tokenizer."""
         path = directory / _FILE
         if not is_there(path):
             raise NoVocabulary(
@@ -65,8 +65,9 @@ class Vocabulary:
         return cls(tokens, end_ids, lambda text: fast.encode(text, add_special_tokens=False).ids)
 
     def spell(self, text: bytes) -> list[int]:
-        """Return tokens whose bytes are this text: the tokenizer's if their bytes match exactly,
-        else the longest tokens that fit, from the left. Bytes that no token has are left out."""
+        """Return tokens with the bytes of this text: the tokenizer's tokens if their bytes match
+        exactly, else the longest tokens that fit, from the left. Bytes that no token has are left
+        out."""
         if self._encode is not None:
             try:
                 ids = list(self._encode(text.decode()))
@@ -106,8 +107,8 @@ def _parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _letters() -> dict[str, int]:
-    """Return the byte of each letter in byte-level vocabularies: printable bytes are their own
-    letters, all other bytes the letters from 256 on."""
+    """Return the byte of each letter in byte-level vocabularies. Printable bytes are their own
+    letters; all other bytes use the letters from code point 256 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {

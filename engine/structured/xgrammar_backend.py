@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars by xgrammar, the fastest at masks. `xgrammar_scope.py` chooses its grammars."""
+"""Grammars by xgrammar, the fastest at masks. `xgrammar_scope.py` decides which grammars it may
+get."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _PLACE = re.compile(r"^\[[^\]]*\] \S+: ")
 
 
 class XGrammarBackend(Backend):
-    """xgrammar. It compiles on the caller's thread."""
+    """The xgrammar backend, which compiles on the calling thread."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         # Passed even if empty: without a list xgrammar finds end tokens by their names.
@@ -51,7 +52,8 @@ class XGrammarBackend(Backend):
         return Form("xgrammar", text, grammar.is_bounded, grammar.num_bytes), grammar
 
     def build(self, spec: GrammarSpec, form: Form) -> Grammar:
-        """Read the compiled grammar of the form; a MB takes some 30 ms. Raises GrammarError."""
+        """Deserialize the compiled grammar of the form, at some 30 ms per MB. Raises
+        GrammarError."""
         try:
             made = xgrammar.CompiledGrammar.deserialize_json(form.text, self._info)
         except RuntimeError as error:
@@ -86,8 +88,8 @@ class _XGrammar(Grammar):
 
 
 class _XGrammarMatcher(Matcher):
-    """A matcher that calls xgrammar's native functions directly: its Python wrappers cost a step
-    microseconds."""
+    """A matcher that calls xgrammar's native functions directly, because the Python wrappers would
+    cost a step microseconds."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, end_ids: frozenset[int]) -> None:
         self._matcher = matcher
@@ -116,5 +118,5 @@ class _XGrammarMatcher(Matcher):
 
 
 def _plain(error: RuntimeError) -> str:
-    """Return the error on one line, without xgrammar's date and source line."""
+    """Return the error on one line, without xgrammar's timestamp and source line."""
     return _PLACE.sub("", " ".join(str(error).split()))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammars that xgrammar may get. This module does not import xgrammar: that takes seconds.
+"""Decides which grammars xgrammar may get. This module does not import xgrammar, which takes
+seconds.
 
-xgrammar limits its time neither while it compiles nor in a step. So `auto` gives it only grammars
-that are known to stay quick (`why_untamed`). It never gets a grammar of which it would ignore a
-part (`why_unsupported`).
-"""
+xgrammar has no time limit, neither for compiling nor for a step. So `auto` gives xgrammar only
+grammars that are known to be fast (`why_untamed`). No setting gives it a grammar of which it would
+ignore a part (`why_unsupported`)."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ _COUNTS = re.compile(r"\{(\d*),?(\d*)\}")
 
 
 def text_of(spec: GrammarSpec) -> str:
-    """Return the grammar in xgrammar's form: a schema, a regex, rules or a structural tag. Raises
-    GrammarError for an invalid structural tag."""
+    """Return the grammar as xgrammar expects it: a JSON schema, a regex, EBNF rules or a structural
+    tag. Raises GrammarError for an invalid structural tag."""
     if spec.kind is Kind.JSON_OBJECT:
         return '{"type": "object"}'
     if spec.kind is Kind.REGEX:
@@ -66,7 +66,8 @@ def text_of(spec: GrammarSpec) -> str:
 
 
 def why_unsupported(spec: GrammarSpec) -> str:
-    """Return the part of a grammar that xgrammar would accept but not follow; empty: none."""
+    """Return the part of a grammar that xgrammar would accept but not enforce; "" if there is
+    none."""
     if spec.whitespace_pattern:
         return "a whitespace_pattern"
     for place, schema in enumerate(_schemas_of(spec)):
@@ -83,7 +84,7 @@ def why_unsupported(spec: GrammarSpec) -> str:
 
 
 def _why_left_aside(schema: dict[str, Any]) -> str:
-    """Return the part of one schema that xgrammar would ignore; empty: none."""
+    """Return the part of one schema that xgrammar would ignore; "" if there is none."""
     if _count(schema.get("allOf")) > 1:
         return "an allOf of several JSON schemas"
     if "$ref" in schema and _target(schema["$ref"]) is None:
@@ -107,20 +108,21 @@ def _why_left_aside(schema: dict[str, Any]) -> str:
 
 
 def _are_of(values: list[Any], kinds: Any) -> bool:
-    """Whether all values have this JSON type, or one of these types."""
+    """Whether every value has this JSON type or, for a list of types, one of them."""
     names = {name for each in ([kinds] if isinstance(kinds, str) else kinds or ())
              for name in _NAMES.get(str(each), ())}  # fmt: skip
     return all(type(value).__name__ in names for value in values)
 
 
 def _target(reference: Any) -> str | None:
-    """Return the definition that a $ref names; "": the whole schema, None: another reference."""
+    """Return the name of the definition to which a $ref points: "" for the whole schema, None for
+    another kind of reference."""
     found = _REFERENCE.fullmatch(reference) if isinstance(reference, str) else None
     return None if found is None else found["name"] or ""
 
 
 def why_untamed(spec: GrammarSpec) -> str:
-    """Return why xgrammar might take long to compile or follow a grammar; empty: always quick."""
+    """Return why xgrammar might be slow to compile or follow a grammar; "" if it is always fast."""
     if spec.kind is Kind.GRAMMAR:
         return "rules that may be ambiguous"
     if len(spec.text) > MOST_BYTES:
@@ -145,12 +147,12 @@ def why_untamed(spec: GrammarSpec) -> str:
 
 
 def _count(value: Any) -> int:
-    """Return the number of entries of an object or a list, 0 for any other value of a client."""
+    """Return the number of entries of an object or a list; 0 for any other value."""
     return len(value) if isinstance(value, dict | list) else 0
 
 
 def _is_recursive(schema: Any) -> bool:
-    """Whether a $ref leads back to the schema that contains it."""
+    """Whether a $ref points back to a schema that contains it."""
     if not isinstance(schema, dict):
         return False
     parts: dict[str, Any] = {}
@@ -182,7 +184,7 @@ def _why_untamed_regex(pattern: str) -> str:
 
 
 def _schemas_of(spec: GrammarSpec) -> Iterator[dict[str, Any]]:
-    """Yield the JSON schemas of a grammar, with all schemas inside them."""
+    """Yield the JSON schemas of a grammar and all schemas inside them."""
     if spec.kind is Kind.JSON:
         yield from _all_in(json.loads(spec.text))
     elif spec.kind is Kind.STRUCTURAL_TAG:

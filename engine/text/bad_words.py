@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad words: the token ids by which a tokenizer may spell each word."""
+"""Bad words: the token ids with which a tokenizer may represent each word."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ANCHOR = "a"
 
 
 def with_spelt_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """Return the parameters with the spellings of their bad words in `bad_words_token_ids`.
+    """Return the parameters with the token ids of their bad words added to `bad_words_token_ids`.
 
-    Idempotent. Raises ValueError without a tokenizer, and what `spell_bad_words` raises.
-    """
+    A second call changes nothing. Raises ValueError without a tokenizer, and what `spell_bad_words`
+    raises."""
     if not params.bad_words:
         return params
     if tokenizer is None:
@@ -31,16 +31,15 @@ def with_spelt_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) ->
 
 def spell_bad_words(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of each word at the start of a text and after a space, without special
-    tokens around the word; each spelling once. Raises ValueError, which names the word, if the word
-    cannot be spelt or takes too many tokens.
+    tokens around the word and without duplicates. Raises ValueError, which names the word, if the
+    vocabulary cannot represent the word or the word takes too many tokens.
 
-    A word has one spelling at the start of a text and often another one after a space:
+    A word has one tokenization at the start of a text and often another one after a space:
 
         byte-level    "word" → word       "a word" → a Ġword
         SentencePiece "word" → ▁word      "a word" → ▁a ▁word      the same, kept once
 
-    Both are used, so spaces around a word have no effect.
-    """
+    Both are returned, so spaces around a word have no effect."""
     spelt: dict[tuple[int, ...], None] = {}
     for word in words:
         spelt.update(dict.fromkeys(_spellings(tokenizer, word)))
@@ -84,7 +83,7 @@ def _decode(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
 
 
 def _same(first: str, second: str) -> bool:
-    """Whether two texts are equal, apart from changes by a tokenizer's normalisation."""
+    """Whether two texts are equal except for changes by a tokenizer's normalization."""
     return _folded(first) == _folded(second) != ""
 
 

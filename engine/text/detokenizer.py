@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The incremental detokenizer: token ids come in as they are made, whole characters go out.
+"""The incremental detokenizer: takes token ids as they are generated, and returns whole characters.
 
-A character may be spread over several tokens, and a token's text may depend on its neighbour (the
-space before a word). So tokens are decoded in a short window, with the tokens before them:
+A character may be spread over several tokens, and a token's text may depend on the previous token
+(the space before a word). So tokens are decoded in a short window, together with the tokens before
+them:
 
     ids      ... | a b c | d e            window = a b c d e
-                 ^ start ^ read           text(a b c) is out already, so out goes the rest of
-                                          text(a b c d e)
+                 ^ start ^ read           text(a b c) was returned before, so the rest of
+                                          text(a b c d e) is returned now
 
-A tail that ends in U+FFFD may be half a character. It is held back until more tokens come.
-"""
+Text that ends in U+FFFD may end in half a character, which is held back until more tokens come."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Decoder(Protocol):
 
 
 class HidingDecoder:
-    """A decoder that leaves out only the `hidden` special tokens, not all of them."""
+    """A decoder that leaves out only the special tokens in `hidden`, not all special tokens."""
 
     def __init__(self, decoder: Decoder, hidden: frozenset[int]) -> None:
         self._decoder, self._hidden = decoder, hidden
@@ -49,8 +49,7 @@ class IncrementalDetokenizer:
     """The text of one growing sequence.
 
     Joined, the results of `push_tokens` and `decode_rest` are the text that the output adds to the
-    prompt.
-    """
+    prompt."""
 
     __slots__ = ("_decoder", "_given", "_ids", "_read", "_skip_special_tokens")
 
@@ -91,13 +90,14 @@ class IncrementalDetokenizer:
         return stable[len(given) :]
 
     def decode_rest(self) -> str:
-        """Return the rest of the text; a half character becomes U+FFFD."""
+        """Return the rest of the text. Half a character becomes U+FFFD."""
         return self._advance(self._decode_ids(self._ids))
 
     def _context_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the prompt's last tokens, from the beginning of a character on: a wrong byte
-        spoils the text of a whole run of byte tokens. If the prompt ends within a character, return
-        only that character's tokens: its missing bytes would spoil the tokens before it."""
+        """Return the prompt's last tokens, from the beginning of a character on: a wrong byte would
+        corrupt the text of a whole run of byte tokens. If the prompt ends within a character,
+        return only that character's tokens, because its missing bytes would corrupt the tokens
+        before it."""
         longest = [int(t) for t in prompt_token_ids[-_CONTEXT_TOKENS - _MAX_HELD_CHARACTERS :]]
         for unfinished in range(_MAX_HELD_CHARACTERS + 1):
             end = max(0, len(longest) - unfinished)
@@ -124,7 +124,7 @@ class IncrementalDetokenizer:
         return new
 
     def _shorten(self, text: str) -> str:
-        """Return the text that is certain now, and keep a window with the remaining tokens."""
+        """Return the text that is certain now, and keep a window with the last tokens."""
         new = _without_held_tail(text)[len(self._given_of(text)) :]
         self._ids = self._ids[-_HELD_TOKENS:]
         self._read = 0
@@ -132,7 +132,7 @@ class IncrementalDetokenizer:
         return new
 
     def _given_of(self, text: str) -> str:
-        """Return the part of `text` that was returned already. A half character that was returned,
+        """Return the part of `text` that was returned already. Half a character that was returned,
         or that ends the prompt, may have become whole since then."""
         given = self._given
         for _ in range(_MAX_HELD_CHARACTERS):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a whole answer, joined from the rows in its outputs."""
+"""Joins the routed experts in the outputs of a request into one array."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..request.routed_rows import RoutedRows
 
 def join_routed_rows(parts: Sequence[RoutedRows], num_tokens: int) -> npt.NDArray[np.integer]:
     """Return the experts `[tokens, layers, experts of a token]` from the first position in `parts`
-    up to `num_tokens`, exclusive, as uint8 or uint16. The later of two overlapping parts counts."""
+    up to `num_tokens`, exclusive, as uint8 or uint16. If parts overlap, the later part is used."""
     first, (_, layers, each) = parts[0].start, parts[0].shape
     width = next(
         (len(part.data) // np.prod(part.shape, dtype=int) for part in parts if part.data), 1

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a request's token outputs into text: detokenizing, stop strings, the reason of the end.
+"""Turns a request's token outputs into text: detokenizing, stop strings, the finish reason.
 
-HTTP and the Python API share this half of a request. The core knows only ids. So this module finds
-stop strings, and the client then aborts the request in the core.
-"""
+The API server and the Python API share this module. The engine core handles only token ids, so this
+module looks for stop strings, and the client then aborts the request in the core."""
 
 from __future__ import annotations
 
@@ -38,9 +37,8 @@ class StopStrings:
     """Looks for the stop strings of one request in text that arrives in pieces. Joined, the results
     of `filter_text` and `flush_held` are the text up to the first stop string.
 
-    It holds back only text that may be the beginning of a stop string. So a match never begins in
-    text that was returned already.
-    """
+    `filter_text` holds back only text that may be the beginning of a stop string. So a match never
+    begins in text that was returned already."""
 
     __slots__ = ("_begun", "_held", "_include", "_stops", "matched")
 
@@ -54,7 +52,8 @@ class StopStrings:
         self.matched: str | None = None
 
     def filter_text(self, text: str) -> str:
-        """Add text, and return its certain part. A match sets `matched` and ends the text."""
+        """Add text, and return all text that is certain not to begin a stop string. A match sets
+        `matched` and ends the text."""
         if self.matched is not None:
             return ""
         num_held = len(self._held)
@@ -74,12 +73,13 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush_held(self) -> str:
-        """Return the held text: it did not become a stop string."""
+        """Return the text that was held back, because it did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str, num_held: int) -> tuple[int, str] | None:
-        """Return the match that begins first; of several there, the first in the list."""
+        """Return the match that begins first. If several begin there, return the first stop string
+        in the list."""
         best: tuple[int, str] | None = None
         for stop, begun in zip(self._stops, self._begun, strict=True):
             start = text.find(stop, num_held - begun)
@@ -89,7 +89,7 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str, most: int) -> int:
-    """Return the length, at most `most`, of the longest end of `text` that properly begins
+    """Return the length, at most `most`, of the longest suffix of `text` that is a proper prefix of
     `stop`."""
     for length in range(min(most, len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
@@ -99,7 +99,7 @@ def _overlap(text: str, stop: str, most: int) -> int:
 
 @dataclass(slots=True)
 class TextOutput:
-    """New output of one request: the fields of `wire.TokenOutput`, and the text."""
+    """New output of one request: the fields of `TokenOutput`, and the text."""
 
     # Whole characters, certain to precede any stop string; without thoughts that are split off.
     text: str = ""
@@ -124,8 +124,8 @@ class TextOutput:
 
 
 class OutputProcessor:
-    """The text of one request. Without a tokenizer there is no text, and stop strings raise
-    ValueError. With `thoughts`, thoughts are split off."""
+    """Makes the text of one request. Without a tokenizer there is no text, and stop strings raise
+    ValueError. With `thoughts`, reasoning is split off."""
 
     def __init__(
         self,
@@ -158,8 +158,8 @@ class OutputProcessor:
             )
 
     def process(self, output: TokenOutput) -> TextOutput:
-        """Return the text of the next output of the core. No output may follow an output with a
-        finish reason."""
+        """Return the text of the core's next output. After an output with a finish reason no output
+        may follow."""
         if output.timings is not None and output.finish_reason is None:
             self._first_timings, self._first_at = output.timings, time.monotonic()
         result = TextOutput(
@@ -196,7 +196,7 @@ class OutputProcessor:
         return result
 
     def _append_tokens(self, token_ids: list[int], output: TokenOutput, result: TextOutput) -> None:
-        """Add tokens and their text."""
+        """Append tokens and their text to `result`."""
         result.token_ids.extend(token_ids)
         self._num_tokens += len(token_ids)
         if self._detokenizer is None:
@@ -207,7 +207,7 @@ class OutputProcessor:
         result.text += text
 
     def _take_until_stop(self, output: TokenOutput, result: TextOutput) -> None:
-        """Add tokens one by one, so that the tokens end where a stop string ends."""
+        """Append tokens one by one, so that the tokens end at the end of a stop string."""
         last = len(output.new_token_ids) - 1
         for index, token in enumerate(output.new_token_ids):
             piece = TextOutput()
@@ -234,15 +234,15 @@ class OutputProcessor:
         return {**self._first_timings, "decode_seconds": decode, "total_seconds": total}
 
     def _add_checked(self, text: str, result: TextOutput) -> None:
-        """Add text, filtered for stop strings. Text of the first `min_tokens` tokens neither is nor
-        begins a stop string."""
+        """Append text, filtered for stop strings. Text of the first `min_tokens` tokens cannot
+        contain or begin a stop string."""
         if self._num_tokens < self._params.min_tokens:
             result.text += text
         else:
             result.text += self._stops.filter_text(text)
 
     def _shown(self, token_ids: list[int], output: TokenOutput) -> list[int]:
-        """Return the tokens that belong to the text, without a token that ended the request."""
+        """Return the tokens whose text is output: all except a token that ended the request."""
         has_end = output.finish_reason == "stop" and not output.ends_without_token
         if has_end and not self._params.include_stop_str_in_output:
             return token_ids[:-1]
@@ -250,7 +250,7 @@ class OutputProcessor:
 
 
 def _is_json(params: SamplingParams) -> bool:
-    """Whether a grammar makes the whole answer JSON, as for required calls."""
+    """Whether a grammar makes the whole answer JSON, as for required tool calls."""
     asked = params.structured_outputs
     return asked is not None and (asked.json is not None or bool(asked.json_object))
 
@@ -261,12 +261,12 @@ async def generate_text(
     tokenizer: Decoder | None,
     thoughts: Thoughts | None = None,
 ) -> AsyncGenerator[TextOutput, None]:
-    """Run one request and yield its text as it grows; `thoughts` splits thoughts off. The last
-    output has a finish reason. Cached tokens are given for every tier, even if they are 0.
+    """Run one request and yield its text as it grows; `thoughts` splits reasoning off. The last
+    output has a finish reason. Numbers of cached tokens are given for every tier, even if they are
+    0.
 
     A stop string, or closing the generator early, aborts the request in the core. Raises what
-    `EngineClient.generate` raises.
-    """
+    `EngineClient.generate` raises."""
     params, prompt = request.sampling_params, request.prompt_token_ids
     processor = OutputProcessor(tokenizer, params, prompt, thoughts)
     stream = cast("AsyncGenerator[TokenOutput, None]", client.generate(request))

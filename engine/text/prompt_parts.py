@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PromptParts: the tokens of a prompt that comes in parts, equal to the whole prompt's tokens.
+"""PromptParts: tokenizes a prompt that arrives in parts, with the same result as for the whole
+prompt.
 
-A tokenizer may join characters across the border of two parts. So only the tokens before the last
-word of a text are returned ("told"). The whole text's tokens are compared with the told tokens:
+A tokenizer may join characters across the border of two parts. So `add_part` returns only the
+tokens before the last word of the text (the *told* tokens). Whenever the text is tokenized again,
+its tokens are compared with the told ones:
 
     parts    "The quick br" "own fox"
-    told     The quick      brown       behind them, at the end: fox
+    told     The quick      brown       at the end also: fox
 
-If the two differ after all, only the told tokens before the difference count. A text is tokenized
-anew after it has grown by a sixteenth, so many small parts cost only a few times the whole text.
-"""
+If the two differ nevertheless, only the told tokens before the difference are valid. A text is
+tokenized again after it has grown by a sixteenth, so that many small parts take only a few times as
+long as the whole text."""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ _SPACES = " \n\t\r"
 class PromptParts:
     """The parts of one prompt, texts or lists of token ids in any order. An invalid part raises
     ValueError and has no effect: a text without a tokenizer, invalid Unicode, or (PromptTooLong)
-    tokens beyond `max_tokens`. With `add_special_tokens` a first text gets the special tokens that
-    the tokenizer puts around a text."""
+    tokens beyond `max_tokens`. With `add_special_tokens`, a text at the start of the prompt gets
+    the special tokens that the tokenizer puts around a text."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, max_tokens: int, *, add_special_tokens: bool = True
@@ -43,21 +45,21 @@ class PromptParts:
 
     @property
     def num_characters(self) -> int:
-        """Length of the text that still grows, in characters."""
+        """The length, in characters, of the text that may still grow."""
         return len(self._text)
 
     @property
     def told(self) -> Sequence[int]:
-        """The tokens that `add_part` has returned so far, in order."""
+        """All tokens that `add_part` has returned so far, in order."""
         return self._told
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of the whole prompt; complete after `end_prompt`."""
+        """The tokens of the whole prompt; complete only after `end_prompt`."""
         return self._fixed
 
     def add_part(self, part: str | Sequence[int]) -> list[int]:
-        """Add a part. Return the tokens that can be told now, behind the told ones."""
+        """Add a part. Return further tokens of the prompt, which from now on count as told."""
         if not isinstance(part, str):
             self._fix(part)
             return self._tell(self._fixed)
@@ -72,8 +74,8 @@ class PromptParts:
         return self._tell(self._fixed + cut)
 
     def end_prompt(self, part: str | Sequence[int] = "") -> tuple[int, list[int]]:
-        """Add the last part. Return how many of the told tokens are the prompt's own, and the
-        further tokens of the prompt."""
+        """Add the last part. Return how many of the told tokens are valid, and the prompt's tokens
+        after them."""
         if isinstance(part, str):
             text = self._joined(part)
             self._fixed = self._fixed + (self._encode(text) if text else [])
@@ -94,7 +96,8 @@ class PromptParts:
         return new
 
     def _check_told(self, known: list[int]) -> None:
-        """Count the told tokens that equal the first of `known`. Fixed tokens are compared once."""
+        """Count the told tokens that equal the first tokens of `known`. Fixed tokens are compared
+        once only."""
         start = min(self._num_checked, self._num_right)
         pairs = zip(count(start), self._told[start:], known[start:], strict=False)
         differs = next((place for place, told, own in pairs if told != own), None)
@@ -102,7 +105,8 @@ class PromptParts:
         self._num_checked = min(len(self._fixed), self._num_right)
 
     def _fix(self, part: Sequence[int]) -> None:
-        """Fix the tokens of the text, which is complete now, and the tokens of a part behind it."""
+        """Fix the tokens of the text, which is complete now, and the tokens of the part after
+        it."""
         text = self._encode(self._text) if self._text else []
         if (num_tokens := len(self._fixed) + len(text) + len(part)) > self._max_tokens:
             raise PromptTooLong(
@@ -112,7 +116,7 @@ class PromptParts:
         self._text, self._num_cut = "", 0
 
     def _joined(self, part: str) -> str:
-        """Return the growing text with a further part."""
+        """Return the growing text extended by a part."""
         if part and self._tokenizer is None:
             raise ValueError("the model has no tokenizer.json; give parts as lists of token ids")
         try:
@@ -138,6 +142,6 @@ class PromptParts:
 
 
 def _end_of_words(text: str) -> int:
-    """Return the index behind the last word whose end is certain; 0: there is none."""
+    """Return the index after the last word whose end is certain; 0 if there is none."""
     last = max(text.rfind(space) for space in _SPACES)
     return len(text[: last + 1].rstrip())

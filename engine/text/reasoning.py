@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The marks around a model's thoughts as texts, and answers split by them.
+"""The marks around a model's reasoning, and the splitting of answers at these marks.
 
 The marks are given as options, or are well-known marks that are single tokens of the tokenizer.
-Answers are split by text, so a mark is found in whatever tokens it comes. Budgets and counts use
-the token ids of the marks (`engine/request/reasoning_marks.py`).
-"""
+Answers are split by text, so a mark is found whatever tokens it consists of. Budgets and counts use
+the token ids of the marks (`engine/request/reasoning_marks.py`)."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ _ANCHOR = "\n"
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """The marks of one model. Neither text is part of the other."""
+    """The reasoning marks of one model. Neither text contains the other."""
 
     start: str
     end: str
@@ -46,18 +45,18 @@ class ReasoningMarks:
     hidden_token_ids: frozenset[int] | None = None
 
     def is_open(self, prompt: str, *, goes_on: bool = False) -> bool:
-        """Whether the answer to a prompt begins within a thought. `goes_on`: the answer continues a
-        message of the assistant. Otherwise only a mark at the very end of the prompt counts, where
-        the template writes it; marks in messages do not count."""
+        """Whether the answer to a prompt begins within reasoning. With `goes_on` the answer
+        continues an assistant message. Without `goes_on`, only a start mark at the very end of the
+        prompt counts, because the chat template writes it there; marks in messages do not count."""
         if goes_on:
             return prompt.rfind(self.start) > prompt.rfind(self.end)
         return prompt.rstrip().endswith(self.start.rstrip())
 
 
 def find_marks(tokenizer: Tokenizer | None, start: str, end: str) -> ReasoningMarks | None:
-    """Return the marks `start` and `end` or, if both are empty, well-known marks that are tokens of
-    the vocabulary. None if there are no marks, or if either is `none`. Raises ConfigError for a
-    mark that the tokenizer cannot spell."""
+    """Return the marks `start` and `end`. If both are empty, return well-known marks that are
+    tokens of the vocabulary. Return None if there are no marks, or if either is `none`. Raises
+    ConfigError for a mark that the tokenizer cannot represent."""
     if NONE in (start, end):
         return None
     if start or end:
@@ -83,10 +82,10 @@ def find_marks(tokenizer: Tokenizer | None, start: str, end: str) -> ReasoningMa
 def with_reasoning_marks(
     params: SamplingParams, marks: ReasoningMarks | None, *, are_split: bool = False
 ) -> SamplingParams:
-    """Return the parameters with the token ids of the marks, if they have no marks of their own and
-    need some. A thinking budget needs marks. A grammar needs them if thoughts `are_split` off,
-    because it then begins behind the thought. Raises ValueError for a budget without known marks,
-    and for bad words that ban the end mark."""
+    """Return the parameters with the token ids of the marks, if they need marks and have none of
+    their own. A reasoning budget needs marks. A grammar needs them if reasoning is split off
+    (`are_split`), because it then begins after the reasoning. Raises ValueError for a budget
+    without known marks, and for bad words that ban the end mark."""
     if params.thinking_token_budget is None and (
         not are_split or params.structured_outputs is None or marks is None
     ):
@@ -121,7 +120,7 @@ def _marks_of(
 
 
 def _spelt(flag: str, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Return the tokens of a mark that stands in a line of its own."""
+    """Return the tokens of a mark that stands at the beginning of a line."""
     token_id = tokenizer.token_id(text)
     if token_id is not None:
         return (token_id,)
@@ -146,18 +145,17 @@ def _spelt(flag: str, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 class SplitText(NamedTuple):
-    """The thought and the content that a piece of an answer adds."""
+    """The reasoning and the content in a piece of an answer."""
 
     reasoning: str
     content: str
 
 
 class ReasoningSplitter:
-    """Splits text that arrives in pieces into thought and content. The marks belong to neither.
+    """Splits text that arrives in pieces into reasoning and content. The marks belong to neither.
 
-    It holds back only text that may be the beginning of a mark. A mark without effect (a start mark
-    in a thought, an end mark outside a thought) is left out too.
-    """
+    The splitter holds back only text that may be the beginning of a mark. A mark without effect (a
+    start mark in reasoning, an end mark outside) is left out too."""
 
     __slots__ = ("_held", "_marks", "is_inside")
 
@@ -167,7 +165,7 @@ class ReasoningSplitter:
         self.is_inside = is_inside
 
     def split_text(self, text: str) -> SplitText:
-        """Add text, and return the part that is certain."""
+        """Add text, and return the part whose kind is certain."""
         sides: dict[bool, list[str]] = {True: [], False: []}
         rest = self._held + text
         while found := self._first_mark(rest):
@@ -180,7 +178,7 @@ class ReasoningSplitter:
         return SplitText("".join(sides[True]), "".join(sides[False]))
 
     def flush_text(self) -> SplitText:
-        """Return the held text: it did not become a mark."""
+        """Return the text that was held back, because it did not become a mark."""
         held, self._held = self._held, ""
         return SplitText(held, "") if self.is_inside else SplitText("", held)
 
@@ -190,7 +188,7 @@ class ReasoningSplitter:
 
 
 def _num_begun(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that is a proper beginning of `mark`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:length]):
             return length
@@ -198,7 +196,7 @@ def _num_begun(text: str, mark: str) -> int:
 
 
 class Thoughts:
-    """The thoughts in one answer: their text, apart from the rest, and their number of tokens."""
+    """The reasoning in one answer: its text, apart from the content, and its number of tokens."""
 
     __slots__ = ("_counter", "_included", "_kept", "_marks", "_splitter", "_streamed")
 
@@ -210,8 +208,9 @@ class Thoughts:
         included: bool = True,
         streamed: bool = True,
     ) -> None:
-        """`is_inside`: the prompt ends in a thought. Without `included` the text of thoughts is
-        dropped; without `streamed` it is returned when the thought has ended."""
+        """`is_inside`: the prompt ends within reasoning. Without `included` the text of the
+        reasoning is dropped. Without `streamed` the reasoning is returned as a whole when it has
+        ended."""
         self._marks, self._included, self._streamed = marks, included, streamed
         self._splitter = ReasoningSplitter(marks.start, marks.end, is_inside=is_inside)
         self._counter = ThoughtCounter(
@@ -220,12 +219,12 @@ class Thoughts:
         self._kept = ""
 
     def decoder(self, tokenizer: Decoder) -> Decoder:
-        """Return a decoder whose texts show the marks; it may hide fewer special tokens."""
+        """Return a decoder whose texts show the marks, and perhaps other special tokens."""
         hidden = self._marks.hidden_token_ids
         return tokenizer if hidden is None else HidingDecoder(tokenizer, hidden)
 
     def split(self, text: str, *, is_last: bool) -> SplitText:
-        """Split the next piece of text into thought and content."""
+        """Split the next piece of text into reasoning and content."""
         reasoning, content = self._splitter.split_text(text)
         if is_last:
             rest = self._splitter.flush_text()
@@ -240,5 +239,5 @@ class Thoughts:
         return SplitText(reasoning, content)
 
     def count_reasoning_tokens(self, token_ids: Iterable[int], *, is_last: bool) -> int:
-        """Return how many more tokens are now known to belong to thoughts."""
+        """Return how many more tokens are now known to belong to reasoning."""
         return self._counter.count_thoughts(token_ids, is_last=is_last)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that a model's small files name, besides tokenizer.json, as transformers 5 reads them.
+"""Special tokens from a model's small files besides tokenizer.json, as transformers 5 reads them.
 
-    tokenizer_config.json     bos_token and its like, other *_token, additional_special_tokens,
+    tokenizer_config.json     bos_token and so on, other *_token, additional_special_tokens,
                               extra_special_tokens, added_tokens_decoder
-    special_tokens_map.json   the same but the last; counts where there is no added_tokens_decoder
-    added_tokens.json         tokens with their ids; counts where there is no added_tokens_decoder
+    special_tokens_map.json   the same but the last; used if there is no added_tokens_decoder
+    added_tokens.json         tokens with their ids; used if there is no added_tokens_decoder
 
-Tokens that the tokenizer lacks are added behind all others, in the order of this table, as in
-transformers. Tokens that the tokenizer has become special if the files name them as special.
-"""
+Tokens that the tokenizer lacks are added after all its tokens, in the order of this table, as in
+transformers. Tokens that the tokenizer has already become special if the files list them as
+special."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _SPACE = "\u2581"
 
 
 def read_settings(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a tokenizer, with the content of the two older files. Raises
-    ConfigError for a damaged file."""
+    """Return the configuration of a tokenizer, merged with the content of the two older files.
+    Raises ConfigError for a damaged file."""
     settings = dict(config)
     if _DECODER in settings:
         return settings
@@ -65,8 +65,8 @@ def read_settings(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_tokens(fast: FastTokenizer, settings: Mapping[str, Any], origin: Path) -> str:
-    """Add to a tokenizer the tokens that its settings name. Return a digest of the changes, empty
-    without changes. Raises ConfigError for settings in an unknown form or with too many tokens."""
+    """Add the tokens in the settings to a tokenizer. Return a digest of the changes, "" without
+    changes. Raises ConfigError for settings in an unknown form or with too many tokens."""
     changed = ["spaces"] if _moves_spaces(fast, settings) else []
     before = fast.get_added_tokens_decoder()
     tokens: dict[str, AddedToken] = {}
@@ -142,7 +142,7 @@ def _token(value: Any, *, special: bool = False) -> AddedToken:
 
 
 def _text_of(value: Any) -> str | None:
-    """Return a token's text, from a string or an object with flags; None for other values."""
+    """Return a token's text, from a string or from an object with flags; None for other values."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -165,5 +165,5 @@ def _moves_spaces(fast: FastTokenizer, settings: Mapping[str, Any]) -> bool:
 
 
 def _state(part: Any) -> str:
-    """Return the JSON of a part of a tokenizer, empty for None."""
+    """Return the JSON of a part of a tokenizer; "" for None."""
     return "" if part is None else str(part.__getstate__().decode())

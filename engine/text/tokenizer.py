@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer of a model: text to token ids and back, by the `tokenizers` package.
+"""The tokenizer of a model, which converts text to token ids and back with the `tokenizers`
+package.
 
-Read from `tokenizer.json`; further tokens come from the smaller files beside it
-(special_tokens.py). `detokenizer.py` turns a growing output into text.
-"""
+The tokenizer is read from `tokenizer.json`, and further tokens from the smaller files in the same
+directory (special_tokens.py). `detokenizer.py` turns a growing output into text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Read the tokenizer of a Hugging Face directory. Raises ConfigError if the tokenizer is
+        """Read the tokenizer from a model's Hugging Face directory. Raises ConfigError if it is
         missing or damaged."""
         tokenizer = cls.load_if_present(directory)
         if tokenizer is None:
@@ -68,7 +68,7 @@ class Tokenizer:
 
     @classmethod
     def load_if_present(cls, directory: Path) -> Tokenizer | None:
-        """Do the same as `load`, but return None for a directory without a tokenizer."""
+        """Do the same as `load`, but return None if the directory has no tokenizer."""
         path = directory / TOKENIZER
         if not is_there(path):
             return None
@@ -94,7 +94,8 @@ class Tokenizer:
         return cls(fast, settings, digest.hexdigest())
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Raise PromptTooLong if the length alone of a text needs more than `max_tokens` tokens."""
+        """Raise PromptTooLong if a text is so long that it needs more than `max_tokens` tokens. The
+        text is not tokenized."""
         most = max_tokens * self._longest_token * _NORMALISATION_SHRINKS
         if len(text) > most:
             raise PromptTooLong(
@@ -107,10 +108,9 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of a text.
 
-        Raises PromptTooLong for more than `max_tokens` tokens, without tokenizing if the text
-        cannot fit. Raises ValueError for invalid Unicode and for text that the vocabulary cannot
-        spell.
-        """
+        Raises PromptTooLong for more than `max_tokens` tokens, without tokenizing a text that is
+        far too long. Raises ValueError for invalid Unicode and for text that the vocabulary cannot
+        represent."""
         if max_tokens is not None:
             self.check_length(text, max_tokens)
         try:
@@ -143,7 +143,7 @@ class Tokenizer:
         return str(text)
 
     def token(self, token_id: int) -> str | None:
-        """Return a token as the vocabulary writes it; None for an id outside it."""
+        """Return a token as the vocabulary writes it; None for an id outside the vocabulary."""
         return self._fast.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
@@ -152,18 +152,18 @@ class Tokenizer:
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """The ids that `decode` leaves out by default."""
+        """The ids of special tokens, which `decode` leaves out by default."""
         added = self._fast.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @property
     def chat_template(self) -> str | None:
-        """The model's own Jinja template of a conversation; None if the model has no template."""
+        """The model's own Jinja chat template; None if the model has none."""
         template = self._config.get("chat_template")
         return template if isinstance(template, str) else None
 
     def special_token(self, name: str) -> str | None:
-        """Return the text of a special token by its role, such as `bos_token` or `eos_token`."""
+        """Return the text of the special token with a role such as `bos_token` or `eos_token`."""
         value = self._config.get(name)
         if isinstance(value, dict):  # the token is written with its flags
             value = value.get("content")
@@ -172,8 +172,8 @@ class Tokenizer:
 
 @contextmanager
 def _panics_are_errors() -> Iterator[None]:
-    """Turn a panic of the Rust library, which is no Exception, into a RuntimeError: it would end a
-    server."""
+    """Turn a panic of the Rust library into a RuntimeError. The panic is not an Exception, so it
+    would end a server."""
     try:
         yield
     except BaseException as error:

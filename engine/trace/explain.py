@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's story in words: why it waited, was preempted, loaded or computed."""
+"""Explains why a traced request waited and was preempted, and which tokens it reused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ENDS = {
 
 
 def explain(story: Story) -> list[str]:
-    """Return the sentences: first a summary, then the events with their times."""
+    """Return the lines for one request: first a summary, then its events with their times."""
     lines = [
         f"{story.request_id}: {story.num_prompt_tokens} prompt tokens, queued "
         f"{story.queued:.3f} s after the start of the trace, after step {story.queued_step}."

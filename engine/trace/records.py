@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a step trace in its file: one JSON object a line.
+"""The records of a step trace file, which has one JSON object per line.
 
     start       an engine has begun to write; the following records are its records
     snapshot    the engine will now schedule step `step`
@@ -9,7 +9,7 @@
     dropped     the number of records lost here, because writing was too slow
 
 Steps are numbered. All records between a snapshot and its decision have the number of their step;
-events between two steps have the number of the first. `time` is in seconds since the start record.
+events between two steps have the earlier step's number. `time` is seconds since the start record.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class StartRecord(msgspec.Struct, tag_field="record", tag="start", frozen=True, 
 
 
 class SnapshotRecord(msgspec.Struct, tag_field="record", tag="snapshot", frozen=True, gc=False):
-    """The state of an engine just before a step. CPU blocks are blocks of the CPU tier, None
-    without this tier. Cached blocks can be found by their names; some of them are free."""
+    """The state of an engine just before a step. Counts of CPU blocks are of the CPU tier, or None
+    without it. Cached blocks can be found by their hashes; some are free."""
 
     step: int
     time: float
@@ -58,8 +58,8 @@ class SnapshotRecord(msgspec.Struct, tag_field="record", tag="snapshot", frozen=
 
 
 class HitRecord(msgspec.Struct, tag_field="record", tag="hit", frozen=True, gc=False):
-    """Tokens that a request need not compute. A request has another hit when it resumes after a
-    preemption, and when an overlapped load has ended."""
+    """The cached tokens that a request need not compute. Another hit is recorded when the request
+    resumes after a preemption, and when an overlapped load has ended."""
 
     step: int
     time: float
@@ -75,8 +75,8 @@ class HitRecord(msgspec.Struct, tag_field="record", tag="hit", frozen=True, gc=F
 
 
 class EventRecord(msgspec.Struct, tag_field="record", tag="event", frozen=True, gc=False):
-    """A change of a request: a value of `Decision`, and its cause as in `Observer.decision`.
-    Waiting is recorded when it begins and when its cause changes."""
+    """A change of a request's state. `event` is a value of `Decision`; `cause` is as in
+    `Observer.decision`. Waiting is recorded when it begins and when its cause changes."""
 
     step: int
     time: float
@@ -88,7 +88,7 @@ class EventRecord(msgspec.Struct, tag_field="record", tag="event", frozen=True, 
 
 
 class DecisionRecord(msgspec.Struct, tag_field="record", tag="decision", frozen=True, gc=False):
-    """A step: `num_scheduled_tokens` are the tokens that each request computes in it."""
+    """A scheduled step. `num_scheduled_tokens` has the number of tokens for each request."""
 
     step: int
     time: float
@@ -101,7 +101,7 @@ class DecisionRecord(msgspec.Struct, tag_field="record", tag="decision", frozen=
 
 
 class EncodedDecision(msgspec.Struct, tag_field="record", tag="decision", frozen=True, gc=False):
-    """A `DecisionRecord` for writing only; its long fields are JSON already."""
+    """A `DecisionRecord` for writing only; its long fields are already encoded as JSON."""
 
     step: int
     time: float
@@ -127,8 +127,8 @@ _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file in order, without an incomplete last line. Raise ConfigError,
-    with the line, if the file cannot be read or is not a trace."""
+    """Yield the records of a file in order, without an incomplete last line. Raise ConfigError if
+    the file cannot be read or a line is not a record of a trace."""
     try:
         with path.open("rb") as file:
             number = 0

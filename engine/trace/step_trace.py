@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The observer that writes a step trace."""
+"""The scheduler's observer that writes a step trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_CONNECTOR = "none"
 
 
 class StepTrace(Observer):
-    """Writes a step trace to the file at `path` until `close`. `num_blocks` is the pool's size.
+    """Writes a step trace to the file at `path` until `close`. `num_blocks` is the KV pool's size.
 
     Raises ConfigError if the file cannot be opened.
     """
@@ -148,7 +148,7 @@ class StepTrace(Observer):
         return self._writer.wait_until_written(timeout_seconds)
 
     def close(self) -> None:
-        """Write the remaining records. Waits a few seconds at most."""
+        """Write the remaining records. `close` waits a few seconds at most."""
         self._writer.close()
 
     def _now(self) -> float:
@@ -156,8 +156,8 @@ class StepTrace(Observer):
 
 
 class _Decisions:
-    """The encoder of steps, on the writer's thread. Most steps have the same requests as the
-    previous step, with one token each; their names are encoded once."""
+    """Encodes decision records on the writer's thread. Most steps have the same requests as the
+    step before, with one token each; the ids of such requests are encoded only once."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.json.Encoder()
@@ -165,7 +165,7 @@ class _Decisions:
         self._encoded = _Ids(msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
 
     def encode_decision(self, made: StepMade, now: float) -> EncodedDecision:
-        """Make the record of a step of any kind."""
+        """Return the record of any step."""
         others = {*made.new_ids, *made.resumed_ids}
         running = [each for each in made.num_tokens if each not in others]
         encoded = self._encode(running, made.num_tokens)
@@ -181,7 +181,7 @@ class _Decisions:
         )
 
     def going_on(self, step_id: int, now: float, tokens: dict[str, int]) -> EncodedDecision:
-        """Make the record of a step that gave one token to each running request. Steps with the
+        """Return the record of a step that gave one token to each running request. Steps with the
         same requests must pass the same `tokens` object."""
         if tokens is not self._known:
             self._known, self._encoded = tokens, self._encode(list(tokens), tokens)
@@ -202,16 +202,16 @@ class _Decisions:
 
 
 class _Ids(NamedTuple):
-    """A step's requests as JSON."""
+    """A step's request ids and token counts as JSON."""
 
     running: msgspec.Raw
     tokens: msgspec.Raw
 
 
 class _GoingOn(msgspec.Struct, gc=False, frozen=True):
-    """A step that gave one token to each running request; the writer's thread makes the record from
-    it. The garbage collector tracks neither this object nor records. Otherwise it would scan the
-    hundreds of live objects of a step whenever about ten steps wait in the queue."""
+    """A step that gave one token to each running request, from which the writer's thread makes the
+    record. `gc=False` keeps this object and the records from the garbage collector, which would
+    otherwise scan a step's hundreds of live objects whenever about ten steps are queued."""
 
     decisions: _Decisions
     step_id: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stories: the states of each request of a trace, with their beginnings and ends.
+"""Builds a `Story` for each traced request: its states, with their start and end times.
 
 queued ──► waiting ──► loading ──► waiting ──► running ──► (preempted: waiting) ──► ended
 """
@@ -29,7 +29,7 @@ _STANDS_ASIDE = {
 
 
 class State(Enum):
-    """The state of a request in its story."""
+    """A state of a request."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -48,8 +48,8 @@ _ENTERS = {
 
 
 class Span(NamedTuple):
-    """A time in one state. `obstacle` is the reason for waiting ("": unknown). If it was not the
-    request's turn, it is the obstacle of the request that it waited `behind`."""
+    """A period in one state. `obstacle` is the reason for waiting ("": unknown). If a request ahead
+    in the queue had the obstacle, `behind` is that request."""
 
     state: State
     began: float
@@ -61,7 +61,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Story:
-    """The history of one request from its queueing on."""
+    """The history of one request since it was queued."""
 
     request_id: str
     queued: float
@@ -79,7 +79,7 @@ class Story:
         return sum(event.event == Decision.PREEMPTED.value for event in self.events)
 
     def tokens_found(self) -> dict[str, int]:
-        """Return the reused tokens by their place, summed over all starts of the request."""
+        """Return the numbers of reused tokens by place (pool or tier), summed over all hits."""
         found: dict[str, int] = {}
         for hit in self.hits:
             for place, count in (("pool", hit.local_hit_tokens), *hit.tokens_by_tier.items()):
@@ -88,7 +88,7 @@ class Story:
         return found
 
     def waits(self) -> dict[tuple[str, str], float]:
-        """Return the seconds of waiting by (obstacle, request with it); "": this request."""
+        """Return the seconds of waiting by (obstacle, request that had it); "" is this request."""
         seconds: dict[tuple[str, str], float] = {}
         for span in self.spans:
             if span.state is State.WAITING and span.ended > span.began:
@@ -110,7 +110,7 @@ class _Open(NamedTuple):
 
 
 class Stories:
-    """Builds the stories of unfinished requests from records, which come in order."""
+    """Builds the stories of requests from records, which must be added in order."""
 
     def __init__(self) -> None:
         self.open: dict[str, Story] = {}
@@ -121,7 +121,7 @@ class Stories:
         self._now = 0.0
 
     def add_record(self, record: Record) -> Story | None:
-        """Add a record. Return the story that it ends, or None."""
+        """Add a record. Return the story of the request that finishes with this record, or None."""
         if isinstance(record, StartRecord):
             self.__init__()  # type: ignore[misc]  # a new run, of this engine or another one
         elif isinstance(record, EventRecord):
@@ -144,7 +144,7 @@ class Stories:
         return None
 
     def close(self) -> list[Story]:
-        """Return the stories that have not ended; the last record ends their spans."""
+        """Return the stories of unfinished requests; their last spans end at the last record."""
         for request_id, story in self.open.items():
             self._leave(story, self._states.pop(request_id), self._now)
         return list(self.open.values())
@@ -179,8 +179,8 @@ class Stories:
         return None
 
     def _set_blocker(self, blocker: tuple[str, str], now: float) -> None:
-        """Set the obstacle and the request that the other waiting requests wait for. Their present
-        spans end here, with the previous obstacle."""
+        """Set the obstacle and the request that has it, for which the other waiting requests wait.
+        The current spans of these requests end at `now`, with the previous obstacle."""
         if blocker == self._blocker:
             return
         for request_id in self._waiting:
@@ -197,7 +197,7 @@ class Stories:
 
 
 def last_run(records: Iterable[Record]) -> list[Record]:
-    """Return the records from the last start on; a file may have several runs."""
+    """Return the records of the last run in a file, beginning with its start record."""
     found: list[Record] = []
     for record in records:
         if isinstance(record, StartRecord):
@@ -207,7 +207,7 @@ def last_run(records: Iterable[Record]) -> list[Record]:
 
 
 def stories_of(records: Iterable[Record]) -> Iterator[Story]:
-    """Yield all stories: ended ones in the order of their ends, then the others."""
+    """Yield the stories of finished requests in the order of their ends, then all others."""
     stories = Stories()
     for record in records:
         if (ended := stories.add_record(record)) is not None:

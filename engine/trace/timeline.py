@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a step trace as a timeline of JSON trace events, which Perfetto and Chromium open.
 
-Each request has a track with its states, the steps have a track, and counters show the blocks.
+Each request has a track with its states, the steps share a track, and counters show blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PROCESS = 1
 
 
 def write_timeline(records: Iterable[Record], file: IO[str]) -> int:
-    """Write the events of one run to a text file, and return their number."""
+    """Write the events of one run to a text file, and return the number of events."""
     count = 0
 
     def write(event: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a step trace from a bounded queue, on a thread of its own.
+"""Writes a step trace from a bounded queue on its own thread.
 
-The step thread only appends to the queue. If the disk is slower than the engine, records are
-dropped and counted. If the disk fails, the trace ends with one line in the log.
+The thread that runs the engine's steps only appends to the queue. If the disk is slower than the
+engine, records are dropped and counted. If the disk fails, the trace ends and one error is logged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MakeRecord = Callable[[], Record | EncodedDecision]
 
 
 class TraceWriter:
-    """A writer that appends to the file at `path`, readable by its user only. Raises ConfigError if
+    """Appends records to the file at `path`, which only its owner may read. Raises ConfigError if
     the file cannot be opened."""
 
     def __init__(self, path: Path, *, most_queued: int = MOST_QUEUED) -> None:
@@ -61,8 +61,8 @@ class TraceWriter:
         self._thread.start()
 
     def put(self, record: Record | MakeRecord) -> None:
-        """Queue a record, or a function that makes one on the writer's thread. Never waits. Only
-        one thread may call this."""
+        """Queue a record, or a function that makes a record on the writer's thread. Never waits.
+        Only one thread may call this method."""
         if self._has_failed:
             return
         if len(self._queue) >= self._most_queued:
@@ -77,8 +77,8 @@ class TraceWriter:
             self._wake()
 
     def wait_until_written(self, timeout_seconds: float) -> bool:
-        """Wait until the file has all queued records. Only the thread that calls `put` may call
-        this. Return False if writing has failed or the time was too short."""
+        """Wait until all queued records are in the file. Return False if writing has failed or the
+        timeout has passed. Only the thread that calls `put` may call this method."""
         deadline = time.monotonic() + timeout_seconds
         while self._queue or not self._sleeps:
             if self._has_failed or time.monotonic() >= deadline:
@@ -87,8 +87,8 @@ class TraceWriter:
         return True
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Write the queued records, and end. Records not written within the time are lost, and
-        their number is logged. Idempotent."""
+        """Write the queued records, and end the thread. Records not written within the timeout are
+        lost, and their number is logged. Idempotent."""
         if self._closing.is_set():
             return
         if self._num_dropped and not self._has_failed:
@@ -137,7 +137,7 @@ class TraceWriter:
                 await self._rest()
 
     async def _rest(self) -> None:
-        """Pause while records come. If there are none, wait for the next record or the end."""
+        """Pause before the next write. Without queued records, wait for a record or `close`."""
         assert self._nudge is not None
         await asyncio.sleep(0 if self._closing.is_set() else PAUSE_SECONDS)
         self._nudge.clear()
@@ -148,8 +148,9 @@ class TraceWriter:
 
 
 def _open(path: Path) -> int:
-    """Open a descriptor for appending. It follows no link and does not wait for a pipe. Only the
-    user may read the file, because a trace has data of all requests. May raise OSError."""
+    """Open a file for appending, and return its descriptor. A symbolic link is refused, and opening
+    a pipe does not block. Only the user may read the file, because a trace has data of all
+    requests. May raise OSError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags, 0o600)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes steps on the device; never imports the API or the CLI."""
+"""The worker: computes steps on the device. This package never imports the API or the CLI."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BegunStep: a step in the model runner, from its forward pass to its tokens."""
+"""BegunStep: the model runner's data of a step, from its forward pass to its sampled tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .speculation.drafted_rows import DraftedRows
 
 @dataclass(slots=True)
 class BegunStep:
-    """A step whose forward pass has begun."""
+    """A step whose forward pass has been launched."""
 
     output: SchedulerOutput
     result: ModelRunnerOutput
@@ -30,7 +30,7 @@ class BegunStep:
 
 
 class SampledStep(NamedTuple):
-    """The tokens that the device is choosing for a step."""
+    """The tokens that the device is sampling for a step."""
 
     choice: Choice
     expected: ExpectedTokens

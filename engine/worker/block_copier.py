@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """BlockCopier: copies of whole pages within the KV pool, on its device.
 
-The copies serve requests that share a block and are about to write to it. The overwritten page may
-have been evicted, so a copy must come after the connector has read the page; on a device the order
-of the stream ensures this.
+A copy is needed when a request is about to write to a block that it shares with other requests. The
+overwritten page may be an evicted one that the connector still has to read, so the copy must run
+after this read. On a GPU the order of the stream ensures this.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ _NONE = -1
 
 
 class BlockCopier:
-    """A copier of pages. Its constructor compiles the kernel, so the first copy does not."""
+    """Copies pages of the KV pool. The constructor compiles the kernel, so that the first copy does
+    not wait for it."""
 
     def __init__(self, pool: Tensor, kernel: str) -> None:
-        """`pool` is `[pages, …]`; the memory of each page is contiguous. `kernel`: see
+        """`pool` is `[pages, …]`; the memory of each page is contiguous. `kernel` is a name from
         `kernels/kernel_choice.py`."""
         self._pool, self._kernel = pool, kernel
         self.copy_blocks([BlockCopy("", 0, 0, _NONE, _NONE)])
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Queue the copies. Each page may be the target of one copy, and not a source and a target
-        at once."""
+        """Queue the copies on the device's stream. Each page may be the target of at most one copy
+        of a call, and must not be both a source and a target."""
         if not copies:
             return
         pairs = [[each.source for each in copies], [each.target for each in copies]]

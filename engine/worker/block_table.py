@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's block tables: the block of each token of each row of the batch.
+"""BlockTable: the worker's block tables, which have the block ids of each row of the batch.
 
-A table lies in host memory, where attention on the CPU reads it. A device keeps a copy, and gets
-only the changes.
+A table is in host memory, where attention on the CPU reads it. A GPU has a copy, to which only the
+changes are sent.
 
-Attention may read smaller blocks than the pool's. A table then has several entries for each block
-of the pool:
+Attention may read smaller blocks than those of the pool. A table then has several entries for each
+block of the pool:
 
     blocks of 32 tokens            7        3
     entries of 16 tokens         14 15     6 7
@@ -28,7 +28,7 @@ _NO_BLOCKS: BlockArray = np.zeros(0, np.int32)
 
 
 class BlockTable:
-    """Rows of block ids of one cache group."""
+    """The block ids of one cache group, one row for each request."""
 
     def __init__(
         self,
@@ -37,8 +37,9 @@ class BlockTable:
         block_size: int,
         kernel_block_size: int | None = None,
     ) -> None:
-        """`block_size` is the tokens of a block, `kernel_block_size` the tokens of an entry
-        (default: `block_size`). Raises ValueError if the second does not divide the first."""
+        """`block_size` is the number of tokens in a block of the pool, `kernel_block_size` the
+        number in an entry of the table (default: `block_size`). Raises ValueError if
+        `kernel_block_size` does not divide `block_size`."""
         self.given_size = block_size  # tokens of a block
         self.block_size = kernel_block_size or block_size  # tokens of an entry
         self._entries_per_block, rest = divmod(block_size, self.block_size)
@@ -98,8 +99,10 @@ class BlockTable:
             self.num_entries[row] = most
 
     def take_changes(self, reader: object) -> tuple[IntArray, IntArray, BlockArray]:
-        """Return the entries changed since this reader's last call (at the first call: all), as
-        row, index in the row, and block. A reader's copy may differ after a row's end."""
+        """Return the entries that changed since this reader's last call, or all entries at its
+        first call. The three arrays are the row, the index in the row, and the block id of each
+        entry. Entries after the end of a row are not returned, so the reader's copy may differ in
+        them."""
         changed = self._changed.get(reader)
         if changed is None:
             changed = dict.fromkeys(np.flatnonzero(self.num_entries).tolist(), 0)
@@ -126,15 +129,15 @@ class BlockTable:
         return ids
 
     def slot_mapping(self, rows: npt.NDArray[np.integer], positions: IntArray) -> IntArray:
-        """Return the slot (block * block_size + offset), int64, of each pair of a row and a
-        position. Each position must lie within its row's blocks."""
+        """Return the slot (block * block_size + offset), int64, of each pair of row and position.
+        Each position must lie within the blocks of its row."""
         size = self.block_size
         starts: IntArray = self.array[rows, positions // size].astype(np.int64) * size
         return starts + positions % size
 
 
 class MultiGroupBlockTable:
-    """A table for each cache group; rows change in all of them at once."""
+    """The block tables of all cache groups; each change of a row applies to all of them."""
 
     def __init__(self, tables: Sequence[BlockTable]) -> None:
         self.tables = tuple(tables)
@@ -156,8 +159,8 @@ class MultiGroupBlockTable:
             table.move_row(source, target)
 
     def trim_row(self, row: int, num_tokens: int) -> int:
-        """Drop the blocks of a row that its first `num_tokens` do not need. Return for how many
-        tokens the remaining blocks have slots."""
+        """Drop the blocks of a row that its first `num_tokens` do not need. Return the number of
+        tokens for which the remaining blocks have slots."""
         size = self.tables[0].given_size
         num_blocks = -(-num_tokens // size)
         for table in self.tables:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The persistent batch: running requests in dense rows, updated by the changes of each step.
+"""InputBatch: the persistent batch, which has the running requests in contiguous rows and is
+updated by the changes of each step.
 
 A step removes rows, then adds rows, then calls `condense_rows`, which moves the last rows into the
-holes and returns a BatchUpdate. The sampling state follows this update.
+empty ones and returns a `BatchUpdate`. The sampler applies the same `BatchUpdate` to its rows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _KNOWN = -1
 
 @dataclass(slots=True)
 class WorkerRequest:
-    """The worker's state of a request, in the batch or, if it was preempted, outside."""
+    """The worker's data of a request, kept while the request is preempted."""
 
     request_id: str
     prompt_token_ids: TokenArray
@@ -48,7 +49,7 @@ class WorkerRequest:
 
 
 class HeldRow(NamedTuple):
-    """A request's row in the batch."""
+    """The row of a request in the batch, as a copy that `refill` takes."""
 
     request: WorkerRequest
     block_ids: BlockIds
@@ -57,7 +58,7 @@ class HeldRow(NamedTuple):
 
 
 class ExpectedTokens(NamedTuple):
-    """The tokens that the device is choosing in a step, one for each request."""
+    """The tokens that the device is still sampling in a step, one for each request."""
 
     requests: list[WorkerRequest]
     rows: IntArray  # their rows at this time
@@ -66,10 +67,11 @@ class ExpectedTokens(NamedTuple):
 
 
 class InputBatch:
-    """The persistent batch. Rows `0 … len(batch)-1` are in use after `condense_rows`.
+    """The persistent batch of running requests. Rows `0 … len(batch)-1` are in use after
+    `condense_rows`.
 
-    A row's token count includes an expected token before its value is known. Until it arrives,
-    `expected_index` is the token's index among the chosen tokens.
+    The number of a row's tokens includes a token that the device is still sampling. Until the host
+    has this token, `expected_index` is its index among the step's sampled tokens.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, tables: MultiGroupBlockTable) -> None:
@@ -95,14 +97,15 @@ class InputBatch:
         return len(self.row_of)
 
     def remove_request(self, request_id: str) -> None:
-        """Empty the request's row; a request that is not in the batch is ignored."""
+        """Empty the row of a request. A request that is not in the batch is ignored."""
         row = self.row_of.pop(request_id, None)
         if row is not None:
             self.requests[row] = None
             self._builder.remove(row)
 
     def add(self, request: WorkerRequest, block_ids: BlockIds, num_computed: int) -> int:
-        """Take the lowest free row. Raises ValueError if the batch has no room for the request."""
+        """Add a request to an empty row, and return the row. Raises ValueError if the request is in
+        the batch already, if it is too long, or if no row is empty."""
         if request.request_id in self.row_of:
             raise ValueError(f"request {request.request_id} is in the batch already")
         if request.num_tokens > self.max_model_len:
@@ -134,15 +137,16 @@ class InputBatch:
         return row
 
     def put_drafts(self, row: int, draft_token_ids: Sequence[int]) -> None:
-        """Write draft tokens after a row's tokens, for the step that checks them. They are not
-        counted in `num_tokens`."""
+        """Write draft tokens after a row's tokens, for the step that checks them. `num_tokens` does
+        not include draft tokens."""
         start = int(self.num_tokens[row])
         self.token_ids[row, start : start + len(draft_token_ids)] = draft_token_ids
 
     def expect_tokens(self, rows: IntArray, index: IntArray | None = None) -> ExpectedTokens:
-        """Count one more token in each of these rows; `take_tokens` must bring the values before
-        the next call. `index` has their indices among the tokens that the device chooses, or -1
-        while unknown; None: the order of the rows."""
+        """Count one more token in each of these rows. `take_tokens` must be called with the tokens
+        before the next call of this method. `index` has the index of each row's token among the
+        sampled tokens, or -1 while it is unknown. If `index` is None, the tokens have the order of
+        the rows."""
         requests = [self.requests[row] for row in rows.tolist()]
         if None in requests:
             raise ValueError(f"row {rows[requests.index(None)]} of the batch is empty")
@@ -156,8 +160,9 @@ class InputBatch:
     def late_tokens(
         self, chosen: Tensor | None, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> LateTokens | None:
-        """Return the last tokens, or None, that only the device knows: the previous step has
-        `chosen` them. The rows compute `counts` tokens after `computed` ones."""
+        """Return the last tokens of rows whose ids only the device has, because they are among the
+        tokens `chosen` in the previous step. Return None if there are none. Each of `rows` computes
+        `counts` tokens after its `computed` tokens."""
         if chosen is None:
             return None
         index = self.expected_index[rows]
@@ -169,8 +174,9 @@ class InputBatch:
     def take_tokens(
         self, expected: ExpectedTokens, token_ids: Sequence[int], lost: Collection[int] = ()
     ) -> None:
-        """Write the expected tokens to the rows and to the requests' lists. Tokens at the indices
-        `lost` do not exist. Requests may have moved or left the batch meanwhile."""
+        """Write the sampled tokens to the rows of the batch and to the requests' lists of output
+        tokens. The requests at the indices `lost` got no token. Requests may have moved to other
+        rows or left the batch since `expect_tokens`."""
         requests, rows, positions, num_updates = expected
         for request, token_id in zip(requests, token_ids, strict=True):
             request.output_token_ids.append(token_id)
@@ -193,8 +199,9 @@ class InputBatch:
     def take_accepted(
         self, request: WorkerRequest, token_ids: Sequence[int], num_rejected: int
     ) -> None:
-        """Write a request's further tokens, which follow the token of `take_tokens`. K and V of its
-        last `num_rejected` computed tokens are invalid."""
+        """Write the accepted tokens of a request that follow the token written by `take_tokens`. K
+        and V of the last `num_rejected` computed tokens are invalid, so these tokens no longer
+        count as computed."""
         request.output_token_ids.extend(token_ids)
         row = self.row_of_request(request)
         if row is None:
@@ -208,16 +215,17 @@ class InputBatch:
         self.num_draft_computed[row] = min(self.num_draft_computed[row], computed)
 
     def trim_row(self, row: int) -> None:
-        """Drop the blocks after a row's tokens, which drafts have used."""
+        """Drop the blocks after a row's last token, which rejected drafts have used."""
         num_slots = self.tables.trim_row(row, int(self.num_tokens[row]))
         self.num_draft_computed[row] = min(self.num_draft_computed[row], num_slots)
 
     def forget_expected(self) -> None:
-        """Stop expecting tokens that will not come. Their requests must leave the batch."""
+        """Stop expecting the tokens of a failed step, whose requests must leave the batch."""
         self.expected_index.fill(_KNOWN)
 
     def condense_rows(self) -> BatchUpdate | None:
-        """Close the holes. Return the changes since the last call, or None."""
+        """Fill the empty rows with the last rows. Return the changes since the last call, or
+        None."""
         size = len(self)
         while (hole := self._builder.peek_removed()) is not None and hole < size:
             while self.requests[self._end - 1] is None:
@@ -230,8 +238,8 @@ class InputBatch:
         return update
 
     def held_rows(self) -> list[HeldRow]:
-        """Return the row of every request in the batch. After an update that failed midway, only
-        complete rows are returned: requests that were being added may be missing."""
+        """Return the row of every request in the batch. If an update of the batch has failed
+        midway, only complete rows are returned; a request that was being added may be missing."""
         held = []
         for request_id, row in self.row_of.items():
             request = self.requests[row]
@@ -243,7 +251,7 @@ class InputBatch:
 
     def refill(self, held: Iterable[HeldRow]) -> None:
         """Replace the content of the batch by these requests, instead of a step's removals. The
-        next BatchUpdate empties all rows and fills them again."""
+        next `BatchUpdate` empties all rows and fills them again."""
         self.requests = [None] * len(self.requests)
         self.row_of.clear()
         self._num_updates += 1
@@ -256,7 +264,7 @@ class InputBatch:
             self.num_draft_computed[row] = num_draft_computed
 
     def row_of_request(self, request: WorkerRequest) -> int | None:
-        """Return the row of this request, or None if it has left; a new request may have its id."""
+        """Return the row of this request, not of one with the same id; None if it has left."""
         row = self.row_of.get(request.request_id)
         return row if row is not None and self.requests[row] is request else None
 
@@ -288,7 +296,7 @@ class InputBatch:
 
 
 class PromptEmbeds:
-    """The prompt embeddings of all requests that the worker remembers."""
+    """The prompt embeddings of all requests that have not ended."""
 
     def __init__(self, hidden_size: int) -> None:
         self._hidden_size = hidden_size
@@ -298,8 +306,9 @@ class PromptEmbeds:
         return bool(self._embeds)
 
     def add(self, new: NewRequestData) -> None:
-        """Keep the embeddings of a new request, if it has any. If they do not have one row for each
-        token of the prompt, raise ValueError, which fails the step; admission checks this before.
+        """Keep the embeddings of a new request, if it has any. Raises ValueError, which fails the
+        step, if the embeddings do not have one row for each token of the prompt; the engine checks
+        this when it accepts a request.
         """
         embeds = new.prompt_embeds
         if embeds is None:
@@ -313,14 +322,15 @@ class PromptEmbeds:
         self._embeds[new.request_id] = embeds
 
     def remove_embeds(self, request_id: str) -> None:
-        """Drop the embeddings of an ended request; a request without embeddings is ignored."""
+        """Drop the embeddings of an ended request. A request without embeddings is ignored."""
         self._embeds.pop(request_id, None)
 
     def rows_of(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> HostEmbeds | None:
-        """Return the embeddings of a step, whose `rows` of the batch compute `counts` tokens each
-        after `computed` ones. None if no position of the step has an embedding."""
+        """Return the embeddings for the tokens of a step in which each of `rows` of the batch
+        computes `counts` tokens after its `computed` tokens. Return None if no token of the step
+        has an embedding."""
         row_index = {row: index for index, row in enumerate(rows.tolist())}
         first_rows = np.cumsum(counts) - counts
         places, values = [], []

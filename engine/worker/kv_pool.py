@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV pool: one tensor, allocated once, in which every block is one contiguous chunk.
+"""KvPool: the KV pool, one tensor that is allocated once and in which every block is contiguous.
 
-Block 0 is the null block: unused table entries and padding refer to it. It is never written, so it
-always holds zeros.
+Block 0 is the null block, to which unused entries of block tables and padding refer. The null block
+is never written, so it always has zeros.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LOWEST_PRIORITY = 19
 
 
 class ModelPages(NamedTuple):
-    """The pages of a pool in the form that one model's attention reads."""
+    """The pages of a pool, in the shape that the attention of one model reads."""
 
     tensor: Tensor  # `[blocks, places, 2 (K, V), block_size, num_kv_heads, head_dim]`, contiguous
     layout: BlockLayout  # of a block of `tensor`
@@ -50,9 +50,10 @@ class ModelPages(NamedTuple):
 
 
 class KvPool:
-    """The KV pool. `tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads,
-    head_dim]`, contiguous, zeroed. `kernel_tensor` is the same memory in the blocks that attention
-    reads, described by `kernel_layout`; they may be smaller, several in each block of the pool."""
+    """The memory of the KV pool as tensors. `tensor` is `[num_blocks, num_layers, 2 (K, V),
+    block_size, num_kv_heads, head_dim]`, contiguous, zeroed. `kernel_tensor` is the same memory,
+    divided into the blocks that attention reads, which may be smaller; `kernel_layout` describes
+    these blocks."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class KvPool:
         kernel_block_size: int | None = None,
     ) -> None:
         """`kernel_block_size` must divide the block size. Raises ConfigError if the system cannot
-        give the memory."""
+        allocate the memory."""
         if num_blocks < 2:
             raise ConfigError(
                 f"the KV pool needs at least 2 blocks (one is the null block), not {num_blocks}"
@@ -94,13 +95,14 @@ class KvPool:
         self.kernel_tensor = self.tensor.view(-1, *block_shape(self.kernel_layout))
 
     def pages_of(self, groups: CacheGroups) -> ModelPages:
-        """Return the pages in the form that the model with these cache groups reads."""
+        """Return the pages in the shape that the model with these cache groups reads."""
         return ModelPages(
             self.kernel_tensor, self.kernel_layout, groups.places(), self.entries_per_block
         )
 
     def pages_of_draft(self, groups: CacheGroups) -> ModelPages:
-        """Return the pages in the draft model's form. Raises ValueError without a draft model."""
+        """Return the pages in the shape that the draft model reads. Raises ValueError if there is
+        no draft model."""
         if groups.draft is None:
             raise ValueError("these cache groups have no layers of a draft model")
         layout = replace(groups.draft.layout, block_size=self.kernel_layout.block_size)
@@ -117,10 +119,11 @@ def _memory_of(device: torch.device) -> str:
 
 
 def zeroed_memory(num_bytes: int) -> Tensor:
-    """Allocate `[num_bytes]` uint8 zeros, in huge pages if the system has some. Above AT_ONCE_BYTES
-    only the first pages are taken at once. A thread of the lowest priority takes the rest; it ends
-    when it is done or when the memory is freed. Without the compiled library or the thread, each
-    page is taken at its first use. Raises OSError or RuntimeError if the system cannot give the
+    """Allocate `[num_bytes]` uint8 zeros, in huge pages if the system has some. If `num_bytes`
+    exceeds AT_ONCE_BYTES, only the first pages are allocated at once. A thread with the lowest
+    priority touches the remaining pages, so that the system allocates them; it ends when it is done
+    or when the memory is freed. Without the compiled library or the thread, the system allocates
+    each page at its first use. Raises OSError or RuntimeError if the system cannot allocate the
     memory."""
     if num_bytes <= AT_ONCE_BYTES:  # by malloc, which may reuse the pages of an earlier pool
         memory = torch.empty(num_bytes, dtype=torch.uint8)
@@ -152,7 +155,8 @@ def zeroed_memory(num_bytes: int) -> Tensor:
 def _take_pages(
     library: CpuLibrary, mapped: mmap.mmap, address: int, num_bytes: int, ends: ctypes.c_int64
 ) -> None:
-    """Take the pages of a mapping. The reference to `mapped` keeps the mapping until the end."""
+    """Make the system allocate the pages of a mapping. The argument `mapped` keeps the mapping in
+    memory until this function returns."""
     with contextlib.suppress(OSError):  # a sandbox may refuse the priority; take the pages anyway
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
     library.take_pages(address, num_bytes, ctypes.byref(ends))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one step on the device: batch changes, copies, forward pass, sampling.
+"""ModelRunner: runs a step on the device: batch changes, copies, forward pass, sampling.
 
-One thread uses it. It knows no queues, prefixes or tiers: the scheduler's output says which tokens
-to compute and where, and the connector moves blocks in and out of the pool around the forward pass.
-A step waits for the device once, for its sampled tokens. The next step can begin before:
+One thread runs all steps. The runner has no queues or tiers: `SchedulerOutput` names tokens and
+blocks, and the connector copies blocks into and out of the pool around a forward pass. The host
+waits once in a step, for the sampled tokens. The next step can begin before:
 
     begin 1 · sample 1 · begin 2 · collect 1 · sample 2 · begin 3 · collect 2 · ...
 
-The tokens of step 1 reach the input of step 2 on the device. They are collected before step 2
-samples, so code that reads a request's output in sampling (penalties, seeds, masks) sees all of it.
+Step 2 reads the tokens of step 1 on the device. The host collects them before step 2 samples, so
+sampling (penalties, seeds, masks) sees them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ DEFAULT_PLACEMENT = Placement()
 
 
 class StepRefused(RuntimeError):
-    """The step follows a failed step, so its requests may be unknown. None of it was computed."""
+    """The step was scheduled before an earlier step failed. Nothing of the step was computed."""
 
 
 P = ParamSpec("P")
@@ -75,7 +75,7 @@ T = TypeVar("T")
 def _in_queue(
     method: Callable[Concatenate[ModelRunner, P], T],
 ) -> Callable[Concatenate[ModelRunner, P], T]:
-    """Decorate a method so that its work enters the queue of the runner's device on any thread."""
+    """Decorate a method so that its work is queued on the runner's stream from any thread."""
 
     def call(self: ModelRunner, /, *args: P.args, **given: P.kwargs) -> T:
         with self._runtime.entered():
@@ -85,7 +85,7 @@ def _in_queue(
 
 
 class ModelRunner:
-    """A model with its KV pool and its batch."""
+    """A model, its KV pool and its batch on one device."""
 
     def __init__(
         self,
@@ -116,18 +116,19 @@ class ModelRunner:
     ) -> None:
         """Load the model under `path` and allocate everything that a step needs.
 
-        Without `num_blocks` the pool takes the rest of a GPU's memory. If it then holds less than
-        `max_model_len` tokens and not `is_length_asked`, `max_model_len` is lowered. Blocks are
-        counted over all layers; with several cache groups the pool has a page in each instead.
-        Attention may read smaller blocks of `kernel_block_size` tokens, several in each block. A
-        step computes at most `most_step_tokens` tokens of one request and `max_num_batched_tokens`
-        in all. `runtime` is the runtime of the placement's device; `processors` come from other
-        packages. The `proposer`, or the `draft` model or EAGLE head, makes drafts, at most
-        `most_drafts` for one request in a step. With `tells_experts` requests may get the experts
-        of their tokens. A step may have `num_adapter_slots` different adapters, each of up to
-        `max_lora_rank`. Raises ConfigError if the weights do not fit `spec`, the pool cannot hold
-        one request of the asked length, the layers cannot be split into so many groups, or a
-        processor cannot be made.
+        Without `num_blocks`, the pool takes the rest of a GPU's memory. If the pool then has less
+        than `max_model_len` tokens, and `is_length_asked` is false (the user gave no length),
+        `max_model_len` is lowered. Blocks are counted over all layers; with several cache groups
+        each block is divided into pages. Attention may read smaller blocks, of `kernel_block_size`
+        tokens. A step computes at most `most_step_tokens` tokens of one request and
+        `max_num_batched_tokens` in all. `runtime` is the runtime of the placement's device;
+        `processors` are logits processors of other packages. `proposer`, or the model or EAGLE head
+        `draft`, proposes at most `most_drafts` tokens for a request in a step. With
+        `tells_experts`, requests may ask for the experts of their tokens. A step has at most
+        `num_adapter_slots` different adapters, each of rank `max_lora_rank` or less. Raises
+        ConfigError if the weights do not fit `spec`, the pool cannot hold one request of the
+        requested length, the layers cannot be divided into `num_groups` groups, or a processor
+        cannot be made.
         """
         device = placement.device
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, spec.eos_token_ids, processors)
@@ -227,15 +228,15 @@ class ModelRunner:
         return self.collect_output(step)
 
     def enter_thread(self) -> None:
-        """Make the calling thread the one that runs steps. Calls from other threads still work."""
+        """Make the device's queue the current one of the calling thread."""
         self._runtime.enter_thread()
 
     @torch.inference_mode()
     @_in_queue
     def launch_step(self, output: SchedulerOutput) -> BegunStep:
-        """Begin the copies of a step, apply its changes of the batch, and launch its forward pass.
-        The previous step must have been sampled. Raises the error of a whole step; later steps are
-        computed only if their `last_failed_id` names this step. See also `StepBatch.apply_step`."""
+        """Start a step's copies, apply its changes of the batch, and launch its forward pass. The
+        previous step must have been sampled. Raises an error that fails the whole step; later steps
+        raise StepRefused, unless they name this step in `last_failed_id`. See `StepBatch`."""
         # Before any load: loads may write to the pages with the initial states of requests.
         fault = None if self._states is None else self._begin_states(self._states, output)
         # The promised copies begin and are reported even if a later part fails.
@@ -259,7 +260,7 @@ class ModelRunner:
     @torch.inference_mode()
     @_in_queue
     def sample(self, step: BegunStep, mask: TokenMask | None = None) -> None:
-        """Start to choose the tokens that `mask` allows; all requests in the mask must choose one.
+        """Start to sample the tokens that `mask` allows; every request in it must get a token.
         Waits for the tokens of the previous step. Raises like `launch_step`.
         """
         self._take_tokens()
@@ -274,14 +275,14 @@ class ModelRunner:
             raise
 
     def is_done(self, step: BegunStep) -> bool:
-        """Whether `collect_output` need not wait for the device."""
+        """Whether `collect_output` returns without waiting for the device."""
         return step.sampled is None or step.sampled.choice.is_done
 
     @torch.inference_mode()
     @_in_queue
     def collect_output(self, step: BegunStep) -> ModelRunnerOutput:
-        """Wait for the tokens of a sampled step, and return them. Only requests with logits that
-        are not finite get no token; they are named. Raises like `launch_step`.
+        """Wait for a sampled step's tokens, and return its output, which names requests without a
+        token (logits not finite, failed processor, all banned). Raises like `launch_step`.
         """
         if step is self._due:
             self._take_tokens()
@@ -296,13 +297,13 @@ class ModelRunner:
 
     @_in_queue
     def poll_copies(self) -> ConnectorWorkerOutput | None:
-        """Return the copies that the connector has finished since the last call; None without a
-        connector."""
+        """Return the copies that the connector has finished since the last call; None if there is
+        no connector."""
         return self._connector.poll()
 
     @_in_queue
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Let the connector finish its copies, for `timeout_seconds` at most. Idempotent."""
+        """Wait for the connector's copies, for `timeout_seconds` at most. Idempotent."""
         self._connector.shutdown(timeout_seconds)
 
     @property
@@ -319,8 +320,8 @@ class ModelRunner:
         self.adapters.drop(fingerprint)
 
     def _begin_states(self, states: StateSlots, output: SchedulerOutput) -> Exception | None:
-        """Load the states of starting requests. Return an error that must fail the step, or
-        None."""
+        """Load the saved states of requests that start in this step. Return an error that must fail
+        the step, or None."""
         try:
             states.begin_step(output)
         except Exception as error:  # noqa: BLE001 - the caller raises it
@@ -429,7 +430,7 @@ class ModelRunner:
         self._pooling.add_hidden_states(pooled, behind)
 
     def _scheduled_rows(self, scheduled: dict[str, int]) -> tuple[IntArray, IntArray]:
-        """Return the rows in the order of the step, and their token counts."""
+        """Return the rows of the batch in the order of the step, and their token counts."""
         rows = np.fromiter((self.batch.row_of[i] for i in scheduled), np.int64, len(scheduled))
         counts = np.fromiter(scheduled.values(), np.int64, len(scheduled))
         total = int(counts.sum())
@@ -470,8 +471,8 @@ class ModelRunner:
         return SampledStep(choice, self.batch.expect_tokens(step.rows, index), drafted)
 
     def _take_tokens(self) -> None:
-        """Write the tokens of the last sampled step to the batch and to its result. An exception is
-        kept for `collect_output`."""
+        """Wait for the tokens of the last sampled step, and write them to the batch and the result.
+        An exception is stored, and `collect_output` raises it."""
         due, self._due = self._due, None
         if due is None:
             return
@@ -515,7 +516,7 @@ class ModelRunner:
     def _take_checked(
         self, step: SampledStep, drafted: DraftedRows, result: ModelRunnerOutput
     ) -> None:
-        """Write the tokens of a step with drafts to the batch and the result."""
+        """Write the accepted tokens of a step with drafts to the batch and to the result."""
         sampled = step.choice.wait()
         for request, place in self._drafts.take_checked(step.expected, drafted, sampled, result):
             _note_lost(request.request_id, place, sampled, result)
@@ -537,8 +538,8 @@ class ModelRunner:
 
 
 def _note_lost(request_id: str, place: int, sampled: Sampled, result: ModelRunnerOutput) -> bool:
-    """Write to the result why a request gets no token from the row `place` of the logits. Return
-    False if it gets one."""
+    """Write to the result the reason why a request gets no token from row `place` of the logits.
+    Return False if it gets a token."""
     if not sampled.is_finite[place]:
         result.nan_request_ids.add(request_id)
     elif place in sampled.failures:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of KV pool blocks that requests need, and the size of pool for it. Arithmetic only;
-needs no torch."""
+"""PoolDemand: the number of KV pool blocks that requests need, and checks of a pool's size against
+it. This module only computes, and needs no torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SHARE_FLAG = "--gpu-memory-utilization"
 
 @dataclass(frozen=True, slots=True)
 class PoolDemand:
-    """The demand of requests, in blocks over all layers, like a pool's size. With windowed layers a
-    request holds fewer pages than its tokens would fill."""
+    """The blocks that requests need, counted over all layers like the pool's size. In layers with a
+    window, a request has fewer pages than its tokens would fill."""
 
     groups: CacheGroups
     most_step_tokens: int  # for one request in one step
@@ -32,14 +32,15 @@ class PoolDemand:
         return self.groups.layout.block_size
 
     def blocks(self, num_tokens: int) -> int:
-        """Return the blocks, including the null block, of the smallest pool that can serve a
-        request of `num_tokens`."""
+        """Return the number of blocks, including the null block, of the smallest pool that can
+        serve a request of `num_tokens` tokens."""
         pages = self.groups.most_pages(num_tokens, self.most_step_tokens) + 1
         return -(-pages * self.groups.layout.num_layers // self.groups.num_places)
 
     def longest(self, num_blocks: int, at_most: int) -> int:
-        """Return the tokens of the longest request, up to `at_most`, that a pool of `num_blocks`
-        can serve, in whole blocks below `at_most`; 0: no request."""
+        """Return the length in tokens of the longest request, up to `at_most`, that a pool of
+        `num_blocks` blocks can serve. A result below `at_most` is in whole blocks; 0 means that the
+        pool can serve no request."""
         if self.blocks(at_most) <= num_blocks:
             return at_most
         size = self.block_size
@@ -55,9 +56,9 @@ def num_blocks_in(block_bytes: int, memory_bytes: int) -> int:
 def check_pool_size(
     demand: PoolDemand, num_blocks: int, max_model_len: int, *, on_host: bool = True
 ) -> None:
-    """Raise ConfigError if the pool cannot hold one request of `max_model_len` tokens, or if it
-    lies on the host and the host lacks the memory. Call it before any part allocates memory per
-    block."""
+    """Raise ConfigError if the pool cannot hold one request of `max_model_len` tokens. With
+    `on_host`, also raise it if the host lacks the memory for the pool. This check must come before
+    any allocation for each block."""
     needed = demand.blocks(max_model_len)
     if num_blocks >= needed:
         if on_host:
@@ -75,7 +76,7 @@ def check_pool_size(
 
 
 def check_memory(block_bytes: int, num_blocks: int) -> None:
-    """Raise ConfigError if the host's free memory cannot hold the pool."""
+    """Raise ConfigError if the pool does not fit into the host's free memory."""
     size, available = num_blocks * block_bytes, available_memory_bytes()
     most = MAX_BLOCKS if available is None else min(MAX_BLOCKS, available // block_bytes)
     if num_blocks > most:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings of prompts: pooled hidden states, collected over the steps that compute them.
+"""PoolingCollector: the embeddings of prompts, computed from the hidden states of the steps that
+compute the prompts.
 
     last    the hidden state of the prompt's last token
     mean    the mean over all of its tokens; each chunk adds to a sum in float64
 
-The states are taken after the last norm. After a preemption a prompt is computed again from its
-first token, and its sum starts again.
+The hidden states are those after the last norm. After a preemption, a prompt is computed again from
+its first token, and the sum is computed again too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .input_batch import InputBatch, WorkerRequest
 
 @dataclass(slots=True)
 class PoolingWish:
-    """A request that asks for its embedding and has not ended."""
+    """A request for an embedding that has not ended."""
 
     request: WorkerRequest
     total: Tensor | None = None  # float64 [hidden]: the sum over the first `num_summed` tokens
@@ -40,7 +41,8 @@ class PoolingWish:
 
 
 class PooledPiece(NamedTuple):
-    """Positions `start` to `stop` (exclusive) of one prompt; their states are needed."""
+    """The positions from `start` to `stop` (exclusive) of one prompt, whose hidden states are
+    needed."""
 
     wish: PoolingWish
     start: int
@@ -53,28 +55,28 @@ class PooledPiece(NamedTuple):
 
 
 class PoolingCollector:
-    """The open requests for embeddings. Each step calls `plan_pooled_pieces`, then
+    """The requests for embeddings that have not ended. Each step calls `plan_pooled_pieces`, then
     `add_hidden_states`, then `deliver`."""
 
     def __init__(self) -> None:
         self._wishes: dict[str, PoolingWish] = {}
 
     def add(self, request: WorkerRequest) -> None:
-        """Add a new request if it asks for its embedding. A request with output got the embedding
-        before its preemption."""
+        """Add a new request if it asks for its embedding. A request that already has output tokens
+        got its embedding before it was preempted."""
         if request.pooling and not request.output_token_ids:
             self._wishes[request.request_id] = PoolingWish(request)
 
     def remove_pooling(self, request_id: str) -> None:
-        """Drop an ended request; a request without an embedding is ignored."""
+        """Drop an ended request. A request for no embedding is ignored."""
         self._wishes.pop(request_id, None)
 
     def plan_pooled_pieces(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> list[PooledPiece]:
-        """Return the needed pieces of a step, whose `rows` of the batch compute `counts` tokens
-        each after `computed` ones. Raises RuntimeError if a mean lacks earlier tokens, which were
-        not computed."""
+        """Return the needed pieces of a step in which each of `rows` of the batch computes `counts`
+        tokens after its `computed` tokens. Raises RuntimeError if hidden states of earlier tokens,
+        which a mean needs, are missing."""
         if not self._wishes:
             return []
         first_rows = np.cumsum(counts) - counts
@@ -112,9 +114,10 @@ class PoolingCollector:
                 wish.pooled = begin_to_host([part])
 
     def deliver(self, requests: Iterable[WorkerRequest], result: ModelRunnerOutput) -> None:
-        """Add embeddings to the result, for the requests that got their first token in this step,
-        which samples for all `requests`. If the scheduler drops one because of a preemption, it is
-        computed again. A new request may have the id of an old one."""
+        """Add embeddings to the result, for those of `requests` (the requests that the step
+        samples) that got their first token in this step. If a request is preempted and the
+        scheduler drops this token, its embedding is computed again. Another request with the same
+        id gets no embedding."""
         for request in requests if self._wishes else ():
             wish = self._wishes.get(request.request_id)
             if wish is None or wish.request is not request or wish.pooled is None:

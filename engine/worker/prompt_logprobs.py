@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of prompts, collected over the steps that compute them.
+"""PromptLogprobsCollector: the log-probabilities of prompts, computed in the steps that compute the
+prompts.
 
-The logits of a position give the probability of the next token. So a chunk of a prompt gives the
-entries of the tokens after its positions; the sampler uses the prompt's last position:
+The logits at a position give the probabilities of the next token. So a chunk gives the
+log-probabilities (entries) of the tokens after its positions; the prompt's last position gives
+none, since the sampler uses its logits.
 
     position        0     1     2     3     4
     prompt          a     b     c     d     e
     chunk                [1     2     3)
     its entries                 c     d         entries[0] stays None
 
-Entries are stored by position. A prompt that is computed again after a preemption overwrites them.
+Entries are stored by position. If a prompt is computed again after a preemption, its entries are
+overwritten.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ LOGITS_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptWish:
-    """A request whose prompt log-probabilities have not been delivered."""
+    """A request for prompt log-probabilities that have not been delivered yet."""
 
     request: WorkerRequest
     count: int  # number of likeliest tokens at each position
@@ -55,8 +58,8 @@ class PromptPiece(NamedTuple):
 
 
 class PromptLogprobsCollector:
-    """The open requests for prompt log-probabilities. Each step calls `plan_prompt_pieces`, then
-    `add_hidden_states`, then `deliver`."""
+    """The requests whose prompt log-probabilities have not been delivered. Each step calls
+    `plan_prompt_pieces`, then `add_hidden_states`, then `deliver`."""
 
     def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
         """`logits` computes `[rows, vocab]` from hidden states `[rows, hidden]`."""
@@ -65,26 +68,26 @@ class PromptLogprobsCollector:
 
     @property
     def is_active(self) -> bool:
-        """Whether a request still waits for its prompt's log-probabilities."""
+        """Whether the prompt log-probabilities of some request have not been delivered yet."""
         return bool(self._wishes)
 
     def add(self, request: WorkerRequest) -> None:
-        """Add a new request if it asks for entries. A request with output got the entries before
-        its preemption."""
+        """Add a new request if it asks for prompt log-probabilities. A request that already has
+        output tokens got its entries before it was preempted."""
         count = request.params.prompt_logprobs
         if count is not None and not request.output_token_ids:
             entries: PromptLogprobs = [None] * len(request.prompt_token_ids)
             self._wishes[request.request_id] = PromptWish(request, count, entries)
 
     def remove_logprobs(self, request_id: str) -> None:
-        """Drop an ended request; a request without open entries is ignored."""
+        """Drop an ended request. A request without undelivered entries is ignored."""
         self._wishes.pop(request_id, None)
 
     def plan_prompt_pieces(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> list[PromptPiece]:
-        """Return the pieces for open requests in a step, whose `rows` of the batch compute `counts`
-        tokens each after `computed` ones."""
+        """Return the pieces of prompts in a step in which each of `rows` of the batch computes
+        `counts` tokens after its `computed` tokens."""
         first_rows = np.cumsum(counts) - counts
         row_index = {row: index for index, row in enumerate(rows.tolist())}
         pieces = []
@@ -99,8 +102,8 @@ class PromptLogprobsCollector:
         return pieces
 
     def add_hidden_states(self, pieces: Sequence[PromptPiece], hidden: Tensor) -> int:
-        """Add the hidden states of the pieces' rows, in the order of the pieces. Return their
-        number."""
+        """Compute entries from the hidden states of the pieces' rows, which are in the order of the
+        pieces. Return the number of these rows."""
         offset = 0
         for wish, start, stop, _ in pieces:
             for begin in range(start, stop, LOGITS_ROWS):
@@ -113,8 +116,8 @@ class PromptLogprobsCollector:
         return offset
 
     def deliver(self, requests: Iterable[WorkerRequest], result: ModelRunnerOutput) -> None:
-        """Add entries to the result, for the requests that got their first token in this step,
-        which samples for all `requests`. A new request may have the id of an old one."""
+        """Add entries to the result, for those of `requests` (sampled in this step) that got their
+        first token. Another request with the same id gets no entries."""
         for request in requests:
             request_id = request.request_id
             wish = self._wishes.get(request_id)

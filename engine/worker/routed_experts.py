@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoutedExpertsCollector: the experts that computed the tokens of requests, layer by layer.
+"""RoutedExpertsCollector: the experts that the router chose for the tokens of requests, for each
+layer.
 
-Each step records the experts of all its rows (`Decoder.chosen_experts`). The collector stores a
-request's experts by position. When a token is known, the positions before it that were not
-delivered yet are delivered. A position that is computed again, after a preemption or a rejected
-draft, is recorded again.
+Each step writes the experts of all its rows to `Decoder.chosen_experts`. The collector stores the
+experts of a request by position. When a request gets a token, the experts of all earlier positions
+that were not delivered yet are delivered. If a position is computed again, after a preemption or a
+rejected draft, its experts are overwritten.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ class _Record:
 
 
 class RoutedExpertsCollector:
-    """The requests whose experts are reported. A step calls `record_step`, then `deliver_rows`."""
+    """The requests that get their experts. Each step calls `record_step`, then `deliver_rows`."""
 
     def __init__(self, chosen: Tensor, num_experts: int, max_model_len: int) -> None:
-        """`chosen` is int32 `[layers, tokens, experts of a token]`; each step fills it."""
+        """`chosen` is int32 `[layers, tokens, experts of a token]`; each step overwrites it."""
         self._chosen, self._max_model_len = chosen, max_model_len
         self._dtype = np.dtype(np.uint8 if num_experts <= _ONE_BYTE else "<u2")
         self._records: dict[str, _Record] = {}
 
     def add_request(self, request: WorkerRequest) -> None:
-        """Add a new request. If it has output, all rows before its last token were delivered."""
+        """Add a new request if it asks for its experts. If it has output tokens (after a
+        preemption), the experts before its last token were delivered."""
         first = request.routed_from
         if first is None:
             return
@@ -53,14 +55,14 @@ class RoutedExpertsCollector:
         self._records[request.request_id] = _Record(request, first, rows, told)
 
     def remove_request(self, request_id: str) -> None:
-        """Drop a request that has ended; a request without experts is ignored."""
+        """Drop a request that has ended. A request that asked for no experts is ignored."""
         self._records.pop(request_id, None)
 
     def record_step(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> None:
-        """Record the experts of a step, whose `rows` of the batch have computed `counts` tokens
-        each after `computed` ones."""
+        """Store the experts of a step in which each of `rows` of the batch has computed `counts`
+        tokens after its `computed` tokens."""
         if not self._records:
             return
         ends = np.cumsum(counts)
@@ -79,8 +81,8 @@ class RoutedExpertsCollector:
                 record.rows[at : at + len(new)] = new
 
     def deliver_rows(self, requests: Iterable[WorkerRequest], result: ModelRunnerOutput) -> None:
-        """Add rows to the result, for the requests that got tokens in this step, which samples for
-        all `requests`. A new request may have the id of an old one."""
+        """Add the experts to the result, for those of `requests` (the requests that the step
+        samples) that got tokens in this step. Another request with the same id gets no experts."""
         for request in requests:
             request_id = request.request_id
             record = self._records.get(request_id)

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StateSlots: the states of running requests on the device, copied to and from pages.
+"""StateSlots: the states of running requests on the device, copied to and from pages of the pool.
 
-A request has slots while it is in the batch. One of them holds the states after all its computed
-tokens. A step does this, in order:
+A request has one or more slots while it is in the batch. The current slot of a request has the
+states after all of its computed tokens. A step does the following, in this order:
 
-    pages ──► slot       for requests that start at a checkpoint; before anything else
+    pages ──► slot       for requests that start at a saved state (checkpoint); before anything else
     forward pass         reads and writes each request's slot, and writes spare slots
-    slots ──► pages      checkpoints
+    slots ──► pages      checkpoints: states that the scheduler wants to be saved
     slot ──► slot        from a request whose prompt has ended to its forks
 
-The states after each draft token have a slot of their own. The request continues from the slot of
-the last accepted draft. The next step finds this slot by the number of computed tokens.
+In a step with draft tokens, the states after each row are written to a separate slot. The request
+continues from the slot of the last accepted draft. The next step finds this slot by the number of
+computed tokens.
 
     computed 7, drafts a b     row 0 ──► slot 1     row 1 (a) ──► slot 2     row 2 (b) ──► slot 3
     next step: computed 9      goes on from slot 2
 
-The bytes of a slot fill its pages in order; the last page is padded with zeros.
+A saved slot fills its pages in order; the last page is padded with zeros.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _RequestSlots:
     drafted: list[int] | None = None
 
     def move_to(self, num_computed: int) -> None:
-        """Continue after `num_computed` tokens, the last of which may be accepted drafts."""
+        """Select the slot after `num_computed` tokens, the last of which may be accepted drafts."""
         if self.drafted is not None:
             num_rows = num_computed - self.drafted_from
             if num_rows:  # 0: no row counts, and the present slot stays valid
@@ -64,8 +65,8 @@ class StateSlots:
     def __init__(
         self, running: RunningStates, pool: Tensor, batch: InputBatch, *, most_drafts: int = 0
     ) -> None:
-        """The last NUM_SPARE_STATES slots and free slots hold states in the middle of chunks. All
-        other slots are for requests: `states_of_request(most_drafts)` for each."""
+        """The last NUM_SPARE_STATES slots and the free slots take states in the middle of chunks.
+        All other slots are for requests, `states_of_request(most_drafts)` slots for each."""
         self._running = running
         self._batch = batch
         self._pages = pool.view(torch.uint8).view(len(pool), -1)
@@ -89,8 +90,8 @@ class StateSlots:
         num_pages: int,
         most_drafts: int = 0,
     ) -> StateSlots:
-        """Allocate slots for `num_requests`; the states of one request fill `num_pages` of the
-        pool. Raises ConfigError if the device cannot give the memory."""
+        """Allocate the slots of `num_requests` requests. The saved states of a request take
+        `num_pages` pages of the pool. Raises ConfigError if the device lacks the memory."""
         num_slots = num_state_slots(num_requests, most_drafts)
         page_bytes = pool[0].numel() * pool.element_size()
         slot_bytes = num_pages * page_bytes
@@ -104,7 +105,7 @@ class StateSlots:
         return cls(running, pool, batch, most_drafts=most_drafts)
 
     def begin_step(self, output: SchedulerOutput) -> None:
-        """Free the slots of leaving requests, and read the states of entering requests."""
+        """Free the slots of leaving requests, and read the saved states of entering requests."""
         for request_id in (*output.finished_request_ids, *output.preempted_request_ids):
             self._release(request_id)
         for new in output.new_requests:
@@ -116,8 +117,8 @@ class StateSlots:
     def plan_step(
         self, output: SchedulerOutput, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> StateStep:
-        """Return the states that a step reads and writes. Its `rows` of the batch compute `counts`
-        tokens each after `computed` ones, in this order."""
+        """Return the state slots that a step reads and writes. Each of `rows` of the batch has
+        `computed` tokens already and computes `counts` tokens, in this order."""
         spare = chain(self._spare, chain.from_iterable(self._free))
         sequences: list[StateSequence] = []
         start = 0
@@ -149,7 +150,8 @@ class StateSlots:
         return StateStep(plan, self._running)
 
     def end_step(self, new_requests: list[NewRequestData]) -> None:
-        """Write the checkpoints of the step, and the slots of forks, after its forward pass."""
+        """After the forward pass, save states to pages, and copy the slots of requests to their
+        forks."""
         for slot, page_ids in self._saves:
             self._pages.index_copy_(0, self._ids(page_ids), self._pieces(slot))
         self._saves.clear()
@@ -182,8 +184,8 @@ class StateSlots:
 def lone_step(
     spec: StateSpec, compute: torch.dtype, device: torch.device, num_rows: int
 ) -> StateStep:
-    """Return the states of a step of one request with `num_rows` first tokens, in a slot of its
-    own; for measuring and compiling."""
+    """Return the states of a step that computes the first `num_rows` tokens of a single request, in
+    a slot made for it. Such a step serves to measure memory or to compile kernels."""
     running = RunningStates(spec, 1, compute, device)
     sequence = StateSequence(0, num_rows, None, ((num_rows, 0),))
     return StateStep(StatePlan([sequence], num_rows, device), running)

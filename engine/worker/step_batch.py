@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepBatch: the worker's requests and their rows, updated by the changes of each step."""
+"""StepBatch: the worker's requests and the rows of its batch, updated by the changes of each
+step."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from .input_batch import HeldRow, InputBatch, WorkerRequest
 
 
 class StepBatch:
-    """The worker's requests and its batch, updated by the changes of each step. `requests` has all
-    remembered requests by id, in the batch or not.
+    """All requests of the worker, and its batch. `requests` has all requests by id, also those that
+    are not in the batch (preempted ones).
 
-    If an update fails midway, its step fails, and the scheduler ends the step's requests. The batch
-    is dirty then: the next step first gives every other request a row again.
+    If an update fails midway, the step fails, and the scheduler ends the requests of this step. The
+    batch is then incomplete, so the next step first gives every other request a row again.
     """
 
     def __init__(self, batch: InputBatch) -> None:
@@ -28,9 +29,9 @@ class StepBatch:
         self._held: list[HeldRow] | None = None
 
     def apply_step(self, output: SchedulerOutput, take: Callable[[BatchUpdate], None]) -> None:
-        """Apply the changes of a step, and pass row changes, if any, to `take`. After an exception
-        the next step must name this step's requests as finished, and its preempted requests as
-        preempted."""
+        """Apply the changes of a step. If rows of the batch have changed, call `take` with the
+        `BatchUpdate`. After an exception, the next step must name this step's requests as finished,
+        and its preempted requests as preempted."""
         was_dirty, self._is_dirty = self._is_dirty, True
         if was_dirty:
             gone = output.finished_request_ids | output.preempted_request_ids
@@ -68,9 +69,9 @@ class StepBatch:
     def with_forks(
         self, new: Iterable[NewRequestData], rows: IntArray, places: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return the `rows` of the batch that choose a token, and the `places` of their logits,
-        extended by the forks among the `new` requests. A fork chooses from the logits of its
-        parent. Raises ValueError if the parent chooses no token."""
+        """Add the forks among the `new` requests to the `rows` of the batch that get a token and to
+        the `places` of their logits, and return both. The token of a fork is sampled from the
+        logits of its parent. Raises ValueError if the parent gets no token in this step."""
         forks = [each for each in new if each.fork_of]
         if not forks:
             return rows, places

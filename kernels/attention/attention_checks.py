@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments that every attention kernel makes before it runs.
+"""Checks that every attention kernel makes of its arguments before it runs.
 
-They check shapes, types, strides and devices, never a tensor's contents, so they do not wait for a
-device. They are the same for every implementation. `../pool_checks.py` checks the pool alone.
+The checks are of shapes, types, strides and devices, never of contents, so they do not wait for a
+device. All implementations of a kernel have the same checks. `../pool_checks.py` has the checks of
+the KV pool alone.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def check_layout(
     integers: Mapping[str, Tensor],
     kv_scales: Tensor | None,
 ) -> None:
-    """Check types, `out`, strides (not of `kv_scales`) and devices. Raises KernelRefused."""
+    """Check the types, the shape of `out`, the strides (except those of `kv_scales`) and the
+    devices. Raises KernelRefused."""
     if q.dtype not in QUERY_DTYPES or kv.dtype not in (q.dtype, FP8):
         raise KernelRefused(
             f"expected q of 16, 32 or 64 bits and kv as q or {FP8}: got {q.dtype} and {kv.dtype}"
@@ -69,7 +71,7 @@ def check_layout(
 
 
 def reason_against_native(q: Tensor, kv: Tensor, scale: float) -> str | None:
-    """The reason why the CPU's compiled kernels cannot take these tensors, or None."""
+    """The reason why the compiled library for CPUs cannot compute with these tensors, or None."""
     if q.device.type != "cpu":
         return f"its tensors are on {q.device.type}"
     if not scale > 0:

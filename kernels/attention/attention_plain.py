@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads of the paged pool in torch, for the plain twins of the attention kernels.
+"""Reads of the paged KV pool in torch, for the plain attention kernels.
 
-Requests and lengths do not appear here: the caller cuts off tokens beyond a length.
+This module has no requests and no lengths: the caller drops tokens beyond a request's length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 def gather_tokens(
     kv: Tensor, plane: int, blocks: Tensor, kv_scales: Tensor | None, wide: torch.dtype
 ) -> Tensor:
-    """K (`plane` 0) or V (1) of `blocks` as `[tokens, kv heads, head_dim]`, scales applied."""
+    """Return K (`plane` 0) or V (1) of `blocks`, scaled, as `[tokens, kv heads, head_dim]`."""
     pool = kv[:, plane]
     if kv_scales is None:
         return pool[blocks].to(wide).flatten(0, 1)

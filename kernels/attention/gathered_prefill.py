@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill of long chunks by a library: K and V of a request are gathered from the paged pool into
-buffers, and the library attends to the buffers.
+buffers, and the library computes attention over the buffers.
 
     sdpa   scaled_dot_product_attention of torch
     fa3    FlashAttention-3, from the package fa3-fwd
@@ -8,7 +8,8 @@ buffers, and the library attends to the buffers.
     pool of a layer   | b7 | b2 | b9 |    blocks of one request, anywhere
     buffers           | K K K |, | V V V |    contiguous, the same for every request and layer
 
-Requests run one after the other. The host knows their lengths, so it does not wait for a device.
+Requests are computed one by one. The host has the requests' lengths, so it does not wait for a
+device.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ _DTYPES = {FA3: (torch.bfloat16,), SDPA: (torch.bfloat16, torch.float16)}
 
 
 class Library(Protocol):
-    """Causal attention over contiguous K and V, by a library."""
+    """A library that computes causal attention over contiguous K and V."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Return `[rows, heads, head_dim]`, as `q`. Its rows are the last positions of `k` and `v`
-        `[tokens, kv heads, head_dim]`."""
+        """Return `[rows, heads, head_dim]`, the same shape as `q`. The rows of `q` are the last
+        positions of `k` and `v` `[tokens, kv heads, head_dim]`."""
 
 
 class Sdpa:
-    """Torch's attention, with its flash kernel."""
+    """The scaled_dot_product_attention of torch, with its flash kernel."""
 
     def __init__(self) -> None:
         # This imports torch's compiler, which takes a second.
@@ -61,7 +62,8 @@ class Sdpa:
 
 
 class FlashAttention3:
-    """FlashAttention-3. Its causal mask fits queries that are the last positions."""
+    """FlashAttention-3, from the package fa3-fwd. The causal mask treats the queries as the last
+    positions."""
 
     def __init__(self) -> None:
         self._attend = importlib.import_module(_FA3_MODULE).flash_attn_func
@@ -72,15 +74,15 @@ class FlashAttention3:
 
 
 def open_library(name: str) -> Library:
-    """Import the library of that name. Raises ImportError if it is not installed."""
+    """Import the library `name`. Raises ImportError if the library is not installed."""
     return FlashAttention3() if name == FA3 else Sdpa()
 
 
 class GatheredPrefill:
-    """A library and its buffers, for all layers of one pool."""
+    """A library with buffers for gathered K and V, for all layers of one pool."""
 
     def __init__(self, name: str, kv: Tensor, max_tokens: int, *, min_rows: int = MIN_ROWS) -> None:
-        """`kv` is a layer of the pool, and no request has more than `max_tokens` tokens."""
+        """`kv` is one layer of the pool; `max_tokens` is the longest request, in tokens."""
         self.name, self.min_rows = name, min_rows
         self._library = open_library(name)
         block_size, kv_heads, head_dim = kv.shape[2:]
@@ -90,19 +92,20 @@ class GatheredPrefill:
 
     @property
     def max_tokens(self) -> int:
-        """The longest context, in tokens, that the buffers hold. `takes` refuses longer ones."""
+        """The longest context, in tokens, that `takes` accepts: the one that fills the buffers."""
         blocks, block_size = self._buffers[0].shape[:2]
         return blocks * block_size
 
     def takes(self, rows: int, length: int) -> bool:
-        """Whether to compute a chunk of `rows` tokens, the last ones of `length`, here."""
+        """Whether this library computes a chunk of `rows` tokens that are the last ones of a
+        context of `length` tokens."""
         return rows >= self.min_rows and length <= self.max_tokens
 
     def run(
         self, q: Tensor, kv: Tensor, table: Tensor, length: int, scale: float, out: Tensor
     ) -> Tensor:
-        """Fill `out` with the attention of `q` `[rows, heads, head_dim]`, and return it. The rows
-        are the last positions of a request of `length` tokens with the blocks `table`
+        """Write the attention of `q` `[rows, heads, head_dim]` to `out`, and return `out`. The rows
+        are the last positions of a request that has `length` tokens in the blocks `table`
         `[max_blocks]`."""
         blocks = table[: -(-length // kv.shape[2])]
         k, v = (
@@ -115,13 +118,14 @@ class GatheredPrefill:
 
 
 def buffer_bytes(num_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of K and V of `num_tokens` in one layer."""
+    """The size in bytes of K and V of `num_tokens` tokens in one layer."""
     return 2 * num_tokens * kv_heads * head_dim * dtype.itemsize
 
 
 def reason_against_library(name: str, q: Tensor, kv: Tensor) -> str | None:
-    """The reason why a library cannot attend with queries like `q` `[any, heads, head_dim]` to a
-    layer `kv` of the pool, or None. The last check imports the library."""
+    """The reason why a library cannot compute attention of queries like `q` `[any, heads,
+    head_dim]` over a layer `kv` of the pool, or None. The last check imports the library, if it is
+    FlashAttention-3."""
     head_dim = q.shape[2]
     capability = probe_hardware().capability
     if capability is None:
@@ -143,7 +147,8 @@ def reason_against_library(name: str, q: Tensor, kv: Tensor) -> str | None:
 
 
 def _reason_against_flash(q: Tensor, kv: Tensor) -> str | None:
-    """The reason against torch's flash kernel, or None. Its others hold all scores in memory."""
+    """The reason why torch's flash kernel cannot run, or None. Torch's other attention kernels are
+    no substitute, because they need memory for all scores."""
     if not q.is_cuda:
         return None
     from torch.backends.cuda import SDPAParams, can_use_flash_attention

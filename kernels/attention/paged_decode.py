@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one new token of each request over the paged pool of one layer.
+"""paged_decode: attention of one new token of each request over the paged KV pool of one layer.
 
-Checks its arguments and runs Triton's kernel, the compiled one of the CPU, or the plain twin.
+The function checks its arguments and runs the Triton kernel, the compiled library for CPUs, or
+plain torch.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def paged_decode(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> Tensor:
-    """Compute attention into `out`, or a new tensor: `[requests, heads, head_dim]`, as `q`.
+    """Compute attention into `out`, or into a new tensor: `[requests, heads, head_dim]`, the same
+    shape as `q`.
 
     q             `[requests, heads, head_dim]`
     kv            `[num_blocks, 2, block_size, kv heads, head_dim]`, a layer of the pool; new K and
@@ -56,10 +58,11 @@ def paged_decode(
     plan          from the lengths (`split_plan.py`), on the device, for Triton's kernel; None: by
                   the table's width and the number of requests
 
-    Bytes of blocks beyond a request's length, or before its window, never reach a result. The same
-    call gives the same bits. With a given `num_splits`, other requests and the table's width do not
-    change a request's bits. Lengths and block ids are on the device and not checked: a length must
-    fit its table, and block ids must be in the pool.
+    Data of blocks beyond a request's length, or before its window, never changes a result. Equal
+    calls give equal bits. If `num_splits` is given, the bits of a request do not depend on other
+    requests or on the width of the table. Lengths and block ids are on the device and are not
+    checked. The caller must ensure that each length fits its row of the table, and that block ids
+    are in the pool.
     """
     check_query_and_pool(q, kv, "requests")
     _check_batch(len(q), block_tables, seq_lens)
@@ -91,8 +94,8 @@ def paged_decode(
 def choose_decode_kernel(
     q: Tensor, kv: Tensor, scale: float, *, kernel: str = AUTO, strict: bool = False
 ) -> str:
-    """Choose the kernel for queries like `q` `[any, heads, head_dim]` over the pool, with the
-    options of `paged_decode`. Raises KernelRefused as `choose_kernel` does."""
+    """Choose the kernel for queries like `q` `[any, heads, head_dim]` over the pool; the options
+    are those of `paged_decode`. Raises KernelRefused like `choose_kernel`."""
     return choose_kernel(
         kernel,
         q.device,
@@ -117,7 +120,7 @@ def run_decode(
     plan: SplitPlan | None,
     out: Tensor,
 ) -> Tensor:
-    """Run `paged_decode` by the chosen kernel, with checked arguments."""
+    """Run the chosen kernel for `paged_decode`; the arguments must have been checked."""
     if q.numel() == 0:
         return out
     if chosen == TRITON:
@@ -177,8 +180,8 @@ def _check_batch(requests: int, block_tables: Tensor, seq_lens: Tensor) -> None:
 def split_planner(
     q: Tensor, kv: Tensor, kv_scales: Tensor | None, chosen: str
 ) -> SplitPlanner | None:
-    """The planner of splits for queries like `q` `[any, heads, head_dim]` and the kernel `chosen`;
-    None if this kernel takes no plan."""
+    """Return the planner of splits for queries like `q` `[any, heads, head_dim]` and the kernel
+    `chosen`; None if this kernel takes no split plan."""
     if chosen != TRITON:
         return None
     from .paged_decode_triton import decode_launch, multiprocessors

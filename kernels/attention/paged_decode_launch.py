@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch of paged decode: tile, warps, stages, and the number of splits of a context.
+"""The launch parameters of paged decode: tile size, warps, pipeline stages, and the number of
+splits of a context.
 
-The table is fixed. Kernels are not tuned while the engine runs, because measuring them would delay
-requests. `kernels/shipped.py` lists the resulting configurations.
+The parameters are in a fixed table. Kernels are not tuned while the engine runs, because measuring
+them would delay requests. `kernels/shipped.py` lists the kernel configurations that result from the
+table.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ class Launch:
 
     @property
     def min_tiles(self) -> int:
-        """The fewest tiles of a split, unless the caller gives the number of splits."""
+        """The smallest number of tiles in a split, unless the caller gives the number of splits."""
         return max(1, MIN_SPLIT_TOKENS // self.tile)
 
 
@@ -97,7 +99,8 @@ def choose_launch(
     dtype: torch.dtype,
     token_scales: bool = False,
 ) -> Launch:
-    """The launch for `group` query heads a kv head, of `head_dim` elements up to 256."""
+    """Return the launch for `group` query heads per kv head and heads of `head_dim` elements, up to
+    256."""
     size = next(size for size in HEAD_SIZES if head_dim <= size)
     is_fp8 = dtype.itemsize == 1
     path = VECTOR if group == 1 else DOT_TOKEN_SCALES if token_scales else DOT
@@ -123,9 +126,10 @@ def choose_splits(
     tile: int,
     programs: int = PROGRAMS_PER_MULTIPROCESSOR,
 ) -> int:
-    """Choose the number of splits that takes the least time, for `pairs` of (request, kv head) with
-    contexts of up to `max_tokens`. A split has at least MIN_SPLIT_TOKENS. A device runs programs in
-    waves, and a last wave of a few programs takes as long as a full one."""
+    """Choose the number of splits that takes the least time, for `pairs` pairs of request and kv
+    head whose contexts have up to `max_tokens` tokens. A split has at least MIN_SPLIT_TOKENS
+    tokens. A GPU runs programs in waves, and a last wave of a few programs takes as long as a full
+    wave."""
     slots = programs * multiprocessors
     tiles = max(1, -(-max_tokens // tile))
     most = max(1, min(max_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged decode in torch, one request after the other.
+"""Paged decode in plain torch, one request after the other.
 
-This twin of the Triton kernel takes any device and head size, and float64 for exact comparisons. It
-reads the lengths on the host, so on a GPU it waits for the device.
+The plain kernel computes on any device and for any head size, and in float64 for exact comparisons
+with the Triton kernel. The plain kernel reads the lengths on the host, so on a GPU it waits for the
+device.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def paged_decode_plain(
     kv_scales: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """Fill `out` and return it. `paged_decode` has checked the arguments."""
+    """Write the result to `out`, and return `out`. `paged_decode` has checked the arguments."""
     block_size, kv_heads, head_dim = kv.shape[2:]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     for request, length in enumerate(seq_lens.tolist()):

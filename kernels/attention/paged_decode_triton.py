@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged decode in Triton: a request's context is cut into splits, and their results are combined.
+"""Paged decode in Triton: a request's context is divided into splits, and the results of the splits
+are combined.
 
     grid     kv heads x splits x requests, or kv heads x 1 x items of a split plan; fixed, since
              lengths are read on the device
@@ -7,16 +8,17 @@
     partial  maximum, sum and unscaled output, all float32, for each (item, head)
     combine  one program for each (request, head) weighs the partials; not run for one split
 
-A tile is TILE tokens. The block id is looked up for each token, so a tile may begin anywhere in a
-block. Tiles before the window are not visited. Masked tokens are not loaded and count as zero,
-because a loaded NaN times a weight of 0 would spoil the output.
+A tile has TILE tokens. The block id is looked up for each token, so a tile may begin at any slot of
+a block. Tiles before the window are skipped. Masked tokens are not loaded and count as zero,
+because a loaded NaN multiplied by a weight of 0 would make the output NaN.
 
-Scores are in base 2: log2(e) is part of the scale, and exp2 is one instruction. Requests, heads and
-block ids are widened to 64 bits before they are multiplied. float8 pools are computed in float16,
-with the query, because bfloat16 would cost a permute for each conversion. Scales of tokens are
-first divided by the largest of their tile, or small products would vanish in float16.
+Scores are computed for powers of 2 instead of e: log2(e) is part of the scale, and exp2 is one
+instruction. Indices of requests, heads and blocks are converted to 64 bits before they are
+multiplied. Float8 pools are computed in float16, and queries are converted to it, because bfloat16
+would cost a permute for each conversion. Scales of tokens are first divided by the largest scale of
+their tile; otherwise small products would become 0 in float16.
 
-This module imports triton, so it is imported only when its kernel runs.
+This module imports triton, so the callers import it only when its kernel runs.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ VARYING = ("window", "num_splits", "min_tiles")
 def share_tiles(  # type: ignore[no-untyped-def]
     length, window, num_splits, min_tiles, TILE: tl.constexpr
 ):
-    """The first tile, the tile after the last, and the number of tiles of one split."""
+    """Return the first tile, the tile after the last, and the number of tiles in one split."""
     first = tl.maximum(length - window, 0) // TILE
     end = (length + TILE - 1) // TILE
     share = tl.maximum((end - first + num_splits - 1) // num_splits, min_tiles)
@@ -54,7 +56,8 @@ def share_tiles(  # type: ignore[no-untyped-def]
 def find_tiles(  # type: ignore[no-untyped-def]
     length, window, split, num_splits, min_tiles, TILE: tl.constexpr
 ):
-    """The first tile of a split, the tile after its last, and the tile after the last of all."""
+    """Return the first tile of a split, the tile after the split's last, and the tile after the
+    request's last."""
     first, end, share = share_tiles(length, window, num_splits, min_tiles, TILE)
     start = first + split * share
     return start, tl.minimum(start + share, end), end
@@ -62,7 +65,7 @@ def find_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def find_item(plan_share, request, split, num_splits):  # type: ignore[no-untyped-def]
-    """The number of the partial that this program writes, in 64 bits."""
+    """Return the index of the partial result that this program writes, in 64 bits."""
     if plan_share is None:
         item = request * num_splits + split
     else:
@@ -72,7 +75,8 @@ def find_item(plan_share, request, split, num_splits):  # type: ignore[no-untype
 
 @triton.jit
 def cap_scores(scores, cap):  # type: ignore[no-untyped-def]
-    """cap * tanh; an overflow of exp2 to infinity gives the cap."""
+    """Return cap * tanh(x), where `scores` is 2 * log2(e) * x. If exp2 overflows to infinity, the
+    result is the cap."""
     return cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
 
 
@@ -283,7 +287,8 @@ def paged_decode_triton(
     plan: SplitPlan | None,
     out: Tensor,
 ) -> Tensor:
-    """Run one or two launches with checked arguments. Does not wait for the device."""
+    """Launch the attention kernel and, with several splits, the kernel that combines them. The
+    arguments must have been checked. This function does not wait for the device."""
     requests, num_heads, head_dim = q.shape
     block_size, kv_heads = kv.shape[2], kv.shape[3]
     group = num_heads // kv_heads
@@ -371,7 +376,8 @@ def paged_decode_triton(
 
 
 def _scale_strides(kv_scales: Tensor | None) -> tuple[int, int, int, int]:
-    """Strides of block, K or V, slot, head."""
+    """Return the strides of the scales by block, K or V, slot, and head; 0 if the scales have no
+    such dimension."""
     if kv_scales is None:
         return 0, 0, 0, 0
     if kv_scales.dim() == 2:
@@ -381,7 +387,7 @@ def _scale_strides(kv_scales: Tensor | None) -> tuple[int, int, int, int]:
 
 
 def decode_launch(q: Tensor, kv: Tensor, kv_scales: Tensor | None) -> Launch:
-    """The row of the launch table for queries like `q` `[any, heads, head_dim]`."""
+    """Return the row of the launch table for queries like `q` `[any, heads, head_dim]`."""
     per_token = kv_scales is not None and kv_scales.dim() == 4
     group = q.shape[1] // kv.shape[3]
     return choose_launch(_capability(q.device), group, q.shape[2], kv.dtype, per_token)

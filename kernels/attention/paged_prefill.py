@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of the new tokens of each request over the paged pool of one layer: chunks of prompts.
+"""paged_prefill: attention of several new tokens of each request (chunks of prompts) over the paged
+KV pool of one layer.
 
-Checks its arguments and runs Triton's kernel, the compiled one of the CPU, or the plain twin.
+The function checks its arguments and runs the Triton kernel, the compiled library for CPUs, or
+plain torch.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def paged_prefill(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> Tensor:
-    """Compute attention into `out`, or a new tensor: `[tokens, heads, head_dim]`, as `q`.
+    """Compute attention into `out`, or into a new tensor: `[tokens, heads, head_dim]`, the same
+    shape as `q`.
 
     q              `[tokens, heads, head_dim]`, one request's new tokens after the other's
     kv             `[num_blocks, 2, block_size, kv heads, head_dim]`, a layer of the pool; new K and
@@ -54,12 +57,14 @@ def paged_prefill(
                    `[num_blocks, 2, block_size, kv heads]`. Triton's kernel then computes in
                    float16, and q must fit it.
 
-    A position sees itself and the positions before it. A position below 0 (a request with fewer
-    tokens than rows) gives zeros. Rows of q without a request are not written. Bytes of blocks
-    beyond a request's length, or before the window of its first row, never reach a result; but with
-    scales of tokens, NaN before a window does. The same call gives the same bits; with the same
-    `max_query_len` other requests do not change a request's bits. Lengths, starts and block ids are
-    on the device, unchecked: a length must fit its table, and block ids must be in the pool.
+    Attention is causal: a position sees itself and the positions before it. If a request has fewer
+    tokens than rows, its first rows have positions below 0; their results are zeros. Rows of `out`
+    for rows of q that belong to no request are not written. Data of blocks beyond a request's
+    length, or before the window of its first row, never changes a result. There is one exception:
+    with a scale for each token, NaN before a window does. Equal calls give equal bits. If
+    `max_query_len` is the same, the bits of a request do not depend on other requests. Lengths,
+    starts and block ids are on the device and are not checked. The caller must ensure that each
+    length fits its row of the table, and that block ids are in the pool.
     """
     check_query_and_pool(q, kv, "tokens")
     _check_batch(block_tables, seq_lens, query_starts)
@@ -91,8 +96,8 @@ def paged_prefill(
 def choose_prefill_kernel(
     q: Tensor, kv: Tensor, scale: float, *, kernel: str = AUTO, strict: bool = False
 ) -> str:
-    """Choose the kernel for queries like `q` `[any, heads, head_dim]` over the pool, with the
-    options of `paged_prefill`. Raises KernelRefused as `choose_kernel` does."""
+    """Choose the kernel for queries like `q` `[any, heads, head_dim]` over the pool; the options
+    are those of `paged_prefill`. Raises KernelRefused like `choose_kernel`."""
     return choose_kernel(
         kernel,
         q.device,
@@ -117,7 +122,7 @@ def run_prefill(
     kv_scales: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """Run `paged_prefill` by the chosen kernel, with checked arguments."""
+    """Run the chosen kernel for `paged_prefill`; the arguments must have been checked."""
     if q.numel() == 0 or len(seq_lens) == 0:
         return out
     if chosen == TRITON:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch of the prefill kernel: tiles, warps and pipeline stages, from a fixed table.
+"""The launch parameters of the prefill kernel: tiles, warps and pipeline stages, from a table.
 
 Kernels are not tuned while the engine runs, so a call has the same launch in every process.
 """
@@ -15,7 +15,7 @@ MAX_GROUP = 64  # one token's rows must fit into the smaller tile
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The tile of one program and the compiler's options for it."""
+    """The tile of one program, and the compiler's options for it."""
 
     block_rows: int  # tokens times the heads that share a KV head
     block_keys: int
@@ -56,7 +56,7 @@ def choose_launch(
     *,
     is_fp8: bool,
 ) -> Launch:
-    """The launch for a call. Without a capability (the interpreter) it is the largest devices'."""
+    """Return the launch; without a capability (interpreter), it is that of the largest devices."""
     is_wide = capability is None or capability[0] in (9, 10)
     table = (WIDE_FP8 if is_fp8 else WIDE) if is_wide else NARROW
     long, short = table[max(padded_head_dim(head_dim), min(table))]
@@ -64,8 +64,9 @@ def choose_launch(
 
 
 def converts_q_first(head_dim: int) -> bool:
-    """Whether q is converted to fp16 before the kernel, for a float8 pool. A q converted inside the
-    kernel stays in registers instead of shared memory, and 256 elements need too many."""
+    """Whether q is converted to float16 before the launch, if the pool is float8. If the kernel
+    converts q, q stays in registers instead of shared memory, and heads of 256 elements would need
+    too many registers."""
     return padded_head_dim(head_dim) > 128
 
 
@@ -80,7 +81,8 @@ def constants(
     is_fp8: bool,
     scales_dim: int,
 ) -> dict[str, object]:
-    """The compile-time arguments. `scales_dim`: 2 for scales of heads, 4 of tokens, 0 for none."""
+    """Return the kernel's compile-time arguments. `scales_dim` is 2 for a scale per head, 4 for one
+    per token and head, and 0 for none."""
     return {
         "HAS_WINDOW": has_window,
         "HAS_SOFTCAP": has_softcap,

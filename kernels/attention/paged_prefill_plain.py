@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged prefill in torch, one request after the other.
+"""Paged prefill in plain torch, one request after the other.
 
-This twin of the Triton kernel takes any device and head size, and float64 for exact comparisons. It
-reads the lengths on the host, so on a GPU it waits for the device.
+The plain kernel computes on any device and for any head size, and in float64 for exact comparisons
+with the Triton kernel. The plain kernel reads the lengths on the host, so on a GPU it waits for the
+device.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def paged_prefill_plain(
     kv_scales: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """Fill `out` and return it. `paged_prefill` has checked the arguments."""
+    """Write the result to `out`, and return `out`. `paged_prefill` has checked the arguments."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     starts = query_starts.tolist()
     for request, length in enumerate(seq_lens.tolist()):
@@ -52,7 +53,7 @@ def paged_prefill_plain(
 
 
 def _seen(positions: Tensor, length: int, window: int | None) -> Tensor:
-    """The keys that each position sees: bool `[positions, length]`."""
+    """Return which keys each position sees, as bool `[positions, length]`."""
     keys = torch.arange(length, device=positions.device)
     seen = keys <= positions[:, None]
     if window is not None:
@@ -63,7 +64,7 @@ def _seen(positions: Tensor, length: int, window: int | None) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
-    """Return `[rows, heads, head_dim]`, zeros for rows that see no key."""
+    """Return the attention `[rows, heads, head_dim]`; rows that see no key are zeros."""
     rows, _, head_dim = q.shape
     grouped = q.reshape(rows, k.shape[1], -1, head_dim)
     scores = torch.einsum("rhgd,khd->hgrk", grouped, k) * scale

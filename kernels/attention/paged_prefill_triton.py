@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill attention over the paged pool, in Triton: one kernel for a batch of chunks of any length.
 
-A program takes `BLOCK_M` rows of one KV head. A row is one query head of one token, so all heads
-that share the KV head share its loads:
+A program computes `BLOCK_M` rows of one KV head. A row is one query head of one token, so all query
+heads that share the KV head share the loads of K and V:
 
     rows    token 0: heads 0 … group-1 | token 1: heads 0 … group-1 | …
     keys    | edge of the window | seen by every row | edge of the diagonal |
     loop      masked               unmasked            masked
 
 Each program finds its tokens on the device by bisecting `query_starts`, so the host needs only the
-numbers of tokens and requests for the grid. Sums are in float32, scores in powers of two.
+numbers of tokens and requests to compute the grid. Sums are in float32. Scores are computed for
+powers of 2 instead of e.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def _attend(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    """Add the keys `first_key` … `last_key` to a tile's running sums. Without MASKED every row sees
-    all of them. With it each row sees its own; keys from `key_end` on are not even loaded, nor with
-    a window V before `key_begin`."""
+    """Add the keys `first_key` … `last_key` to the running sums of a tile. If MASKED is false,
+    every row sees all of these keys. If MASKED is true, each row sees only some of them. Keys from
+    `key_end` on are not loaded; with a window, V before `key_begin` is not loaded either."""
     dims = tl.arange(0, PADDED_DIM)
     for start in range(first_key, last_key, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
@@ -275,9 +276,9 @@ def paged_prefill_triton(
     kv_scales: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """Fill `out` and return it. `paged_prefill` has checked the arguments.
+    """Write the result to `out`, and return `out`. `paged_prefill` has checked the arguments.
 
-    The host does not read from the device or wait for it.
+    The host does not read from the device, and does not wait for it.
     """
     num_kv_heads, num_requests = kv.shape[3], len(seq_lens)
     group = q.shape[1] // num_kv_heads

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split plans of paged decode: the part of a context that each program takes, chosen from the
-lengths of the step's requests.
+"""Split plans of paged decode. A plan says which part of a context each program computes, and is
+made from the lengths of the step's requests.
 
-    lengths of the step ──► tiles a program (share) ──► list of (request, split), one a program
+    lengths of the step ──► tiles per program (share) ──► list of (request, split), one per program
     2 requests of 5 and 2 tiles, share 2:   (0, 0) (0, 1) (0, 2) (1, 0) (-1, ·) (-1, ·)
 
-The list has room for any batch, so that its address and the grid stay fixed in a recorded step;
-unused entries are -1. Without a plan the splits follow from the width of the block table, which is
-fixed by the longest possible request.
+The list has a fixed length that suffices for any batch, so that its address and the grid stay the
+same in a CUDA graph; unused entries are -1. Without a plan, the splits are computed from the width
+of the block table, which depends on the longest possible request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IntArray = npt.NDArray[np.integer]
 
 
 class SplitPlan(NamedTuple):
-    """A plan in the kernel's form, int32."""
+    """A plan as the kernel takes it, in int32 tensors."""
 
     share: Tensor  # [1]: the most tiles of a program
     first_items: Tensor  # [requests]: the first item of each
@@ -42,29 +42,31 @@ class SplitPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SplitPlanner:
-    """Makes the plans of one model on one device. A tile has `tile` tokens, `slots` programs of a
-    kv head run side by side, and a split has at least `min_tiles` tiles."""
+    """Makes the split plans of one model on one device. A tile has `tile` tokens. The device runs
+    `slots` programs of a kv head at the same time. A split has at least `min_tiles` tiles."""
 
     tile: int
     slots: int
     min_tiles: int
 
     def num_items(self, num_requests: int) -> int:
-        """The number of entries in the list of a plan for `num_requests` requests."""
+        """Return the number of entries in the list of a plan for `num_requests` requests."""
         return _aligned(num_requests + ROUNDS * self.slots)
 
     def num_words(self, max_requests: int) -> int:
         return _ALIGNED + _aligned(max_requests) + 2 * self.num_items(max_requests)
 
     def tiles(self, lengths: npt.NDArray[np.integer], window: int | None) -> IntArray:
-        """The tiles of each request, int32 `[requests]`, from lengths in tokens and the window."""
+        """Return the number of tiles of each request, int32 `[requests]`; `lengths` and `window`
+        are in tokens."""
         first = 0 if window is None else np.maximum(lengths - window, 0) // self.tile
         tiles: IntArray = (-(-lengths // self.tile) - first).astype(np.int32)
         return tiles
 
     def share(self, tiles: IntArray) -> int:
-        """The tiles of a program that take the least time. The time is the sum of the rounds in
-        which the device runs large parts, and the small rests divided by the slots."""
+        """Return the number of tiles per program that takes the least time. The time is estimated
+        as the time of the rounds in which the device runs large parts, plus the time of the small
+        remainders divided by `slots`."""
         longest, total = int(tiles.max()), int(tiles.sum())
         room = ROUNDS * self.slots
         least = max(self.min_tiles, -(-total // room))
@@ -85,7 +87,7 @@ class SplitPlanner:
 
 
 class PlanArray:
-    """The layout of a plan in one array, which is copied to the device in one piece:
+    """The layout of a plan in one array, so that one copy moves it to the device:
 
     share · first item of each request · request of each item · split of each item
     """
@@ -98,8 +100,8 @@ class PlanArray:
         self._splits = self._requests + self._items
 
     def lay_down(self, array: IntArray, tiles: IntArray) -> None:
-        """Write the plan of requests with these `tiles` into `array` `[num_words]`. A request with
-        0 tiles has no program: the combine kernel sets its result to zero."""
+        """Write the plan of the requests with these numbers of `tiles` to `array` `[num_words]`. A
+        request with 0 tiles has no program; the combine kernel sets its result to zero."""
         share = self._planner.share(tiles)
         counts = -(-tiles // share)
         ends = np.cumsum(counts)
@@ -111,7 +113,8 @@ class PlanArray:
         array[self._splits : self._splits + total] = np.arange(total) - np.repeat(firsts, counts)
 
     def view_plan(self, there: Tensor, num_requests: int) -> SplitPlan:
-        """The plan of the first `num_requests` requests, as views of `there` `[num_words]`."""
+        """Return the plan of the first `num_requests` requests, as views of `there`
+        `[num_words]`."""
         items = self._planner.num_items(num_requests)
         return SplitPlan(
             there[:1],

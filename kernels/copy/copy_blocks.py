@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move whole blocks as bytes: within a pool, out of it into a buffer, and back.
+"""Copies of whole blocks as bytes: within a pool, from a pool to a buffer, and from a buffer to a
+pool.
 
-A pool or a buffer is any tensor with blocks as its first dimension. Each block is contiguous; the
-distance between blocks is free. Bytes are not converted, so any dtype will do, and the two tensors
-of a call need only have the same bytes a block. For large blocks the copy engine is the better way
-to the CPU; these kernels are for blocks within a device and for pieces that are too small for the
-copy engine. Tiers do not appear here.
+A pool or a buffer is any tensor with blocks as its first dimension. Each block of a pool is
+contiguous; the stride between blocks may be any. Bytes are not converted, so any dtype is allowed,
+and the two tensors of a call only need blocks of the same size in bytes. To copy large blocks to
+the CPU, the copy engine is better. The kernels here are for copies within a device, and for pieces
+that are too small for the copy engine. This module has no tiers.
 
         copy_blocks     pool[targets[i]] = pool[sources[i]]
         gather_blocks        out[i]      = pool[block_ids[i]]
         scatter_blocks  pool[block_ids[i]] = data[i]
         transfer_blocks target[target_ids[i]] = source[source_ids[i]], of two tensors
 
-Block ids are contiguous int64 on the pool's device. An entry with a block id of -1 moves nothing,
-so that a list of fixed length can be partly used. The moves have no order, so a call must not write
-a block twice, and must not both read and write one. The plain kernel, which has to wait for the ids
-anyway, refuses such lists and ids beyond the pool. Triton's cannot report errors; it skips ids
-beyond the pool.
+Block ids are contiguous int64 on the pool's device. An entry with a block id of -1 copies nothing,
+so a list of fixed length can be used partly. The copies of a call run in no fixed order, so a call
+must not write a block twice, and must not both read and write a block. The plain kernel, which has
+to wait for the ids anyway, raises KernelRefused for a block that is written twice, or read and
+written, and for ids beyond the pool. The Triton kernel cannot report errors; it skips ids beyond
+the pool.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ def copy_blocks(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> None:
-    """Copy block `sources[i]` of `pool` over block `targets[i]`.
+    """Copy block `sources[i]` of `pool` to block `targets[i]`, for each i.
 
-    `max_programs` limits the copy's share of the device: 12 programs do not slow decode down.
-    Raises KernelRefused for arguments that do not fit together.
+    `max_programs` limits the share of the GPU that the copy uses: 12 programs do not slow decode
+    down. Raises KernelRefused for arguments that do not fit together.
     """
     _move(pool, pool, sources, targets, pool.device, max_programs, kernel, strict)
 
@@ -58,11 +60,12 @@ def gather_blocks(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> None:
-    """Copy block `block_ids[i]` of `pool` over `out[i]`, for each id.
+    """Copy block `block_ids[i]` of `pool` to `out[i]`, for each i.
 
-    `out` shares no memory with the pool. It is on the pool's device or in page-locked CPU memory;
-    only the plain kernel takes other memory. Triton's kernel writes to page-locked memory itself:
-    the bytes are there once the stream has run the copy, not on return.
+    `out` must not share memory with the pool. `out` is on the pool's device or in page-locked CPU
+    memory; for other memory only the plain kernel works. The Triton kernel writes to page-locked
+    memory directly, so the bytes are complete when the stream has run the copy, not when this
+    function returns.
     """
     _move(pool, out, block_ids, None, pool.device, max_programs, kernel, strict)
 
@@ -76,8 +79,8 @@ def scatter_blocks(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> None:
-    """Copy `data[i]` over block `block_ids[i]` of `pool`. `data` lies as `out` of
-    `gather_blocks`."""
+    """Copy `data[i]` to block `block_ids[i]` of `pool`, for each i. `data` must be in memory that
+    `gather_blocks` allows for `out`."""
     _move(data, pool, None, block_ids, pool.device, max_programs, kernel, strict)
 
 
@@ -91,9 +94,10 @@ def transfer_blocks(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> None:
-    """Copy block `source_ids[i]` of `source` over block `target_ids[i]` of `target`.
+    """Copy block `source_ids[i]` of `source` to block `target_ids[i]` of `target`, for each i.
 
-    The two share no memory. Each lies as `out` of `gather_blocks`; the ids are on the device."""
+    `source` and `target` must not share memory. Both tensors must be in memory that `gather_blocks`
+    allows for `out`; the ids are on the device."""
     _move(source, target, source_ids, target_ids, source_ids.device, max_programs, kernel, strict)
 
 
@@ -107,7 +111,8 @@ def _move(
     kernel: str,
     strict: bool,
 ) -> None:
-    """Move block `source_ids[i]` of `source` to `target_ids[i]` of `target`; None means 0, 1, 2…"""
+    """Copy block `source_ids[i]` of `source` to block `target_ids[i]` of `target`. For ids, None
+    means 0, 1, 2…"""
     entries = _check_ids(source_ids, target_ids, device)
     for tensor, ids in ((source, source_ids), (target, target_ids)):
         _check_blocks(tensor)
@@ -139,7 +144,7 @@ def _move(
 def _check_ids(
     source_ids: torch.Tensor | None, target_ids: torch.Tensor | None, device: torch.device
 ) -> int:
-    """Check the lists of ids. Return the number of their entries."""
+    """Check the lists of block ids, and return the number of their entries."""
     lists = [ids for ids in (source_ids, target_ids) if ids is not None]
     for ids in lists:
         if ids.dtype is not torch.int64 or ids.ndim != 1 or not ids.is_contiguous():
@@ -182,7 +187,7 @@ def _block_bytes(tensor: torch.Tensor) -> int:
 
 
 def _reason_against(tensor: torch.Tensor, device: torch.device) -> str | None:
-    """The reason why a Triton kernel on `device` cannot reach `tensor`, or None."""
+    """The reason why a Triton kernel on `device` cannot access the memory of `tensor`, or None."""
     if tensor.device == device or (tensor.device.type == "cpu" and tensor.is_pinned()):
         return None
     return f"it runs on {device} and cannot reach {tensor.device} memory that is not page-locked"
@@ -200,7 +205,7 @@ def _widest_word(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def _as_words(tensor: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    """View the memory as `[num_blocks, words of a block]`."""
+    """View the memory as `[num_blocks, words of a block]`, in words of this type."""
     shape = (tensor.shape[0], tensor.shape[1:].numel())
     flat = torch.as_strided(tensor, shape, (tensor.stride(0), 1), tensor.storage_offset())
     return flat.view(word)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch constants of block moves."""
+"""Launch constants of the kernel that copies blocks."""
 
 from __future__ import annotations
 

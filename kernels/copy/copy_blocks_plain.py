@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block moves in torch: the reference for the Triton kernel, used if that cannot run.
+"""Copies of blocks in plain torch: the reference for the Triton kernel, used if it cannot run.
 
-They wait for the device, because they read the ids. Blocks move a few at a time, to keep the
-temporary copy small.
+The plain copies wait for the device, because the host reads the ids. A few blocks are copied at a
+time, to keep the temporary copy small.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ def move_blocks_plain(
 ) -> None:
     """Set `target[target_ids[i]] = source[source_ids[i]]` for rows of words; None means 0, 1, 2…
 
-    Refuses ids outside the tensors, a target given twice, and within one tensor a block that is
-    both a source and a target. After a refusal no block has moved.
+    Raises KernelRefused for ids outside the tensors, for a target given twice, and, if source and
+    target are one tensor, for a block that is both source and target. If KernelRefused is raised,
+    no block has been copied.
     """
     given = source_ids if source_ids is not None else target_ids
     count = target.shape[0] if given is None else given.numel()
@@ -47,7 +48,7 @@ def _check_range(side: str, ids: list[int], num_blocks: int) -> None:
 
 
 def _check_order(moves: list[tuple[int, int]], *, within_one: bool) -> None:
-    """Refuse moves if their order would change the result."""
+    """Raise KernelRefused if the order of the copies would change the result."""
     targets: set[int] = set()
     for _, target_id in moves:
         if target_id in targets:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block moves in Triton: a fixed number of programs share the chunks of all the blocks.
+"""Copies of blocks in Triton: a fixed number of programs copy the chunks of all blocks.
 
-One kernel makes all moves, because they differ only in the sides that have ids. The number of
-programs, not of blocks, decides the kernel's share of the device.
+One kernel makes all kinds of copies, which differ only in whether the source, the target or both
+have ids. The number of programs, not of blocks, determines the kernel's share of the GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def move_blocks_kernel(  # type: ignore[no-untyped-def]
     target_stride,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (programs,). An item is a chunk of a block; a program takes every n-th item."""
+    """Grid: (programs,). An item is a chunk of a block; each program copies every n-th item, n
+    being their number."""
     chunks = tl.cdiv(words, CHUNK)
     for item in range(tl.program_id(0), entries * chunks, tl.num_programs(0)):
         entry = (item // chunks).to(tl.int64)
@@ -54,7 +55,8 @@ def move_blocks_triton(
     device: torch.device,
     max_programs: int,
 ) -> None:
-    """Move rows as `move_blocks_plain` does, without checks. `device` must reach both tensors."""
+    """Copy rows as `move_blocks_plain` does, without its checks. `device` must be able to access
+    the memory of both tensors."""
     given = source_ids if source_ids is not None else target_ids
     entries = target.shape[0] if given is None else given.numel()
     words = source.shape[1]

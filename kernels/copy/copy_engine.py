@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy engine: many copies in one call, and page-locked memory for them.
+"""The copy engine (DMA) of a GPU: many copies in one call, and page-locked memory for them.
 
-The module binds a few functions of torch's CUDA runtime by ctypes, because torch and CuPy do not
-offer the batched copy. The multiprocessors stay free for kernels. It handles addresses and bytes;
-blocks, pools and tiers do not appear here. Importing it needs no CUDA.
+The module calls a few functions of torch's CUDA runtime by ctypes, because torch and CuPy do not
+offer cudaMemcpyBatchAsync. The copies leave the GPU's multiprocessors free for kernels. The module
+works with addresses and bytes; it has no blocks, pools or tiers. The module can be imported without
+CUDA.
 
 A caller must do this:
 - keep source and target memory alive, and registered, until the stream has run the batch;
@@ -41,7 +42,7 @@ VERSION_WITHOUT_FAIL_INDEX = 13000
 
 
 class CudaError(RuntimeError):
-    """A call of the CUDA runtime failed. The message names the call and CUDA's error."""
+    """A call of the CUDA runtime has failed. The message names the call and CUDA's error."""
 
     def __init__(self, message: str, code: int = 0) -> None:
         super().__init__(message)
@@ -49,8 +50,8 @@ class CudaError(RuntimeError):
 
     @classmethod
     def from_code(cls, library: Any, code: int, what: str) -> CudaError:
-        """Make the error for the failure `code`, and reset the failure in `library`: torch would
-        find it after its next kernel and blame the kernel."""
+        """Make the error for the failure `code`. Also reset the error state of `library`, because
+        torch would otherwise find it after its next kernel and report that the kernel failed."""
         name = library.cudaGetErrorName(code).decode()
         text = library.cudaGetErrorString(code).decode()
         library.cudaGetLastError()
@@ -62,7 +63,7 @@ class _Location(ctypes.Structure):
 
 
 class CopyAttributes(ctypes.Structure):
-    """`cudaMemcpyAttributes`. The two hints are for managed memory and stay empty."""
+    """The C structure `cudaMemcpyAttributes`. The hints are for managed memory and stay unset."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_int),
@@ -73,12 +74,13 @@ class CopyAttributes(ctypes.Structure):
 
 
 class Batch:
-    """Copies by address, in the runtime's form. A batch may be used any number of times."""
+    """A list of copies by address, in the arrays that the CUDA runtime takes. A batch may be used
+    any number of times."""
 
     __slots__ = ("count", "sizes", "sizes_at", "sources", "sources_at", "targets", "targets_at")
 
     def __init__(self, sources: Integers, targets: Integers, sizes: Integers) -> None:
-        """Raise KernelRefused unless all three have the same length and only numbers above 0."""
+        """Raise KernelRefused unless the lists have the same length and only numbers above 0."""
         counts = (len(sources), len(targets), len(sizes))
         if len(set(counts)) != 1:
             raise KernelRefused(
@@ -98,10 +100,10 @@ class Batch:
 
 
 def merge_neighbours(sources: Integers, targets: Integers, sizes: Integers) -> Batch:
-    """Join copies that follow each other in the list, in the source and in the target.
+    """Join copies that are neighbours in the list, in the source and in the target.
 
-    The driver does not join copies, and small copies are much slower than large ones. Sort by
-    address first: only neighbours in the list are joined.
+    The driver does not join copies, and many small copies are much slower than a large one. The
+    caller should sort the copies by address first, because only neighbours in the list are joined.
     """
     apart = Batch(sources, targets, sizes)
     if apart.count < 2:
@@ -116,17 +118,18 @@ def merge_neighbours(sources: Integers, targets: Integers, sizes: Integers) -> B
 
 
 def copy_batch_plain(batch: Batch) -> None:
-    """Copy a batch within CPU memory. All bytes are copied on return."""
+    """Copy a batch within CPU memory, by memmove. All bytes are copied on return."""
     table = (batch.targets.tolist(), batch.sources.tolist(), batch.sizes.tolist())
     for target, source, size in zip(*table, strict=True):
         ctypes.memmove(target, source, size)
 
 
 class CudaRuntime:
-    """The functions of a CUDA runtime library. Any thread may call them.
+    """The functions of a CUDA runtime library. Any thread may call these functions.
 
-    They use the calling thread's current device, which must be the stream's device. Without batched
-    copies `refusal` is the reason; all other functions exist.
+    The functions use the current device of the calling thread, which must be the device of the
+    stream. `refusal` is the reason why batched copies do not exist, or None; all other functions
+    exist.
     """
 
     def __init__(self, library: Any) -> None:
@@ -161,9 +164,10 @@ class CudaRuntime:
     def copy_batch(self, batch: Batch, stream: int) -> None:
         """Queue all copies of `batch` in the stream with this handle (`Stream.cuda_stream`).
 
-        Returns before the copies run. Sources are read after all earlier work of the stream. Raises
-        KernelRefused with a `refusal`, and for the default stream, which the runtime does not take.
-        Raises CudaError if the call fails; some copies may be queued then.
+        `copy_batch` returns before the copies run. The copies read their sources after all earlier
+        work of the stream. Raises KernelRefused if there is a `refusal`, and for the default
+        stream, which cudaMemcpyBatchAsync does not accept. Raises CudaError if the call fails; some
+        of the copies may have been queued.
         """
         if self.refusal is not None:
             raise KernelRefused(self.refusal)
@@ -192,7 +196,7 @@ class CudaRuntime:
             )
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Page-lock existing memory, so that the device can reach it.
+        """Page-lock existing host memory, so that the device can access it.
 
         Raises KernelRefused for an empty range, and CudaError if CUDA fails.
         """
@@ -207,7 +211,7 @@ class CudaRuntime:
             )
 
     def unregister_host(self, address: int) -> None:
-        """Undo `register_host`; no copy may use the memory any more. Raises CudaError."""
+        """Undo `register_host`. No copy may use the memory any more. Raises CudaError."""
         code = self._library.cudaHostUnregister(address)
         if code:
             raise CudaError.from_code(self._library, code, f"cudaHostUnregister of {address:#x}")
@@ -220,7 +224,7 @@ def _version(ask: Callable[[Any], int]) -> int:
 
 
 def _reason_against_batches(runtime: int, driver: int) -> str | None:
-    """The reason why these versions have no batched copies, or None."""
+    """The reason why these versions of runtime and driver have no batched copies, or None."""
     if runtime < FIRST_VERSION:
         return (
             f"batched copies need CUDA runtime {_shown(FIRST_VERSION)} or newer, and torch has "
@@ -240,7 +244,7 @@ def _shown(version: int) -> str:
 
 @functools.cache
 def cuda_runtime() -> CudaRuntime:
-    """torch's CUDA runtime. Raises KernelRefused without CUDA or without a device."""
+    """Return torch's CUDA runtime. Raises KernelRefused if there is no CUDA or no GPU."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         raise KernelRefused("batched copies need a CUDA device, and torch sees none")
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -248,13 +252,14 @@ def cuda_runtime() -> CudaRuntime:
 
 
 def cuda_library() -> ctypes.CDLL:
-    """The library of torch's CUDA runtime. Raises KernelRefused if it cannot be found."""
+    """Return torch's CUDA runtime library. Raises KernelRefused if it cannot be found."""
     version = (torch.version.cuda or "").split(".")[0]
     return load_library(f"libcudart.so.{version}")
 
 
 def load_library(name: str) -> ctypes.CDLL:
-    """Load the library that this process has loaded already, else one from the system's folders."""
+    """Return the library `name` that this process has loaded, else load one from the system's
+    folders."""
     try:
         return ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
     except OSError:
@@ -269,13 +274,14 @@ def load_library(name: str) -> ctypes.CDLL:
 
 
 class PageLockedMemory:
-    """Page-locked memory of exactly the given size, for the copy engine and kernels.
+    """Page-locked host memory of exactly the given size, for the copy engine and for kernels.
 
-    (torch would allocate the next power of two.) Close it after the last copy that uses it.
+    Torch would allocate the next power of two instead. Call `close` after the last copy that uses
+    the memory.
     """
 
     def __init__(self, num_bytes: int, runtime: CudaRuntime) -> None:
-        """Raise KernelRefused and CudaError as `register_host` does; OSError without memory."""
+        """Raise KernelRefused and CudaError like `register_host`; OSError without memory."""
         if num_bytes <= 0:
             raise KernelRefused(f"expected a size above 0, got {num_bytes} bytes")
         self._runtime = runtime
@@ -290,14 +296,14 @@ class PageLockedMemory:
         self._is_registered = True
 
     def tensor(self) -> torch.Tensor:
-        """All of it as uint8 `[bytes]`."""
+        """Return all of the memory as uint8 `[bytes]`."""
         # NumPy's view keeps the mapping until the tensor is freed; torch.frombuffer would not.
         return torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))
 
     def close(self) -> None:
         """Free the memory, at once or with the last tensor that uses it. Idempotent.
 
-        If it raises CudaError, the memory is kept.
+        If CudaError is raised, the memory is not freed.
         """
         if self._is_registered:
             self._runtime.unregister_host(self.address)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Huge pages for memory that is read at many places."""
+"""Huge pages for memory that is read at many addresses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _LINE_BYTES = 64
 
 
 def ask_for_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask the system for huge pages under a tensor, before its memory is touched. With small pages
-    nearly every block of a pool costs walks of the page tables; with huge pages attention read a
-    pool 1.4 times as fast. A system without huge pages uses small ones."""
+    """Ask the system, by madvise, for huge pages under a tensor whose memory has not been touched
+    yet. With small pages, reading nearly every block of a pool needs walks of the page tables; with
+    huge pages attention read a pool 1.4 times as fast. A system without huge pages uses small
+    pages."""
     start = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     size = (tensor.data_ptr() + tensor.nbytes - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
@@ -27,8 +28,8 @@ def ask_for_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def memory_in_huge_pages(num_bytes: int) -> torch.Tensor:
-    """Return uninitialised uint8 `[num_bytes]`, at the start of a cache line. Small tensors share
-    huge pages; a shared piece is freed with its last tensor."""
+    """Return uninitialised uint8 `[num_bytes]` that begins at a cache line. Small tensors share
+    huge pages; a shared piece of memory is freed with the last tensor in it."""
     if num_bytes > _PIECE_BYTES // 2:
         return _aligned(num_bytes)
     return _SHARED.allocate_bytes(num_bytes)

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled library: finds it, decides whether it can be used, and binds its functions.
+"""The compiled library for CPUs: this module finds it, decides whether it can be used, and binds
+its functions.
 
-`setup.py` builds it beside this file. It is a plain shared library, called with addresses, and does
-not depend on the versions of Python and torch. It runs on torch's OpenMP threads, by torch's own
-function: with two thread pools, each would wait for the other's threads to stop spinning.
+`setup.py` builds the library into this folder. The library is a plain shared library whose
+functions take addresses, so it does not depend on the versions of Python and torch. The library
+runs on torch's OpenMP threads, by torch's own function. With two thread pools, each pool would wait
+until the other's threads stop spinning.
 
-STRATAKV_CPU_KERNELS names a variant, `avx2`, `avx512` or `avx512_bf16`, or `none`. Without it the
-last variant that the processor supports is used. `avx512_bf16` is like `avx512`, but rounds the
-factors of bfloat16 weights to bfloat16.
+The environment variable STRATAKV_CPU_KERNELS gives the variant, `avx2`, `avx512` or `avx512_bf16`,
+or `none` for no library. If the variable is not set, the last of these variants that the processor
+supports is used. `avx512_bf16` is like `avx512`, but rounds the inputs that are multiplied by
+bfloat16 weights to bfloat16.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ _REBUILD = "install again where there is a C++ compiler"
 
 
 class Step(ctypes.Structure):
-    """The arguments of an attention step (`step.h`); strides are in elements."""
+    """The arguments of an attention step, as a C structure of `step.h`. Strides are in elements."""
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in (
@@ -70,7 +73,7 @@ class Adapter(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """A matrix in the library's order."""
+    """A matrix that is packed in the library's order, as a C structure."""
 
     _fields_ = (
         ("packed", ctypes.c_void_p),
@@ -81,7 +84,7 @@ class Matrix(ctypes.Structure):
 
 
 class Product(ctypes.Structure):
-    """The arguments of a single product."""
+    """The arguments of a single matrix product, as a C structure."""
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("x", "out", "workspace")],
@@ -98,7 +101,7 @@ class Product(ctypes.Structure):
 
 
 class Experts(ctypes.Structure):
-    """A mixture of experts."""
+    """A mixture of experts, as a C structure."""
 
     _fields_ = (
         ("router", Matrix),
@@ -110,7 +113,7 @@ class Experts(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """`LayerWeights` of `step.h`."""
+    """The C structure `LayerWeights` of `step.h`."""
 
     _fields_ = (
         *[(name, Matrix) for name in ("qkv", "out", "gate_up", "down")],
@@ -123,7 +126,7 @@ class Layer(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """A forward pass through all layers."""
+    """The arguments of a forward pass through all layers, as a C structure."""
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in (
@@ -147,7 +150,8 @@ _OF_A_PASS = (Adapter, Product, Experts, Layer, Pass)
 
 @dataclass(frozen=True, slots=True)
 class CpuLibrary:
-    """The functions of one variant. `lanes` is the number of float32 in one of its vectors."""
+    """The functions of one variant of the library. `lanes` is the number of float32 elements in one
+    of the variant's vectors."""
 
     variant: str
     lanes: int
@@ -169,14 +173,14 @@ class CpuLibrary:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """The library cannot be used, for this reason."""
+    """The result if the library cannot be used, with the reason."""
 
     reason: str
 
 
 @functools.cache
 def cpu_library() -> CpuLibrary | Missing:
-    """Open the library once in a process, and log the result."""
+    """Open the library once per process, and log the result."""
     wanted = os.environ.get(VARIABLE, AUTO)
     found = open_library(Path(__file__).with_name(FILE_NAME), wanted)
     if isinstance(found, Missing):
@@ -190,8 +194,9 @@ def cpu_library() -> CpuLibrary | Missing:
 
 
 def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
-    """Open the library at `path` in the `wanted` variant: `auto`, one of VARIANTS or `none`. Raises
-    nothing: returns Missing for a fault of the file, the processor or the choice."""
+    """Open the library at `path` in the `wanted` variant: `auto`, one of VARIANTS or `none`.
+    `open_library` raises no error: it returns Missing if the file, the processor or the choice does
+    not fit."""
     if wanted not in (AUTO, NONE, *VARIANTS):
         names = ", ".join((AUTO, *VARIANTS, NONE))
         return Missing(f"{VARIABLE} takes {names}, not {wanted!r}")
@@ -219,8 +224,9 @@ def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether the end of a 64-bit ELF file is missing. The loader does not check this, and reading
-    the missing part would kill the process."""
+    """Whether the end of a 64-bit ELF file is missing (after an interrupted copy, for example). The
+    loader does not check the end of the file, and an access to the missing part would kill the
+    process."""
     with path.open("rb") as file:
         head = file.read(_ELF_HEADER.size)
     if len(head) < _ELF_HEADER.size:
@@ -278,7 +284,7 @@ def _function(library: ctypes.CDLL, name: str) -> Any:
 
 def _torch_parallel() -> int | None:
     """The address of the GOMP_parallel (OpenMP) that torch uses; None if torch was built without
-    it. Then all work runs on the calling thread."""
+    it. If the address is None, the library runs all work on the calling thread."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(path)).GOMP_parallel

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices packed in the compiled library's order, and products with them.
+"""Matrices that are packed in the compiled library's order, and products with them.
 
-Other rows and the number of threads do not change a row's bits: sums run over inputs in order.
+The bits of a row do not depend on the other rows or on the number of threads, because sums always
+run over the inputs in order.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _OF_THREAD = threading.local()
 
 
 def reason_against_matrices(dtype: torch.dtype, device: torch.device) -> str | None:
-    """The reason why the library cannot multiply matrices of this type, or None."""
+    """The reason why the library cannot multiply by such matrices, or None."""
     library = cpu_library()
     if isinstance(library, Missing):
         return library.reason
@@ -70,9 +71,11 @@ class PackedAdapter:
 
 
 class PackedMatrix:
-    """`x @ weight.T + bias`, or of a pair `activation(x @ gate.T + bias) * (x @ up.T + bias)`.
+    """A packed matrix: `x @ weight.T + bias`, or for a pair `activation(x @ gate.T + bias) * (x @
+    up.T + bias)`.
 
-    Keeps no reference to the weights. Only one thread at a time may use it.
+    The object keeps no reference to the original weights. Only one thread at a time may use a
+    matrix.
     """
 
     num_puts = 0  # of adapters into slots, by all matrices
@@ -83,8 +86,8 @@ class PackedMatrix:
         biases: tuple[Tensor | None, ...] = (None, None),
         activation: int = SILU,
     ) -> None:
-        """Weights are `[outs, ins]`, of one shape and type; biases are `[outs]` or None. Raises
-        KernelRefused for other weights, and if the library cannot be used."""
+        """Weights are `[outs, ins]`, all of the same shape and type; biases are `[outs]` or None.
+        Raises KernelRefused for other weights, and if the library cannot be used."""
         first, dtype = weights[0], weights[0].dtype
         why = reason_against_matrices(dtype, first.device)
         library = cpu_library()
@@ -164,10 +167,11 @@ class PackedMatrix:
         is_wide: bool = False,
         slots: Tensor | None = None,
     ) -> Tensor:
-        """Compute `[rows, outs]` from `[rows, ins]`. `wanted` has a bit for each output i, bit `i %
-        32` of word `i // 32`; outputs without the bit may be skipped and are then 0. With `is_wide`
-        results of 16-bit types are float32, but rounded to 16 bits. A pair takes neither. `slots`,
-        int32 `[rows]`, has the slots of the rows' adapters; -1: none."""
+        """Compute `[rows, outs]` from `[rows, ins]`. `wanted` has a bit for each output i: bit `i %
+        32` of word `i // 32`. Outputs whose bit is 0 may be skipped; they are then 0. With
+        `is_wide`, results of 16-bit types are returned as float32 that is rounded to 16 bits. A
+        pair accepts neither `wanted` nor `is_wide`. `slots`, int32 `[rows]`, has the adapter slot
+        of each row; -1: none."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         if x.dim() != 2 or x.shape[1] != self.ins or x.dtype != self.dtype:
             raise ValueError(f"expected {self.dtype} [rows, {self.ins}], got {x.dtype} {x.shape}")
@@ -204,9 +208,10 @@ class PackedMatrix:
         return out
 
     def gather_rows(self, ids: Tensor) -> Tensor:
-        """Return rows `ids` (int64 `[n]`) of the matrix, unpacked, as `[n, ins]`; not for a pair.
-        With this a matrix can serve as embedding and output matrix without a second copy. A number
-        costs some 6 ns: a row's numbers lie a panel apart. Raises IndexError for other ids."""
+        """Return the rows `ids` (int64 `[n]`) of the matrix, unpacked, as `[n, ins]`. A pair has no
+        such rows. With this method, one matrix can serve as embedding and as output matrix without
+        a second copy. Each element takes some 6 ns, because the elements of a row are not adjacent
+        in the packed order. Raises IndexError for ids outside the matrix."""
         if self.matrix.is_pair:
             raise ValueError("expected one matrix to look rows up in, got a pair")
         # The panels have padding behind the last row, and a negative id would count from their end.
@@ -231,7 +236,7 @@ def check_slots(slots: Tensor, num_rows: int, num_slots: int) -> None:
 
 
 def _workspace() -> Workspace:
-    """The workspace of this thread's products."""
+    """Return the workspace for the products of the calling thread."""
     found: Workspace | None = getattr(_OF_THREAD, "workspace", None)
     if found is None:
         found = _OF_THREAD.workspace = Workspace()
@@ -241,8 +246,8 @@ def _workspace() -> Workspace:
 def _padded(
     weights: tuple[Any, ...], biases: tuple[Tensor | None, ...], padded: int, panel: int
 ) -> Tensor | None:
-    """The biases in the order of the packed weights, padded with zeros, in the type of the sums
-    (float64 for float64 weights, else float32); None if no matrix has any."""
+    """Return the biases in the order of the packed weights, padded with zeros; None if no matrix
+    has a bias. The type is that of the sums: float64 for float64 weights, else float32."""
     given = biases[: len(weights)]
     if all(bias is None for bias in given):
         return None

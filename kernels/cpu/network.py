@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All layers of a decoder in one call of the compiled library, for steps of any size.
+"""CpuNetwork: all layers of a decoder in one call of the compiled library, for steps of any size.
 
-Between a step's embeddings and its hidden states no Python and no operator of torch runs: norms,
+Between a step's embeddings and its hidden states, no Python code and no torch operator runs: norms,
 products, rotation, writes to the pool, attention and activation are phases of one call. If a second
-thread would save less than waking it costs, one thread does all of it. With 16-bit weights, values
-between two products are float32; K, V and queries are rounded to the weights' type.
+thread would save less time than its waking costs, one thread computes everything. With 16-bit
+weights, intermediate values between two products are float32; K, V and queries are rounded to the
+weights' type.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _WRONG = {
 
 @dataclass(frozen=True, slots=True)
 class NetworkExperts:
-    """A mixture of experts: each row's `num_chosen` best by router score, weighed by softmax."""
+    """A mixture of experts: for each row, the `num_chosen` experts with the highest router scores,
+    weighted by the softmax of the scores."""
 
     router: PackedMatrix  # [experts, hidden], and one more output for a shared expert
     gate_ups: Sequence[PackedMatrix]  # a pair for each expert
@@ -48,7 +50,8 @@ class NetworkExperts:
 
 @dataclass(frozen=True, slots=True)
 class NetworkLayer:
-    """A layer. Norms are `[hidden]`, head norms `[heads + kv heads, head_dim]`; None: no norm."""
+    """The weights of a layer, and its part of the KV pool. Norms are `[hidden]`, and head norms are
+    `[heads + kv heads, head_dim]`; None means no norm."""
 
     qkv: PackedMatrix  # queries, keys, values
     out: PackedMatrix
@@ -76,9 +79,10 @@ class LastRows(NamedTuple):
 
 
 def last_rows(step: CpuAttentionStep, wanted: Tensor) -> LastRows | None:
-    """Select the rows of each request from its first wanted row on. None if a wanted row belongs to
-    no request. None also if most rows are selected and the selection does not change how rows are
-    computed: computing all rows then gives the same bits, whatever rows other requests want."""
+    """Select, for each request, the rows from its first wanted row on. Return None if a wanted row
+    belongs to no request. Also return None if most rows are selected and the selection does not
+    change how rows are computed. All rows are then computed, with the same bits, whatever rows of
+    other requests are wanted."""
     starts, rows = step.query_starts, wanted.numpy()
     requests = np.searchsorted(starts, rows, side="right") - 1
     if len(rows) and not 0 <= requests.min() <= requests.max() < len(starts) - 1:
@@ -123,7 +127,8 @@ def _check_pair(gate_up: PackedMatrix, down: PackedMatrix, hidden: int, size: in
 
 
 class CpuNetwork:
-    """A decoder over one pool. Only one thread at a time may use it."""
+    """A decoder over one KV pool, computed by the library. Only one thread at a time may use a
+    network."""
 
     def __init__(
         self,
@@ -134,7 +139,7 @@ class CpuNetwork:
         eps: float,
         activation: int = SILU,
     ) -> None:
-        """Raise KernelRefused if the library cannot compute this network."""
+        """Raises KernelRefused if the library cannot compute this network."""
         library, first = cpu_library(), layers[0]
         pool = first.keys_and_values
         kv_heads, head_dim = pool.shape[3:]
@@ -214,14 +219,15 @@ class CpuNetwork:
         chosen: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Write K and V of all tokens, and return the normed hidden states `[len(wanted), hidden]`
-        of the rows `wanted`; None means all rows. `x` is `[tokens, hidden]`; `positions` and
-        `wanted` are int64. `steps` has one step for each view, with slots, made for this pool. The
-        second value has the hidden states before each layer in `states`, of all tokens; the number
-        of layers stands for the last norm, with the wanted rows only. `chosen`, int32 `[layers with
+        """Write K and V of all tokens to the pool. Return the hidden states `[len(wanted), hidden]`
+        after the last norm, of the rows `wanted`; None means all rows. `x` is `[tokens, hidden]`;
+        `positions` and `wanted` are int64. `steps` has one `CpuAttentionStep` for each view, with
+        slots, made for this pool. The second value has, for each number in `states`, the input
+        `[tokens, hidden]` of the layer with this number. The number of layers stands for the input
+        of the last norm, which is computed for the wanted rows only. `chosen`, int32 `[layers with
         experts, tokens or more, num_chosen]`, is filled with the experts of each row, the best
-        first; it requires that all rows are wanted. `slots`, int32 `[tokens]`, has the slots of the
-        rows' adapters, -1 for none. Raises ValueError for values out of bounds."""
+        first. With `chosen`, `wanted` must be None. `slots`, int32 `[tokens]`, has the adapter slot
+        of each row, -1 for none. Raises ValueError for values out of bounds."""
         num_tokens = len(x)
         if (x.dtype, x.shape[1:]) != (self._dtype, (self._hidden,)) or len(
             steps
@@ -293,7 +299,7 @@ class CpuNetwork:
         wanted: Tensor | None,
         states: Sequence[int],
     ) -> None:
-        """Raise ValueError for arguments that would make the library read wrong memory."""
+        """Raise ValueError for arguments with which the library would read wrong memory."""
         for name, tensor, size in (
             ("positions", positions, num_tokens),
             ("wanted", wanted, 0 if wanted is None else len(wanted)),
@@ -380,7 +386,8 @@ class CpuNetwork:
         return experts
 
     def _wide(self, weight: Tensor) -> Tensor:
-        """Convert a weight to the type of the sums, and keep it alive."""
+        """Convert a weight to the type of the sums (float32, or float64 for a float64 network), and
+        keep a reference to the result."""
         dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         wide = weight.to(dtype).contiguous()
         self._kept.append(wide)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention by the compiled library: a step is prepared once and run for every layer.
+"""Paged attention by the compiled library. A step is prepared once and run for every layer.
 
-A request may have any number of new tokens; the library chooses how to compute each request. Every
-call checks types and shapes. Ids, slots and lengths are checked once, when a step is made, because
-the library reads the memory that they point to.
+A request may have any number of new tokens; the library decides how to compute each request. Every
+`run` checks types and shapes. Block ids, slots and lengths are checked once, when a step is made,
+because wrong values would make the library read other memory.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _OUT_OF_BOUNDS = {
 def reason_against(
     dtype: torch.dtype, head_dim: int, *, pool_dtype: torch.dtype | None = None
 ) -> str | None:
-    """The reason why the library cannot compute heads of this size in this type, or None.
-    `pool_dtype` is the pool's type, if it differs."""
+    """The reason why the library cannot compute attention with heads of this size in this type, or
+    None. `pool_dtype` is the type of the pool, if it is another type than `dtype`."""
     library = cpu_library()
     if isinstance(library, Missing):
         return library.reason
@@ -49,8 +49,8 @@ def reason_against(
 
 
 class CpuAttentionStep:
-    """The requests of one step, for all layers of a pool. Keeps the tensors of its constructor;
-    they must not change while the step is used."""
+    """The requests of one step, for all layers of a KV pool. The step keeps references to the
+    tensors that its constructor takes; they must not change while the step is used."""
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class CpuAttentionStep:
         softcap: float | None = None,
         slots: Tensor | None = None,
     ) -> None:
-        """`pool` is K and V of a layer, `[num_blocks, 2, block_size, kv heads, head_dim]`; all
-        layers have its strides. `block_tables`, `seq_lens` and `query_starts` are as in
-        `paged_decode` and `paged_prefill`; without `query_starts` row i belongs to request i.
-        `slots` is int64 `[num_tokens]`, needed to write K and V; -1 writes nothing. Without a
-        `workspace` the step is only for a `CpuNetwork`, not for `run`.
+        """`pool` is K and V of one layer, `[num_blocks, 2, block_size, kv heads, head_dim]`. All
+        layers must have the same strides. `block_tables`, `seq_lens` and `query_starts` are as in
+        `paged_decode` and `paged_prefill`. Without `query_starts`, row i belongs to request i.
+        `slots` is int64 `[num_tokens]` and is needed to write K and V; a slot of -1 is not written.
+        Without a `workspace`, the step can be used by a `CpuNetwork`, but `run` cannot be called.
 
-        Raises KernelRefused for values out of bounds or of another shape or type, and if the
-        library cannot be used.
+        Raises KernelRefused for values out of bounds, for a wrong shape or type, and if the library
+        cannot be used.
         """
         why = reason_against(pool.dtype, pool.shape[-1])
         library = cpu_library()
@@ -129,7 +129,8 @@ class CpuAttentionStep:
 
     @property
     def query_starts(self) -> npt.NDArray[np.int32]:
-        """The first row of each request, and the end of the last request: `[requests + 1]`."""
+        """The first row of each request, and at the end the row after the last request: `[requests
+        + 1]`."""
         starts = self._kept[3]
         count = self.laid_down.num_requests
         return np.arange(count + 1, dtype=np.int32) if starts is None else starts.numpy()
@@ -141,10 +142,10 @@ class CpuAttentionStep:
         out: Tensor,
         written: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Write K and V of `written`, each `[tokens, kv heads, head_dim]`, into their slots of
-        `pool`. Then write the attention of `q` `[tokens, heads, head_dim]` into `out`. `pool` is a
-        layer's, with the step's shape and strides. Last axes are contiguous. Raises KernelRefused
-        otherwise."""
+        """Write K and V in `written`, each `[tokens, kv heads, head_dim]`, to their slots of
+        `pool`. Then compute the attention of `q` `[tokens, heads, head_dim]`, and write it to
+        `out`. `pool` is one layer of the pool, with the shape and strides that the constructor got.
+        The last axis of every tensor must be contiguous. Raises KernelRefused for other tensors."""
         step = self.laid_down
         self._check_tensor("pool", pool, self.pool[1])
         if pool.stride() != self.pool[2]:
@@ -169,7 +170,7 @@ class CpuAttentionStep:
             raise RuntimeError("the workspace of a step was measured too small")
 
     def _check_tensor(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        """Raise KernelRefused for a wrong shape or type, or a strided last axis."""
+        """Raise KernelRefused for a wrong shape or type, or if the last axis is not contiguous."""
         dtype = self.pool[0]
         if tensor.shape != shape or tensor.dtype != dtype or tensor.stride(-1) != 1:
             raise KernelRefused(
@@ -187,7 +188,7 @@ def _check_shapes(
     starts: Tensor | None,
     slots: Tensor | None,
 ) -> None:
-    """Raise KernelRefused for arguments that would make the library read wrong memory."""
+    """Raise KernelRefused for arguments with which the library would read wrong memory."""
     if pool.dim() != 5 or pool.shape[1] != 2 or 0 in pool.shape or pool.stride(4) != 1:
         raise KernelRefused(
             "expected a pool of [num_blocks, 2, block_size, kv heads, head_dim], not empty, its "
@@ -225,8 +226,8 @@ def paged_attention_cpu(
     softcap: float | None,
     out: Tensor,
 ) -> Tensor:
-    """Fill `out` and return it. `paged_decode` has checked the arguments; with `query_starts`,
-    `paged_prefill` has."""
+    """Compute paged attention for one layer, write it to `out`, and return `out`. The arguments
+    must have been checked, by `paged_decode` or, with `query_starts`, by `paged_prefill`."""
     step = CpuAttentionStep(
         kv,
         block_tables.contiguous(),

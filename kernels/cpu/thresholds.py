@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least work for which another thread is woken, measured once in a process before its first
-step.
+"""The least amount of work for which another thread is woken, measured once per process before its
+first step.
 
-A thread must save several times the cost of waking it. Two measurements of the machine decide: the
-time until a woken thread runs, and the speed at which a thread reads the weights of a matrix.
+A thread must save several times the time that its waking costs. The threshold is computed from two
+measurements: the time until a woken thread runs, and the speed at which a thread reads the weights
+of a matrix.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ _OUTS, _INS = 512, 1024  # of a float32 matrix that fits into the second or thir
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """The least multiplications of each thread for which another thread is woken. The defaults were
-    found on two cores of an AMD EPYC, and are used without a measurement."""
+    """The number of multiplications that each thread must at least have before another thread is
+    woken. The defaults were measured on two cores of an AMD EPYC; they are used if nothing is
+    measured."""
 
     network: int = 3 << 20  # weights, for four rows each
     product: int = 3 << 18  # the same, for one matrix
@@ -43,14 +45,15 @@ class Worth:
 
 
 def chosen(wake_seconds: float, weights_per_second: float) -> Worth:
-    """The thresholds for a time to wake a thread and a thread's speed."""
+    """Compute the thresholds from the time to wake a thread and from the speed of a thread."""
     share = _TIMES * wake_seconds * weights_per_second / Worth().network
     share = min(max(share, 1 / _MOST_CHANGE), _MOST_CHANGE)
     return Worth(*(round(share * products) for products in astuple(Worth())))
 
 
 def worth_a_thread() -> Worth:
-    """The thresholds, measured at the first call with this number of torch's threads."""
+    """Return the thresholds, which are measured at the first call for each number of torch's
+    threads."""
     threads = torch.get_num_threads()
     return Worth() if threads == 1 else _of_threads(threads)
 
@@ -62,9 +65,9 @@ def _of_threads(threads: int) -> Worth:
 
 
 def measured(library: CpuLibrary, threads: int) -> Worth:
-    """Measure the thresholds, in some milliseconds. The shortest of several samples counts, because
-    other work of the machine only adds time. With too few samples, or if a thread
-    was still awake when it was called, the defaults hold."""
+    """Measure the thresholds, which takes some milliseconds. The shortest of several samples is
+    used, because other work of the machine only adds time. The defaults are used if there are too
+    few samples, or if a thread was still awake in a sample of the waking time."""
     wake = _seconds_to_wake(library, threads)
     speed = _weights_per_second(library)
     if wake is None or speed is None:

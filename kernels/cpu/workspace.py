@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for calls of the compiled library, kept between calls."""
+"""Memory for calls of the compiled library, which is kept between calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .huge_pages import memory_in_huge_pages
 
 
 class Workspace:
-    """Memory for partial results and tiles. It grows to the largest call and is kept, because fresh
-    pages cost more than the work in them."""
+    """Memory for partial results and tiles of a call. The memory grows to the size of the largest
+    call and is kept, because fresh pages would cost more time than the work in them."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -25,8 +25,8 @@ class Workspace:
 
 
 class ResultMemory:
-    """Memory that large results use one after the other, because the system must clear new pages. A
-    result gets separate memory while an earlier one is alive."""
+    """Memory that is reused for large results, because the system must clear new pages, which takes
+    time. A result gets separate memory while an earlier result is still in use."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -46,4 +46,5 @@ class ResultMemory:
 
 
 class _Nobody:
-    """An object that is freed at once: no result uses the memory yet."""
+    """An object that is freed at once; the dead weak reference to it means that no result uses the
+    memory."""

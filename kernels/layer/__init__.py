@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for the work of a layer between its matrix products: the norm, the gate, and rotary
-positions with the write of K and V.
+"""Kernels for the work between a layer's matrix products: the norm, the gated activation, and the
+rotation of queries and keys with the write of K and V.
 
 If they cannot run, functions of `engine/models/layers.py` and `rope.py` and `write_kv` run instead.
-The kernels round their results at the same places as these functions.
+The kernels round values at the same steps as these functions.
 """

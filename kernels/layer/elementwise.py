@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm and the gate of a layer, one launch each.
+"""The norm and the gated activation of a layer, with one kernel launch for each.
 
-`choose_elementwise` decides at the start whether they run. If not, a decoder calls the functions of
-`engine/models/layers.py`, which are therefore the plain twins. The results differ only in the order
-of a sum and the last digit of `exp`.
+`choose_elementwise` decides at the start of the engine whether these kernels are used. If the
+kernels are not used, a decoder calls the functions of `engine/models/layers.py`, which compute the
+same in torch. The results of kernels and torch differ only by the order of a sum and by the last
+digit of `exp`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ HALVES = (torch.float16, torch.bfloat16)
 def choose_elementwise(
     device: torch.device, dtype: torch.dtype, hidden_size: int, *, strict: bool = False
 ) -> str:
-    """TRITON if these kernels can run for rows of `hidden_size` elements on `device`, else PLAIN;
-    always PLAIN for types wider than 16 bits. Raises KernelRefused as `choose_kernel` does."""
+    """Return TRITON if these kernels can run for rows of `hidden_size` elements on `device`, else
+    PLAIN; always PLAIN for types wider than 16 bits. Raises KernelRefused like `choose_kernel`."""
     if reason_against_dtype(dtype) is not None:
         return PLAIN
     reason = None
@@ -32,17 +33,17 @@ def choose_elementwise(
 
 
 def reason_against_dtype(dtype: torch.dtype) -> str | None:
-    """The reason why the kernels of a layer take no rows of this type, or None. Triton's
-    interpreter takes float32 too."""
+    """The reason why the kernels of a layer cannot compute with rows of this type, or None. In
+    Triton's interpreter float32 works too."""
     if dtype in HALVES or (dtype is torch.float32 and is_interpreting()):
         return None
     return f"the kernels of a layer compute in 16-bit types, and this is {dtype}"
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise rows `[rows, size]` by their root mean square, and multiply by `weight` `[size]`. A
-    weight of x's type multiplies values that are rounded to this type. With a float32 weight only
-    the product is rounded. Raises KernelRefused for other weights."""
+    """Divide rows `[rows, size]` by their root mean square, and multiply them by `weight` `[size]`.
+    If the weight has x's type, values are rounded to it before the multiplication. If the weight is
+    float32, only the product is rounded. Raises KernelRefused for other tensors."""
     if x.dim() != 2 or weight.shape != x.shape[1:] or weight.dtype not in (x.dtype, torch.float32):
         raise KernelRefused(
             "expected x [rows, size] and weight [size] of its type or float32, "
@@ -58,13 +59,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute `silu(gate) * up`, rounding after each operation; overwrite `gate` and return it.
-    Both are `[rows, size]`, with the same type and strides. Raises KernelRefused otherwise."""
+    """Compute `silu(gate) * up`, rounded after each operation. Write the result to `gate`, and
+    return `gate`. `gate` and `up` are `[rows, size]`, with the same type and strides. Raises
+    KernelRefused for other tensors."""
     return _gate(gate, up, is_gelu=False)
 
 
 def gelu_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """`gelu(gate) * up` by the approximation with tanh; all else as in `silu_gate`."""
+    """Compute `gelu(gate) * up` with the tanh approximation; all else is as in `silu_gate`."""
     return _gate(gate, up, is_gelu=True)
 
 

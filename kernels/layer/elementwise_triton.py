@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm and the gate in Triton: a program computes a row of the norm, or part of a row.
+"""The norm and the gated activation in Triton. A program computes one row of the norm, or a part of
+a row of the activation.
 
-Arithmetic is in float32, and is rounded to the rows' type wherever the torch operators of
-`engine/models/layers.py`, the plain twin, round. Arguments are not checked here.
+The arithmetic is in float32. Values are rounded to the rows' type at the steps where the torch
+operators of `engine/models/layers.py` round. The callers in `elementwise.py` check the arguments.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ GELU_CUBE = tl.constexpr(0.044715)
 
 @triton.jit
 def weighted(normed, weights, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Float32 `normed` times its weights, as `dtype`: rounded before a narrow weight, and only
-    after a weight of float32."""
+    """Return float32 `normed` times its weights, as `dtype`. Values are rounded before the product
+    if the weights are 16-bit, but only after the product if the weights are float32."""
     if weights.dtype != tl.float32:
         normed = normed.to(dtype).to(tl.float32)
     return (normed * weights.to(tl.float32)).to(dtype)
@@ -45,7 +46,7 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
 def gate_kernel(  # type: ignore[no-untyped-def]
     gate, up, row_stride, size, GELU: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid: (rows, blocks of a row). Overwrites `gate`."""
+    """Grid: (rows, blocks of a row). The result overwrites `gate`."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = lane < size
@@ -59,7 +60,7 @@ def gate_kernel(  # type: ignore[no-untyped-def]
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Run `elementwise.rms_norm` with checked arguments."""
+    """Run `elementwise.rms_norm`; the arguments must have been checked."""
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device if x.is_cuda else -1):
@@ -70,7 +71,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 
 
 def gate_triton(gate: torch.Tensor, up: torch.Tensor, is_gelu: bool) -> None:
-    """Run `elementwise.silu_gate` or `gelu_gate` with checked arguments."""
+    """Run `elementwise.silu_gate` or `gelu_gate`; the arguments must have been checked."""
     rows, size = gate.shape
     with torch.cuda.device(gate.device if gate.is_cuda else -1):
         gate_kernel[(rows, triton.cdiv(size, GATE_BLOCK))](

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launch constants of the kernels of a layer.
 
-Every thread loads 16 bytes at a time: eight values of 16 bits. A decode step has few rows, so
-programs are small, and one row of the norm has many warps.
+Every thread loads 16 bytes at a time, that is, eight 16-bit values. A decode step has few rows, so
+each program is small, and a row of the norm is divided among many warps.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def norm_warps(size: int) -> int:
 def rotary_constants(
     num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
 ) -> dict[str, int]:
-    """Constexpr arguments of the rotation. A program has heads of only one kind, so with more rows
-    than KV heads lanes would be idle."""
+    """Return the constexpr arguments of the kernel `rotate_write`. A program has only query heads,
+    only key heads or only value heads, so with more rows than KV heads some lanes would be idle."""
     width = max(16, power_of_two(head_dim // 2))
     rows = max(1, ROTARY_TILE // (2 * width))
     return {
@@ -49,6 +49,6 @@ def rotary_constants(
 
 
 def rotary_programs(constants: dict[str, int]) -> int:
-    """The number of programs of one token, for its queries, keys and values."""
+    """Return the number of programs for one token, for its queries, keys and values."""
     rows = constants["ROWS"]
     return -(-constants["HEADS"] // rows) + 2 * -(-constants["KV_HEADS"] // rows)

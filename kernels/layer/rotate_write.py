@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions and the write of new K and V, in one launch over a tensor of q, k and v.
+"""rotate_write: rotates queries and keys and writes new K and V, in one launch.
 
-`choose_rotate_write` decides at the start whether it runs. If not, functions of `engine/models/`
-norm and rotate queries and keys, and `write_kv` writes, with the same results.
+`choose_rotate_write` decides at the start of the engine whether this kernel is used. If the kernel
+is not used, functions of `engine/models/` norm and rotate, and `write_kv` writes; only the norm's
+rounding differs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_HEAD_DIM = 512  # a program holds half heads in registers
 
 
 class Rotary(NamedTuple):
-    """The rotation of the queries and keys of a step before attention, and the norms before it."""
+    """The rotation of a step's queries and keys before attention, and the norms before it."""
 
     positions: Tensor  # int64 [tokens]
     cos: Tensor  # [positions, head_dim // 2], in the type of the queries
@@ -38,8 +39,9 @@ def choose_rotate_write(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> str:
-    """TRITON if it can run for queries like `q` `[any, heads, head_dim]` over a layer's pool, else
-    PLAIN; PLAIN for types wider than 16 bits. Raises KernelRefused as `choose_kernel` does."""
+    """Return TRITON if the kernel can run for queries like `q` `[any, heads, head_dim]` over a
+    layer's pool, else PLAIN; always PLAIN for types wider than 16 bits. Raises KernelRefused like
+    `choose_kernel`."""
     if reason_against_dtype(q.dtype) is not None:
         return PLAIN
     reason = _reason_against(q, kv, kv_scales)
@@ -55,11 +57,13 @@ def rotate_write(
     kv_scales: Tensor | None = None,
 ) -> None:
     """Norm and rotate the queries of `qkv` `[tokens, heads + 2 kv heads, head_dim]` in place. Norm
-    and rotate its keys, and write them and its values into the pool; the keys in `qkv` do not
-    change. `kv`, `slots` and scales of heads: see `write_kv`. The token stride of `qkv` is free.
+    and rotate its keys, and write them and its values to the pool; the keys in `qkv` do not change.
+    `kv`, `slots` and `kv_scales` (one scale for each head) are as in `write_kv`. `qkv` may have any
+    stride between tokens.
 
-    K and V of tokens with a slot of -1 are not written, but their positions must be in the tables
-    too. Raises KernelRefused for arguments that do not fit together.
+    K and V of tokens with a slot of -1 are not written, but the positions of these tokens must be
+    in the tables of cosines and sines too. Raises KernelRefused for arguments that do not fit
+    together.
     """
     _check(qkv, rotary, kv, slots, kv_scales)
     run_rotate_write(qkv, rotary, kv, slots, kv_scales)
@@ -68,7 +72,7 @@ def rotate_write(
 def run_rotate_write(
     qkv: Tensor, rotary: Rotary, kv: Tensor, slots: Tensor, kv_scales: Tensor | None
 ) -> None:
-    """Run `rotate_write` with checked arguments."""
+    """Run `rotate_write`; the arguments must have been checked."""
     if not len(qkv):
         return
     from .rotate_write_triton import rotate_write_triton
@@ -123,7 +127,7 @@ def _check(
 
 
 def _reason_against(q: Tensor, kv: Tensor, kv_scales: Tensor | None) -> str | None:
-    """The reason why the kernel cannot take these tensors, or None."""
+    """The reason why the kernel cannot compute with these tensors, or None."""
     if reason := reason_against_dtype(q.dtype):
         return reason
     head_dim = kv.shape[4]

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rotation and the write in Triton: a program computes some heads of one kind of one token.
+"""The rotation and the write in Triton. A program computes some heads of one token, all of the same
+kind:
 
     of queries    normed, rotated, written back in place
     of keys       normed, rotated, written to the pool; in `qkv` they stay unrotated
     of values     written to the pool
 
-A head is in registers as two halves, because the rotation pairs their elements. Products are
-rounded where torch's operators round, so except for the norm's sum the bits are the same as of
-`norm`, `rotate` and `write_kv` in turn. The kernel checks only the slots: they are on the device.
+A head is in registers as two halves, because the rotation pairs an element of one half with an
+element of the other. Products are rounded where torch's operators round. So the bits equal those of
+`norm`, `rotate` and `write_kv` one after the other, except for the order of the norm's sum. The
+kernel checks only the slots, because they are on the device.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Grid: (tokens, groups of ROWS heads: of queries, then of keys, then of values)."""
+    """Grid: (tokens, groups of ROWS heads). The groups of queries come first, then those of keys,
+    then those of values."""
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_GROUPS: tl.constexpr = (HEADS + ROWS - 1) // ROWS
     KV_GROUPS: tl.constexpr = (KV_HEADS + ROWS - 1) // ROWS
@@ -121,7 +124,7 @@ def rotate_write_triton(
     eps: float,
     kv_scales: torch.Tensor | None,
 ) -> None:
-    """Run `rotate_write.rotate_write` with checked arguments."""
+    """Run `rotate_write.rotate_write`; the arguments must have been checked."""
     tokens, rows, head_dim = qkv.shape
     num_blocks, _, block_size, num_kv_heads, _ = kv.shape
     known = rotary_constants(rows - 2 * num_kv_heads, num_kv_heads, head_dim, block_size)

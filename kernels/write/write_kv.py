@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write new keys and values into their slots of the paged pool; an fp8 pool gets fp8.
+"""write_kv: writes new keys and values to their slots of the paged pool. For a float8 pool it
+quantises them.
 
-The pool of one layer is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`. Its last stride is 1
-and the others are free, so it may be a view of a pool that keeps a block's layers together. A slot
-is `block_id * block_size + offset`. A call must not name a slot twice: either write may win.
+The pool of one layer is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`. The last stride of
+the pool is 1 and the others may be any, so it may be a view of a pool in which all layers of a
+block are contiguous. A slot is `block_id * block_size + offset`. A call must not name a slot twice,
+because it is undefined which of the two rows is written last.
 """
 
 from __future__ import annotations
@@ -36,16 +38,17 @@ def write_kv(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> None:
-    """Write row i of `k` and `v`, `[tokens, num_kv_heads, head_dim]`, into slot `slots[i]` of `kv`.
+    """Write row i of `k` and `v`, `[tokens, num_kv_heads, head_dim]`, to slot `slots[i]` of `kv`.
 
     `k` and `v` may have any strides, for example as slices of a qkv tensor. A slot of -1 is not
-    written. The plain kernel refuses slots beyond the pool; Triton's cannot report them and skips
-    them.
+    written. For slots beyond the pool, the plain kernel raises KernelRefused; the Triton kernel
+    cannot report them and skips them.
 
-    An fp8 pool needs float32 `kv_scales`: value = stored * scale. Scales of heads, `[2,
-    num_kv_heads]`, are positive and only read. Scales of tokens and heads, `[num_blocks, 2,
-    block_size, num_kv_heads]`, are computed from each row's largest finite magnitude and written. A
-    number beyond the range, also an infinity, becomes the end of the range; NaN stays NaN.
+    A float8 pool needs float32 `kv_scales`: value = stored * scale. Scales for each head, `[2,
+    num_kv_heads]`, are positive and only read. Scales for each token and head, `[num_blocks, 2,
+    block_size, num_kv_heads]`, are computed from the largest finite magnitude of each row and
+    written. A number beyond the range of float8, also an infinity, becomes the end of the range.
+    NaN stays NaN.
 
     Raises KernelRefused for arguments that do not fit together.
     """
@@ -56,7 +59,7 @@ def write_kv(
 def choose_write_kernel(
     k: torch.Tensor, kv: torch.Tensor, *, kernel: str = AUTO, strict: bool = False
 ) -> str:
-    """Choose the kernel that writes rows like `k`. Raises KernelRefused as `choose_kernel` does."""
+    """Choose the kernel that writes rows like `k`. Raises KernelRefused like `choose_kernel`."""
     return choose_kernel(kernel, kv.device, unsupported=_reason_against(k, kv), strict=strict)
 
 
@@ -68,7 +71,7 @@ def run_write(
     slots: torch.Tensor,
     kv_scales: torch.Tensor | None,
 ) -> None:
-    """Run `write_kv` by the chosen kernel, with checked arguments."""
+    """Run the chosen kernel for `write_kv`; the arguments must have been checked."""
     if not slots.numel():
         return
     if chosen == TRITON:
@@ -121,7 +124,7 @@ def _check_tensors(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: to
 
 
 def _reason_against(k: torch.Tensor, kv: torch.Tensor) -> str | None:
-    """The reason why Triton's kernel cannot write rows like `k`, or None."""
+    """The reason why the Triton kernel cannot write rows like `k`, or None."""
     if k.dtype not in TRITON_FLOATS:
         return f"it computes nothing in {k.dtype}"
     if kv.shape[4] > MAX_HEAD_DIM:

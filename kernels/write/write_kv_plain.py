@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV writes in torch: the reference for the Triton kernel, used if that cannot run.
+"""KV writes in plain torch: the reference for the Triton kernel, used if it cannot run.
 
-Both quantise by the same operations in the same order, so their results are equal bit for bit. This
-one waits for the device, because it reads the slots to find the rows to write.
+Plain and Triton kernel quantise by the same operations in the same order, so their results are
+equal bit for bit. The plain kernel waits for the device, because the host reads the slots to find
+the rows to write.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def write_kv_plain(
 
 
 def computed_scales(values: torch.Tensor) -> torch.Tensor:
-    """The scale of each row, which maps the row's largest finite magnitude to e4m3's largest."""
+    """Return the scale of each row, which maps its largest finite magnitude to e4m3's largest."""
     magnitudes = values.abs()
     # An infinity must not turn the rest of its row into zeros, and NaN must not spread.
     finite = torch.where(magnitudes < float("inf"), magnitudes, 0.0)
@@ -60,7 +61,7 @@ def computed_scales(values: torch.Tensor) -> torch.Tensor:
 
 
 def quantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Convert float32 rows to e4m3 with their scales. Too large numbers saturate; NaN stays."""
+    """Convert float32 rows to e4m3 with their scales. Large numbers saturate; NaN stays."""
     scaled = values * (1.0 / scales).unsqueeze(-1)
     # Clamped, because some versions of torch convert numbers beyond the range to NaN.
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

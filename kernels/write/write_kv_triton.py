@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV writes in Triton: a program copies some rows of K or of V. A row is one head of one token.
+"""Writes of K and V in Triton. A program copies some rows of K or of V. A row is one head of one
+token.
 
-Rows are numbered token by token, so the rows of a program are neighbours in the source and, within
-a token, in the pool. Each row's values are read once and written once, also for fp8. The kernel
-checks the slots, because they are on the device; `write_kv` has checked the other arguments.
+Rows are numbered token by token, so the rows of a program are adjacent in the source and, within a
+token, in the pool. The values of each row are read once and written once, also for float8. The
+kernel checks the slots, because they are on the device; `write_kv` has checked the other arguments.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def _write_rows(  # type: ignore[no-untyped-def]
     SMALLEST: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write rows of one side. `kv`, and `scales` unless None, point at its first element."""
+    """Write rows of K or of V. `kv` points at the first element of K or V in the pool; `scales`
+    points at its first scale, or is None."""
     dim = tl.arange(0, WIDTH)
     mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
     from_rows = token * token_stride + head * source_head_stride
@@ -97,7 +99,7 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Grid: (groups of ROWS rows, 2). The second index is the side: 0 writes K, 1 writes V."""
+    """Grid: (groups of ROWS rows, 2). For the second index, 0 writes K and 1 writes V."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     # 64 bits before anything is multiplied: both source and pool may pass 2^31 elements.
     token = (row // HEADS).to(tl.int64)
@@ -166,7 +168,7 @@ def write_kv_triton(
     *,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """Run `write_kv.write_kv` with checked arguments."""
+    """Run `write_kv.write_kv`; the arguments must have been checked."""
     num_blocks, _, block_size, num_heads, head_dim = kv.shape
     is_given = kv_scales is not None and kv_scales.ndim == 2
     known = constants(head_dim, block_size, num_heads, is_given)
@@ -190,7 +192,8 @@ def write_kv_triton(
 
 
 def _scale_strides(kv_scales: torch.Tensor | None) -> tuple[int, ...]:
-    """Strides of block, side, position and head; 0 if the scales have no such dimension."""
+    """Return the strides of the scales by block, K or V, position, and head; 0 if the scales have
+    no such dimension."""
     if kv_scales is None:
         return (0, 0, 0, 0)
     if kv_scales.ndim == 2:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: decides which of the blocks that the slab is about to lose are written to the disk.
+"""Admission filters decide which blocks that the slab is about to evict are written to the disk.
 
-Writing every block wears a disk out and displaces blocks that would have been used again. A filter
-knows no disks, slots or threads; `Hierarchy` asks it from its own thread.
+Writing every block wears a disk out and evicts blocks that would have been used again. A filter
+handles no disks, slots or threads; `Hierarchy` calls a filter only from its own thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 class AdmissionFilter(ABC):
-    """A filter of the blocks that go down a tier."""
+    """Decides which blocks are written to the tier below."""
 
     learns = False  # whether `observe` does anything: listing a prompt's keys costs time
 
@@ -20,11 +20,11 @@ class AdmissionFilter(ABC):
         """Learn from a prompt whose blocks are `chain`, head first, at `now` monotonic seconds."""
 
     def promoted(self, count: int) -> None:  # noqa: B027 - a hint, not a duty
-        """Count `count` blocks that requests found in the tier below and promoted."""
+        """Count `count` blocks that requests found in the tier below and copied into the slab."""
 
     @abstractmethod
     def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
-        """Decide for each block that the tier above is about to lose whether to write it."""
+        """Decide for each block that the tier above is about to evict whether to write it."""
 
 
 class AdmitAll(AdmissionFilter):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of `base.py` as a function that any admission filter has to pass.
+"""A check that an admission filter keeps the contract in `base.py`.
 
-Authors of filters, also outside this project, call it with the filter's factory. It does not judge
-which blocks are worth writing.
+Authors of filters, also outside this project, call `check_filter_contract` with their filter's
+factory. The check does not judge which blocks are worth writing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _PROMPTS = 60
 
 
 def check_filter_contract(make: Callable[[int], AdmissionFilter]) -> None:
-    """Check everything that the hierarchy relies on. `make` takes the number of blocks that the
-    tier below can hold. Raises ContractBroken with the expected and the actual value."""
+    """Check everything on which `Hierarchy` relies. `make` takes the number of blocks that the tier
+    below can hold. Raises ContractBroken with the expected and the actual value."""
     admission = make(BLOCKS)
     if not isinstance(admission, AdmissionFilter):
         raise ContractBroken(f"expected an AdmissionFilter, got {type(admission).__name__}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission filters that need no model of reuse: while-used, the doorkeeper and the daily bound."""
+"""Admission filters by name, and those that need no reuse model: while-used, doorkeeper, budget."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ ALIASES = {"second-sight": "doorkeeper"}  # names of earlier versions
 
 
 class WhileUsed(AdmissionFilter):
-    """Admits every block to a tier of `blocks_below` blocks, until its written blocks prove unused.
+    """Admits every block to a tier of `blocks_below` blocks, until too few of them are reused.
 
-    If a disk was written over once and hardly one of its blocks was read again, filling it costs
-    more than it brings: the disk's life, and processor time of the model. From then on only one
-    stretch in eight of the blocks that the tier above loses is written. Blocks are lost one prompt
-    after the other, so a stretch is mostly whole prompts, and the uses of this sample tell the uses
-    of all blocks. When the sample has enough uses, every block is written again.
+    If a disk was filled once and hardly any of its blocks were read again, writing costs more than
+    it gains: it wears the disk and takes processor time from the model. From then on, only one
+    stretch in eight of the blocks that the tier above evicts is written. The tier above evicts one
+    prompt after the other, so a stretch is mostly whole prompts, and the uses of this sample are
+    typical of all blocks. When the sample has enough uses, every block is written again.
 
         written and read again, both fading over one turnover of the tier below
 
         share read again ≥ MIN_USES  ──► write all     (and before the first turnover is over)
                          < MIN_USES  ──► write a sample
 
-    It keeps counts only."""
+    The filter keeps only counts, no keys."""
 
     def __init__(self, blocks_below: int) -> None:
         self._turnover = max(1, blocks_below)
@@ -59,7 +59,7 @@ class WhileUsed(AdmissionFilter):
 
     @property
     def is_sampling(self) -> bool:
-        """Whether only a sample is written now, after too few uses."""
+        """Whether only a sample is written now, because too few written blocks were used."""
         return not self._unjudged and self._used < MIN_USES * self._written
 
     def promoted(self, count: int) -> None:
@@ -83,10 +83,10 @@ class WhileUsed(AdmissionFilter):
 
 
 class Doorkeeper(AdmissionFilter):
-    """Admits a block after two prompts have asked for it (TinyLFU's doorkeeper).
+    """Admits a block that two or more prompts have contained (TinyLFU's doorkeeper).
 
-    Remembers four times `blocks_below` names, at least `MIN_NAMES` and at most `MAX_NAMES`, the
-    least recently seen forgotten first. A name takes about 200 bytes."""
+    Remembers the keys of four times `blocks_below` blocks, at least `MIN_NAMES` and at most
+    `MAX_NAMES`, and forgets the least recently seen key first. A key takes about 200 bytes."""
 
     learns = True
 
@@ -107,10 +107,10 @@ class Doorkeeper(AdmissionFilter):
 
 
 class WriteBudget(AdmissionFilter):
-    """Bounds the writes of a day to `blocks_per_day` of the blocks that `inner` admits.
+    """Limits the blocks written per day to `blocks_per_day` of the blocks that `inner` admits.
 
-    A bucket of blocks fills evenly over the day and holds an hour's worth: short bursts pass, and
-    no day sees more than the bound and one bucket. Blocks beyond the bucket are not written."""
+    A token bucket fills evenly over the day and holds one hour's share. So short bursts pass, and
+    no day has more writes than the limit plus one bucket. Blocks beyond the bucket are refused."""
 
     def __init__(self, inner: AdmissionFilter, blocks_per_day: float) -> None:
         if not blocks_per_day >= 1:
@@ -155,13 +155,13 @@ FILTERS: Mapping[str, FilterFactory] = {
 
 
 def known_filters() -> list[str]:
-    """The names: built-in filters, filters of other packages, then names of earlier versions."""
+    """Names of filters: built-in filters, filters of other packages, names from old versions."""
     return list(dict.fromkeys([*FILTERS, *installed(ENTRY_POINTS), *ALIASES]))
 
 
 def make_filter(name: str, blocks_below: int) -> AdmissionFilter:
-    """Make a filter by name, a built-in one or one of another package. Raises TierConfigError for
-    an unknown name and for a filter that cannot be loaded or breaks the contract of `base.py`."""
+    """Make a built-in filter or one of another package. Raises TierConfigError for an unknown name
+    and for a filter that cannot be loaded or breaks the contract of `base.py`."""
     name = ALIASES.get(name, name)
     if name in FILTERS:
         return FILTERS[name](blocks_below)

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reuse: a block is written if the tier below will probably still have it at its next use.
+"""The filter `reuse`: admits a block that will probably be used while the tier below still has it.
 
-It learns from observed prompts, by turn, length and gap, how soon blocks are used again. A write
-pays if a use is likely enough before the tier below displaces the block. A block stays there until
-the whole tier has been written anew, so with more writes fewer blocks are worth writing. Even if
-almost every block will be used again, the least likely tenth is left out.
+The filter learns from observed prompts how soon blocks are used again, by the conversation's turn,
+the prompt's length and the time between prompts. A write is worth its cost if a use is likely
+enough before the tier below evicts the block. The tier below keeps a block until the whole tier has
+been written once more, so with more writes fewer blocks are worth writing. Even if almost every
+block will be used again, the least likely tenth is refused.
 
-A refused block that is asked for again is admitted when it is lost next, whatever its chance,
-unless its conversation has gone on without it. The blocks before an admitted block are admitted
-too, because a block behind a hole is useless.
+A refused block that a prompt uses again is admitted at its next eviction from the tier above,
+whatever its chance, unless its conversation has continued without it. The blocks before an admitted
+block in its chain are admitted too, because a block is useless if a block before it is missing.
 
-It remembers four times as many blocks as the tier below holds, at least `MIN_BLOCKS` and at most
-`MAX_BLOCKS`; a block takes about 400 bytes.
+The filter remembers four times as many blocks as the tier below holds, at least `MIN_BLOCKS` and at
+most `MAX_BLOCKS`; a block takes about 400 bytes.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from .base import AdmissionFilter
 
 # The cost of a write, as a share of the gain of a use.
 MIN_CHANCE = 0.28
-# Later uses do not count, even if the tier below keeps a block for longer.
+# Uses after this time do not count, even if the tier below keeps a block for longer.
 HORIZON_SECONDS = 3600.0
 CAPACITIES = 4
 MIN_BLOCKS = 16_384
 MAX_BLOCKS = 262_144
-# This share of the offered blocks is always left out, by a limit of the chance that adapts.
+# This share of the offered blocks is always refused, by a lower limit of the chance that adapts.
 WORST = 0.1
 STEP = 0.02
-# A write of so long ago counts 1/e of a write now.
+# A write of this age counts 1/e of a new write.
 RATE_SECONDS = 600.0
 
 
 class ReuseFilter(AdmissionFilter):
-    """Admits blocks that are likely to be used again while a tier of `blocks_below` has them."""
+    """Admits blocks that will likely be used while a tier of `blocks_below` blocks has them."""
 
     learns = True
 
@@ -50,8 +51,8 @@ class ReuseFilter(AdmissionFilter):
         self._model = ReuseModel()
         self._limit = min(MAX_BLOCKS, max(MIN_BLOCKS, CAPACITIES * blocks_below))
         self._refused: OrderedDict[bytes, int] = OrderedDict()  # with their uses at the refusal
-        # The direct predecessors of admitted blocks. Tails are lost before their heads, so most of
-        # these predecessors are still to be offered.
+        # The direct predecessors of admitted blocks. Tails are evicted before their heads, so most
+        # of these predecessors have not been offered yet.
         self._needed: OrderedDict[bytes, None] = OrderedDict()
         # No block is held here, so the history's queues stay empty.
         self._history = History(self._limit, self._model, by_length=True)

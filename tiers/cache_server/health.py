@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """grpc.health.v1: SERVING until the server drains, then NOT_SERVING.
 
-This servicer replaces the one of grpc's package, where a watcher that does not read delays every
-change of the status. The service needs no credentials, so it limits the number of calls, and the
-time for a request to arrive.
+This servicer replaces the servicer of grpc's package, in which a watcher that does not read delays
+every change of the status. The service needs no credentials; therefore it limits the number of
+calls and the time in which a request must arrive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """The status of the services in `names`, and of the whole server under an empty name."""
+    """Reports the status of the services `names`, and of the whole server under the empty name."""
 
     def __init__(self, *names: str) -> None:
         self._names = frozenset(("", *names))
@@ -48,7 +48,7 @@ class Health:
         )
 
     def enter_graceful_shutdown(self) -> None:
-        """Report NOT_SERVING from now on, and end the streams of watchers after that event."""
+        """Report NOT_SERVING from now on, and end each watcher's stream after reporting it."""
         self._is_serving = False
         self._changed.set()
 

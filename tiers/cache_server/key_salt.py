@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's salt: it makes the keys under which the server keeps a tenant's blocks.
+"""KeySalt: derives the keys under which the server stores a tenant's blocks.
 
     stored key = HMAC-SHA256(tenant key, key) | the key's group and shard
     tenant key = HMAC-SHA256(server secret, tenant)
 
-No client can choose the stored key of another tenant's block. Keys on the disk reveal no prompt.
+No client can choose the stored key of another tenant's block. Stored keys do not reveal prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK_BYTES = 64  # of SHA-256
 
 
 class KeySalt:
-    """The salt of one tenant's keys."""
+    """Derives the stored keys of one tenant."""
 
     def __init__(self, secret: bytes, tenant: str) -> None:
         if len(secret) < SECRET_BYTES:
@@ -34,7 +34,7 @@ class KeySalt:
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
     def salt_keys(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The 40-byte stored keys of 40-byte keys, in a time that does not depend on the keys."""
+        """The 40-byte stored keys of 40-byte keys. The time does not depend on the keys' values."""
         if self._maker is not None:
             return cut_keys(self._maker.hmac_keys(b"".join(keys), len(keys)))
         inner, outer = self._inner, self._outer

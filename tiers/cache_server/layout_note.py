@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout notes: the file PATH/NAME.layout beside a store's folder has the layout of its blocks.
+"""Layout notes: a file PATH/NAME.layout beside a store's folder has the layout of its blocks.
 
-A restarted server reads a tenant store's layout there, and makes the store ready before an engine
-attaches. Without a readable note the store is made when an engine attaches.
+A restarted server reads a tenant store's layout from this file and opens the store before an engine
+attaches. Without a readable file the store is opened when an engine attaches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def store_folder(path: Path, tenant_store: str) -> Path:
 
 
 def read_layout_note(path: Path, tenant_store: str) -> BlockLayout | None:
-    """The layout of a tenant store on the disk; None without a readable note."""
+    """The layout of a tenant store on the disk, or None without a readable note."""
     place = _place(path, tenant_store)
     try:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -65,7 +65,7 @@ def read_layout_note(path: Path, tenant_store: str) -> BlockLayout | None:
 
 
 def write_layout_note(path: Path, tenant_store: str, layout: BlockLayout) -> None:
-    """Replace the note. May raise OSError."""
+    """Write the layout note, replacing an older one. May raise OSError."""
     note = _Note(
         LAYOUT_VERSION,
         layout.num_layers,
@@ -86,8 +86,8 @@ def write_layout_note(path: Path, tenant_store: str, layout: BlockLayout) -> Non
 
 
 def stores_left(path: Path, names: Iterable[str]) -> list[StoreEntry]:
-    """The stores in `path` that belong to no tenant store in `names`: removed tenants left them.
-    Raises TierConfigError if `path` is no folder."""
+    """The stores in `path` that belong to no tenant store in `names`, such as those of removed
+    tenants. Raises TierConfigError if `path` is no folder."""
     if not path.is_dir():
         raise TierConfigError(f"{path} is no folder; give the --ssd-path of a cache server")
     known = {store_folder(path, name).name for name in names}
@@ -99,8 +99,8 @@ def stores_left(path: Path, names: Iterable[str]) -> list[StoreEntry]:
 
 
 def remove_left(folder: Path) -> int:
-    """Remove a tenant store's folder and its note; return the bytes freed. Raises TierConfigError
-    if the folder is in use."""
+    """Remove a tenant store's folder and its note. Return the number of bytes freed. Raises
+    TierConfigError if the folder is in use."""
     freed = remove(folder)
     folder.with_suffix(".layout").unlink(missing_ok=True)
     return freed

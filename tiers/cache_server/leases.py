@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases: holds with a deadline, for owners that may vanish, such as another process.
+"""Leases: pins and reservations with a deadline, for clients that may vanish.
 
-Each store and each session has a `Leases` table of its own, and ends the expired leases in it:
+Each store and each session has its own `Leases` table, and ends the expired leases in it:
 
     owner                   holds                at its deadline
     a tenant, by gRPC       pinned blocks        they are unpinned
     a session that reads    a ReadLease          its slots are unpinned
     a session that writes   a WriteLease         its slots are withheld: the client may still write
 
-A ReadLease or WriteLease that a server's own thread uses is in no table: the thread always ends it,
-and its slots must not be freed earlier. Time is monotonic: a jump of the clock ends no lease.
+A ReadLease or WriteLease that only a thread of the server uses is in no table. The thread always
+ends it, and its slots must not be freed before that. Times are monotonic, so that setting the clock
+ends no lease.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from ..wire.status import TooMuch
 
 MAX_SECONDS = 3600.0
 MAX_LEASES = 65536
-_STALE_DEADLINES = 64  # entries beyond two for each lease at which the heap is rebuilt
+_STALE_DEADLINES = 64  # the heap is rebuilt above twice the leases plus this
 _Held = TypeVar("_Held")
 
 
 @dataclass(slots=True, eq=False)
 class ReadLease:
-    """Blocks that are being read. `slots[i]` is the slot of `keys[i]`, None for a miss. The slots
-    are known after `ServedStore.wait_loaded` and valid until `ServedStore.end_load`."""
+    """Blocks that are being read. `slots[i]` is the slot of `keys[i]`, or None for a miss. The
+    slots are known after `ServedStore.wait_loaded` and stay pinned until `ServedStore.end_load`."""
 
     keys: list[bytes]
     slots: list[int | None]
@@ -48,7 +49,8 @@ class ReadLease:
 
 @dataclass(slots=True, eq=False)
 class WriteLease:
-    """Blocks being stored. `slots[i]` is the slot to fill if `states[i]` is WANTED, else None."""
+    """Blocks being stored. `slots[i]` is the slot to fill if `states[i]` is WANTED, else it is
+    None."""
 
     keys: list[bytes]
     states: list[State]
@@ -58,7 +60,7 @@ class WriteLease:
 
 
 class PinnedBlocks:
-    """The blocks of a slab that leases pin, with the number of leases that hold each block."""
+    """The blocks of a slab that leases pin, with the number of leases on each block."""
 
     def __init__(self, slab: SlabTier) -> None:
         self._slab = slab
@@ -71,7 +73,7 @@ class PinnedBlocks:
         return len(self._times)
 
     def pin(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Pin the leading run of keys that the slab has, and return these keys."""
+        """Pin the leading keys up to the first one that the slab lacks, and return these keys."""
         slots = self._slab.pin(keys)
         leading = next((i for i, slot in enumerate(slots) if slot is None), len(keys))
         beyond = zip(keys[leading:], slots[leading:], strict=True)
@@ -80,7 +82,7 @@ class PinnedBlocks:
         return list(keys[:leading])
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        """Undo one `pin`; `keys` are its result."""
+        """Undo one call of `pin`, which returned `keys`."""
         for key in keys:
             self._times[key] -= 1
             if not self._times[key]:
@@ -99,9 +101,9 @@ class Lease(Generic[_Held]):
 
 
 class Leases(Generic[_Held]):
-    """A table of leases, at most `most_each` of one owner. At a lease's deadline, `expired` takes
-    back its holds. The table's owner calls `expire` at intervals; most other methods do so too. One
-    thread at a time may use the table."""
+    """A table of leases, with at most `most_each` of each owner. When a lease has expired, the
+    callback `expired` releases what it held. The user of the table calls `expire` at intervals;
+    most other methods call it too. Not thread-safe."""
 
     def __init__(
         self,
@@ -125,7 +127,7 @@ class Leases(Generic[_Held]):
         return iter(list(self._leases.values()))
 
     def check_room(self, owner: str = "") -> None:
-        """Raise TierBusy if there are too many leases, TooMuch if the owner has too many."""
+        """Raise TierBusy if there are too many leases, TooMuch if `owner` has too many."""
         self.expire()
         if len(self._leases) >= MAX_LEASES:
             raise TierBusy(f"{MAX_LEASES} leases are out already; try again when some have ended")
@@ -133,7 +135,8 @@ class Leases(Generic[_Held]):
             raise TooMuch(f"{self._most_each} leases of {owner} run already; end some or wait")
 
     def grant_lease(self, held: _Held, seconds: float, owner: str = "") -> Lease[_Held]:
-        """Lend `held` to `owner`. Raises InvalidBlock for a wrong duration, TierBusy, TooMuch."""
+        """Make a lease of `held` for `owner`. Raises InvalidBlock for a wrong duration, TierBusy,
+        TooMuch."""
         deadline = self._deadline(seconds)
         self.check_room(owner)
         lease = Lease(next(self._numbers), owner, held, deadline)
@@ -143,13 +146,13 @@ class Leases(Generic[_Held]):
         return lease
 
     def find_lease(self, number: int, owner: str = "") -> Lease[_Held] | None:
-        """The lease of this number, if it still runs and belongs to the owner."""
+        """The lease of this number, or None if it has ended or has another owner."""
         self.expire()
         lease = self._leases.get(number)
         return lease if lease is not None and lease.owner == owner else None
 
     def end_lease(self, lease: Lease[_Held]) -> None:
-        """Remove a lease from the table. The caller releases what the lease held."""
+        """Remove a lease from the table. The caller must release what the lease held."""
         del self._leases[lease.number]
         self._owned[lease.owner] -= 1
         if len(self._deadlines) > 2 * len(self._leases) + _STALE_DEADLINES:
@@ -157,7 +160,7 @@ class Leases(Generic[_Held]):
             heapq.heapify(self._deadlines)
 
     def expire(self) -> int:
-        """End the leases past their deadline; return how many."""
+        """End the leases whose deadline has passed. Return how many."""
         now, ended = self._clock(), 0
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             lease = self._leases[self._deadlines[0][1]]
@@ -167,7 +170,7 @@ class Leases(Generic[_Held]):
         return ended
 
     def next_deadline(self) -> float | None:
-        """The first deadline (monotonic): call `expire` by then. None without a lease."""
+        """The earliest deadline (monotonic seconds), or None without a lease."""
         while self._deadlines:
             deadline, number = self._deadlines[0]
             lease = self._leases.get(number)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET /metrics over HTTP: few connections, each with one small request and one answer."""
+"""An HTTP server for GET /metrics. It accepts few connections, and one small request on each."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class MetricsEndpoint:
 
 
 def _host_of(head: bytes) -> str:
-    """The request's Host, or localhost without this header: every browser sends it."""
+    """The host in the header Host, or localhost without that header, which every browser sends."""
     for line in head.split(b"\r\n")[1:]:
         name, _, value = line.partition(b":")
         if name.strip().lower() == b"host":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The secret of a cache server, read from its file or made. It salts the keys of stored blocks.
+"""Reads or makes the file with a cache server's secret, which salts the keys of stored blocks.
 
-A process with the secret can tell which prompts have blocks on a disk. Without the secret a server
-does not find the blocks on its disk.
+A process that has the secret can find out which prompts have blocks on a disk. A server that has
+lost the secret does not find the blocks on its disk.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SECRET_BYTES = 32
 
 
 def read_secret(path: Path) -> bytes:
-    """The content of `path`. A missing file is made, with random bytes that only this user can
-    read. Raises TierConfigError with a cure."""
+    """Read the secret from `path`. A missing file is made, with random bytes that only this user
+    can read. Raises TierConfigError if the file cannot be used."""
     try:
         descriptor = _open(path)
         try:  # not `open`, which leaves the descriptor of a directory open
@@ -47,7 +47,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def _open(path: Path) -> int:
-    """A descriptor of the file, which is made if it is missing. May raise OSError."""
+    """Open the file, which is made if it is missing. May raise OSError."""
     # O_NONBLOCK: opening a pipe does not wait for its other end.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache server: tenant stores, calls, data connections and metrics in one process.
+"""The cache server: tenant stores, gRPC calls, data connections and metrics in one process.
 
-    start   tenant stores known from the disk are being made; data plane; gRPC; SERVING
+    start   open the tenant stores on the disk, the data plane, gRPC; report SERVING
     reload  tenants, tokens and certificates change; memory, ports and connections stay
-    drain   NOT_SERVING, new calls refused; running ones may finish; tenant stores are written down
+    drain   report NOT_SERVING; refuse new calls; finish running calls; write blocks to the disk
 
 The server checks all its addresses before it starts any part. It refuses an address that is in use,
-or that clients of other machines could use without TLS and credentials.
+and an address that other machines can reach without TLS and credentials.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ DEFAULT_PORT = 9400
 _LAST_SECONDS = 0.2  # for the last messages of calls that are ended
 _LOOK_AT_CERTIFICATES_SECONDS = 6 * 3600.0
 _LOOK_AT_TOKEN_SECONDS = 15.0
-# `reload` changes the first fields. It ignores the second ones, which differ at each reading.
+# `reload` applies the fields in _RELOADED. It ignores those in _LEFT_ALONE, which differ at each
+# reading.
 _RELOADED = frozenset({"tenants", "tls"})
 _LEFT_ALONE = frozenset({"own_token", "secret", "mac_key"})
 _REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
@@ -58,7 +59,7 @@ _REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings(StoreSettings):
-    """The settings of a server. Port 0 takes any free port; a port of None turns that part off."""
+    """The settings of a server. Port 0 means any free port; None turns that part off."""
 
     tenants: Tenants
     # A tenant's token, which the server writes to a file for this user's clients on this machine.
@@ -77,8 +78,8 @@ class ServerSettings(StoreSettings):
 
 
 class CacheServer:
-    """The server. Call `start`, then `drain`, once each, on one event loop. `tenant_stores`
-    replaces the stores that the settings describe. Raises TierConfigError for unusable settings."""
+    """The server. Call `start`, then `drain`, once each, on one event loop. `tenant_stores` is used
+    in place of the stores of the settings. Raises TierConfigError for unusable settings."""
 
     def __init__(self, settings: ServerSettings, tenant_stores: ServedStores | None = None) -> None:
         self.settings = settings
@@ -111,11 +112,11 @@ class CacheServer:
 
     @property
     def address(self) -> str:
-        """`host:port` of the calls, once started."""
+        """The address `host:port` of the gRPC calls, after `start`."""
         return host_port(self.settings.host, self.port)
 
     async def start(self) -> None:
-        """Listen and serve. After an error no part keeps running."""
+        """Listen and serve. If a part fails to start, all parts are stopped."""
         self._check_settings()
         try:
             await self._start_services()
@@ -124,9 +125,9 @@ class CacheServer:
             raise
 
     async def drain(self, seconds: float | None = None) -> bool:
-        """End in order, within about `seconds`. New calls are refused, and running calls may finish
-        in half of the time; the rest is for writing tenant stores to the disk. False if a tenant
-        store could not be closed. Idempotent."""
+        """Stop the server within about `seconds`. New calls are refused. Running calls get half of
+        the time to finish; the rest is for writing blocks to the disk. False if a tenant store
+        could not be closed. Idempotent."""
         if seconds is None:
             seconds = self.settings.drain_seconds
         end = time.monotonic() + seconds
@@ -156,10 +157,10 @@ class CacheServer:
         return closed
 
     async def reload(self, read: Callable[[], ServerSettings]) -> list[str]:
-        """Apply the tenants, credentials and certificates of the settings that `read` returns (on a
-        thread). A removed token becomes invalid: calls, tickets and connections that it opened are
-        refused at their next request. Returns sentences about changes that need a restart. Raises
-        TierConfigError or the errors of `read`, and then changes nothing.
+        """Apply the tenants, credentials and certificates in the settings that `read` returns;
+        `read` runs on a thread. A removed token becomes invalid: tickets and data connections that
+        it opened are refused at their next request. Return sentences about changes that need a
+        restart. Raises TierConfigError or the errors of `read`, and then changes nothing.
         """
         old = self.settings
         try:
@@ -269,7 +270,7 @@ class CacheServer:
                 log.exception("the token for clients of this user cannot be looked at")
 
     async def look_at_token(self, token: str) -> None:
-        """Write the token for this user's clients again if no file is at its path."""
+        """Write the token file for this user's clients again if the file is gone."""
         path = self.token_path
         if path is None or await asyncio.to_thread(os.path.lexists, path):
             return
@@ -298,7 +299,7 @@ class CacheServer:
         return self._memory.start()
 
     def _resolve(self, ticket: bytes) -> Opened | None:
-        """Use up a ticket; return the store that it opens, None if it is not valid."""
+        """Invalidate a ticket. Return the store that it opens, or None if it is not valid."""
         caller = self._tickets.use_ticket(ticket)
         if caller is None or not caller.is_known_to(self.settings.tenants):
             return None
@@ -309,7 +310,8 @@ class CacheServer:
         return Opened(tenant_store, tenant.name, lambda: caller.is_known_to(self.settings.tenants))
 
     def _close_data(self, seconds: float) -> None:
-        """Close the data plane and wait for its end; call it on a thread, not on the event loop."""
+        """Close the data plane and wait until it has ended. The call waits, so make it on a
+        thread."""
         end = time.monotonic() + seconds
         for server in (self._data, self._memory):
             if server is not None:
@@ -343,7 +345,7 @@ class CacheServer:
 
 
 def _check_exposure(settings: ServerSettings) -> None:
-    """Raise TierConfigError if clients of other machines could call without TLS or credentials."""
+    """Raise TierConfigError if other machines could call without TLS or credentials."""
     has_credentials = not any(tenant.takes_anyone for tenant in settings.tenants)
     check_exposure(
         settings.host,
@@ -372,7 +374,7 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
 
 
 def _bind(server: Any, host: str, port: int, credentials: Any) -> int:
-    """Open the port, and return it. Raises TierConfigError."""
+    """Bind the gRPC port and return its number. Raises TierConfigError."""
     address = host_port(host, port)
     try:
         if credentials is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache server's metrics for Prometheus: by tenant store, by call and as a whole. Label values
-come from the tenants file, the protocol and grpc, so their number is bounded. Each scrape reads the
-statistics of the tenant stores.
+"""The cache server's Prometheus metrics: for each tenant store, for each call and for the server.
+Label values come from the tenants file, the protocol and grpc, so their number is limited. Each
+scrape reads the statistics of the tenant stores.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _TIERS = (
 
 
 class ServerMetrics:
-    """All metrics, in a registry of their own. `tenant_stores` returns the open stores. `gauges`
-    returns the server's other current values: name without prefix → help and value."""
+    """All metrics, in their own registry. `tenant_stores` returns the open stores. `gauges` returns
+    the server's other gauges: name without prefix → help text and value."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class ServerMetrics:
 
 
 class _State(Collector):
-    """The metrics that are computed at each scrape."""
+    """Computes the metrics of tenant stores and the gauges at each scrape."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _State(Collector):
         self._started = time.time()  # the wall clock: Prometheus compares it with its own
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """Yield every family; the registry calls this."""
+        """Yield every metric family. The registry calls this at each scrape."""
         started = GaugeMetricFamily(PREFIX + "start_time_seconds", "When the server started.")
         started.add_metric((), self._started)
         yield started

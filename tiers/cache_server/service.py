@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of the cache service on tenant stores; proto/v1/cache_service.proto describes each.
+"""The gRPC calls of the cache service; proto/v1/cache_service.proto describes each call.
 
 The event loop never waits for a tenant store (`tenant_store_calls.py`). A call raises its errors,
-and `access/call_guard.py` turns them into a status.
+and `access/call_guard.py` turns them into a gRPC status.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 class DataPlane(NamedTuple):
-    """The addresses of the data plane, where blocks move without gRPC; zero and empty for none."""
+    """The addresses where clients move blocks without gRPC; zero and empty for none."""
 
     port: int = 0
     unix_path: str = ""
@@ -67,14 +67,14 @@ class CacheService:
         self.watches = Watches(limits, num_tenants)
 
     def set_tenants(self, num_tenants: int, ended: Collection[str]) -> None:
-        """Change the number of tenants, and end the watches of the tenants in `ended`, which lost a
-        credential. These tenants may begin new watches."""
+        """Change the number of tenants. End the watches of the tenants in `ended`, which have lost
+        a credential; these tenants may begin new watches."""
         self.streams.set_tenants(num_tenants)
         self.watches.set_tenants(num_tenants)
         self.watches.end_of(ended)
 
     def close(self) -> None:
-        """Begin no more calls of tenant stores, without waiting for running ones. Idempotent."""
+        """Begin no more calls of tenant stores. Does not wait for running calls. Idempotent."""
         self._calls.close()
 
     async def describe(self, _request: Any, _context: Any) -> Any:
@@ -95,7 +95,7 @@ class CacheService:
         )
 
     async def attach(self, request: Any, _context: Any) -> Any:
-        """Attach the caller's layout to its tenant store. Makes the store if it does not exist."""
+        """Open the caller's tenant store, with the caller's layout if the store is new."""
         if not request.HasField("layout"):
             raise WireError("Attach needs the layout of the caller's blocks")
         tenant_store = self._tenant_stores.attach(
@@ -109,14 +109,14 @@ class CacheService:
         )
 
     async def lookup(self, request: Any, _context: Any) -> Any:
-        """Look up blocks, without counting them as used."""
+        """Look blocks up. This does not count them as used."""
         tenant_store, keys = self._tenant_store(), unpack_keys(request.keys)
         states = bytes(await self._looked_up(tenant_store, keys))
         prefix = len(states) - len(states.lstrip(_HIT))
         return messages.LookupResponse(prefix=prefix, states=states, boot_id=self._boot_id)
 
     async def load(self, request: Any, context: Any) -> None:
-        """Send blocks in pieces."""
+        """Load blocks, and send them in pieces."""
         tenant, tenant_store = current_tenant(), self._tenant_store()
         keys = unpack_keys(request.keys, MAX_BLOCKS)
         if keys:
@@ -124,14 +124,14 @@ class CacheService:
             self._metrics.sent(tenant.name, sent)
 
     async def store(self, requests: Any, _context: Any) -> Any:
-        """Take blocks in pieces."""
+        """Receive blocks in pieces, and store them."""
         tenant, tenant_store = current_tenant(), self._tenant_store()
         states, received = await self.streams.store(tenant.name, tenant_store, requests)
         self._metrics.received(tenant.name, received)
         return messages.StoreResponse(states=bytes(states), boot_id=self._boot_id)
 
     async def pin(self, request: Any, _context: Any) -> Any:
-        """Lease the leading run of blocks that the store has."""
+        """Lease the leading blocks up to the first one that the store lacks."""
         tenant, tenant_store = current_tenant(), self._tenant_store()
         keys = unpack_keys(request.keys, MAX_BLOCKS)
         seconds = request.lease_ms / 1000
@@ -219,7 +219,7 @@ class CacheService:
         )
 
     async def open_data(self, _request: Any, _context: Any) -> Any:
-        """Hand out a ticket for the data connection."""
+        """Return a ticket for the data connection."""
         self._tenant_store()
         return messages.OpenDataResponse(
             ticket=self._tickets.issue_ticket(current_caller()),
@@ -230,9 +230,10 @@ class CacheService:
         )
 
     async def _looked_up(self, tenant_store: ServedStore, keys: list[bytes]) -> list[State]:
-        """Look up keys: up to _QUICK_KEYS on the event loop, more than _ALONE_KEYS on a thread,
-        with one such look-up of a tenant at a time. A number in between stays on the loop unless
-        the tenant has another large look-up: waking a thread would take longer."""
+        """Look keys up. Up to _QUICK_KEYS keys are looked up on the event loop. More than
+        _ALONE_KEYS keys are looked up on a thread, one such look-up of a tenant at a time. A number
+        in between is looked up on the loop unless the tenant has another large look-up, because
+        waking a thread takes longer."""
         if len(keys) <= _QUICK_KEYS:
             return await self._run_quick(
                 tenant_store, lambda: tenant_store.lookup(keys, asked=True)

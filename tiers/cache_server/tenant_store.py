@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tenant's store: its own slab, its own stores below it, its own salted keys.
+"""TenantStore: the blocks of one tenant, in its own slab and stores, under its own salted keys.
 
-One thread at a time may use a hierarchy, so a tenant store takes a lock for each call; calls may
-come from any thread. The lock is free while bytes are read, moved or hashed.
+Any thread may call a tenant store. Only one thread at a time may use its hierarchy, so each call
+takes a lock. The lock is not held while bytes are read, copied or hashed.
 
     begin_load → wait_loaded → (bytes go out) → end_load   blocks stay pinned in between
     begin_store → (bytes come in, checked) → end_store     every later look-up finds them
-                └ (the writer is late) → abandon_store     slots are withheld until the writer ends
+                └ (the writer is late) → abandon_store     slots stay unused until the writer ends
 
-Blocks move in and out of `buffer(slot)`. Calls take the tenant's own keys; blocks are kept under
-salted keys. Only engines make and compare tags. The store keeps a block's tag beside the block, in
-memory and on the disk, and sends both.
+Callers copy blocks into and out of `buffer(slot)`. Methods take the keys of clients; blocks are
+stored under salted keys. Only engines make and compare tags. The store keeps a block's tag with the
+block, in memory and on the disk, and sends both.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .served_store import Listener, ServedStore
 
 log = logging.getLogger(__name__)
 
-# The time for a disk to record deletions, which is shorter than a client waits for the answer
-# (`RemoteSettings.store_seconds`). Otherwise the client would take the server for lost.
+# The time for a disk to record deletions. It is shorter than a client waits for the answer
+# (`RemoteSettings.store_seconds`); otherwise the client would mark the server as down.
 FORGET_SECONDS = 3.0
 # The share of the slab that leases by gRPC may hold; the rest is left to stores and loads.
 LEASED_SHARE = 0.5
@@ -47,14 +47,14 @@ SWEPT_BLOCKS = 1024  # forgotten blocks whose slots are freed in one hold of the
 
 
 def _states_of(answers: Sequence[Answer]) -> list[State]:
-    """The states of answers. Comparisons are faster than a dict, which hashes each Answer."""
+    """Convert answers to states. Comparisons are faster than a dict, which hashes each Answer."""
     hit, miss = Answer.HIT, Answer.MISS
     here, none, coming = State.HIT, State.MISS, State.PENDING
     return [here if each is hit else none if each is miss else coming for each in answers]
 
 
 class TenantStore(ServedStore):
-    """The slab of one tenant and the stores below it, which it owns: `close` closes them."""
+    """The slab of one tenant and the stores below it. `close` closes them."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class TenantStore(ServedStore):
         return _states_of(answers)
 
     def begin_load(self, keys: Sequence[bytes]) -> ReadLease:
-        """Pin the blocks that the slab has, and begin to read the others. Does not wait."""
+        """Pin the blocks that the slab has, and begin to read the rest from disk. Does not wait."""
         stored = self._salt.salt_keys(keys)
         with self._changed:
             self._check_open()
@@ -258,8 +258,8 @@ class TenantStore(ServedStore):
     def pin(
         self, keys: Sequence[bytes], seconds: float, deadline: float, owner: str = ""
     ) -> Lease[list[bytes]]:
-        """Lease the leading run of blocks to `owner`, after loading the blocks on the disk. Raises
-        the errors of `ServedStore.pin`; leases may hold up to LEASED_SHARE of the slab."""
+        """Lease the leading blocks to `owner`, after loading the blocks on the disk. Raises the
+        errors of `ServedStore.pin`. Leases may hold up to LEASED_SHARE of the slab."""
         with self._changed:
             self._check_open()
             self._leases.check_room(owner)
@@ -323,7 +323,7 @@ class TenantStore(ServedStore):
         return len(set(gone))
 
     def clear(self) -> None:
-        """Forget every block. Slots are freed a few at a time, so that no call waits long for the
+        """Forget every block. Slots are freed in groups, so that no other call waits long for the
         lock. Waits for the disk, so that no block returns after a restart."""
         with self._changed:
             self._check_open()
@@ -335,7 +335,7 @@ class TenantStore(ServedStore):
         self._wait_forgotten()
 
     def _sweep(self) -> bool:
-        """Free some slots of forgotten blocks; return whether there may be more."""
+        """Free up to SWEPT_BLOCKS slots of forgotten blocks. Return whether there may be more."""
         with self._changed:
             return not self._closed and self._hierarchy.sweep(SWEPT_BLOCKS) == SWEPT_BLOCKS
 
@@ -376,7 +376,8 @@ class TenantStore(ServedStore):
             raise TierClosed("the tenant store was closed")
 
     def _keep(self) -> None:
-        """Run the keeper: it collects the stores' finished work, and ends leases on time."""
+        """Run the keeper thread, which processes completions of the stores and ends expired
+        leases."""
         failures = 0  # in a row
         while not self._closed:
             try:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of tenant stores from the event loop, which never waits for a tenant store.
+"""TenantStoreCalls: calls tenant stores without blocking the event loop.
 
     run_quick   on the loop if the tenant store's lock is free, else on a thread
     run         on a thread, for work that may wait or take long
 
-Each tenant has a limited number of threads, so a slow store leaves threads to other tenants.
+Each tenant has a limited number of threads, so a slow store leaves threads for other tenants.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 
 
 class TenantStoreCalls:
-    """The calls of one event loop."""
+    """Makes the calls of one event loop."""
 
     def __init__(self, num_tenants: int) -> None:
         self._share = _THREADS // min(num_tenants, _MOST_SHARES)
@@ -31,7 +31,7 @@ class TenantStoreCalls:
         self._places: dict[str, asyncio.Semaphore] = {}
 
     async def submit(self, tenant: str, work: Callable[[], _Result]) -> Future[_Result]:
-        """Begin `work` on a thread, once one of the tenant's threads is free."""
+        """Wait until one of the tenant's threads is free, and begin `work` on it."""
         places = self._places.setdefault(tenant, asyncio.Semaphore(self._share))
         await places.acquire()
         loop = asyncio.get_running_loop()
@@ -57,7 +57,8 @@ class TenantStoreCalls:
         work: Callable[[], _Result],
         undo: Callable[[_Result], object] | None = None,
     ) -> _Result:
-        """Do `work` on a thread. If the call is cancelled first, `undo` gets the result later."""
+        """Do `work` on a thread. If the caller is cancelled before that ends, `undo` gets the
+        result."""
         future = await self.submit(tenant, work)
         try:
             return await asyncio.wrap_future(future)
@@ -77,7 +78,7 @@ class TenantStoreCalls:
         work: Callable[[], _Result],
         undo: Callable[[_Result], object] | None = None,
     ) -> _Result:
-        """Do `work` here if the tenant store's lock is free, else on a thread."""
+        """Do `work` on the event loop if the tenant store's lock is free, else on a thread."""
         if not tenant_store.try_hold():
             return await self.run(tenant, work, undo)
         try:
@@ -88,7 +89,7 @@ class TenantStoreCalls:
     def run_later(
         self, tenant_store: ServedStore, work: Callable[[], object], after: Future[object] | None
     ) -> None:
-        """Do `work` after the end of `after`, without waiting for it."""
+        """Make `work` run after `after` has ended. Does not wait."""
 
         def begin(_done: object = None) -> None:
             if tenant_store.try_hold():
@@ -108,5 +109,5 @@ class TenantStoreCalls:
             after.add_done_callback(begin)
 
     def close(self) -> None:
-        """Begin no more work, without waiting for running work. Idempotent."""
+        """Begin no more work. Does not wait for running work. Idempotent."""
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tenant stores of a server: each is made when the first engine attaches a layout, and stays.
+"""TenantStores: opens a tenant's store when the first engine attaches a layout, and keeps it open.
 
     unknown ──attach──► making ──► ready
        ▲                  └──► failed (callers get the reason; tried again after a while)
        └── no layout is known ──┘
 
-A thread makes each tenant store, because allocating its memory takes long. A tenant store with
-blocks on the disk is made when the server starts. If the disk is full or missing, the store begins
-without it, and adds the disk once it can be opened. Thread-safe. Only `close`, and `start` with
-required disks, wait.
+A thread opens each tenant store, because allocating its memory takes long. A tenant store with
+blocks on the disk is opened when the server starts. If the disk is full or missing, the store
+starts without the disk, and adds it when it can be opened. Thread-safe. Only `close`, and `start`
+with required disks, wait.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """The settings that all tenant stores of a server share; each has its own quota."""
+    """The settings that all tenant stores of a server share. Each store has its own quota."""
 
     secret: bytes
     # The folder of all stores, or one folder on each disk, divided by commas. None: memory only.
@@ -89,8 +89,8 @@ class TenantStores(ServedStores):
         self._leaving: list[threading.Thread] = []  # threads that close stores of removed tenants
 
     def start(self) -> None:
-        """Begin to make the tenant stores whose layout is known from the disk. If disks are
-        required, wait for them, and raise TierConfigError for one that cannot be opened."""
+        """Begin to open the tenant stores whose layout is known from the disk. If disks are
+        required, wait for the stores, and raise TierConfigError if one cannot be opened."""
         if self._settings.require:
             for path in self._ssd_paths:
                 _check_writable(path)
@@ -120,7 +120,7 @@ class TenantStores(ServedStores):
                         self._make(name, place, layout)
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> list[str]:
-        """Change the set of stores. Blocks of closed stores stay on the disk."""
+        """See ServedStores. The blocks of closed stores stay on the disk."""
         with self._lock:
             if self._closed:
                 return []
@@ -173,8 +173,8 @@ class TenantStores(ServedStores):
             }
 
     def close(self, timeout_seconds: float) -> bool:
-        """Close all tenant stores at the same time, and write the blocks that their disks lack,
-        within the time. False if a tenant store could not be closed. Idempotent."""
+        """Close all tenant stores in parallel within `timeout_seconds`, and write the blocks that
+        their disks lack. False if a tenant store could not be closed. Idempotent."""
         deadline = time.monotonic() + timeout_seconds
         with self._lock:
             self._closed = True
@@ -255,7 +255,7 @@ class TenantStores(ServedStores):
         )
 
     def _build(self, name: str, quota: Quota, layout: BlockLayout) -> TenantStore:
-        """Raises TierConfigError, NoMemory, NoDisk, or OSError."""
+        """Open a tenant store. Raises TierConfigError, NoMemory, NoDisk, or OSError."""
         settings, limits = self._settings, self._settings.limits
         if quota.cpu_bytes < layout.slot_bytes:
             raise TierConfigError(
@@ -309,7 +309,7 @@ class TenantStores(ServedStores):
         return [store]
 
     def _layout_on_disk(self, name: str) -> BlockLayout | None:
-        """The layout in the first readable note of all disks, or None."""
+        """The layout in the first readable layout note on the disks, or None."""
         found = (read_layout_note(path, name) for path in self._ssd_paths)
         return next((layout for layout in found if layout is not None), None)
 
@@ -331,7 +331,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _closing(tenant_store: TenantStore, seconds: float) -> threading.Thread:
-    """Start a thread that closes the tenant store within `seconds`; return it."""
+    """Start and return a thread that closes the tenant store within `seconds`."""
     thread = threading.Thread(
         target=tenant_store.close, args=(seconds,), name="stratakv-close-store", daemon=True
     )

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events for watchers: the blocks that are stored in and removed from their tenant store.
+"""Events for the Watch call: the blocks that are stored in and removed from a tenant store.
 
     store ──stored, removed, cleared──► every watcher's queue ──► its stream
-    once a second, while there are watchers: some of the blocks reported as stored are looked up
-    again, since the store does not report evictions
+    once a second, while there are watchers: look up some of the blocks reported as stored,
+    because the store does not report evictions
 
-A watcher that reads too slowly loses events, and gets their number; other watchers lose none.
+A watcher that reads too slowly loses events, and is sent the number of lost events. Other watchers
+lose none.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SLICE_KEYS = 8192  # looked up at once
 
 @dataclass(slots=True)
 class Happening:
-    """An event for watchers. `lost` is the number of events that are missing before it."""
+    """An event for watchers. `lost` is the number of events that were lost just before it."""
 
     stored: Sequence[bytes] = ()
     removed: Sequence[bytes] = ()
@@ -38,12 +39,13 @@ class Happening:
 
     @property
     def num_keys(self) -> int:
-        """The size of the event in a queue. An event without keys counts as one key."""
+        """The number of keys in the event, at least 1. It counts against `max_keys` of a queue."""
         return len(self.stored) + len(self.removed) or 1
 
 
 class Watcher:
-    """The queue of one watcher. Any thread may write to it; one event loop reads it."""
+    """The event queue of one watcher. Any thread may write to the queue; one event loop reads
+    it."""
 
     def __init__(self, max_keys: int, loop: asyncio.AbstractEventLoop, tenant: str = "") -> None:
         self.tenant = tenant
@@ -57,7 +59,7 @@ class Watcher:
         self._woken = asyncio.Event()
 
     def tell(self, happening: Happening) -> None:
-        """Queue an event, or count it as lost."""
+        """Queue an event, or count it as lost if the queue is full."""
         with self._lock:
             if self._num_keys + happening.num_keys > self._max_keys:
                 self._lost += 1
@@ -74,7 +76,7 @@ class Watcher:
         self._wake()
 
     async def next_event(self) -> Happening | None:
-        """Wait for the next event and return it; None after the end."""
+        """Wait for the next event and return it, or None after the last event."""
         while True:
             with self._lock:
                 if self._queue:
@@ -95,8 +97,8 @@ class Watcher:
 
 @dataclass(slots=True, eq=False)
 class TenantStoreWatch:
-    """The listener of one tenant store: it passes events on to watchers. `told` are the blocks that
-    the listener has reported as stored."""
+    """The `Listener` of one tenant store, which passes events on to watchers. `told` has the keys
+    of the blocks that it has reported as stored."""
 
     tenant_store: ServedStore
     max_told: int
@@ -105,7 +107,7 @@ class TenantStoreWatch:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def stored(self, keys: Sequence[bytes]) -> None:
-        """Called by the tenant store, as its listener."""
+        """See Listener. The tenant store calls this."""
         with self.lock:
             for key in keys:
                 self.told.pop(key, None)
@@ -115,14 +117,14 @@ class TenantStoreWatch:
         self._notify_watchers(stored=keys)
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """Called by the tenant store, as its listener."""
+        """See Listener. The tenant store calls this."""
         with self.lock:
             for key in keys:
                 self.told.pop(key, None)
         self._notify_watchers(removed=keys)
 
     def cleared(self) -> None:
-        """Called by the tenant store, as its listener."""
+        """See Listener. The tenant store calls this."""
         with self.lock:
             self.told.clear()
         for watcher in self.watchers:
@@ -154,8 +156,8 @@ class TenantStoreWatch:
 
 
 class Watches:
-    """The watchers of a server, at most `limits.max_watchers`; each tenant has a share of them.
-    Belongs to one event loop."""
+    """The watchers of a server, at most `limits.max_watchers`, divided among tenants by `Shares`.
+    Used on one event loop only."""
 
     def __init__(
         self,
@@ -174,7 +176,7 @@ class Watches:
         return sum(len(watch.watchers) for watch in self._tenant_stores.values())
 
     def begin_watch(self, tenant_store: ServedStore, tenant: str) -> Watcher:
-        """A new watcher of a tenant store. Raises TooMuch."""
+        """Add a watcher to a tenant store. Raises TooMuch if the tenant may have no more."""
         if not self._shares.take_place(tenant):
             most = self._shares.places_of(tenant)
             raise TooMuch(f"{most} watchers are here already, and {tenant} may have no more")
@@ -193,7 +195,7 @@ class Watches:
         return watcher
 
     def end_watch(self, tenant_store: ServedStore, tenant: str, watcher: Watcher) -> None:
-        """Remove a watcher that has left."""
+        """Remove a watcher whose stream has ended."""
         self._shares.give_back_place(tenant)
         watch = self._tenant_stores[id(tenant_store)]
         watch.watchers = [other for other in watch.watchers if other is not watcher]
@@ -208,14 +210,14 @@ class Watches:
         self._shares.set_tenants(num_tenants)
 
     def end_of(self, tenants: Collection[str]) -> None:
-        """End these tenants' streams after their queued events. The tenants may begin new ones."""
+        """End these tenants' streams after the queued events. The tenants may begin new streams."""
         for watch in self._tenant_stores.values():
             for watcher in watch.watchers:
                 if watcher.tenant in tenants:
                     watcher.end_events()
 
     def end_all(self) -> None:
-        """End every stream after its queued events, and every later stream at once."""
+        """End every stream after its queued events. Later streams end at once."""
         self._ended = True
         for watch in self._tenant_stores.values():
             for watcher in watch.watchers:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes blocks on their way to a tier and decodes them; never imports torch, numpy or a tier."""
+"""Codecs encode blocks for a tier and decode them again. Never imports torch, numpy or a tier."""

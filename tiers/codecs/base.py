@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a codec, which turns a block's bytes into fewer bytes and back.
+"""The contract of a codec, which encodes a block in fewer bytes and decodes it again.
 
-Slots keep their size: a codec saves moved bytes. It knows no files, sockets, keys or checksums.
+A codec saves bytes read or written, but no disk space, because slots keep their size. A codec
+handles no files, sockets, keys or checksums.
 
 A caller may rely on this:
-- `decode` returns the block that `encode` wrote: every bit of it if `is_lossless`, else within the
-  bound that the codec's class states;
-- `encode` writes nothing behind the end of `out`, and `decode` reads nothing behind the end of
-  `encoded`;
-- for any bytes `decode` ends with the block or with ValueError, in memory bounded by the size of a
-  block;
-- several threads may call all methods at once.
+- `decode` restores the block that `encode` was given: every bit of it if `is_lossless`, else within
+  the error bound that the codec's class states;
+- `encode` writes nothing beyond the end of `out`, `decode` reads nothing beyond that of `encoded`;
+- for any bytes, `decode` fills a block or raises ValueError, in memory bounded by a block's size;
+- several threads may call all methods at the same time.
 
-The caller must give buffers of bytes (`memoryview` of format B), payloads `layout.page_bytes` long.
+Every buffer must be a `memoryview` of format B (bytes), and a payload `layout.page_bytes` long.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ..block import BlockLayout
 
 
 class Codec(ABC):
-    """An encoding of the blocks of one layout. Raises TierConfigError for an unfit layout."""
+    """An encoding of blocks of one layout. Raises TierConfigError for an unsupported layout."""
 
     name: str
     number: int  # 1 to 255, in the record; 0 is a block without a codec
@@ -40,10 +39,10 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, payload: memoryview, out: memoryview) -> int | None:
-        """Encode a block to the beginning of `out`. Return the number of bytes; None if the block
-        does not fit or has no encoding: the caller stores it as it is, and `out` is undefined."""
+        """Encode a block into `out`. Return the number of bytes; None if the block does not fit or
+        cannot be encoded. The caller then stores the block unencoded and ignores `out`."""
 
     @abstractmethod
     def decode(self, encoded: memoryview, payload: memoryview) -> None:
-        """Decode the block to `payload`. Raises ValueError for bytes that `encode` cannot have
-        written; the content of `payload` is undefined then."""
+        """Decode a block into `payload`. Raises ValueError for bytes that `encode` cannot have
+        written; the content of `payload` is then undefined."""

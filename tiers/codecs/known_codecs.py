@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs by name: the values of the flag, and the factories.
+"""Codecs by name: the values of the codec flag, and the functions that make the codecs.
 
-Has the codecs of plain bytes; modules above pass in others (connector/device/fp8_codec.py).
+`CODECS` has the codecs without torch; callers pass in others (connector/device/fp8_codec.py).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ CODECS: Mapping[str, CodecFactory] = {"lossless": _lossless}
 def make_codec(
     name: str, layout: BlockLayout, more: Mapping[str, CodecFactory] | None = None
 ) -> Codec | None:
-    """Make a codec by name, from the ones here and `more`; None for "none". Raises TierConfigError
-    for an unknown name, and where the codec does not fit the layout or is not installed."""
+    """Make the codec `name` from `CODECS` or `more`; None for "none". Raises TierConfigError for an
+    unknown name, an unsupported layout, or a codec that is not installed."""
     if name == NONE:
         return None
     codecs = {**CODECS, **(more or {})}
@@ -51,8 +51,8 @@ def make_codec(
 
 
 def readable_codecs(layout: BlockLayout, codec: Codec | None) -> dict[int, Codec]:
-    """The codecs, by number, whose records a tier that writes with `codec` can read: `codec` and
-    all lossless codecs, so that a store can be opened with and without a lossless codec."""
+    """The codecs, by number, whose records a tier that writes with `codec` can read. These are
+    `codec` and all lossless codecs, so a store opens with and without a lossless codec."""
     found: dict[int, Codec] = {}
     for factory in CODECS.values():
         try:

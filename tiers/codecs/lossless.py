@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lossless encoding of blocks: byte planes of their numbers, then zstd.
+"""A lossless codec: splits the numbers of a block into byte planes and compresses each with zstd.
 
-Neighbouring numbers have similar exponents and unrelated mantissas. So the high bytes of numbers
-are laid side by side, where zstd finds repetitions, and the low bytes apart from them. bfloat16
-from a normal distribution becomes 0.68 of its size, float16 and float32 0.85.
+Neighbouring numbers have similar exponents and unrelated mantissas. So the high bytes of all
+numbers are stored together, where zstd finds repetitions, and the low bytes apart from them.
+Normally distributed bfloat16 numbers shrink to 0.68 of their size, float16 and float32 numbers to
+0.85.
 
     encoded = for each 256 KiB of the block: for each plane, lowest byte first:
               length u32 little-endian | one zstd frame of so many bytes
 
-One stretch is encoded at a time: memory is bounded, and no thread waits long for the GIL.
+Pieces of 256 KiB are encoded one by one: memory is bounded, and no thread waits long for the GIL.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class LosslessCodec(Codec):
-    """Byte planes and zstd, for all dtypes; a dtype of one byte has one plane."""
+    """The codec `lossless`: byte planes and zstd, for any dtype. A one-byte dtype has one plane."""
 
     name = "lossless"
     number = 1
@@ -78,7 +79,7 @@ class LosslessCodec(Codec):
             raise ValueError(f"{len(encoded) - used} bytes follow the last frame")
 
     def _plane(self, frame: memoryview, size: int) -> bytes:
-        """Decompress a frame, which must hold `size` bytes."""
+        """Decompress a frame. Raises ValueError if it does not hold exactly `size` bytes."""
         try:
             # zstd allocates the size that the frame claims: check it first.
             if zstandard.frame_content_size(frame) != size:

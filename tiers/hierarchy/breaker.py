@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Breaker: stops the calls of a failing tier, and tries the tier again after a pause."""
+"""Breaker: a circuit breaker. It stops calls to a failing store, and tries again after a pause."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WINDOW_SECONDS = 1.0
 # asked again within that time.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 0.75
 PROBE_SECONDS = 1.0
-# Probes under way at most. If the store answers none of them, no further probe is made.
+# The most probes under way. If the store answers none of them, no further probe is made.
 MAX_PROBES = 8
 
 
 class BreakerState(Enum):
-    """The value is the label in metrics."""
+    """The state of a circuit breaker. The value is the label in metrics."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -30,17 +30,18 @@ class BreakerState(Enum):
 
 
 class Breaker:
-    """Stops asking a store that fails, and finds out when it works again.
+    """Stops calls to a store that fails, and detects when the store works again.
 
         closed ──(5 failures, or 3 late answers, within 1 s)───► open
         closed ──(3 late answers in a row, or a call that hangs)──► open
         open   ──(after a pause with jitter)──► probing: a probe is under way, and nothing else
         probing ──(it was answered)──► closed      probing ──(it failed)──► open, a longer pause
 
-    A store that hangs costs every request its deadline. With a breaker only the first few requests
-    wait, and no request waits for the probes. A probe that does not end soon is followed by another
-    one, up to a bound, because an answer may be lost. The breaker has no thread: one thread reports
-    results to it and asks whether to call the store. Time is monotonic."""
+    Without a breaker every request to a hanging store would wait until its deadline. With a breaker
+    only the first few requests wait, and no request waits for a probe. If a probe has not ended
+    after a second, another one is sent (up to `MAX_PROBES`), because the answer may be lost. The
+    breaker has no thread: the caller's thread reports results to it and reads `allows` before each
+    call. Times are monotonic seconds."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """The state now: probing while a probe is under way."""
+        """The present state. An open breaker is PROBING while a probe is under way."""
         if self.allows:
             return BreakerState.CLOSED
         return BreakerState.PROBING if self._probes else BreakerState.OPEN
@@ -77,19 +78,19 @@ class Breaker:
         return self.probes_at is not None and self._clock() >= self._probe_at
 
     def announce_probe(self, mailbox: Mailbox) -> None:
-        """Set an alarm in `mailbox` for the next probe, once for each probe."""
+        """Set a timer in `mailbox` for the next probe, if none is set for it."""
         moment = self.probes_at
         if moment is not None and moment != self._announced_at:
             self._announced_at = moment
             mailbox.wake_at(moment)
 
     def probe_began(self) -> None:
-        """Count a probe under way; `probe_ended` must follow."""
+        """Record that a probe has begun. The caller must call `probe_ended` later."""
         self._probes += 1
         self._probe_at = self._clock() + PROBE_SECONDS
 
     def probe_ended(self, answered: bool) -> None:
-        """Count the end of a probe: the store has answered it, however late, or has failed."""
+        """Record the end of a probe. `answered` says whether the store answered, however late."""
         self._probes -= 1
         if self.allows:
             return
@@ -105,23 +106,23 @@ class Breaker:
         self._late_in_row = 0
 
     def failed(self) -> None:
-        """Count a failure: the store raised, or its answer was invalid."""
+        """Record a failure: the store raised, or its answer was invalid."""
         self._record_fault(self._failures)
 
     def was_late(self) -> None:
-        """Count a missed deadline."""
+        """Record that a call missed its deadline."""
         self._late_in_row += 1
         self._record_fault(self._late)
         if self._late_in_row >= LATE_ANSWERS:
             self.hung()
 
     def hung(self) -> None:
-        """Open at once: the store missed a deadline that only a hanging store can miss."""
+        """Open the breaker at once, because the store hangs."""
         if self.allows:
             self._open_circuit(self._clock())
 
     def answered_late(self) -> None:
-        """Probe at once: a late call has ended, so the store may work again."""
+        """Make a probe due at once: a late call has ended, so the store may work again."""
         if not self.allows:
             self._probe_at = self._clock()
 

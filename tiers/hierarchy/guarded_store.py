@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store as the hierarchy sees it: guarded by breakers, with its faults counted.
+"""GuardedStore: a store with circuit breakers and with a count of its faults.
 
-Every fault of a store becomes a miss somewhere. This module counts the fault and tells one of the
-store's two breakers: reads may go on where writes hang. While a breaker is open, the store is
-probed with one block now and then. A probe reads into its own memory and not into a slot of the
-slab, because a store that hangs may keep the memory.
+Every fault of a store becomes a miss. This module counts each fault and reports it to one of the
+store's two circuit breakers. Reads and writes have separate breakers, because reads may succeed
+while writes hang. While a breaker is open, the store is probed with one block at intervals. A read
+probe has its own memory and takes no slot of the slab, because a hanging store may write to the
+memory later.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ REFUSED, DAMAGED, WRONG_TAG = "refused", "damaged_in_slab", "wrong_tag"
 
 @dataclass(slots=True)
 class Traffic:
-    """The traffic of the slab with one store, in numbers since start. A *promotion* is a batch read
-    from the store, a *cascade* a batch written to it. Changed by the hierarchy's thread."""
+    """Counters of the transfers between the slab and one store, since the start. A *promotion* is a
+    batch read from the store, a *cascade* is a batch written to it. Only the hierarchy's thread
+    changes the counters."""
 
     active_promotions: int = 0  # batches under way now
     active_cascades: int = 0  # batches under way now
@@ -59,14 +61,14 @@ class Traffic:
     unadmitted_blocks: int = 0  # blocks that the admission filter found not worth writing
     breaker: str = "closed"  # now: "closed", "open" or "probing"
     breaker_opened: int = 0  # times
-    # The breaker of writes; the one above is for all other calls.
+    # The breaker of writes; `breaker` is for all other calls.
     write_breaker: str = "closed"
     write_breaker_opened: int = 0
 
 
 class GuardedStore:
-    """A store below the slab, with its deadlines, breakers, counted faults and traffic. Used by the
-    thread that owns `mailbox`."""
+    """A store below the slab, with its deadlines, breakers, counted faults and traffic. Only the
+    thread that owns `mailbox` calls the methods."""
 
     def __init__(self, tier: StoreTier, mailbox: Mailbox, options: HierarchyOptions) -> None:
         self.tier = tier
@@ -87,14 +89,14 @@ class GuardedStore:
 
     @property
     def awaits_lookup(self) -> bool:
-        """Whether the store has a prefetched look-up to answer."""
+        """Whether a prefetched look-up of the store has not completed yet."""
         return self._open_lookups > 0
 
     def count_fault(
         self, reason: str | Exception, times: int = 1, *, writing: bool = False
     ) -> None:
-        """Note a fault. An exception counts under the name of its class. A store that is busy, or
-        that refuses a block, is not broken."""
+        """Count a fault and report it to the breaker. An exception counts under the name of its
+        class. A busy store and faults of single blocks leave the breaker unchanged."""
         name = name_of(reason)
         self._faults[name] = self._faults.get(name, 0) + times
         breaker = self.write_breaker if writing else self.breaker
@@ -106,7 +108,7 @@ class GuardedStore:
             breaker.failed()
 
     def attempt(self, call: Callable[[], object], *, writing: bool = False) -> None:
-        """Run a call of the store. A failure is counted and has no other consequence."""
+        """Run `call`, a call of the store. An exception from it is counted and not raised."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 - any fault of a store is counted, none spreads
@@ -116,7 +118,7 @@ class GuardedStore:
         self.attempt(lambda: self.tier.drop(keys), writing=True)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        """The store's answers; all misses behind an open breaker or after a (counted) failure."""
+        """The store's answers. All are MISS if the breaker is open or the call fails."""
         if not self.breaker.allows:
             return [Answer.MISS] * len(keys)
         try:
@@ -132,8 +134,9 @@ class GuardedStore:
         return answers
 
     def prefetch_lookup(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> bool:
-        """Tell the store of a queued prompt with these blocks, head first, so that a remote store
-        asks its server now. True if it asks; the mailbox's version changes with the answer."""
+        """Call the store's `prefetch_lookup` for a queued prompt with these blocks, in prompt
+        order. Return True if the store asks its server; `mailbox.version` changes with the
+        answer."""
         if not self.breaker.allows:
             return False
         try:
@@ -149,7 +152,7 @@ class GuardedStore:
         return True
 
     def watch(self, news: Callable[[Sequence[bytes]], None]) -> None:
-        """Watch the store: the owner's thread calls `news` with blocks that came to the store."""
+        """Watch the store. The owner's thread calls `news` with the keys of new blocks."""
         deliver = self.mailbox.deliver
         self.attempt(lambda: self.tier.watch(lambda keys: deliver(lambda: news(keys))))
 
@@ -157,7 +160,8 @@ class GuardedStore:
         self, keys: Sequence[bytes], seconds: float, done: Callable[[list[bool]], None]
     ) -> None:
         """Lease blocks for `seconds`. The owner's thread calls `done`, perhaps at once, with a bool
-        for each block: the store has and keeps it. All are False if the store does not answer."""
+        for each block: whether the store protects it from eviction. All are False if the store
+        fails."""
         none = [False] * len(keys)
         try:
             future = self.tier.lease(keys, seconds) if self.breaker.allows else None
@@ -181,7 +185,7 @@ class GuardedStore:
         future.add_done_callback(lambda over: self.mailbox.deliver(lambda: ended(over)))
 
     def probe_when_due(self) -> None:
-        """Begin a probe if one is due, and set an alarm for the next one."""
+        """Begin a read probe if one is due, and set a timer for the next probe."""
         if self.breaker.allows:
             return
         if self.breaker.probe_due:
@@ -189,8 +193,8 @@ class GuardedStore:
         self.breaker.announce_probe(self.mailbox)
 
     def stats(self) -> TierStats:
-        """The store's counters, with the faults counted here among the errors; if the call fails,
-        the last known counters."""
+        """The store's counters, whose `errors` include the faults that this object has counted. If
+        the store raises, the last known counters are used."""
         try:
             stats = self.tier.stats()
             if not isinstance(stats, TierStats):
@@ -206,7 +210,7 @@ class GuardedStore:
         return dataclasses.replace(stats, errors=errors)
 
     def copy_traffic(self) -> Traffic:
-        """A copy of the traffic, with the breakers as they are now."""
+        """A copy of the traffic counters, with the present state of both breakers."""
         traffic = copy.deepcopy(self.traffic)
         traffic.breaker = self.breaker.state.value
         traffic.breaker_opened = self.breaker.times_opened
@@ -233,11 +237,11 @@ class GuardedStore:
         future.add_done_callback(lambda done: self.mailbox.deliver(lambda: self._probe_ended(done)))
 
     def _key_to_probe(self) -> bytes:
-        """The key of a block that the store should have, if known. Raises the store's errors."""
+        """A key to read in a probe. If possible, it is the key of a block that the store has."""
         keys = self._known or ()
         answers = self.tier.lookup(keys)
         check_answers(answers, keys)
-        # The last hit: requests asked for earlier keys first, and the fault may have lost those.
+        # Take the last hit: requests read earlier keys first, and the fault may have lost those.
         found = (key for key, a in zip(keys[::-1], answers[::-1], strict=True) if a is Answer.HIT)
         return next(found, keys[-1] if keys else bytes(KEY_BYTES))
 
@@ -267,9 +271,9 @@ def name_of(reason: str | Exception) -> str:
 def find_stores(
     stores: Sequence[GuardedStore], keys: Sequence[bytes], awaited: set[bytes] | None = None
 ) -> list[GuardedStore | None]:
-    """The first store that has each key. `awaited` gains the keys that no store has and for which a
-    prefetched look-up is open. Any other PENDING counts as a miss, because no completion would wake
-    a request that waits for it."""
+    """For each key, the first store that has it, or None. A key whose block a store reports as
+    PENDING during a prefetched look-up is added to `awaited`. Any other PENDING counts as a miss,
+    because no completion would wake a request that waits for the block."""
     places: list[GuardedStore | None] = [None] * len(keys)
     for store in stores:
         unplaced = [i for i, place in enumerate(places) if place is None]

@@ -4,17 +4,18 @@
     begin_store ──► slab slot ──(write-back, when free slots run low)──► every store that is written
     begin_load  ◄── pinned slot ◄──(one batch for each store)────────── any store
 
-A shared store is written at once. By default a promoted block also stays in its store (inclusive).
-An exclusive first store drops it, and gets it again before the slab evicts it. In both cases a
-block that was written back stays in the slab until its slot is needed. Every fault of a store is a
-miss with a counted reason; no data-path call raises.
+Blocks are written to a shared store at once. By default a promoted block also stays in its store
+(inclusive). An exclusive first store drops a promoted block, and gets it back before the slab
+evicts it. In both cases a block that was written back stays in the slab until its slot is needed.
+Every fault of a store becomes a miss and is counted by its cause, and no load, store or look-up
+raises.
 
 A caller may rely on this:
 - no method but `flush` and `close` waits for a disk or a socket;
-- `wakeup` is called, from any thread, when `poll` may have something to do;
-- slots of a load stay as they are from the end of `LoadTicket.waiting` to `end_load`.
-A caller must do this:
-- call every method from one thread, `poll` after each wake-up;
+- `wakeup` is called, from any thread, when `poll` may have work;
+- the bytes in a load's slots do not change from when `LoadTicket.waiting` is 0 to `end_load`. A
+  caller must do this:
+- call every method from one thread, and call `poll` after each `wakeup`;
 - end each ticket exactly once.
 """
 
@@ -36,14 +37,14 @@ from .promotions import LoadTicket, Promotions
 from .write_back import WriteBacks
 
 DEFAULTS = HierarchyOptions()
-# Each engine step polls, so `poll` returns at once while no event has come. Timed work sets alarms;
-# a missed alarm delays that work by at most this time.
+# Each engine step calls `poll`, so `poll` returns at once while no event has come. Timed work sets
+# timers; if a timer is missed, the work is delayed by at most this time.
 POLL_SECONDS = 0.05
 
 
 @dataclass(slots=True, eq=False)
 class StoreTicket:
-    """Slots reserved for blocks the slab did not have."""
+    """The slots that were reserved for blocks that the slab did not have."""
 
     keys: list[bytes]
     slots: list[int]
@@ -53,7 +54,8 @@ class StoreTicket:
 
 class Hierarchy:
     """A slab and any number of stores below it, the fastest first. Blocks are written back to each
-    store that is not read-only. Owns slab and stores: `close` closes them."""
+    store that is not read-only. The hierarchy owns the slab and the stores, so its `close` closes
+    them."""
 
     def __init__(
         self,
@@ -95,29 +97,30 @@ class Hierarchy:
 
     @property
     def hears_of_others(self) -> bool:
-        """Whether other engines fill one of the stores, which `watch_stores` then watches."""
+        """Whether other engines write to one of the stores, so that it can be watched."""
         return any(store.is_shared or store.is_read_only for store in self._stores)
 
     @property
     def others_are_up(self) -> bool:
-        """Whether a store that others fill can be asked now: it is up, its breaker closed."""
+        """Whether a store that other engines write to is up and its breaker is closed."""
         stores = (store for store in self._stores if store.is_shared or store.is_read_only)
         return any(store.breaker.allows and store.tier.is_up for store in stores)
 
     @property
     def num_unwritten(self) -> int:
-        """Blocks of the slab that still have to be written, for the store with the most of them; an
-        eviction now would lose them for it. A store behind an open breaker does not count."""
+        """The number of slab blocks not yet written to a store, for the store with the most of
+        them. If the slab evicted these blocks now, that store would not get them. A store with an
+        open breaker does not count."""
         return self._write_backs.num_unwritten
 
     @property
     def version(self) -> int:
-        """A number that changes when a ticket, or an answer of `find_prefix`, may have changed."""
+        """A number that changes when a ticket or a result of `find_prefix` may have changed."""
         return self._mailbox.version
 
     @property
     def shared_version(self) -> tuple[int, int]:
-        """A value that changes whenever the answers of `shared` may have changed."""
+        """A value that changes whenever a result of `shared` may have changed."""
         return self.version, self._write_backs.num_ended
 
     @property
@@ -130,8 +133,8 @@ class Hierarchy:
         )
 
     def announce_prompt(self, chain: Sequence[bytes]) -> None:
-        """Tell the policies of slab and stores, and the admission filter, of a prompt. Its blocks
-        are `chain`, head first, in whatever tier they are."""
+        """Report a prompt to the eviction policies of slab and stores and to the admission filter.
+        `chain` lists the prompt's blocks in order, whichever tier they are in."""
         now = time.monotonic()
         self._slab.observe(chain, now)
         if self._stores:
@@ -141,36 +144,37 @@ class Hierarchy:
                 store.attempt(partial(store.tier.observe, chain, now))
 
     def prefetch_lookup(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> bool:
-        """Tell the stores of a queued prompt whose blocks are `keys`, head first, so that remote
-        stores ask their servers now. True if one asks; `version` changes with its answer."""
+        """Call `prefetch_lookup` of all stores for a queued prompt whose blocks are `keys`, in
+        prompt order. True if a store asks its servers; `version` changes with the answer."""
         is_open = [store.prefetch_lookup(keys, context) for store in self._stores]
         return any(is_open)
 
     def find_prefix(self, keys: Sequence[bytes]) -> Prefix:
-        """The longest run of leading keys that are in some tier. Changes nothing."""
+        """The longest prefix of `keys` whose blocks are all in some tier. Changes nothing."""
         prefix = self._look_up.match_prefix(keys)
         if not all(store.breaker.allows for store in self._stores):
             self._mailbox.is_due = True  # a store that failed to answer is to be probed
         return prefix
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        """HIT, MISS or PENDING for each key on its own. Changes nothing."""
+        """HIT, MISS or PENDING for each key, whatever the other keys are. Changes nothing."""
         return self._look_up.answers(keys)
 
     def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
-        """Pin the blocks that the slab has and promote the rest. Without room for all blocks, take
-        the leading part that fits. Keys come head first; `context` is the request's."""
+        """Pin the blocks that the slab has and promote the rest. If the slab lacks slots, only the
+        leading blocks that fit are loaded. Keys are in prompt order; `context` is the request's."""
         self._mailbox.is_due = True
         return self._promotions.begin_load(keys, context)
 
     def end_load(self, ticket: LoadTicket) -> None:
-        """Give back the pins. Reads under way go on; their blocks serve later loads."""
+        """Unpin the blocks of a load. Reads under way continue; later loads can use their
+        blocks."""
         self._mailbox.is_due = True
         self._promotions.end_load(ticket)
 
     def begin_store(self, keys: Sequence[bytes]) -> StoreTicket:
-        """Reserve slots for the blocks that the slab does not have. Keys come head first. If slots
-        are short, the last blocks get none: a tail is useless without its head."""
+        """Reserve slots for the blocks that the slab does not have. Keys are in prompt order. If
+        slots are short, the last blocks get none: a block is useless without those before it."""
         answers = self._slab.lookup(keys)
         new = [k for k, a in zip(keys, answers, strict=True) if a is Answer.MISS]
         ticket = StoreTicket([], [], self._epoch)
@@ -190,9 +194,9 @@ class Hierarchy:
         proofs: Proofs | None = None,
         digests: Sequence[bytes] | None = None,
     ) -> None:
-        """End a ticket. `ok` (of all or of each): the bytes are in the slots, or never will be.
-        `proofs[i]` came with the i-th block or was made when the block was copied. With a tagger,
-        proofs are made here from `digests`, 16 bytes of each block an engine copied."""
+        """End a ticket. `ok`, a bool for all blocks or one for each, says whether the bytes are in
+        the slots; a slot without bytes is freed. `proofs[i]` is the proof of the i-th block, if
+        known. With a tagger, `digests` (16 bytes for each block) are made into proofs."""
         self._mailbox.is_due = True
         verdicts = [ok] * len(ticket.keys) if isinstance(ok, bool) else list(ok)
         if ticket.epoch != self._epoch:
@@ -205,18 +209,18 @@ class Hierarchy:
         self._mailbox.version += 1
 
     def withhold(self, ticket: StoreTicket) -> list[int]:
-        """End a ticket whose blocks will never come, though a client may still write to its slots.
+        """End a ticket whose blocks are not stored, although a client may still write to its slots.
         Return the slots, which stay unused until `restore`."""
         self._mailbox.version += 1
         return self._slab.withhold(ticket.keys)
 
     def restore(self, slots: Sequence[int]) -> None:
-        """Give withheld slots back; no write to them may be under way any more."""
+        """Free withheld slots. No write to them may still be under way."""
         self._slab.restore(slots)
 
     def poll(self) -> bool:
-        """Process completions, give up late reads and writes, write back, and make probes that are
-        due. True if a ticket or the answer of `find_prefix` may have changed."""
+        """Process completions, give up late reads and writes, start due write-backs and probes.
+        True if a ticket or a result of `find_prefix` may have changed."""
         now = time.monotonic()
         if not self._mailbox.is_due and now < self._poll_at:
             return False
@@ -232,13 +236,14 @@ class Hierarchy:
         return self.version != before
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Write back everything the stores lack, the most recently used blocks first. False if some
-        were not written. It waits (for shutdown only), and gives up a store that takes no block."""
+        """Write all blocks to the stores that lack them, the most recently used blocks first. False
+        if some were not written. Only for shutdown: the call waits, but gives up a store that takes
+        no block."""
         return self._write_backs.write_missing(timeout_seconds, self._mailbox)
 
     def forget_blocks(self, keys: Sequence[bytes]) -> None:
-        """Forget blocks in every tier. A pinned block is forgotten at once and its slot freed with
-        its last pin; a block on its way is forgotten when it arrives."""
+        """Forget blocks in every tier. A pinned block is forgotten at once, and its slot is freed
+        with its last pin. A block that is being read or written is forgotten when that ends."""
         self._mailbox.is_due = True
         self._slab.forget(keys)
         self._mailbox.version += 1
@@ -248,9 +253,9 @@ class Hierarchy:
             store.drop(keys)
 
     def clear(self, *, sweep: bool = True) -> None:
-        """Forget every block in every tier. A pinned block is forgotten at once and its slot freed
-        with its last pin; a block on its way is forgotten when it arrives. Without `sweep`, calls
-        of the method `sweep` must free the slots later, which takes far longer than forgetting."""
+        """Forget every block in every tier. Pinned blocks, and blocks that are being read or
+        written, are treated as in `forget_blocks`. Without `sweep`, the caller must call the method
+        `sweep` to free the slots, which takes far longer than forgetting."""
         self._epoch += 1
         self._mailbox.version += 1
         self._slab.clear()
@@ -262,13 +267,14 @@ class Hierarchy:
             self.sweep(self._slab.num_slots)
 
     def sweep(self, most: int) -> int:
-        """Free up to `most` slots of blocks that `clear` has forgotten; return how many."""
+        """Free up to `most` slots of blocks that `clear` has forgotten. Return how many."""
         return self._slab.sweep(most)
 
     def shared(self, keys: Sequence[bytes], *, write: bool = False) -> list[Answer]:
-        """HIT if the shared store is known to have the block, PENDING if the block is on its way
-        there, else MISS. With `write`, missing blocks that the slab has are written. Without a
-        shared store the slab's answers count, if the slab is served."""
+        """For each key: HIT if the shared store has the block, PENDING if the block is being
+        written to that store, else MISS. With `write`, blocks that the slab has and that store
+        lacks are written to it. If no store is shared but the slab is served, the answers are the
+        slab's."""
         shared = next(((i, s) for i, s in enumerate(self._stores) if s.is_shared), None)
         if shared is None:
             served = self._slab.is_served
@@ -278,7 +284,7 @@ class Hierarchy:
         missing = [i for i, answer in enumerate(answers) if answer is Answer.MISS]
         in_slab = self._slab.lookup([keys[i] for i in missing])
         write_back = self._write_backs.get_write_back(index)
-        # Behind an open breaker no request waits; the write still serves as its probe.
+        # No request waits while a breaker is open; the write is then a probe.
         is_waiting = store.breaker.allows and store.write_breaker.allows
         again = []
         for i, answer in zip(missing, in_slab, strict=True):
@@ -294,8 +300,8 @@ class Hierarchy:
         return answers
 
     def watch_stores(self, hear: Callable[[Sequence[bytes]], bool]) -> None:
-        """Watch the stores that other engines fill. `poll` calls `hear` with their new blocks that
-        the slab does not have; `hear` returns whether `version` changes."""
+        """Watch the stores that other engines write to. `poll` calls `hear` with their new blocks
+        that the slab does not have. If `hear` returns True, `version` changes."""
 
         def heard(keys: Sequence[bytes]) -> None:
             answers = self._slab.lookup(keys)  # the stores report this engine's blocks too
@@ -310,7 +316,7 @@ class Hierarchy:
         self, keys: Sequence[bytes], seconds: float, done: Callable[[list[bool]], None]
     ) -> None:
         """Lease these blocks for `seconds` in the shared store, or else in the slab. `done` is
-        called, by `poll` or at once, with a bool for each block: it is there and kept."""
+        called, by `poll` or at once, with a bool for each block: whether it is protected."""
         for store in self._stores:
             if store.is_shared:
                 store.lease(keys, seconds, done)
@@ -318,40 +324,43 @@ class Hierarchy:
         done(self._slab.keep(keys, seconds))
 
     def hold(self, keys: Sequence[bytes], seconds: float) -> Hold:
-        """Keep blocks, given head first, in the slab for this engine for `seconds`, also blocks
-        that are still on their way in. `release_hold` ends the hold sooner."""
+        """Protect blocks, given in prompt order, from eviction from the slab for `seconds`, also
+        blocks that are still being loaded. `release_hold` ends the protection sooner."""
         return self._slab.hold(keys, seconds)
 
     def ask_stores(self, keys: Sequence[bytes], seconds: float) -> None:
-        """Lease these blocks, given head first, for `seconds` in each store that leases. A store
-        leases the blocks that it has; the leases end by themselves."""
+        """Lease these blocks, given in prompt order, for `seconds` in each store with leases. A
+        store leases the blocks that it has. The leases end by themselves."""
         for store in self._stores:
             store.lease(keys, seconds, _ignore)
 
     def release_hold(self, hold: Hold) -> None:
-        """End a hold before its time. The hold may have ended by itself."""
+        """End a hold before its time. Does nothing if the hold has already ended."""
         self._slab.release(hold)
 
     def stats(self) -> dict[str, TierStats]:
-        """Counters by tier. The slab's `dropped_stores` includes blocks evicted unwritten."""
+        """Counters by tier. The slab's `dropped_stores` includes blocks evicted before they were
+        written."""
         slab = self._slab.stats()
         slab.dropped_stores += sum(store.traffic.lost_blocks for store in self._stores)
         return {self._slab.name: slab} | {store.name: store.stats() for store in self._stores}
 
     def traffic(self) -> dict[str, Traffic]:
-        """A copy of the traffic between the slab and each store, the fastest first."""
+        """Copies of the transfer counters by store, the fastest store first."""
         return {store.name: store.copy_traffic() for store in self._stores}
 
     def close(self, timeout_seconds: float) -> bool:
-        """Close the stores, then the slab. False if a store still uses slots after that time: the
-        slab's memory then stays, because the store may still write to it. Idempotent."""
+        """Close the stores, then the slab. False if a store still uses slots after
+        `timeout_seconds`: the slab then stays open, because the store may write to its memory.
+        Idempotent."""
         if self._closed:
             return not self._is_used()
         self._closed = True
         self._mailbox.close()
         deadline = time.monotonic() + timeout_seconds
         for place, store in enumerate(self._stores):
-            # Each store gets its share of the time: a hung one leaves time for the next.
+            # Each store gets its share of the time, so that a hanging store leaves time for the
+            # next.
             left = max(0.0, deadline - time.monotonic()) / (len(self._stores) - place)
             store.attempt(partial(store.tier.close, left))
         self._mailbox.run_delivered()
@@ -367,4 +376,4 @@ class Hierarchy:
 
 
 def _ignore(_kept: list[bool]) -> None:
-    """Ignore which blocks a store keeps."""
+    """Do nothing with the answers of a lease."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HierarchyOptions: deadlines, write-back and checks of one hierarchy."""
+"""HierarchyOptions: the deadlines, write-back settings and tag checks of one hierarchy."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ WRITE_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HierarchyOptions:
-    """Options of one hierarchy: equal for every store, and constant.
+    """The options of one hierarchy. They apply to every store and never change.
 
     With a `tagger`, a block is promoted only if it has the tag that the tagger makes for its key.
-    Without one, tags are carried and not checked: a server's clients check their own tags.
+    Without a tagger, tags are kept but not checked: clients of a cache server check the tags.
 
-    With `keeps_unwritten`, no block is evicted before it is written; new blocks and promotions get
-    no slot instead. This is for callers that are told which blocks are kept: they read
-    `Hierarchy.num_unwritten` to leave room."""
+    With `keeps_unwritten`, no block is evicted before it is written; new and promoted blocks get no
+    slot instead. Callers that report to an engine which blocks are kept set it, and use
+    `Hierarchy.num_unwritten` to leave slots free."""
 
     watermark: float = WATERMARK  # share of free slots below which the writing starts
     read_seconds: float = READ_SECONDS

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-up of a prefix: the tier of each block. The slab is asked first, then the stores, in order.
+"""Finds the tier of each block of a prefix. The slab is searched first, then the stores in order.
 
-A look-up has no side effect and never waits.
+A look-up has no side effects and never blocks.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from ..base import Answer, SlabTier
 from .guarded_store import GuardedStore, find_stores
 from .promotions import Promotions
 
-# A look-up stops at the first miss, which for most prompts is the first block. So it begins with
-# few blocks, and each next batch is larger.
+# A look-up stops at the first miss, which for most prompts is the first block. So the first batch
+# is small, and each next batch is larger.
 FIRST_BLOCKS, FIND_BLOCKS = 4, 256
 
 
 class Prefix(NamedTuple):
-    """`tiers` of the leading blocks that some tier has. `pending`: the next block is on its way to
-    the slab. `asked`: a store was asked for the next block and will answer soon."""
+    """The leading blocks that were found. `tiers` has the name of each block's tier. `pending` says
+    that the next block is being copied into the slab, `asked` that a server is being asked for
+    it."""
 
     tiers: list[str]
     pending: bool
@@ -29,7 +30,7 @@ class Prefix(NamedTuple):
 
 
 class PrefixLookup:
-    """Look-ups in slab, stores and the promotions between them."""
+    """Looks blocks up in the slab, in the stores and in the promotions under way."""
 
     def __init__(
         self, slab: SlabTier, stores: Sequence[GuardedStore], promotions: Promotions
@@ -39,7 +40,7 @@ class PrefixLookup:
         self._promotions = promotions
 
     def match_prefix(self, keys: Sequence[bytes]) -> Prefix:
-        """The longest run of leading keys that are in some tier."""
+        """The longest prefix of `keys` whose blocks are all in some tier."""
         tiers: list[str] = []
         size = FIRST_BLOCKS
         while len(tiers) < len(keys):
@@ -55,7 +56,7 @@ class PrefixLookup:
             for key, answer in zip(batch, answers, strict=True):
                 if answer is Answer.PENDING:
                     promotion = self._promotions.by_key.get(key)
-                    if promotion is None:  # its bytes are being copied to the slab
+                    if promotion is None:  # the block is being copied into the slab
                         return Prefix(tiers, True)
                     place: SlabTier | GuardedStore | None = (
                         promotion.store if promotion.brings(key) else None
@@ -68,8 +69,9 @@ class PrefixLookup:
         return Prefix(tiers, False)
 
     def answers(self, keys: Sequence[bytes]) -> list[Answer]:
-        """HIT, MISS or PENDING for each key on its own. PENDING: a block on its way into the slab
-        that a load cannot wait for. A block being promoted is a HIT: a load joins the promotion."""
+        """HIT, MISS or PENDING for each key, whatever the other keys are. PENDING: the block is
+        being copied into the slab and a load cannot wait for it. A block being promoted is a HIT,
+        because a load can wait for the promotion."""
         answers = self._slab.lookup(keys)
         hit, miss, pending = Answer.HIT, Answer.MISS, Answer.PENDING
         if answers.count(hit) == len(answers):

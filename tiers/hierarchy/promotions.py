@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promotions: loads, and the batches on their way from a store into reserved slots of the slab.
+"""Promotions: the loads, and the batches that stores read into reserved slots of the slab.
 
-A load asks for leading blocks. If one of them is in no tier, or the slab has no room for it, the
-blocks behind it are useless and are not read. A block is read once, however many loads wait for it.
-A promotion that misses its deadline fails for the waiting loads. Its slots stay reserved until it
-has ended, because the store may still write to them; blocks that it then brings are published for
-later loads.
+A load asks for the leading blocks of a prompt. If a block is in no tier, or the slab has no slot
+for it, the blocks after it are useless and are not read. A block is read only once, however many
+loads wait for it. If a promotion misses its deadline, the waiting loads fail. Its slots stay
+reserved until the read has ended, because the store may still write to them. Blocks that the late
+read brings are published for later loads.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from ..tag import Proof, Proofs, Tagger
 from .guarded_store import LATE, WRONG_TAG, GuardedStore, check_answers, find_stores, name_of
 from .write_back import WriteBacks
 
-MISSED = "missed"  # the store had lost the block, or it was damaged
+MISSED = "missed"  # the store had lost the block, or the block was damaged
 
 
 @dataclass(slots=True, eq=False)
 class LoadTicket:
-    """A load. When `waiting` is 0, `slots[i]` is the pinned slot of `keys[i]`, or None for a block
-    that did not come: missing, damaged, late, or without room (then all later ones are None too).
-    `begun` is the number of leading blocks that were there and had room. `fault` is the reason why
-    one of them did not come, None if all came."""
+    """A load. When `waiting` is 0, `slots[i]` is the pinned slot of `keys[i]`, or None if the block
+    was not loaded. Only the first `begun` blocks are loaded, because the next one is in no tier or
+    got no slot. `fault` says why one of the first `begun` blocks was not loaded, if any."""
 
     keys: list[bytes]
     slots: list[int | None]
-    tiers: list[str]  # where each block of the leading part that fits came from
+    tiers: list[str]  # the source of each of the first `begun` blocks
     waiting: int = 0  # blocks still being read
     ended: bool = False
     begun: int = 0
@@ -42,7 +41,7 @@ class LoadTicket:
 
 @dataclass(slots=True, eq=False)
 class Promotion:
-    """A batch on its way from a store to the slab."""
+    """A batch that is being read from a store into the slab."""
 
     store: GuardedStore
     keys: list[bytes]
@@ -54,17 +53,17 @@ class Promotion:
     dropped: set[bytes] = field(default_factory=set)  # the forgotten ones of `keys`
 
     def brings(self, key: bytes) -> bool:
-        """Whether a load that joins this promotion may get the block."""
+        """Whether a load that waits for this promotion may get the block."""
         return self.wanted and not self.late and key not in self.dropped
 
     def join(self, ticket: LoadTicket, index: int) -> None:
-        """Let the ticket's block at `index` wait for this promotion."""
+        """Make the ticket's block at `index` wait for this promotion."""
         self.waiting.append((ticket, index))
         ticket.tiers[index] = self.store.name
         ticket.waiting += 1
 
     def give_up(self) -> None:
-        """Fail the loads that wait now: the deadline has passed."""
+        """Fail the waiting loads, because the deadline has passed."""
         self.late = True
         for ticket, _ in self.waiting:
             ticket.waiting -= 1
@@ -74,7 +73,7 @@ class Promotion:
 
 class Promotions:
     """The loads of a hierarchy and the promotions under way for them. With a `tagger`, only blocks
-    that have the tagger's tag are published. Called by one thread."""
+    that have the tag it makes are published. Only one thread calls the methods."""
 
     def __init__(
         self,
@@ -121,19 +120,20 @@ class Promotions:
                 promotion.store.mailbox.version += 1
 
     def clear(self) -> None:
-        """Publish no block of the promotions under way."""
+        """Make sure that no block of the promotions under way is published."""
         for promotion in self.under_way:
             promotion.wanted = False
 
     def drop_promotions(self, keys: Sequence[bytes]) -> None:
-        """Let no further load join for these blocks. The slab does not publish them."""
+        """Keep later loads from waiting for promotions of these blocks, which are being
+        forgotten."""
         for key in keys:
             promotion = self.by_key.get(key)
             if promotion is not None:
                 promotion.dropped.add(key)
 
     def _promote(self, ticket: LoadTicket, missing: list[int]) -> None:
-        """Fill the gaps of a ticket: join promotions under way, reserve slots for the rest."""
+        """Load missing blocks: join promotions under way, and start new ones for the rest."""
         keys = ticket.keys
         joined = {i: found for i in missing if (found := self.by_key.get(keys[i])) is not None}
         fresh = [i for i in missing if i not in joined]
@@ -166,7 +166,7 @@ class Promotions:
                 self._start_promotion(store, ticket, list(chosen), list(chosen.values()))
 
     def _cut(self, ticket: LoadTicket, end: int, reserved: dict[int, int | None]) -> None:
-        """Give back pins and reservations from `end` on."""
+        """Undo the ticket's pins and reservations from block `end` on."""
         spare = [ticket.keys[i] for i, slot in reserved.items() if i >= end and slot is not None]
         self._slab.commit(spare, [False] * len(spare))
         beyond = range(end, len(ticket.keys))
@@ -212,7 +212,7 @@ class Promotions:
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             store.count_fault(error)
             proofs = [None] * len(promotion.keys)
-            store.traffic.promotion_failures += not promotion.late  # a late one was counted
+            store.traffic.promotion_failures += not promotion.late  # a late one is counted already
             fault = name_of(error)
         else:
             if not promotion.late:
@@ -221,8 +221,8 @@ class Promotions:
         self._finish_promotion(promotion, proofs, fault)
 
     def _tagged(self, promotion: Promotion, proofs: list[Proof | None]) -> list[Proof | None]:
-        """`proofs`, with None for a block whose tag does not fit its key and bytes. The store drops
-        such a block, so that it can be stored anew."""
+        """`proofs`, with None for a block whose tag does not match its key and digest. The store
+        drops such a block, so that it can be stored again."""
         tagger = self._tagger
         if tagger is None:
             return proofs
@@ -238,7 +238,8 @@ class Promotions:
         return [None if k in wrong else p for k, p in zip(promotion.keys, proofs, strict=True)]
 
     def _finish_promotion(self, promotion: Promotion, proofs: Proofs, fault: str = MISSED) -> None:
-        """Publish the blocks that came, pinned for waiting loads. `fault`: why some did not."""
+        """Publish the blocks that were read, and pin them for waiting loads. `fault` is the reason
+        why others were not read."""
         ok = [promotion.wanted and proof is not None for proof in proofs]
         store = promotion.store
         self._write_backs.promoted(store, self._slab.commit(promotion.keys, ok, proofs))
@@ -248,7 +249,7 @@ class Promotions:
             del self.by_key[key]
         store.mailbox.version += 1
         waiting = [(ticket, i) for ticket, i in promotion.waiting if not ticket.ended]
-        # Without touch: the commit has just made them the newest, and these pins are no hits.
+        # No touch: the commit has just made these blocks the newest, and the pins are no hits.
         slots = self._slab.pin([ticket.keys[i] for ticket, i in waiting], touch=False)
         for (ticket, i), slot in zip(waiting, slots, strict=True):
             ticket.slots[i] = slot

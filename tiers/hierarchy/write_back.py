@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write-back: writes blocks to the stores that lack them, before the slab evicts the blocks.
 
-While the slab has room, nothing is written. When the slab fills up, blocks that came from the pool
-are written, the longest unused first, in batches whose slots stay pinned until the write ends. A
-batch that is not full waits a moment for more blocks, unless one of its own is about to be evicted:
-each batch costs a sync and a commit, however small. A store that cannot keep up delays no request:
-the slab evicts all the same, and the lost blocks are counted. An admission filter may refuse a
-block; it is asked again after the block's next use.
+While the slab has enough free slots, no block is written. When free slots run low, blocks that the
+store may lack are written in batches, the least recently used first. The slots of a batch stay
+pinned until its write ends. A batch that is not full waits up to 5 s for more blocks, because even
+a small batch costs a sync and a commit; it does not wait if one of its blocks is about to be
+evicted. A slow store delays no request: the slab evicts unwritten blocks, and `Traffic.lost_blocks`
+counts them. An admission filter may refuse a block; the filter is asked again after the block's
+next use.
 
-A shared store is written to at once and without the filter, because other engines wait for its
-blocks. There is no thread: `Hierarchy` drives all this from its own calls and from completions.
+Blocks go to a shared store at once and without the filter, because other engines wait for them.
+Write-back has no thread: `Hierarchy` runs it in its own calls and after completions.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .hierarchy_options import HierarchyOptions
 from .writes import Writes
 
 # A batch of this many bytes is worth its sync. Several batches keep a disk busy during a sync
-# (three wrote 5 % more than two). The number of blocks bounds the work of a step.
+# (three wrote 5 % more than two). The limit in blocks bounds the time of one `poll`.
 BATCH_BYTES = 64 * 1024**2
 BATCH_BLOCKS = 256
 BATCHES_IN_FLIGHT = 3
@@ -45,7 +46,7 @@ LOOK_SECONDS, RETRY_SECONDS = 0.25, 0.01
 
 
 class WriteBack:
-    """Moves blocks from `slab` to one store. Called by one thread."""
+    """Writes blocks from `slab` to one store. Only one thread calls the methods."""
 
     def __init__(self, slab: SlabTier, store: GuardedStore, options: HierarchyOptions) -> None:
         self._slab = slab
@@ -57,10 +58,11 @@ class WriteBack:
         batch_bytes = BATCH_BYTES // slab.layout.slot_bytes
         shares = SHARES_OF_SLAB if slab.num_slots < FEW_SLOTS else FEWER_SHARES
         self._batch = max(1, min(BATCH_BLOCKS, batch_bytes, slab.num_slots // shares))
-        # Blocks to write, the longest unused first; True: the filter has admitted the block.
+        # The queue: blocks to write, the least recently used first. True: the filter has admitted
+        # it.
         self._dirty: OrderedDict[bytes, bool] = OrderedDict()
         self._full_at: float | None = None  # when an incomplete batch is written (monotonic)
-        self._alarm_at = 0.0  # the last alarm that was set for it
+        self._alarm_at = 0.0  # the last timer that was set for `_full_at`
         self._num_next = 0  # evictions announced and not yet compared with `_dirty`
         self._is_urgent = False  # some of `_dirty` were among these evictions
         self._refused: set[bytes] = set()  # by the filter; some may be evicted by now
@@ -76,13 +78,13 @@ class WriteBack:
 
     @property
     def num_unwritten(self) -> int:
-        """Blocks that wait to be written or are being written; 0 while a breaker is open."""
+        """The number of blocks that are queued or being written; 0 while a breaker is open."""
         if not (self._store.write_breaker.allows and self._store.breaker.allows):
             return 0
         return len(self._dirty) + self._writes.num_blocks
 
     def awaits(self, key: bytes) -> bool:
-        """Whether a block of the slab waits to be written; False while a breaker is open."""
+        """Whether a block is queued to be written; False while a breaker is open."""
         store = self._store
         return key in self._dirty and store.write_breaker.allows and store.breaker.allows
 
@@ -92,18 +94,18 @@ class WriteBack:
         return bool(self._dirty or self._writes)
 
     def added(self, keys: Sequence[bytes]) -> None:
-        """Mark blocks, given head first, that came into the slab; the store may lack them."""
+        """Queue blocks that came into the slab, in prompt order: the store may lack them."""
         if self._store.is_read_only:
             return
         for key in reversed(keys):
             self._dirty[key] = False
 
     def is_moving(self, key: bytes) -> bool:
-        """Whether the block waits to be written, or is being written."""
+        """Whether the block is queued to be written or is being written."""
         return key in self._dirty or self._writes.holds(key)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Note the use of these blocks, given head first: they are written after other blocks."""
+        """Record a use of these blocks, in prompt order: other queued blocks are written first."""
         if not self._dirty and not self._refused:
             return
         for key in reversed(keys):
@@ -114,8 +116,8 @@ class WriteBack:
                 self._dirty[key] = False
 
     def evicted(self, keys: Sequence[bytes]) -> None:
-        """Note blocks evicted from the slab, the coldest first. Count the blocks that were not
-        written, and touch the others in the store, which has their last copy."""
+        """Handle an eviction of blocks from the slab, given coldest first. Count unwritten blocks
+        as lost, and touch the others in the store, which may have their last copy."""
         dirty = self._dirty
         lost = [key for key in keys if key in dirty] if dirty else []
         if len(lost) < len(keys) and self._store.breaker.allows:
@@ -127,13 +129,15 @@ class WriteBack:
         self._store.traffic.lost_stores += bool(lost)
 
     def will_be_evicted(self, count: int) -> None:
-        """Note that `count` evictions are near: write the unwritten blocks among them now."""
+        """Record that `count` evictions are near. Queued blocks among them are then written at
+        once."""
         self._num_next = count
 
     def pump(self, *, reading: bool) -> bool:
-        """Give up late batches, and start new ones if the slab is filling up: fewer while a load
-        waits for a read, and single blocks as probes while the breaker is open. False if the store
-        was busy: the caller must ask again, because no completion will wake it."""
+        """Give up late batches, and start new ones if free slots run low. While a load reads from a
+        store, one batch is in flight at most. While the breaker is open, single blocks are written
+        as probes. False if the store was busy: the caller must call again, because no completion
+        will wake it."""
         self._writes.give_up_late()
         is_taken = True
         allowed = 1 if reading else BATCHES_IN_FLIGHT
@@ -149,7 +153,7 @@ class WriteBack:
         return is_taken
 
     def flush_some(self) -> bool:
-        """Start batches of the most recently used blocks. True while the flush should wait."""
+        """Start batches of the most recently used blocks. True while the flush must go on."""
         self._writes.give_up_late()
         while self._dirty and (size := self._writes.room(self._batch, BATCHES_IN_FLIGHT)):
             newest = list(islice(reversed(self._dirty), size))
@@ -160,12 +164,13 @@ class WriteBack:
 
     @property
     def is_flushed(self) -> bool:
-        """After a flush: whether the store took every block."""
+        """Whether the store has taken every block of a flush."""
         return not (self.pending or self._writes.has_failed)
 
     def recheck(self) -> None:
-        """Prepare a flush: mark the blocks that the store lacks, among as many of the slab's newest
-        as the store has room for, so that late batches do not displace earlier ones."""
+        """Prepare a flush: queue the blocks that the store lacks. Only the slab's newest blocks
+        that fit into the store are queued, so that no batch evicts the blocks of an earlier
+        batch."""
         self._writes.begin_flush()
         self._dirty.clear()
         self._refused.clear()
@@ -177,31 +182,33 @@ class WriteBack:
         self.added([k for k, a in zip(newest_first, answers, strict=True) if self._may_lack(a)])
 
     def discard_dirty(self, keys: Sequence[bytes]) -> None:
-        """Write none of these blocks. Blocks being written are dropped when they have arrived."""
+        """Remove these blocks from the queue. Blocks being written are dropped from the store when
+        their write ends."""
         for key in keys:
             self._dirty.pop(key, None)
             self._refused.discard(key)
         self._writes.drop_on_arrival(keys)
 
     def clear(self) -> None:
-        """Forget all marks; blocks being written are dropped from the store when they arrive."""
+        """Empty the queue. Blocks being written are dropped from the store when their write
+        ends."""
         self._dirty.clear()
         self._refused.clear()
         self._writes.drop_all()
 
     @property
     def _is_due(self) -> bool:
-        """Whether to write now: to free slots, or to probe a store behind an open breaker."""
+        """Whether to write now: to free slots, or to probe a store whose breaker is open."""
         if not self._store.write_breaker.allows:
             return True
         return self._slab.free_slots() < self._low_slots and not self._may_wait()
 
     def _may_wait(self) -> bool:
-        """Whether a batch that is not full has time to fill up."""
+        """Whether the next batch is not full and may wait for more blocks."""
         return len(self._dirty) < self._batch and self._has_time()
 
     def _has_time(self) -> bool:
-        """Whether the marked blocks may wait until the batch is full."""
+        """Whether the queued blocks may wait until the batch is full."""
         allows = self._store.write_breaker.allows
         if not allows or not self._fill_seconds or self._goes_next():
             return False
@@ -214,15 +221,15 @@ class WriteBack:
         return now < self._full_at
 
     def _goes_next(self) -> bool:
-        """Whether a marked block is about to be evicted."""
+        """Whether a queued block is about to be evicted."""
         if self._num_next:
             self._is_urgent = self._slab.may_go_next(self._dirty.keys(), self._num_next)
             self._num_next = 0
         return self._is_urgent
 
     def _write_batch(self, keys: list[bytes], *, filtered: bool = True) -> bool:
-        """Start one batch; if some of its blocks need no write, let the others wait for more. False
-        if the store is busy; the blocks stay marked then."""
+        """Start one batch. If some of its blocks need no write, the others may wait for more. False
+        if the store is busy; the blocks then stay queued."""
         answers = self._store.lookup(keys)
         lacking = keys
         if answers.count(Answer.MISS) < len(keys):
@@ -245,13 +252,13 @@ class WriteBack:
             self._dirty.pop(key, None)
 
     def _may_lack(self, answer: Answer) -> bool:
-        """Whether a block with this answer is to be written to the store. PENDING: the block is on
-        its way there, or a shared store is still asking its server about it."""
+        """Whether to write a block for which the store gave this answer. PENDING means that the
+        block is being written, or that a shared store is still asking its server about it."""
         return answer is Answer.MISS or (answer is Answer.PENDING and self._store.is_shared)
 
     def _admitted(self, keys: list[bytes]) -> list[bytes]:
-        """Return the blocks that the filter admits; refused blocks wait for their next use. The
-        filter is asked once about each block."""
+        """Return the blocks that the filter admits. A refused block leaves the queue until its next
+        use. The filter is not asked again about an admitted block."""
         dirty = self._dirty
         asked = [key for key in keys if not dirty[key]]
         verdicts = self._admission.admit(asked, time.monotonic()) if asked else []
@@ -275,8 +282,9 @@ class WriteBack:
 
 
 class WriteBacks:
-    """The write-backs of all stores; each gets the events of the slab. Unless the options say
-    `inclusive`, the first store drops promoted blocks. Called by one thread."""
+    """Has the `WriteBack` of each store, and passes the events of the slab to all of them. Without
+    `options.inclusive`, the first store drops promoted blocks. Only one thread calls the
+    methods."""
 
     def __init__(
         self, slab: SlabTier, stores: Sequence[GuardedStore], options: HierarchyOptions
@@ -304,25 +312,25 @@ class WriteBacks:
         return max((write_back.num_unwritten for write_back in self._all), default=0)
 
     def added(self, keys: Sequence[bytes]) -> None:
-        """Mark blocks of the slab, given head first, for every store; the stores may lack them."""
+        """Queue blocks of the slab, in prompt order, for every store: the stores may lack them."""
         for write_back in self._all:
             write_back.added(keys)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Note the use of these blocks, given head first, in every write-back."""
+        """Record a use of these blocks, in prompt order, in every `WriteBack`."""
         for write_back in self._all:
             write_back.used(keys)
 
     def promoted(self, store: GuardedStore, keys: Sequence[bytes]) -> None:
-        """Note that these blocks came from a store; an exclusive store drops them."""
+        """Record that these blocks were promoted from `store`. An exclusive store drops them."""
         if not (store.is_shared or store.is_read_only):
             self._admission.promoted(len(keys))
         if keys and store is self._exclusive_store:
-            store.drop(keys)  # where that fails, they are kept twice
+            store.drop(keys)  # if that fails, both tiers keep the blocks
             self._all[0].added(keys)
 
     def reserve(self, keys: list[bytes], *, optional: bool = False) -> list[int | None]:
-        """Reserve slots of the slab for these blocks; count blocks evicted unwritten."""
+        """Reserve slots of the slab for these blocks. Blocks evicted unwritten are counted."""
         excess = len(keys) - self._slab.free_slots()
         evicted: list[bytes] = []
         slots = self._slab.reserve(keys, optional=optional, spared=self._spared, evicted=evicted)
@@ -338,7 +346,7 @@ class WriteBacks:
         return any(write_back.awaits(key) for write_back in self._all)
 
     def pump(self, *, reading: bool) -> bool:
-        """Start batches where they are due; False where a store was busy."""
+        """Call `WriteBack.pump` for every store. False if a store was busy."""
         taken = [write_back.pump(reading=reading) for write_back in self._all]
         return all(taken)
 

@@ -15,14 +15,14 @@ from .guarded_store import DAMAGED, LATE_WRITE, REFUSED, GuardedStore, check_ans
 # Writes pin at most this share of the slab; pinned blocks cannot be evicted. The second share
 # applies if some batches are late or probes.
 SHARE, LATE_SHARE = 0.375, 0.5
-# A flush gives up a store that has taken no batch for this time. The second time is for a store
-# whose breaker is open, and leaves time for a probe.
+# A flush gives up a store that has taken no batch for this time. The second time applies to a store
+# with an open breaker, and is long enough for a probe.
 STALL_SECONDS, OPEN_STALL_SECONDS = 5.0, 2.0
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Blocks being written."""
+    """A batch of blocks that is being written."""
 
     keys: list[bytes]
     deadline: float
@@ -33,13 +33,14 @@ class Batch:
 
 
 class Writes:
-    """The batches in flight to one store, from their pins to their end.
+    """The batches in flight to one store. The slots of a batch are pinned from start to end.
 
         start ──► in flight ──(the future ends)──► unpinned
                      └─(past its deadline)──► late ──(it ends after all)──► unpinned
 
     A late batch opens the write breaker. Its slots stay pinned, because the store may still read
-    them. Behind an open breaker single blocks are written, as probes. Called by one thread."""
+    them. While the breaker is open, only single blocks are written, as probes. Only one thread
+    calls the methods."""
 
     def __init__(self, slab: SlabTier, store: GuardedStore) -> None:
         self._slab = slab
@@ -62,11 +63,11 @@ class Writes:
         return any(key in batch.keys for batch in self._batches)
 
     def room(self, most_blocks: int, most_batches: int) -> int:
-        """The number of blocks that the next batch may have, usually `most_blocks`; 0: no batch."""
+        """The number of blocks that the next batch may have; 0 if no batch may start now."""
         if not self._store.breaker.allows:
             return 0
         usual = sum(not (batch.is_late or batch.is_probe) for batch in self._batches)
-        if not self._breaker.allows:  # it is only probed
+        if not self._breaker.allows:  # the store is only probed
             size = int(self._breaker.probe_due)
         else:
             size = most_blocks if usual < most_batches else 0
@@ -103,7 +104,7 @@ class Writes:
         return True
 
     def give_up_late(self) -> None:
-        """Count the batches whose deadline has passed. Their slots stay pinned."""
+        """Mark and count the batches whose deadline has passed. Their slots stay pinned."""
         if not self._batches:
             return
         now = time.monotonic()
@@ -116,17 +117,17 @@ class Writes:
         self._set_alarm()
 
     def drop_all(self) -> None:
-        """Drop all blocks in flight from the store as soon as they have arrived."""
+        """Make the store drop each block in flight when its write has ended."""
         for batch in self._batches:
             batch.is_wanted = False
 
     def drop_on_arrival(self, keys: Sequence[bytes]) -> None:
-        """Drop these blocks, if they are in flight, from the store when they have arrived."""
+        """Make the store drop each of these blocks that is in flight, when its write has ended."""
         for batch in self._batches:
             batch.dropped.update(set(keys).intersection(batch.keys))
 
     def begin_flush(self) -> None:
-        """Begin to note whether and when the store takes a batch."""
+        """Reset `has_failed` and `has_stalled` at the start of a flush."""
         self._taken_at, self._has_failed = time.monotonic(), False
 
     @property
@@ -136,13 +137,13 @@ class Writes:
 
     @property
     def has_stalled(self) -> bool:
-        """Whether a flush gives up the store, which has taken no batch for too long."""
+        """Whether the store has taken no batch for so long that a flush gives it up."""
         most = STALL_SECONDS if self._breaker.allows else OPEN_STALL_SECONDS
         return time.monotonic() - self._taken_at >= most
 
     def _set_alarm(self) -> None:
-        """Set an alarm for the next deadline, unless an earlier alarm is set: most batches end long
-        before their deadlines, and each alarm wakes two threads."""
+        """Set a timer for the next deadline, unless an earlier timer is set. Timers are few because
+        most batches end long before their deadlines and each timer wakes two threads."""
         if self._alarm_at <= time.monotonic():
             waiting = [batch.deadline for batch in self._batches if not batch.is_late]
             if waiting:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the files that decide a model's tokens."""
+"""Digests of the files that determine a model's tokens."""

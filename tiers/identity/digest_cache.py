@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of files, remembered in the user's cache so that a restart reads no weights twice.
+"""Digests of files, kept in the user's cache folder so that a restart does not hash weights again.
 
-    $XDG_CACHE_HOME/stratakv/digests/DEVICE-INODE           ~/.cache where that is not set
+    $XDG_CACHE_HOME/stratakv/digests/DEVICE-INODE           ~/.cache if that is not set
 
-An entry holds the state of the file at that time and its digest:
+An entry holds the digest of a file and the file's state when it was hashed:
 
     offset  bytes
          0      8  magic, "STRKVDG2"
@@ -12,10 +12,11 @@ An entry holds the state of the file at that time and its digest:
         88     32  SHA-256 of the 88 bytes before
 
 A program that may write a file can set its mtime back, but not its ctime, which the kernel advances
-with each change of content. So an entry counts only if all six numbers are still the file's. An
-entry is written only if no later change can leave these numbers as they are: not while ctime is
-young, because its grain is up to two seconds. Entries are written and read only on file systems
-that are known to advance ctime, and not on read-only images, whose times come from their maker.
+with each change of content. So an entry is valid only if all six numbers still match the file. No
+entry is written while ctime is younger than two seconds: a file system may count ctime in steps of
+two seconds, so a later change could leave the numbers as they are. Digests are kept only for files
+on file systems that are known to advance ctime, and not on read-only images, whose times were set
+by the maker of the image.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ _LAZY = "lazytime"  # after a loss of power, times may be older than the content
 
 
 class DigestCache:
-    """The entries in one folder. No call raises; without a folder nothing is remembered."""
+    """The digest cache in one folder. No call raises; without a folder nothing is kept."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     @classmethod
     def of_user(cls) -> DigestCache:
-        """Return the cache of this user; without a cache folder it remembers nothing."""
+        """Return the cache of this user; without a cache folder it keeps nothing."""
         parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         return cls(Path(parent) / "stratakv" / "digests" if os.path.isabs(parent) else None)
 
     def load_digest(self, state: FileState, file_system: int = 0) -> bytes | None:
-        """Return the digest of a file in this state; None without a sound entry of this user.
-        `file_system` is the file's `f_fsid`; `trusts` has allowed the file."""
+        """Return the digest of a file in this state; None if there is no valid entry of this user.
+        `file_system` is the file's `f_fsid`. The caller has checked the file with `trusts`."""
         if self._folder is None:
             return None
         try:
@@ -88,12 +89,12 @@ class DigestCache:
         return bool(_WITH_CTIME.fullmatch(mount.kind))
 
     def takes(self, state: FileState, now_ns: int) -> bool:
-        """Whether the digest of a trusted file, hashed from `now_ns` on (since the epoch), may be
-        remembered. It may if each later change gives the file another ctime."""
+        """Whether the digest of a file that `trusts` accepts may be kept; hashing began at `now_ns`
+        (since the epoch). It may if each later change gives the file another ctime."""
         return now_ns - state.ctime_ns >= YOUNG_NS
 
     def add(self, state: FileState, digest: bytes, file_system: int = 0) -> None:
-        """Remember the digest of a file in this state, which `takes` has allowed."""
+        """Keep the digest of a file in this state, for which `takes` is True."""
         if self._folder is None:
             return
         try:

@@ -3,8 +3,8 @@
 
     digest = SHA-256( "stratakv.file" | size u64 | SHA-256 of each 8 MiB, in order )
 
-Several threads hash the pieces, so that with enough processors large weights take only the time to
-read them. Remembered files are not read again (digest_cache.py).
+Several threads hash the pieces, so that with enough processors hashing takes no longer than
+reading. A file whose digest is in the cache is not read again (digest_cache.py).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class FileDigest(NamedTuple):
 def digest_files(
     paths: Sequence[Path], cache: DigestCache | None = None, progress: Progress | None = None
 ) -> list[FileDigest]:
-    """Return the digest of each file, in the order of the paths. `cache` defaults to this user's.
-    `progress` is called with a line every two seconds.
+    """Return the digest of each file, in the order of the paths. `cache` defaults to the cache of
+    this user. `progress` is called with a line every two seconds.
 
     Raises ConfigError for a file that cannot be read to its end, or that changes while it is read.
     """

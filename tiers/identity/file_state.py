@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a file: five numbers that change when it is written or replaced."""
+"""The state of a file: five numbers, some of which change when the file is written or replaced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class FileState(NamedTuple):
-    """Five numbers of a file. Equal states mean the same, unchanged file."""
+    """Five numbers of a file. Equal states mean that it is the same file and unchanged."""
 
     device: int
     inode: int
@@ -25,7 +25,7 @@ class FileState(NamedTuple):
 
 
 def state_of(path: Path) -> FileState | None:
-    """The state of the file at `path`; None where stat fails."""
+    """The state of the file at `path`; None if stat fails."""
     try:
         return FileState.from_stat(os.stat(path))
     except OSError:

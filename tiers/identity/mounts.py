@@ -23,7 +23,7 @@ class Mount(NamedTuple):
 
 
 def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
-    """The innermost mount above a path; None: unknown. Raises OSError for an unreadable table."""
+    """The innermost mount above a path; None if unknown. Raises OSError for an unreadable table."""
     real, best = Path(os.path.realpath(path)), None  # also for a circle of links
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
         fields, _, rest = line.partition(" - ")

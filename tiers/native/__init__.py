@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on many bytes in C++, each in one call that releases the interpreter's lock.
+"""C++ functions for operations on many bytes. Each call releases the interpreter's lock (GIL).
 
-`setup.py` compiles `bytes.cpp` and `names.cpp` where it can; `native_library.py` finds the library.
-Without it, or on a processor without the instructions, xxhash and hashlib do the work.
+`setup.py` compiles `bytes.cpp` and `names.cpp` if it can; `native_library.py` loads the library.
+Without the library or the processor instructions it needs, xxhash and hashlib are used.
 """

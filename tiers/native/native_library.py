@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled library of `bytes.cpp` and `names.cpp`: its file, its checks, its functions.
+"""Loads the library compiled from `bytes.cpp` and `names.cpp`, and calls its functions.
 
-It is a plain shared library, called with addresses, for any version of Python. The callers have
-code for its absence, which gives the same results. STRATAKV_BYTES=none switches the library off.
+The library is a plain shared library whose functions take addresses, so it works with any version
+of Python. Without the library, the callers use Python code with the same results. The environment
+variable STRATAKV_BYTES=none switches the library off.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class PeerLeft(OSError):
 
 
 class Library:
-    """The library's functions. `runs`: whether this processor runs them."""
+    """The library's functions. `runs` says whether this processor can run them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         size, address = ctypes.c_int64, ctypes.c_void_p
@@ -71,8 +72,7 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """The library, looked for once in a process; None where it is missing, unusable (which is
-    logged) or switched off."""
+    """The library, loaded once in a process. None if missing, switched off or (logged) unusable."""
     path = Path(__file__).with_name(FILE_NAME)
     if os.environ.get(VARIABLE) == "none" or not path.exists():
         return None
@@ -93,8 +93,8 @@ def has_digests() -> bool:
 
 
 def copy_and_digest(target: memoryview, source: memoryview) -> bytes:
-    """Copy bytes to a buffer of the same length, past the processor's cache. Return the 16 bytes of
-    the XXH3-128 digest of the bytes written, even if the source changes meanwhile."""
+    """Copy bytes to a buffer of the same length. The library bypasses the processor's cache. Return
+    the 16-byte XXH3-128 digest of the bytes written, even if the source changes meanwhile."""
     size = target.nbytes
     if source.nbytes != size:
         raise ValueError(f"{source.nbytes} bytes cannot be copied to {size}")
@@ -126,7 +126,7 @@ def copy_rows_and_digest(
 ) -> list[bytes]:
     """Copy row `source_rows[i]` to row `target_rows[i]` for each i, in one call without the
     interpreter's lock. Return the digests, as `copy_and_digest` does. The row numbers are not
-    checked. Only where `has_digests`, and for rows of LEAST_BYTES or more."""
+    checked. Call only if `has_digests()`, for rows of LEAST_BYTES or more."""
     found, count = library(), len(target_rows)
     assert found is not None and source.size == target.size >= LEAST_BYTES
     assert len(source_rows) == count
@@ -141,9 +141,9 @@ def copy_rows_and_digest(
 
 
 class ProvenRecords:
-    """Payloads of one length of LEAST_BYTES or more, with the fields of their records' headers
-    (`record.py`); `head` has the common fields. Addresses are not checked. Only where
-    `has_digests`, and for writable memory."""
+    """Payloads of equal length, LEAST_BYTES or more, with the header fields of their records
+    (`record.py`). `head` has the fields that all headers share. Addresses are not checked. Use only
+    if `has_digests()`, for writable memory."""
 
     def __init__(
         self,
@@ -187,8 +187,8 @@ class ProvenRecords:
 
 
 class Received(NamedTuple):
-    """Results for the payloads that came whole, in order: their digests, the bytes behind each
-    payload, and tags if names were given."""
+    """The results of `receive_and_digest` for the payloads that arrived whole, in order: their
+    digests, the bytes that followed each payload, and their tags if names were given."""
 
     digests: list[bytes]
     trailers: list[bytes]
@@ -203,8 +203,8 @@ def receive_and_digest(
     deadline: float,
     names: bytes = b"",
 ) -> Received:
-    """Fill payloads, all of one length of LEAST_BYTES or more, from a blocking socket, by
-    `deadline` (monotonic seconds). `names`: see `send_proven`. Only where `has_digests`."""
+    """Fill payloads of equal length, LEAST_BYTES or more, from a blocking socket, until `deadline`
+    (monotonic seconds). `send_proven` explains `names`. Call only if `has_digests()`."""
     found, count = library(), len(payloads)
     assert found is not None
     places = _Places(payloads)
@@ -225,9 +225,9 @@ def receive_and_digest(
 def send_payloads(
     descriptor: int, head: bytes, payloads: Sequence[memoryview], trailers: bytes, deadline: float
 ) -> None:
-    """Send `head`, then payloads of one length, to a blocking socket, by `deadline` (monotonic
-    seconds). Each payload is followed by its equal share of `trailers`. Only where `has_digests`,
-    and for writable memory. Raises OSError."""
+    """Send `head`, then payloads of equal length, to a blocking socket, until `deadline` (monotonic
+    seconds). Each payload is followed by its equal share of `trailers`. Call only if
+    `has_digests()`, for writable memory. Raises OSError."""
     found, count = library(), len(payloads)
     assert found is not None
     places = _Places(payloads)
@@ -248,10 +248,11 @@ def send_proven(
     digests: Sequence[bytes | None],
     deadline: float,
 ) -> list[int]:
-    """Send payloads, all of one length of LEAST_BYTES or more, each followed by its tag and digest.
-    `names` are joined, all of one length up to MOST_NAME_BYTES; a tag is the digest of name and
-    digest. `digests`: expected digests, None if unknown. Payloads with other digests are followed
-    by zeros; return their positions. Sockets and memory as in `send_payloads`. Raises OSError."""
+    """Send payloads of equal length, LEAST_BYTES or more, each followed by its tag and digest.
+    `names` has the payloads' names joined, all of one length up to MOST_NAME_BYTES. A tag is the
+    digest of a name and the payload's digest. `digests` are the expected digests, None if unknown.
+    A payload with another digest is followed by zeros. Return the positions of such payloads.
+    Socket, deadline and memory are as in `send_payloads`. Raises OSError."""
     found, count = library(), len(payloads)
     assert found is not None
     name_bytes = _length_of_one(names, count)
@@ -271,8 +272,8 @@ def send_proven(
 
 
 class _Written:
-    """Bytes that the library writes. A ctypes array would need a new type for each length, and
-    making a type takes longer than many calls."""
+    """A buffer that the library writes to. The buffer is no ctypes array: a ctypes array needs a
+    new type for each length, and making a type takes longer than many calls."""
 
     def __init__(self, size: int) -> None:
         self.bytes = bytearray(size)
@@ -281,7 +282,7 @@ class _Written:
 
 
 class _Places:
-    """Addresses of payloads of one length. The payloads stay in place while this object lives."""
+    """Addresses of payloads of equal length. They stay in place while this object exists."""
 
     def __init__(self, payloads: Sequence[memoryview]) -> None:
         self._held = [ctypes.c_char.from_buffer(payload) for payload in payloads]
@@ -300,7 +301,7 @@ def _cut(written: _Written, step: int, count: int) -> list[bytes]:
 
 
 def _length_of_one(names: bytes, count: int) -> int:
-    """Bytes of each name. Raises ValueError for more than the library takes."""
+    """The length of each name in bytes. Raises ValueError if it exceeds MOST_NAME_BYTES."""
     name_bytes = len(names) // max(1, count)
     if name_bytes > MOST_NAME_BYTES:
         raise ValueError(f"expected names of up to {MOST_NAME_BYTES} bytes, got {name_bytes}")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of OpenSSL that Python's hashlib uses. The compiled library calls them for many
-digests at once; for one name hashlib copies a state four times and makes four objects.
+"""The functions of OpenSSL that Python's hashlib uses, for the compiled library. The library makes
+the HMACs of many names in one call. For each name, hashlib would copy a hash state four times and
+make four objects.
 
 The functions are looked up by name in the library that hashlib is linked to. `name_maker` returns
-None, and hashlib does the work, if that library is missing (a Python with OpenSSL built in), if
-there is no compiled library, or if the first name comes out wrong.
+None, and hashlib is used, if that library is missing (a Python with OpenSSL built in), if there is
+no compiled library, or if a first test HMAC is wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _DIGEST_BYTES = 32
 
 
 class _OpenSsl:
-    """The functions, by ctypes. Raises AttributeError where one is missing."""
+    """OpenSSL functions, called by ctypes. Raises AttributeError if one is missing."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int
@@ -48,7 +49,7 @@ class _OpenSsl:
         self.functions = (address * len(_NAMES))(*functions)  # as names.cpp has them
 
     def begun(self, block: bytes) -> int:
-        """The address of a SHA-256 context of these bytes; callers free it. Raises OSError."""
+        """The address of a SHA-256 context with `block` hashed. Callers free it. Raises OSError."""
         context: int | None = self._new()
         if context is None:
             raise OSError("OpenSSL has no memory")
@@ -63,7 +64,7 @@ class _OpenSsl:
 
 @functools.cache
 def _openssl() -> _OpenSsl | None:
-    """The functions, looked for once in a process; None where they are missing."""
+    """The functions, looked up once in a process; None if one is missing."""
     module = importlib.util.find_spec("_hashlib")
     if module is None or not module.has_location:
         return None
@@ -76,7 +77,8 @@ def _openssl() -> _OpenSsl | None:
 
 
 class NameMaker:
-    """HMAC-SHA256 under one key of up to 64 bytes. Thread-safe. Raises OSError if OpenSSL fails."""
+    """Makes HMAC-SHA256 with a key of up to 64 bytes. Thread-safe. Raises OSError if OpenSSL
+    fails."""
 
     def __init__(self, openssl: _OpenSsl, call: Callable[..., int], key: bytes) -> None:
         if len(key) > _BLOCK_BYTES:
@@ -95,8 +97,8 @@ class NameMaker:
     _outer: int
 
     def hmac_keys(self, keys: bytes, count: int) -> bytes:
-        """Take `count` joined keys of one length, 32 bytes or more. Return as many bytes: for each
-        key its HMAC, then the key from its 33rd byte on."""
+        """Take `count` joined keys of equal length, 32 bytes or more. Return them with the first 32
+        bytes of each key replaced by the key's HMAC."""
         size = len(keys) // max(1, count)
         if size * count != len(keys) or (count and size < _DIGEST_BYTES):
             raise ValueError(f"{len(keys)} bytes are no {count} keys")
@@ -107,7 +109,7 @@ class NameMaker:
 
 
 def name_maker(key: bytes) -> NameMaker | None:
-    """Return the maker of names under this key; None where hashlib must make them."""
+    """Return a `NameMaker` for this key, or None if hashlib must be used instead."""
     compiled, openssl = library(), _openssl()
     if compiled is None or openssl is None:
         return None

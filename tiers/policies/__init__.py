@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the rules that choose which block leaves a tier; never imports torch or the engine."""
+"""Eviction policies, which choose the blocks that leave a tier; without torch or the engine."""

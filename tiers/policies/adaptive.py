@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive: keeps the blocks that save the most time for each second in a slot.
+"""The policy `adaptive`: keeps the blocks that save the most time per second in a slot.
 
-It learns from observed prompts how soon blocks are used again, by turn, pace and kind
-(`history.py`) and as a function of age (`reuse_model.py`), and weighs the expected gain by the cost
-of a miss. Nothing is tuned beforehand: the policy acts as LRU until it has seen enough prompts, and
-whenever LRU would have served more blocks (`Trial`). Tails go before heads: a held block goes after
-its followers in a chain, except where these may not go. Until the first `observe` it is LRU at the
-cost of LRU, for owners that do not pass prompts on.
+The policy learns from observed prompts how soon blocks are used again. The rate of reuse depends on
+the conversation's turn, the time between its prompts and whether conversations share the blocks
+(`history.py`), and on the blocks' age (`reuse_model.py`). The policy multiplies this rate by the
+cost of a miss. The policy needs no tuning: it acts as LRU until it has seen enough prompts, and for
+a while after LRU would have served more blocks (`Trial`). A block is evicted after the blocks that
+follow it in a chain, unless those must not be evicted. Before the first `observe` the policy is LRU
+and as cheap, for owners that do not report prompts.
 
-It also remembers blocks that are gone: three times its owner's number of blocks plus `MIN_GONE`,
+The policy also remembers evicted blocks: three times its owner's number of blocks plus `MIN_GONE`,
 but at most `MAX_GONE`. A block takes about 400 bytes.
 """
 
@@ -28,10 +29,10 @@ from .runs import Block, Run
 
 # Prompts that are seen before the policy is trusted for the first time.
 WARM_UP = 128
-# Prompts for which a policy that fell behind is set aside: the first time, and at most.
+# Prompts for which a policy that fell behind LRU is suspended: the first time, and at most.
 SUSPEND = 512
 MAX_SUSPEND = 1 << 14
-# Prompts after which a result counts half.
+# The number of prompts after which a result has half its weight.
 HALF_LIFE = 1024
 # The policy fell behind if it lost more than this share of blocks and so many standard deviations.
 MARGIN = 0.002
@@ -42,11 +43,11 @@ MAX_GONE = 262_144
 
 
 class Trial:
-    """Compares a policy with LRU: whether the policy serves at least as many blocks.
+    """Compares how many blocks a policy and LRU serve.
 
-    An LRU of the same capacity runs beside the policy, with keys only. A policy that falls behind
-    by more than chance is set aside for a while, each time for twice as long. `is_trusted` says
-    whether to follow the policy now."""
+    A simulated LRU of the same capacity, with keys only, gets the same prompts. If the policy
+    serves fewer blocks than LRU, by more than chance, the policy is suspended for a while, each
+    time for twice as long. `is_trusted` says whether to follow the policy now."""
 
     def __init__(self, capacity: int) -> None:
         self.is_trusted = False
@@ -55,11 +56,12 @@ class Trial:
         self._decide_at = WARM_UP
         self._suspend = SUSPEND
         self._prompts = 0
-        # Blocks, with older prompts weighing less: requested; served by LRU only; squares of these.
+        # Sums over prompts, older ones with less weight: blocks requested, hits of LRU minus hits
+        # of the policy, and squares of these differences.
         self._asked = self._lost = self._variance = 0.0
 
     def compare_prompt(self, chain: Sequence[bytes], hits: int) -> None:
-        """Count a prompt of which `hits` leading blocks were held under the policy."""
+        """Compare the number of a prompt's leading blocks that the owner held with that of LRU."""
         lru_hits = self._replay(chain)
         self._prompts += 1
         if not self.is_trusted:
@@ -78,7 +80,7 @@ class Trial:
             self._suspend = min(MAX_SUSPEND, 2 * self._suspend)
 
     def _replay(self, chain: Sequence[bytes]) -> int:
-        """Return how many leading blocks of the chain LRU holds; then insert the chain into it."""
+        """Return how many leading blocks of the chain LRU holds. Then insert the chain into LRU."""
         lru = self._lru
         hits = next((i for i, key in enumerate(chain) if key not in lru), len(chain))
         for key in reversed(chain):
@@ -92,10 +94,10 @@ class Trial:
 def take_tails_first(
     runs: Iterable[Run], count: int, may_go: Callable[[bytes], bool]
 ) -> dict[Block, None]:
-    """Up to `count` blocks of the runs, the first run first; changes nothing. No block goes before
-    its followers in a chain, because the followers are useless without it. A block whose followers
-    are held and stay is passed over, with all blocks before it in its run. It is taken as soon as
-    its followers are taken."""
+    """Choose up to `count` blocks of the runs for eviction, the first run first. Change nothing. A
+    block is chosen only after its followers in a chain, because the followers are useless without
+    it. A block with a held follower that is not chosen is skipped, with all blocks before it in its
+    run. A skipped block is considered again as soon as all its followers are chosen."""
     taken: dict[Block, None] = {}
     if count <= 0:
         return taken
@@ -128,8 +130,8 @@ def take_tails_first(
 
 
 class AdaptivePolicy(EvictionPolicy):
-    """The policy of an owner of `capacity` blocks. A key costs O(1) on average; `victims` is linear
-    in the number of blocks that it visits, and in the number of classes."""
+    """The policy for an owner of up to `capacity` blocks. An operation on a key takes O(1) on
+    average; `victims` is linear in the numbers of visited blocks and of classes."""
 
     learns = True
 
@@ -174,7 +176,7 @@ class AdaptivePolicy(EvictionPolicy):
         return self._choose(count, may_evict, inf)
 
     def may_be_next(self, keys: KeysView[bytes], count: int) -> bool:
-        """See EvictionPolicy. Compares whole runs, as if every block of a run may go."""
+        """See EvictionPolicy. Checks whole runs, as if all blocks of a run may be evicted."""
         if self._untold is not None:
             return self._untold.may_be_next(keys, count)
         for run in self._runs(inf):
@@ -195,18 +197,18 @@ class AdaptivePolicy(EvictionPolicy):
         return self._choose(count, may_evict, limit)
 
     def _choose(self, count: int, may_evict: Callable[[bytes], bool], limit: float) -> list[bytes]:
-        """The keys of up to `count` blocks, from runs (blocks last used by one prompt, which age
-        together) that are worth less than `limit`."""
+        """The keys of up to `count` blocks to evict, from runs with a value below `limit`. A run is
+        a group of blocks that one prompt used last."""
         taken = take_tails_first(self._runs(limit), count, may_evict)
         chosen = [block.key for block in taken]
         if limit == inf and len(chosen) < count:
-            # Where tails may not go, the blocks before them go instead.
+            # If tails must not be evicted, the blocks before them are evicted instead.
             others = (b for run in self._runs(limit) for b in run.tail_first() if b not in taken)
             chosen += islice((b.key for b in others if may_evict(b.key)), count - len(chosen))
         return chosen
 
     def _runs(self, limit: float) -> Iterator[Run]:
-        """Runs that are worth less than `limit`, in the order in which they should go."""
+        """Yield the runs with a value below `limit`, in the order of eviction."""
         queues = self._history.queues
         ranked = queues.by_value if self._trial.is_trusted else queues.by_age
         for value, runs in ranked(self._history.now):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of `base.py` as a function that any eviction policy has to pass.
+"""A check that an eviction policy keeps the contract in `base.py`.
 
-Authors of policies, also outside this project, call it with the policy's factory. The check acts as
-an owner that prompts, evicts, drops and asks in every allowed way. It is the same in every run and
-takes some tens of milliseconds. It does not judge which order is a good one.
+Authors of policies, also outside this project, call `check_policy_contract` with their policy's
+factory. The check uses the policy like a tier: it inserts, touches and removes keys and requests
+victims in every allowed way. Every run does the same, in some tens of milliseconds. The check does
+not judge whether an order of eviction is good.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ _STEPS = 300
 
 
 def check_policy_contract(make: Callable[[int], EvictionPolicy]) -> None:
-    """Check everything that an owner relies on. `make` takes the number of blocks that the owner
-    can hold. Raises ContractBroken with the expected and the actual value."""
+    """Check everything on which the owner of a policy relies. `make` returns a policy; it takes the
+    number of blocks that the owner can hold. Raises ContractBroken with expected and actual
+    value."""
     _keeps_the_order_it_is_given(_made(make))
     owner = _Owner(_made(make))
     for _ in range(_STEPS):
@@ -46,7 +48,7 @@ def _keeps_the_order_it_is_given(policy: EvictionPolicy) -> None:
 
 
 class _Owner:
-    """A tier of `BLOCKS` blocks that uses one policy, and the keys that it holds."""
+    """A simulated tier of `BLOCKS` blocks: the policy under test, and the keys that it holds."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
@@ -68,8 +70,8 @@ class _Owner:
         _expect("the number of keys held", len(self._held), len(self._policy))
 
     def _prompt(self) -> None:
-        """Send a prompt of a conversation: conversations grow and begin alike. Room is made with
-        `displaced_by` or with `victims`."""
+        """Simulate a prompt of one of several conversations, some of which begin with the same
+        blocks. Make room for its blocks with `displaced_by` or with `victims`."""
         session, rng = self._rng.randrange(6), self._rng
         chain = [self._key(session, depth) for depth in range(rng.randint(1, 10))]
         self._now += rng.choice((0.0, 1.0, 30.0, 4000.0))
@@ -91,7 +93,7 @@ class _Owner:
         self._held.update(kept)
 
     def _unannounced(self) -> None:
-        """Insert a block that no prompt announced, as after a restart."""
+        """Insert a block that no call of `observe` has announced, as happens after a restart."""
         key = b"%d!" % self._rng.randrange(20)
         if key not in self._held and len(self._held) < BLOCKS:
             self._policy.insert([key])

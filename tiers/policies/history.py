@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The history: the blocks that prompts used and when, whether their owner holds them or not.
+"""The history: which blocks prompts used and when, whether the owner still holds the blocks or not.
 
-Evicted blocks teach as much as held ones, so the history remembers blocks beyond their eviction, up
-to a limit; a block takes about 400 bytes. It tells the model when blocks are used again.
+The reuse of evicted blocks is as informative as that of held blocks. So the history remembers
+blocks after their eviction, up to a limit; a block takes about 400 bytes. The history reports each
+reuse of blocks to the `ReuseModel`.
 
-It keeps blocks in runs: blocks that were last used by the same prompt and are alike age together. A
-prompt uses a chain from its head on, so it takes leading blocks away from the runs of earlier
-prompts. Each block is in one run, which belongs to the last prompt that used the block:
+Blocks are grouped in runs: a run has blocks of one class that the same prompt used last, so that
+they age together. A prompt uses a chain from its head on, so it moves leading blocks out of the
+runs of earlier prompts. Each block is in one run, which belongs to the last prompt that used the
+block:
 
     prompt 1 uses a b c d e, then prompt 2 uses a b c f g:    [a b c f g]   left behind: [d e]
 
-Runs are ordered: there is a queue for each class and age, ranked by the model. Runs of one class
-and one bin of ages are worth the same, and the oldest goes first. A run moves on to the next queue
-when its age leaves the bin, a few dozen times in its life at most. So no work recurs for each block
-or at short intervals.
+Runs are ordered in queues, one for each class, cost of a miss and bin of ages. The model ranks the
+queues. All runs of a queue have the same value, and the oldest is evicted first. A run moves to the
+next queue when its age leaves the bin, at most a few dozen times. So no work is repeated for each
+block or at short intervals.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ UNANNOUNCED: Class = (_OWN, 0, 0)
 
 
 class History:
-    """Blocks by key, each in one run. Runs with blocks that the owner holds are in `queues`. With
-    `by_length` the class of a run depends on the length of its prompt as well as on its pace."""
+    """The remembered blocks by key, each in one run. Runs with blocks that the owner holds are in
+    `queues`. With `by_length`, the class of a run depends also on the length of its prompt."""
 
     def __init__(
         self,
@@ -86,7 +88,8 @@ class History:
         before = matched[-1].run.prompt if matched else None
         if before is not None and not before.length:
             before = None  # no prompt announced these blocks
-        # A prompt that has more than half of an earlier one continues it, else it begins alike.
+        # A prompt with more than half of an earlier prompt's blocks continues that prompt. With
+        # fewer, the prompts only begin alike.
         goes_on = before is not None and 2 * len(matched) > before.length
         prompt = Prompt(now, len(chain), before if goes_on else None)
         if before is not None and not goes_on:
@@ -99,7 +102,7 @@ class History:
         return hits
 
     def learn(self) -> None:
-        """Refresh the model from the runs."""
+        """Refresh the model with the ages of the runs, or of a sample of many runs."""
         now, every = self.now, 1 + len(self._runs) // LEARN_RUNS
         watched = islice(self._runs, 0, None, every)
         self._model.refresh((r.name, now - r.time, every * r.weight(len(r))) for r in watched)
@@ -130,7 +133,7 @@ class History:
                 self._drop_if_empty(block.run)
 
     def trim_to_limit(self) -> None:
-        """Meet the limit: forget blocks that the owner does not hold, the oldest runs first."""
+        """Forget blocks that the owner does not hold, oldest runs first, until the limit is met."""
         for _ in range(len(self._runs)):
             if len(self.blocks) <= self._limit:
                 break
@@ -153,7 +156,7 @@ class History:
         return block
 
     def _move_chain(self, chain: Sequence[bytes], prompt: Prompt) -> None:
-        """Put the chain's blocks into runs of this prompt."""
+        """Move the chain's blocks into new runs of this prompt."""
         used: dict[Run, int] = {}
         made: list[Run] = []
         levels = self._levels
@@ -182,7 +185,9 @@ class History:
             self.queues.link(run, self.now)
 
     def _used(self, run: Run, count: int, prompt: Prompt) -> None:
-        """Count the use of `count` blocks of a run by a prompt; its own runs have them now."""
+        """Report to the model that `prompt` used `count` blocks of `run`, which are now in the
+        prompt's runs. If `prompt` continues an earlier prompt, the class of the rest of `run`
+        becomes LEFT_BEHIND."""
         age = self.now - run.time
         self._model.used(run.name, age, run.weight(count))
         self._drop_if_empty(run)
@@ -208,8 +213,8 @@ class History:
                     self._unannounced = None
 
     def _class_of(self, prompt: Prompt, sharers: int) -> Class:
-        """The class of blocks in a prompt: by `sharers`, the number of other conversations that
-        began with these blocks, or without sharers by turn and gap."""
+        """The class of blocks in a prompt. It depends on `sharers`, the number of other
+        conversations that began with these blocks; without any, on the prompt's turn and gap."""
         if sharers:
             return (_SHARED, min(MAX_SHARED, sharers.bit_length() - 1))
         gap = 0

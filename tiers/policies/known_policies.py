@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction policies by name: the values of the flags, and the factories.
+"""Eviction policies by name: the values of the policy flags, and the functions that make policies.
 
 Another package adds a policy in its own `pyproject.toml`:
 
     [project.entry-points."stratakv.policies"]
     mine = "mypackage.policy:MyPolicy"
 
-where `MyPolicy` takes the number of blocks that its owner can hold and returns an EvictionPolicy.
-It must pass the contract (`contract.py`) before it is used. A built-in name takes precedence.
+`MyPolicy` takes the number of blocks that its owner can hold and returns an EvictionPolicy. The
+policy must pass the check in `contract.py` before it is used. If a built-in policy has the same
+name, the built-in policy is used.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ POLICIES: Mapping[str, PolicyFactory] = {
     "adaptive": AdaptivePolicy,
 }
 DEFAULT_POLICY = "adaptive"
-# For the ssd tier. In replays below a slab `adaptive` lost more than it won: it judges itself by
-# the hits in its own tier, and prompts begin with blocks that the slab has too.
+# For the ssd tier. In replays below a slab, `adaptive` lost more hits than it won: it counts the
+# hits in its own tier, but prompts begin with blocks that the slab also has.
 DEFAULT_SSD_POLICY = LRU
 
 
 def known_policies() -> list[str]:
-    """The names: the built-in policies, then the policies of other packages."""
+    """The names of all policies: first the built-in policies, then those of other packages."""
     return list(dict.fromkeys([*POLICIES, *installed(ENTRY_POINTS)]))
 
 
 def policy_factory(name: str) -> PolicyFactory:
-    """The factory of a policy: a built-in one, or one of another package by its name or as
-    `module:attribute`. Raises TierConfigError for an unknown name and for a policy that cannot be
-    loaded or breaks the contract of `base.py`."""
+    """The function that makes a policy: a built-in policy, or a policy of another package by its
+    name or as `module:attribute`. Raises TierConfigError for an unknown name and for a policy that
+    cannot be loaded or breaks the contract of `base.py`."""
     if name in POLICIES:
         return POLICIES[name]
     if ":" in name:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Least recently used: the key that was used longest ago goes first.
+"""The policy `lru`: the least recently used key is evicted first.
 
-The order is an OrderedDict, because taking from the cold end of a plain dict walks over the holes
-that earlier evictions left there.
+The order is an OrderedDict, because finding the first key of a plain dict takes a walk over all
+entries that earlier evictions have emptied.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .base import EvictionPolicy
 
 
 class LruPolicy(EvictionPolicy):
-    """Every operation on a key is O(1); `victims` is linear in the number of keys it visits."""
+    """An operation on a key takes O(1); `victims` is linear in the number of keys it visits."""
 
     def __init__(self) -> None:
         self.order: OrderedDict[bytes, None] = OrderedDict()  # the coldest first

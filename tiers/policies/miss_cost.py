@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a miss: the time to get a block that is not held."""
+"""The cost of a cache miss: the time to compute or load the missing block."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LEVELS_PER_OCTAVE = 2
 
 @dataclass(frozen=True, slots=True)
 class MissCost:
-    """Seconds that a missing block costs: to compute it, which takes longer behind more blocks, or
-    to load it from the tier below if that is faster. By default all blocks cost the same."""
+    """Seconds that a missing block costs: the time to compute it, which grows with its depth in the
+    chain, or to load it from the tier below, if faster. By default all costs are equal."""
 
     compute_seconds: float = 1.0
     compute_seconds_per_depth: float = 0.0
@@ -27,6 +27,6 @@ class MissCost:
             raise TierConfigError(f"a miss costs time, and no less the deeper it is: {self}")
 
     def level(self, depth: int) -> int:
-        """The cost of a block with `depth` blocks before it, as a step on a logarithmic scale."""
+        """The cost of a block with `depth` blocks before it, as a level on a logarithmic scale."""
         compute = self.compute_seconds + self.compute_seconds_per_depth * depth
         return round(LEVELS_PER_OCTAVE * math.log2(min(compute, self.load_seconds)))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reuse model: learns how soon blocks of a class are used again, as a rate that depends on age.
+"""The reuse model: learns for each class of blocks a rate of reuse that depends on the blocks' age.
 
-For each class, the time since the last use is cut into bins that grow with age. A bin counts the
-uses and the seconds waited in it. Blocks that still wait, or were given up, count as waiting, so a
-class that is never used again gets low rates. A class is a tuple, and its parent is the tuple
-without the last part. A class with few uses has the rates of its parent times one factor, until its
-own bins have enough uses.
+The age of a block is the time since its last use. For each class, ages are divided into bins that
+grow with age. A bin counts the reuses in it and the seconds that blocks waited in it for a reuse.
+Blocks that are never reused add seconds too, so a class that is never used again gets low rates. A
+class is a tuple, and its parent is the tuple without the last element. A class with few uses has
+the rates of its parent times one factor, until its own bins have enough uses.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def _zeros() -> list[float]:
 
 @dataclass(slots=True)
 class _Tally:
-    """Sums by bin: weight used again in the bin, weight whose wait ended in the bin, and the
-    seconds (times weight) that the ended waits had spent in the bin."""
+    """Sums for each bin: the weight of blocks reused in the bin, the weight of blocks whose wait
+    ended in the bin, and the seconds (times weight) that those waits spent in the bin."""
 
     used: list[float] = field(default_factory=_zeros)
     ended: list[float] = field(default_factory=_zeros)
     waited: list[float] = field(default_factory=_zeros)
 
     def count_ended(self, age: float, weight: float) -> int:
-        """Count a wait that ended at this age. Return the bin of the age."""
+        """Count a wait for a reuse that ended at this age. Return the bin of the age."""
         at = bin_of(age)
         self.ended[at] += weight
         self.waited[at] += weight * min(max(0.0, age - LOWER[at]), WIDTH[at])
@@ -66,7 +66,7 @@ class _Tally:
             row[:] = [0.5 * value for value in row]
 
     def exposure(self) -> list[float]:
-        """The seconds waited in each bin."""
+        """The seconds (times weight) waited in each bin, also by waits that ended in later bins."""
         seconds, beyond = _zeros(), 0.0
         for at in reversed(range(NUM_BINS)):
             seconds[at] = self.waited[at] + WIDTH[at] * beyond
@@ -78,7 +78,7 @@ class _Tally:
 
 
 class ReuseModel:
-    """Rates by class and bin. `index` ranks by expected gain: most uses per second of waiting."""
+    """Rates of reuse by class and bin. `index` is the value by which classes are ranked."""
 
     def __init__(self) -> None:
         self._tallies: dict[Class, _Tally] = {}
@@ -88,18 +88,18 @@ class ReuseModel:
         self._weight = 0.0
 
     def used(self, name: Class, age: float, weight: float) -> None:
-        """Count `weight` of a class as used again at this age."""
+        """Count blocks of a class, with this total weight, as used again at this age."""
         tally = self._tally(name)
         tally.used[tally.count_ended(age, weight)] += weight
         self._weight += weight
 
     def given_up(self, name: Class, age: float, weight: float) -> None:
-        """Count `weight` of a class as not used until this age; its wait is over."""
+        """Count blocks of a class, with this total weight, as unused at this age and given up."""
         self._tally(name).count_ended(age, weight)
         self._weight += weight
 
     def refresh(self, waiting: Iterable[tuple[Class, float, float]]) -> None:
-        """Fit the model to all counts and to the blocks that still wait (class, age, weight)."""
+        """Fit the model to all counts and to the blocks that still wait: (class, age, weight)."""
         if self._weight > MEMORY_WEIGHT:
             self._weight /= 2
             for tally in self._tallies.values():
@@ -119,14 +119,14 @@ class ReuseModel:
         self._indexes = {}
 
     def index(self, name: Class, at: int) -> float:
-        """The most uses for each second of waiting, from the start of this bin on."""
+        """The most expected uses per second of waiting, from the start of this bin on."""
         indexes = self._indexes.get(name)
         if indexes is None:
             indexes = self._indexes[name] = _best_ratios(self._rate(name))
         return indexes[at]
 
     def chance(self, name: Class, age: float, horizon: float) -> float:
-        """The probability of a use between two ages, if a block waited until the first age."""
+        """The probability of a use between the ages `age` and `horizon`, with none before `age`."""
         hazard = 0.0
         for at, rate in enumerate(self._rate(name)):
             seconds = min(horizon, UPPER[at]) - max(age, LOWER[at])
@@ -140,7 +140,7 @@ class ReuseModel:
         return tally
 
     def _rate(self, name: Class) -> list[float]:
-        """Uses for each second of waiting, by bin."""
+        """The rate of reuse in each bin: uses per second of waiting."""
         rates = self._rates.get(name)
         if rates is not None:
             return rates
@@ -164,9 +164,9 @@ class ReuseModel:
 
 
 def _best_ratios(rates: list[float]) -> list[float]:
-    """The Gittins index of each bin: the largest ratio, over all later ends, of the probability of
-    a use to the seconds waited. Computed from the last bin back: a stretch joins the stretch behind
-    it as long as that raises its ratio."""
+    """The Gittins index of each bin: the largest ratio, over all times to stop waiting, of the
+    probability of a use to the seconds waited. The index is computed from the last bin backwards: a
+    stretch of bins is merged with the next stretch as long as that raises its ratio."""
     ratios = _zeros()
     stretches: list[tuple[float, float, float]] = []  # probability of a use, seconds, of no use
     for at in reversed(range(NUM_BINS)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queues of runs: one for each class, cost and age, ranked by the model's value."""
+"""Queues of runs: one for each class, cost of a miss and bin of ages, ranked by value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADVANCE_SECONDS = 0.25
 
 
 class RunQueues:
-    """The runs with blocks that the owner holds."""
+    """The runs with blocks that the owner holds, in queues that are ranked by value."""
 
     def __init__(self, model: ReuseModel) -> None:
         self._model = model
@@ -27,7 +27,7 @@ class RunQueues:
         self._advanced = -math.inf
 
     def link(self, run: Run, now: float) -> None:
-        """Add a run, unless the owner holds none of its blocks or it is in a queue already."""
+        """Add a run to its queue, unless it is in a queue or the owner holds none of its blocks."""
         if not run.blocks or run.queue is not None:
             return
         place = (run.name, run.level, bin_of(now - run.time))
@@ -45,25 +45,25 @@ class RunQueues:
             run.queue = None
 
     def reorder(self) -> None:
-        """Rank the queues anew after a change of the model."""
+        """Compute the values of all queues and rank the queues, after the model has changed."""
         self._queues = {place: queue for place, queue in self._queues.items() if queue.runs}
         for place, queue in self._queues.items():
             queue.value = self._value(*place)
         self._ranked = sorted(self._queues.values(), key=_rank)
 
     def value(self, run: Run, now: float) -> float:
-        """Seconds that each second of keeping a run is expected to save."""
+        """The value of a run: expected seconds saved per second for which its blocks are kept."""
         return self._value(run.name, run.level, bin_of(now - run.time))
 
     def by_value(self, now: float) -> Iterator[tuple[float, Iterable[Run]]]:
-        """Yield values and runs, the least valuable first."""
+        """Yield the value and the runs of each queue, the least valuable queue first."""
         self._advance(now)
         for queue in self._ranked:
             if queue.runs:
                 yield queue.value, queue.runs
 
     def by_age(self, now: float) -> Iterator[tuple[float, Iterable[Run]]]:
-        """Yield runs, the longest unused first, with the value 0."""
+        """Yield the runs of each bin of ages, the longest unused first, with the value 0."""
         self._advance(now)
         by_bin: dict[int, list[Iterable[Run]]] = {}
         for queue in self._queues.values():
@@ -75,7 +75,7 @@ class RunQueues:
         return float(self._model.index(name, at) * 2.0 ** (level / LEVELS_PER_OCTAVE))
 
     def _advance(self, now: float) -> None:
-        """Move runs to the queues of their ages, oldest first, so queues stay ordered by time."""
+        """Move runs to the queues of their ages, oldest first, so queues stay in time order."""
         if now < self._advanced + ADVANCE_SECONDS:
             return
         self._advanced = now
@@ -90,7 +90,7 @@ class RunQueues:
 
 
 class _Queue:
-    """Runs that are worth the same, the oldest first."""
+    """Runs of equal value, the oldest first."""
 
     __slots__ = ("at", "level", "name", "runs", "value")
 
@@ -103,5 +103,5 @@ class _Queue:
 
 
 def _rank(queue: _Queue) -> tuple[float, int]:
-    """The least value first; of equal values, the older ages."""
+    """The sort key of a queue: least value first, and at equal values the older bin first."""
     return queue.value, -queue.at

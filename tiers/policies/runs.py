@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs: blocks that were last used by the same prompt and are alike, so that they age together."""
+"""Runs: groups of blocks of one class that the same prompt used last, so that they age together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .reuse_model import Class
 
 
 class Run:
-    """Blocks that age together."""
+    """A group of blocks of one class and one cost of a miss that were last used together."""
 
     __slots__ = ("blocks", "born", "gone", "in_order", "level", "name", "prompt", "queue", "time")
 
@@ -29,8 +29,8 @@ class Run:
         return len(self.blocks) + len(self.gone)
 
     def weight(self, num_blocks: int) -> float:
-        """The weight of `num_blocks` of the run. A whole run weighs between 1 and its number of
-        blocks: it is one observation, but a long run brings more gain."""
+        """The weight of `num_blocks` of the run in the model. A whole run weighs the square root of
+        its number of blocks: it is one observation, but a long run brings more gain."""
         return float(num_blocks / self.born**0.5)
 
     def mark_held(self, block: Block) -> None:
@@ -51,8 +51,8 @@ class Run:
             block.parent.children -= 1
 
     def add_block(self, block: Block, depth: int, parent: Block | None = None) -> None:
-        """Move a block here from its run, or add a new block; head first. `depth` is its position
-        in the chain of the prompt that used it, behind `parent`."""
+        """Move a block from its run to this run, or add a new block. Blocks must come head first.
+        `depth` is the block's position in the prompt's chain, `parent` the block before it."""
         before = block.run
         (before.blocks if block.held else before.gone).pop(block.key, None)
         (self.blocks if block.held else self.gone)[block.key] = block
@@ -63,7 +63,7 @@ class Run:
         self.born += 1
 
     def tail_first(self) -> Iterator[Block]:
-        """The blocks that the owner holds, the tail first."""
+        """The blocks of the run that the owner holds, the deepest in the chain first."""
         if not self.in_order:
             self.blocks = dict(sorted(self.blocks.items(), key=lambda item: item[1].depth))
             self.in_order = True
@@ -86,7 +86,7 @@ class Block:
         self.held = False
 
     def set_parent(self, parent: Block | None) -> None:
-        """Set the parent; a forgotten parent may have come back as a new block."""
+        """Set the block before this one. A forgotten parent may be back as a new `Block`."""
         if self.parent is not parent:
             if self.held:
                 if self.parent is not None:
@@ -97,8 +97,9 @@ class Block:
 
 
 class Prompt:
-    """A remembered prompt. `turn`: the number of earlier prompts that its chain continues. `gap`:
-    the average seconds between these prompts; each gap halves the weight of the earlier gaps."""
+    """A remembered prompt. `turn` is the number of earlier prompts that it continues, one after the
+    other. `gap` is the mean time in seconds between them; each gap halves the weight of earlier
+    gaps."""
 
     __slots__ = ("gap", "length", "time", "turn")
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""S3-FIFO (Yang, Zhang, Qiu, Yue and Vinayak, SOSP 2023): three queues, first in first out.
+"""S3-FIFO (Yang, Zhang, Qiu, Yue and Vinayak, SOSP 2023): eviction with three FIFO queues.
 
     new ──► small ──(used more than once)──► main ──► again, while it was used
               └──► ghost: a name only; a key that comes back while it is there goes to main
 
-A use moves no key and only raises the key's count, up to three; keys move when room is made. Here
-they move when the owner removes the victims that it was told. Until then the moves are a plan,
-because `victims` changes nothing. A plan is forgotten when a key comes in or is used. A key that is
-removed without a plan only leaves its queue, and becomes a ghost if that was the small queue. When
-main is full of moved keys, the paper evicts from main too; here that is a requested victim.
+A use only raises the key's count, up to three, and moves no key. In the paper, keys move between
+queues at an eviction; in this module, when the owner removes the victims that `victims` has
+returned. Until then the moves are a plan, which an insert or a use discards. A key that is removed
+without a plan only leaves its queue; a name from the small queue goes to ghost. When main is full,
+the paper also evicts from main; this module evicts only as many keys as requested.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_COUNT = 3
 
 
 class S3FifoPolicy(EvictionPolicy):
-    """A key costs O(1), counted over its life; `victims` is linear in the number of visits, at most
-    four for each key. Holds the names of at most `capacity` keys beside its owner's."""
+    """The S3-FIFO policy. A key costs O(1) over its life; `victims` is linear in the number of
+    visits, at most four for each key. Remembers up to `capacity` evicted keys."""
 
     def __init__(self, capacity: int) -> None:
         self._small_size = max(1, int(capacity * SMALL_SHARE))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A lock of one process on a file.
 
-flock belongs to the open file, and a fork copies the descriptor. A child would hold the lock as
-long as it lives, even after its parent has closed it or was killed, and could release or change it
-for the parent. So a forked child closes its copy at once.
+A flock lock belongs to the open file, and a fork copies the descriptor. A child would hold the lock
+as long as it lives, even after its parent has closed the file or was killed, and could release or
+change the lock of its parent. So a forked child closes its copy at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOCKS: WeakSet[ProcessLock] = WeakSet()
 
 
 class ProcessLock:
-    """Owns `descriptor` until `close`; the owner calls flock on it."""
+    """Owns `descriptor`, on which the caller calls flock, until `close`."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -30,8 +30,8 @@ class ProcessLock:
         return self.descriptor >= 0 and self._owner == os.getpid()
 
     def close(self) -> None:
-        """Give the lock up, even if a process that is just being started has a copy of the
-        descriptor. In a child, leave the lock as it is. Idempotent."""
+        """Release the lock, even if a process that is just being started has a copy of the
+        descriptor, and close the descriptor. A forked child only closes its copy. Idempotent."""
         descriptor, is_ours = self.descriptor, self.is_ours
         self.descriptor = -1
         if descriptor >= 0:

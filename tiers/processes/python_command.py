@@ -19,7 +19,8 @@ _VARIABLE = "PYTHONSAFEPATH"
 
 
 def python_command(*words: str, python: str | None = None) -> list[str]:
-    """The command line of `python WORDS`. `python`: this Python, or another of 3.11 or later."""
+    """The command line of `python WORDS`. `python` is another Python of version 3.11 or later; by
+    default this one is used."""
     return [python or sys.executable, "-P", *words]
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's credentials for a cache server: token, certificate and trusted authorities, in files.
+"""A client's credentials for a cache server: files with token, certificate and trusted authorities.
 
 The files are read for each connection, so that renewed files need no restart. A client with neither
-token nor certificate uses the token that a server of the same user left on this machine.
+token nor certificate uses the token file that a server of the same user wrote on this machine
+(`wire/own_token.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ _MOST_BYTES = 1024**2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Paths of files, None for unused ones. `ca_file`: the authorities of the server's certificate,
-    by default the system's. `server_name`: the name in the certificate, by default the host."""
+    """Paths of credential files; a path is None if unused. `ca_file` has the authorities that sign
+    the server's certificate, by default the system's. `server_name` is the name in that
+    certificate, by default the host of the address."""
 
     token_file: Path | None = None
     ca_file: Path | None = None
@@ -43,8 +45,8 @@ class Credentials:
             )
 
     def metadata(self, address: ServerAddress | None = None) -> tuple[tuple[str, str], ...]:
-        """The metadata of every call to the server at `address`. Raises TierConfigError for a
-        token that cannot be read."""
+        """The gRPC metadata of every call to the server at `address`. Raises TierConfigError if the
+        token cannot be read."""
         token = self._own_token(address) if self.token_file is None else self._given_token()
         if token is None:
             return ()
@@ -60,15 +62,15 @@ class Credentials:
         return token
 
     def _own_token(self, address: ServerAddress | None) -> str | None:
-        """The token that a server of this user wrote. None if the server is on another machine, or
-        if the client has a certificate."""
+        """The token that a server of this user wrote, or None. Always None if the server is on
+        another machine or the client has a certificate."""
         if address is None or self.cert_file is not None or not is_loopback(address.host):
             return None
         return find_token(address.port)
 
     def missing(self, address: ServerAddress) -> str:
-        """The hint to add to a refusal: the paths that hold no token of a server of this user.
-        Empty if the client looks for no token, or found a token."""
+        """A hint to append to the message of a refused call: the paths where no token file was
+        found. Empty if the client needs no token file, or found one."""
         is_looked_for = self.token_file is None and self.cert_file is None
         if not is_looked_for or not is_loopback(address.host):
             return ""
@@ -81,7 +83,8 @@ class Credentials:
         return f"; no token of a server of this user's lies in {places}"
 
     def grpc(self) -> Any:
-        """The credentials of a secure gRPC channel. Raises TierConfigError."""
+        """The credentials of a secure gRPC channel. Raises TierConfigError for an unreadable
+        file."""
         import grpc
 
         ca, cert, key = (
@@ -95,7 +98,7 @@ class Credentials:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def context(self) -> ssl.SSLContext:
-        """The context of a TLS socket. Raises TierConfigError."""
+        """The context of a TLS socket. Raises TierConfigError if a file cannot be used."""
         try:
             context = ssl.create_default_context(cafile=self.ca_file)
             context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -109,7 +112,7 @@ class Credentials:
 
     def check_files(self) -> None:
         """Read all files once, so that a wrong path is reported at the start. Raises
-        TierConfigError; warns of a token or key that other users can read."""
+        TierConfigError. Logs a warning if other users can read the token or the key."""
         self.metadata()
         for path in (self.ca_file, self.cert_file, self.key_file):
             if path is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Futures that depend on other futures, and transfers with several servers at once."""
+"""Futures that depend on other futures, for transfers with several servers at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _R = TypeVar("_R")
 
 
 def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
-    """A future that gets `work(future.result())`, or the error of `future` or of `work`."""
+    """Return a future of `work(future.result())`. It gets the error of `future` or `work`, if
+    any."""
     result: Future[_R] = Future()
 
     def done(ended: Future[_T]) -> None:
@@ -31,8 +32,8 @@ def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
 
 
 def all_of(futures: Sequence[Future[Any]], work: Callable[[], _R]) -> Future[_R]:
-    """A future that gets `work()` once all `futures` have ended. It fails only if all of them
-    failed, so that a failing server does not cost the blocks of the other servers."""
+    """Return a future of `work()`, which is called when all `futures` have ended. The future fails
+    only if all `futures` failed, so that one failing server does not make a whole call fail."""
     result: Future[_R] = Future()
     lock = threading.Lock()
     left = len(futures)
@@ -60,7 +61,8 @@ def all_of(futures: Sequence[Future[Any]], work: Callable[[], _R]) -> Future[_R]
 
 
 def _set_result(future: Future[_R], work: Callable[[], _R]) -> None:
-    """End `future` with the result of `work` or its error, so that no caller waits for ever."""
+    """Complete `future` with the result or the error of `work`, so that no caller waits for
+    ever."""
     try:
         future.set_result(work())
     except Exception as error:  # noqa: BLE001 - the future gets the error
@@ -68,8 +70,8 @@ def _set_result(future: Future[_R], work: Callable[[], _R]) -> None:
 
 
 def submit(transfers: Transfers[_T], transfer: Transfer) -> Future[list[_T]]:
-    """Call `Transfers.submit`; a TierError goes into the future. Another server may already use the
-    caller's buffers, which are free once all futures have ended."""
+    """Call `Transfers.submit`, but return a TierError in the future instead of raising it. Other
+    servers may already use the caller's buffers; these are free once all futures have ended."""
     try:
         return transfers.submit(transfer)
     except TierError as error:
@@ -79,7 +81,7 @@ def submit(transfers: Transfers[_T], transfer: Transfer) -> Future[list[_T]]:
 
 
 def raise_if_none_began(begun: Sequence[Future[list[_T]]]) -> None:
-    """Raise the first refusal if every server refused at once: then no server uses the buffers."""
+    """Raise the first TierBusy or TierClosed if every server refused: no buffer is then in use."""
     errors = [future.exception() for future in begun if future.done()]
     refusals = [error for error in errors if isinstance(error, (TierBusy, TierClosed))]
     if begun and len(refusals) == len(begun):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of servers, and the server that owns each block. Rendezvous hashing: every server gets a
-score for a key, and the server with the highest score owns the block. When a server is added or
-removed, only its own blocks move. A membership service could implement `Membership` in place of the
-fixed list.
+"""The list of cache servers, and the server that owns each block. Rendezvous hashing chooses the
+owner: every server gets a score for a key, and the server with the highest score owns the block.
+When a server is added or removed, only the blocks of that server move. A membership service could
+implement `Membership` in place of the fixed list.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Membership(Protocol):
     version: int
 
     def members(self) -> Sequence[ServerAddress]:
-        """The servers: at least one, each once, in any order."""
+        """The servers, in any order and without duplicates. There is at least one."""
 
 
 class StaticMembership:
-    """The servers that the operator named."""
+    """A fixed list of servers, which the operator configured."""
 
     version = 0
 
@@ -49,7 +49,8 @@ class StaticMembership:
 
 
 class Rendezvous:
-    """The owner of each key among `members`. All clients that name the same servers agree on it."""
+    """Finds the owner of each key among `members`. All clients with the same servers find the same
+    owner."""
 
     def __init__(self, members: Sequence[ServerAddress]) -> None:
         self._seeds = [
@@ -58,7 +59,8 @@ class Rendezvous:
         ]
 
     def owners(self, keys: Sequence[bytes]) -> list[int]:
-        """The index of each key's server. Keys are digests, so their bits are random."""
+        """The index in `members` of each key's owner. Uses a key's first 8 bytes, which are
+        random."""
         seeds = self._seeds
         if len(seeds) == 1:
             return [0] * len(keys)
@@ -72,7 +74,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """A server's address. Its text is `grpc://host:port`, or `grpcs://host:port` with TLS."""
+    """A server's address. `str` makes it `grpc://host:port`, or `grpcs://host:port` with TLS."""
 
     host: str  # without brackets
     port: int
@@ -80,7 +82,7 @@ class ServerAddress:
 
     @property
     def target(self) -> str:
-        """Host and port, as grpc takes them."""
+        """The text `host:port` that grpc expects, with brackets around an IPv6 address."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -89,7 +91,7 @@ class ServerAddress:
 
 
 def is_address(text: str) -> bool:
-    """Whether `text` begins like the address of a cache server."""
+    """Whether `text` begins with `grpc://` or `grpcs://`."""
     return text.partition("://")[0] in SCHEMES and "://" in text
 
 

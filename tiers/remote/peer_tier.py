@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tier of other engines' slabs: it loads blocks from them and stores none.
+"""PeerTier: loads blocks from the slabs of other engines, and stores none there.
 
-When a request is queued, the tier asks all engines at the same time about the whole prompt, each in
-one call. It loads a block from an engine that has reported the block. A failure of an engine is
-counted, and its blocks are misses.
+When a request is queued, the tier sends one look-up of the whole prompt to all engines at the same
+time. It loads a block from an engine that has reported the block. If an engine fails, the failure
+is counted and that engine's blocks are misses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAME = "peer"
 
 
 class _Peer:
-    """The link to one engine, and the queue of its loads."""
+    """The link to one other engine, and the queue of loads from it."""
 
     def __init__(
         self, address: ServerAddress, layout: BlockLayout, settings: RemoteSettings
@@ -48,8 +48,8 @@ class _Peer:
 
 
 class PeerTier(StoreTier):
-    """A tier on the engines at `addresses`, for blocks of `layout`. Only `wait_up` and `close` wait
-    for an engine: the tier uses each engine once the engine is up."""
+    """The slabs of the engines at `addresses`, with blocks of `layout`, as one tier. Only `wait_up`
+    and `close` wait for an engine. An engine is used as soon as it is up."""
 
     is_read_only = True
 
@@ -74,7 +74,7 @@ class PeerTier(StoreTier):
         return any(peer.link.is_up for peer in self._peers)
 
     def wait_up(self, timeout_seconds: float) -> bool:
-        """Wait until every engine is attached; return whether all are."""
+        """Wait until every engine is attached. Return whether all are."""
         return all_up([peer.link for peer in self._peers], timeout_seconds)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
@@ -127,13 +127,13 @@ class PeerTier(StoreTier):
         return done
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Note the blocks as misses of every engine. The engines keep the blocks. Returns 0."""
+        """Record that no engine has these blocks. The engines keep the blocks. Returns 0."""
         for peer in self._peers:
             peer.link.presence.learn(keys, [False] * len(keys))
         return 0
 
     def clear(self) -> None:
-        """Forget which blocks the engines have. The engines keep the blocks."""
+        """Forget which blocks the engines have. The engines keep their blocks."""
         for peer in self._peers:
             peer.link.presence.clear()
 
@@ -170,9 +170,9 @@ class PeerTier(StoreTier):
             watch.close()
 
     def _divided(self, keys: Sequence[bytes]) -> list[tuple[_Peer, list[int]]]:
-        """The engines, each with the positions of the keys to load from it. The engine that has the
-        most of the keys loads all it has, then the engine that has the most of the remaining
-        keys."""
+        """The engines to load from, each with the positions of its keys. The engine that has the
+        most keys loads all that it has, then the engine that has the most of the remaining keys,
+        and so on."""
         believed = [
             (peer, {i for i, a in enumerate(peer.link.presence.answers(keys)) if a is Answer.HIT})
             for peer in self._peers

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's record of the blocks that a server has: answers, which age, and open questions.
+"""PresenceCache: a client's record of the blocks that a server has.
 
-An answer is a hint: if the server evicts the block later, a load of the block is a miss. The number
-of answers is bounded; the oldest answer is dropped first. Thread-safe.
+It keeps the server's answers, which expire, and the look-ups without an answer. An answer is a
+hint: if the server evicts the block later, a load of the block is a miss. The number of answers is
+limited; the oldest answer is dropped first. Thread-safe.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FRESH_SECONDS = 1.0  # `to_ask` leaves out a key for this time after its answer
 
 
 class PresenceCache:
-    """The answers and open questions about the blocks of one server."""
+    """The answers and unanswered look-ups about the blocks of one server."""
 
     def __init__(self, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
@@ -28,13 +29,13 @@ class PresenceCache:
         # The time of each answer, the oldest first: positive for a hit, negative for a miss.
         self._formed: dict[bytes, float] = {}
         self.hits = 0  # answers that are hits, of any age
-        self._asked: dict[bytes, int] = {}  # open questions about each key
+        self._asked: dict[bytes, int] = {}  # unanswered look-ups and stores of each key
 
     def __len__(self) -> int:
         return len(self._formed)
 
     def answers(self, keys: Sequence[bytes]) -> list[Answer]:
-        """HIT for a hit of the last HIT_SECONDS, else PENDING for an open question, else MISS."""
+        """HIT for a hit in the last HIT_SECONDS, PENDING during a look-up or store, else MISS."""
         oldest = max(0.0, self._clock() - HIT_SECONDS)
         with self._lock:
             formed, asked = self._formed, self._asked
@@ -48,7 +49,7 @@ class PresenceCache:
             ]
 
     def to_ask(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The keys without an open question or a fresh answer, each once."""
+        """The keys to look up: each key once, without those being looked up or just answered."""
         now = self._clock()
         with self._lock:
             formed, asked = self._formed, self._asked
@@ -60,13 +61,14 @@ class PresenceCache:
             ]
 
     def asked(self, keys: Iterable[bytes]) -> None:
-        """Note one more open question about each key."""
+        """Record the start of a look-up or store of each key."""
         with self._lock:
             for key in keys:
                 self._asked[key] = self._asked.get(key, 0) + 1
 
     def answered(self, keys: Sequence[bytes], hits: Sequence[bool] | None) -> None:
-        """Close one question about each key. `hits` is None if the server will not answer."""
+        """Record the end of a look-up or store of each key. `hits` is None if the server did not
+        answer."""
         with self._lock:
             for key in keys:
                 left = self._asked.get(key, 1) - 1
@@ -78,7 +80,7 @@ class PresenceCache:
             self.learn(keys, hits)
 
     def learn(self, keys: Sequence[bytes], hits: Sequence[bool]) -> None:
-        """Note which of these blocks the server has."""
+        """Record for each of these blocks whether the server has it."""
         now = self._clock()
         with self._lock:
             formed = self._formed
@@ -89,14 +91,14 @@ class PresenceCache:
                 self.hits -= formed.pop(next(iter(formed))) > 0
 
     def invalidate_keys(self, keys: Sequence[bytes]) -> int:
-        """Forget the answers about these blocks; return how many of them were hits."""
+        """Forget the answers about these blocks. Return how many of the answers were hits."""
         with self._lock:
             known = sum(self._formed.pop(key, 0.0) > 0 for key in keys)
             self.hits -= known
             return known
 
     def clear(self) -> None:
-        """Forget all answers. Open questions stay open."""
+        """Forget all answers. Unanswered look-ups stay recorded."""
         with self._lock:
             self._formed.clear()
             self.hits = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a remote store: servers, credentials and how long it waits."""
+"""Settings of a remote store: credentials, deadlines and queue limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOKUP_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSettings:
-    """Deadlines of single calls, in seconds, and limits of the queues."""
+    """The credentials, the deadlines of single calls in seconds, and the limits of the queues."""
 
     credentials: Credentials = field(default_factory=Credentials)
     attach_seconds: float = 2.0
@@ -24,7 +24,7 @@ class RemoteSettings:
     queue_bytes: int = 256 * 1024**2  # of queued loads, and as many bytes of queued stores
     stores: bool = True  # False: only load other engines' blocks
     shares_memory: bool = True  # with a server on this host
-    # All engines that share blocks use one key. A block whose tag was made without it is a miss.
+    # All engines that share blocks use one key. A block tagged without the key is a miss.
     tag_key: bytes | None = field(default=None, repr=False)
     # For keys that do not name the model: a block of another namespace is a miss.
     namespace: bytes = b""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tier that engines share: blocks on one cache server or several.
+"""RemoteStore: the tier that engines share, on one cache server or several.
 
-`prefetch_lookup` asks the servers about a whole prompt when its request is queued; `lookup` answers
-from the servers' last reports. Rendezvous hashing divides blocks among the servers. If a server
-fails, its blocks are misses, and the failure is counted.
+When a request is queued, `prefetch_lookup` asks the servers which blocks of its prompt they have;
+`lookup` returns the servers' last answers. Rendezvous hashing divides blocks among the servers. If
+a server fails, its blocks are misses, and the failure is counted.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Server:
 
 class RemoteStore(StoreTier):
     """A store on the servers of `membership`, for blocks of one layout. Only `wait_up` and `close`
-    wait for a server: the tier uses each server once the server is up."""
+    wait for a server. A server is used as soon as it is up."""
 
     is_shared = True
 
@@ -106,12 +106,12 @@ class RemoteStore(StoreTier):
         return any(server.link.is_up for server in self._servers)
 
     def wait_up(self, timeout_seconds: float) -> bool:
-        """Wait until every server is attached; return whether all are. Tools and tests use it, and
-        an engine that must not start without its servers."""
+        """Wait until every server is attached. Return whether all are. Tools, tests and engines
+        that must not start without their servers call this."""
         return all_up([server.link for server in self._servers], timeout_seconds)
 
     def kinds(self) -> set[str]:
-        """The transports of the connections that are open now. Tools use it."""
+        """The transports of the connections that are open now. For tools."""
         queues = [queue for server in self._servers for queue in (server.loads, server.stores)]
         return {kind for queue in queues if (kind := queue.kind) is not None}
 
@@ -202,7 +202,8 @@ class RemoteStore(StoreTier):
         return all_of(futures, lambda: outcomes)
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Delete blocks on the servers, for every engine. Return how many were believed stored."""
+        """Delete blocks on the servers, so that no engine finds them. Return how many were
+        known."""
         self._check_open()
         known = 0
         for server, places in self._divided(keys):
@@ -210,7 +211,7 @@ class RemoteStore(StoreTier):
         return known
 
     def clear(self) -> None:
-        """Delete every block of this tenant on the servers, for every engine."""
+        """Delete every block of this tenant on the servers, so that no engine finds them."""
         self._check_open()
         for server in self._servers:
             server.link.presence.clear()
@@ -304,7 +305,8 @@ class RemoteStore(StoreTier):
         return known
 
     def _drop_corrupt(self, server: _Server, keys: Sequence[bytes]) -> None:
-        """Delete blocks whose tag does not match, so that the server takes these blocks again."""
+        """Delete blocks whose tag does not match, so that they can be stored on the server
+        again."""
         try:
             self._drop_at(server, keys)
         except TierError as error:  # the queue was closed
@@ -313,7 +315,7 @@ class RemoteStore(StoreTier):
     def _delete_on_server(
         self, server: _Server, call: Callable[[], None], keys: Sequence[bytes] | None
     ) -> None:
-        """Queue a deletion behind the submitted stores. `keys` is None if it deletes all blocks."""
+        """Queue a deletion after the submitted stores. `keys` is None if it deletes all blocks."""
 
         def ended(_future: Future[None]) -> None:
             with self._lock:
@@ -326,7 +328,7 @@ class RemoteStore(StoreTier):
         server.stores.submit_call(call).add_done_callback(ended)
 
     def _divided(self, keys: Sequence[bytes]) -> list[tuple[_Server, Sequence[int]]]:
-        """The servers, each of which owns some of `keys`, with the positions of these keys."""
+        """The servers that own some of `keys`, each with the positions of its keys."""
         if len(self._servers) == 1:
             return [(self._servers[0], range(len(keys)))] if keys else []
         places: list[list[int]] = [[] for _ in self._servers]
@@ -346,7 +348,8 @@ class RemoteStore(StoreTier):
 def open_remote(
     addresses: Sequence[ServerAddress], layout: BlockLayout, settings: RemoteSettings | None = None
 ) -> RemoteStore:
-    """The tier on these servers. Raises TierConfigError for credentials that cannot be read."""
+    """Make the tier on these servers. Raises TierConfigError for credentials that cannot be
+    read."""
     return RemoteStore(StaticMembership(addresses), layout, settings)
 
 
@@ -361,7 +364,7 @@ def _mark(
     places: Sequence[int],
     count: int,
 ) -> None:
-    """Mark the first `count` blocks as kept, and forget the answers about the others."""
+    """Set `kept` for the first `count` blocks, and forget the answers about the other blocks."""
     presence.invalidate_keys(keys[count:])
     for i in places[:count]:
         kept[i] = True
@@ -370,6 +373,6 @@ def _mark(
 def _sent(
     presence: PresenceCache, keys: Sequence[bytes], moved: Future[list[State | None]]
 ) -> None:
-    """Close the open questions about blocks, whether their transfer succeeded or failed."""
+    """Record the end of a store in `presence`, whether the store succeeded or failed."""
     is_known = moved.exception() is None
     presence.answered(keys, [s is State.KEPT for s in moved.result()] if is_known else None)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The link to one cache server: whether it is attached, and the blocks that it is believed to have.
+"""ServerLink: the connection state of one cache server, and the blocks that it reported.
 
     down ──attach──► up ──a call fails──► down          again and again, with growing pauses
       └──refused (credentials, layout, version)──► told once, tried rarely
 
-A restarted server has another boot id, and the link then forgets the server's blocks. Transfers run
-on threads of their own (`transfers.py`), look-ups on grpc's threads.
+A restarted server has a new boot id, and the link then forgets the server's blocks. Transfers run
+on their own threads (`transfers.py`), look-ups on grpc's threads.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _CHANNEL_OPTIONS = (
 
 
 def open_channel(address: ServerAddress, credentials: Credentials) -> Any:
-    """A channel to the server that connects on its first call. Raises TierConfigError for
-    credentials that cannot be read."""
+    """Make a channel to the server. The channel connects on its first call. Raises TierConfigError
+    for credentials that cannot be read."""
     options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
     if not address.tls:
         return make_channel(address.target, None, options)
@@ -73,7 +73,7 @@ def open_channel(address: ServerAddress, credentials: Credentials) -> Any:
 
 
 def all_up(links: Sequence[ServerLink], timeout_seconds: float) -> bool:
-    """Wait until all links are attached; return whether they are."""
+    """Wait until all links are attached. Return whether all are."""
     deadline = time.monotonic() + timeout_seconds
     return all(link.wait_up(max(0.0, deadline - time.monotonic())) for link in links)
 
@@ -87,7 +87,7 @@ def errors_of(links: Sequence[ServerLink]) -> dict[str, int]:
 
 
 class ServerLink:
-    """The link to one server. A thread of its own attaches to the server. Thread-safe."""
+    """The link to one server. A background thread attaches to the server. Thread-safe."""
 
     def __init__(
         self, address: ServerAddress, layout: BlockLayout, settings: RemoteSettings
@@ -129,15 +129,16 @@ class ServerLink:
             self.errors[reason] = self.errors.get(reason, 0) + 1
 
     def mark_lost(self, boot_id: bytes | None = None) -> None:
-        """Attach again, after a failed call (`boot_id` None) or an answer with a new boot id."""
+        """Mark the link as down, so that it attaches again. With `boot_id`, only if that id is
+        new."""
         with self._changed:
             if boot_id is None or boot_id != self._boot_id:
                 self._is_up = False
                 self._changed.notify_all()
 
     def prefetch_lookup(self, keys: Sequence[bytes]) -> list[Future[None]]:
-        """Ask which of these blocks the server has, in as few calls as possible. Each future ends
-        once `presence` has the answers, or with a RemoteError if the server did not answer."""
+        """Ask the server which of these blocks it has, in as few calls as possible. Each future
+        completes when `presence` has the answers, or with a RemoteError if the server fails."""
         asked = self.presence.to_ask(keys) if self._is_up else []
         futures = []
         for start in range(0, len(asked), MAX_KEYS):
@@ -150,8 +151,8 @@ class ServerLink:
 
     def pin_blocks(self, keys: Sequence[bytes], seconds: float) -> Future[int]:
         """Pin up to MAX_BLOCKS blocks for `seconds`, at most MAX_LEASE_SECONDS. The result is the
-        length of the leading run of blocks that the server has and pins. The future fails with
-        RemoteError if the server does not answer."""
+        number of leading blocks that the server has and pins. The future gets a RemoteError if the
+        server does not answer."""
         result: Future[int] = Future()
         lease_ms = max(1, int(1000 * min(seconds, MAX_LEASE_SECONDS)))
         request = messages.PinRequest(keys=pack_keys(keys), lease_ms=lease_ms)
@@ -161,7 +162,8 @@ class ServerLink:
                 prefix = int(call.result().prefix)
             except grpc.RpcError as error:
                 if verdict_of(error).reason == "busy":
-                    # No more leases; the server keeps these blocks as long as other new ones.
+                    # The server has no lease left. It keeps these blocks as long as other new
+                    # blocks.
                     self.count_error("busy")
                     result.set_result(len(keys))
                 else:
@@ -184,8 +186,8 @@ class ServerLink:
         return result
 
     def stream_events(self) -> Iterator[Any]:
-        """The events of the tenant's blocks from now on, as WatchEvents, until the link is closed.
-        Raises RemoteError, and grpc.RpcError if the server ends the call."""
+        """The WatchEvents of the tenant's blocks from now until the link is closed. Raises
+        RemoteError, and grpc.RpcError if the server ends the call."""
         stub = self._stub
         if stub is None or not self._is_up:
             raise RemoteError(f"{self.address} cannot be reached")
@@ -196,8 +198,8 @@ class ServerLink:
         return events
 
     def connect(self, deadline: float) -> BlockConnection:
-        """Open a connection for blocks: through memory on the same host, else a socket, else gRPC.
-        gRPC is a fallback if a better one could not be opened. Raises RemoteError."""
+        """Open a connection for blocks: shared memory on the same host, else a socket, else gRPC.
+        Sets `is_fallback` if gRPC is used because another one failed. Raises RemoteError."""
         if not self._is_up:
             raise RemoteError(f"{self.address} cannot be reached")
         why = ""
@@ -236,7 +238,7 @@ class ServerLink:
         self.call_server("delete", request, self._settings.store_seconds)
 
     def close(self) -> None:
-        """End the link; calls under way fail. Idempotent."""
+        """Close the link. Calls under way fail. Idempotent."""
         with self._changed:
             self._closed = True
             self._is_up = False
@@ -246,8 +248,8 @@ class ServerLink:
             self._channel.close()
 
     def call_server(self, name: str, request: Any, seconds: float) -> Any:
-        """Make one call and return its response. Raises RemoteError, and marks the link as down
-        unless the server is busy or the request invalid."""
+        """Make one call and return its response. Raises RemoteError if the call fails, and marks
+        the link as down unless the server was busy or the request invalid."""
         stub = self._stub
         if stub is None or not self._is_up:
             raise RemoteError(f"{self.address} cannot be reached")
@@ -259,8 +261,8 @@ class ServerLink:
             raise RemoteError(f"{self.address}: {error}") from error
 
     def _failed(self, error: Any) -> RemoteError:
-        """The RemoteError of a failed call. Also counts the error, and marks the link as down
-        unless the server is busy or the request invalid."""
+        """Return the RemoteError for a failed call. Counts the error, and marks the link as down
+        unless the server was busy or the request invalid."""
         verdict = verdict_of(error)
         self.count_error(verdict.reason)
         if verdict.reason not in ("busy", "invalid"):
@@ -360,7 +362,8 @@ class ServerLink:
             if retry is None:
                 pause = _FIRST_PAUSE
                 continue
-            # A refusal starts with a short pause too: while servers are replaced, it may end soon.
+            # After a refusal the first pause is short too: the refusal may end soon if servers are
+            # being replaced.
             before, longest = longest, _REFUSED_PAUSE if retry in _REFUSALS else _LONGEST_PAUSE
             pause = _FIRST_PAUSE if longest != before else min(2 * pause, longest)
             with self._changed:
@@ -371,7 +374,7 @@ class ServerLink:
                 )
 
     def _attach(self) -> Retry | None:
-        """Try to attach once. Returns None if the server is attached now, else the next step."""
+        """Try to attach once. Returns None on success, else when to try again."""
         try:
             if self._channel is None:
                 self._metadata = self._settings.credentials.metadata(self.address)
@@ -420,7 +423,7 @@ class ServerLink:
         return None
 
     def _tell_of_memory(self, why: str, kind: str) -> None:
-        """Count a fallback from shared memory, and log the first."""
+        """Count each connection that failed to use shared memory, and log the first one."""
         if why:
             self.count_error("no_memory")
         if why and not self._has_told_of_memory:
@@ -433,7 +436,7 @@ class ServerLink:
             channel.close()
 
     def _is_news(self, what: str) -> bool:
-        """Note `what`; return whether it is new since the last attachment. Causes may alternate."""
+        """Whether `what` was not logged since the last attachment. Also remembers `what`."""
         if what in self._told:
             return False
         if len(self._told) >= _MOST_TOLD:  # a text that differs each time
@@ -442,7 +445,7 @@ class ServerLink:
         return True
 
     def _warn_not_used(self, retry: Retry, what: str) -> None:
-        """Log one line for each cause, not for each try."""
+        """Log a warning once for each cause, not for each attempt."""
         if retry is Retry.ATTACH or not self._is_news(what):
             return
         pause = f"; tried again, later every {_REFUSED_PAUSE:g} s" if retry in _REFUSALS else ""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A watch on one server: the server reports stored and removed blocks to the link's `presence`.
-Without a watch only look-ups update `presence`.
+"""ServerWatch: a stream on which a server reports stored and removed blocks. The reports update the
+link's `presence`; without a watch, only look-ups, loads and stores do.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _PAUSE_SECONDS = 1.0  # between the end of a watch and the next one
 
 
 class ServerWatch:
-    """A watch that runs from construction to `close`. After each report its thread calls `news`
-    with the stored blocks."""
+    """A watch on one server, from construction to `close`. After each report the watch's thread
+    calls `news` with the keys of the stored blocks."""
 
     def __init__(self, link: ServerLink, news: Callable[[Sequence[bytes]], None]) -> None:
         self._link = link
@@ -34,7 +34,7 @@ class ServerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch. Call it after the link's `close`, which ends the watch's call."""
+        """End the watch. Close the link first, because that ends the watch's call."""
         self._closed.set()
         self._thread.join(_PAUSE_SECONDS + 1)
 

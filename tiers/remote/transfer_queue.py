@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A queue whose one thread does a server's transfers in order, each within its deadline. A transfer
-that has not begun by its deadline fails without being tried.
+"""TransferQueue: one thread makes the transfers of a server in order, each with a deadline. A
+transfer that has not begun by its deadline fails without an attempt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class _Job(NamedTuple):
 
 
 class TransferQueue:
-    """A queue of up to `most_bytes` of waiting and running work. Its thread calls `ended` last."""
+    """A queue of up to `most_bytes` of waiting and running transfers. Its thread calls `ended`
+    last."""
 
     def __init__(
         self, name: str, most_bytes: int, ended: Callable[[], None] = lambda: None
@@ -48,8 +49,8 @@ class TransferQueue:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[float], _T], deadline: float, size: int) -> Future[_T]:
-        """Queue `work(deadline)`; the future gets its result or its TierError. Raises TierBusy if
-        too many bytes wait (never for `size` 0), TierClosed after `close`."""
+        """Queue the call `work(deadline)`. The future gets its result or its TierError. Raises
+        TierBusy if too many bytes are queued (never for `size` 0), TierClosed after `close`."""
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()
         with self._changed:
@@ -66,7 +67,7 @@ class TransferQueue:
         return future
 
     def close(self, deadline: float) -> bool:
-        """Take no more work and wait for the queue to empty. False if the deadline passes first."""
+        """Accept no more work and wait until the queue is empty. False if the deadline passes."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -83,7 +84,7 @@ class TransferQueue:
         self._ended()
 
     def _next_job(self) -> _Job | None:
-        """Wait for the next job and return it. None once the queue is closed and empty."""
+        """Wait for the next job and return it, or None if the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
             return self._jobs.popleft() if self._jobs else None

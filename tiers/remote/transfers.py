@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads and stores of one server, each with a queue, a thread and a connection of its own.
+"""Transfers: the loads or the stores of one server, with their queue, thread and connection.
 
-The first transfer opens a connection, and later ones use it. A connection that fails is closed. If
-it was open before the transfer, the transfer is tried again on a new one: the server may have
-restarted, or the connection been idle too long. A fallback connection is closed at intervals, so
-that the next transfer tries to open a better one.
+The first transfer opens a connection, and later transfers use it. A connection that fails is
+closed. If that connection was open before the transfer, the transfer is tried again on a new
+connection. The server may have restarted, or the old connection may have been idle too long. A
+fallback connection is closed at intervals, so that the next transfer tries to open a better one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .transports.block_connection import BlockConnection
 _T = TypeVar("_T")
 
 
-# The life of the first fallback connection, doubled for each later one, and the longest life.
+# Seconds until the first fallback connection is closed, doubled for each next one, and the most.
 _FALLBACK_SECONDS, _LONGEST_FALLBACK_SECONDS = 5.0, 600.0
 
 
@@ -51,7 +51,7 @@ Move = Callable[[BlockConnection, Transfer, float], "list[_T]"]
 
 
 class Transfers(Generic[_T]):
-    """The transfers of one direction. A block has `size` bytes; a transfer may take `seconds`."""
+    """The transfers in one direction. A block has `size` bytes; a transfer may take `seconds`."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class Transfers(Generic[_T]):
         self.corrupt_blocks = 0
 
     def submit(self, transfer: Transfer) -> Future[list[_T]]:
-        """Queue a transfer; the future has an answer for each block, or a RemoteError. Raises
-        TierBusy, TierClosed."""
+        """Queue a transfer. The future gets a list with an answer for each block, or a RemoteError.
+        Raises TierBusy, TierClosed."""
         return self._queue.submit(
             lambda deadline: self._run(transfer, deadline),
             time.monotonic() + self._seconds,
@@ -87,17 +87,17 @@ class Transfers(Generic[_T]):
         )
 
     def submit_call(self, call: Callable[[], None]) -> Future[None]:
-        """Queue `call` behind the work that was submitted before."""
+        """Queue `call`. It runs after the work that was submitted before."""
         return self._queue.submit(lambda _: call(), time.monotonic() + self._seconds, 0)
 
     @property
     def kind(self) -> str | None:
-        """The transport of the open connection, or None."""
+        """The transport of the open connection, or None if none is open."""
         connection = self._connection
         return None if connection is None else connection.kind
 
     def close(self, deadline: float) -> None:
-        """Wait for transfers until the deadline, then end them. Idempotent."""
+        """Wait for the queued transfers until the deadline, then abort the rest. Idempotent."""
         if not self._queue.close(deadline):
             self._is_ending = True
             connection = self._connection

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer of a file: flat YAML or TOML, by the ending of its name.
+"""Reads settings from a flat YAML or TOML file. The file name's extension tells the format.
 
-Each key is an option's name with `-` or `_`, and occurs once. Values are plain: not nested, and of
-no type made by a tag. Raises ConfigError with the file and the key.
+Each key is an option's name, with `-` or `_`, and may occur only once. Values must not be nested
+and must not have types that need YAML tags. Raises ConfigError that names the file and the key.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NULL = "tag:yaml.org,2002:null"
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Options by name with `_`, in the order of the file; no reader has read the values."""
+    """Options by name (with `_`), in the order of the file. No reader has checked the values."""
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
         raise ConfigError(
@@ -39,14 +39,14 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def called(path: Path, key: str) -> str:
-    """A key as messages name it: in one line, and cut at a colon. If no space follows the colon,
-    YAML takes the value, perhaps a secret, for a part of the key."""
+    """The name of a key for messages: in one line, and cut at a colon. If no space follows the
+    colon, YAML treats the value, which may be a secret, as part of the key."""
     return f"{format_name(key.partition(':')[0][:MAX_KEY_CHARACTERS])} of {path}"
 
 
 def read_ordinary(path: Path, most_bytes: int) -> bytes:
-    """Read the first `most_bytes` of a file. Raises OSError, also for anything but an ordinary
-    file: opening a pipe could wait for ever, and a device has no end."""
+    """Read the first `most_bytes` of a file. Raises OSError, also if it is not a regular file,
+    because opening a pipe could block for ever and a device has no end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -113,7 +113,7 @@ def _parse_toml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_yaml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Yield keys and values from the nodes: a finished dict hides duplicate keys and nesting."""
+    """Yield keys and values from YAML nodes: a dict would hide duplicate keys and nesting."""
     import yaml
 
     try:

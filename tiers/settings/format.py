@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Untrusted values as messages show them: in one line and of bounded length."""
+"""Formats untrusted values for messages: in one line and with bounded length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def format_name(name: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """A message or a path as one line. A long text loses its middle: the cure stands at the end."""
+    """A message or a path in one line. A long text is cut in the middle, not at its end."""
     escaped = _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
     half = MAX_LINE_CHARACTERS // 2
     return _cut(escaped, MAX_LINE_CHARACTERS, f" ... {escaped[-half:]}")

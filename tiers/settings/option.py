@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An option: its name, reader, checks and help; and fields of value objects that are options.
+"""Options of the system: name, reader, checks and help of each, declared as dataclass fields.
 
     class SsdSettings:
         capacity_bytes: int = setting(20 * GIB, readers.size, "size of the ssd tier", "SIZE")
 
-`options_of` turns the fields of such a class into a table. Flags, environment variables, files,
-help and defaults come from that table, for every command that serves and for the adapters. So a new
-option is one field and the code that uses it.
+`options_of` turns the fields of such a class into a table. The flags, environment variables, file
+keys, help and defaults of all serving commands and of the adapters come from that table. So a new
+option takes one field and the code that uses it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Option:
 
     @property
     def path(self) -> str:
-        """The dotted path of the field below the object with all settings."""
+        """The dotted path of the field, from the object with all settings."""
         return f"{self.section}.{self.field}" if self.section else self.field
 
     def check_value(self, called: str, value: Any) -> None:
-        """Raise ConfigError for an invalid value, made by a reader or given in Python."""
+        """Raise ConfigError for an invalid value, which a reader or Python code has made."""
         if value is None or value == self.default:
             return
         read = self.read(called, value)
@@ -63,8 +63,8 @@ class Option:
             size_within(called, value, self.least_bytes)
 
     def file_value(self, value: Any) -> Any:
-        """The value as a file holds it: a text, a number or a truth value; None for an empty value,
-        `MASK` for a secret."""
+        """The value as a file would have it: a string, a number or a boolean. None for an empty
+        value, `MASK` for a secret."""
         if self.read is readers.tiers:
             return ",".join(value) or "none"
         if value is None or value in ("", b"", {}, ()):
@@ -101,18 +101,18 @@ def setting(
     name: str = "",
     **more: Any,
 ) -> Any:
-    """Return a field of a frozen dataclass that is an option. `name` is the option's name if it
-    differs from the field's. A callable `default` makes the default; `MISSING` means none. `more`
-    are further fields of the Option. The object's repr leaves secrets out."""
+    """Declare a field of a frozen dataclass as an option. `name` is the option's name if it differs
+    from the field's. `default` may be a function that makes the default; `MISSING` means no
+    default. `more` are further fields of the Option. The dataclass's repr omits secrets."""
     option = Option("", name, read, help, metavar, unset, **more)
     made = {"default_factory": default} if callable(default) else {"default": default}
     return dataclasses.field(metadata={Option: option}, repr=not option.is_secret, **made)
 
 
 def options_of(kind: type, section: str, prefix: str = "") -> dict[str, Option]:
-    """The options among the fields of a class, by name, in the order of declaration; a field that a
-    subclass declares anew counts as declared there. In a help, `{them}` becomes the class's `THEM`,
-    for fields that several classes share."""
+    """The options among the fields of a class, by name, in the order of declaration. A field that a
+    subclass declares again comes with the fields of the subclass. In a help text, `{them}` is
+    replaced by the class's `THEM`, for fields that several classes share."""
     table, them = {}, getattr(kind, "THEM", "")
     declared: dict[str, None] = {}
     for base in reversed(kind.__mro__):
@@ -142,9 +142,9 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 def build_settings(
     kind: type[Kind], values: Mapping[str, Mapping[str, Any]], section: str = "", **given: Any
 ) -> Kind:
-    """Build the value object of a class from the values of its fields, by section: "offload.ssd"
-    has the fields of the object `ssd` in the object `offload`. `given` are further fields. Raises
-    ConfigError for values that do not work together."""
+    """Build an object of the settings class `kind` from values by section and field. The section
+    "offload.ssd" has the fields of the object `ssd` in the object `offload`. `given` are further
+    fields. Raises ConfigError for values that do not work together."""
     made = {**values.get(section, {}), **given}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         part: Any = field.default_factory
@@ -154,8 +154,8 @@ def build_settings(
 
 
 def read_fields(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the values that `given` has for these options. Return them by field; other names are
-    ignored. Raises ConfigError, which names the flag."""
+    """Convert the values that `given` has for these options, and return them by field. Other names
+    in `given` are ignored. Raises ConfigError that names the flag."""
     return {
         option.field: option.read(flag_of(name), given[name])
         for name, option in table.items()
@@ -164,8 +164,8 @@ def read_fields(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[s
 
 
 def check_options(table: Mapping[str, Option], settings: object) -> None:
-    """Check the values of these options in `settings`, the object at the root of their paths.
-    Raises ConfigError, which names the flag."""
+    """Check the values of these options in `settings`, the object with all settings. Raises
+    ConfigError that names the flag."""
     for name, option in table.items():
         option.check_value(flag_of(name), attrgetter(option.path)(settings))
 

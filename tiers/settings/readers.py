@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of option values, which come as text or from Python, YAML and TOML.
+"""Readers convert option values from text, Python, YAML or TOML to the types of the settings.
 
-A reader takes the name of the option as it was given (`--port`, `STRATAKV_PORT`, `port of x.yaml`)
-and the value, and raises ConfigError. Reading a value twice gives the same value.
+A reader takes the option's name as the user gave it (`--port`, `STRATAKV_PORT`, `port of x.yaml`)
+and the value. It converts the value or raises ConfigError. A converted value can be read again,
+unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
 
 
 def integer(called: str, value: Any) -> int:
-    """A whole number."""
+    """Read a whole number."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     try:
@@ -52,7 +53,7 @@ def integer(called: str, value: Any) -> int:
 
 
 def integer_within(low: int, high: int) -> Callable[[str, Any], int]:
-    """A reader of whole numbers in [low, high]."""
+    """Return a reader of whole numbers in [low, high]."""
 
     def read(called: str, value: Any) -> int:
         try:
@@ -69,7 +70,7 @@ def integer_within(low: int, high: int) -> Callable[[str, Any], int]:
 
 
 def number(called: str, value: Any) -> float:
-    """Read a number. Infinity and NaN pass; the bounds of the value objects refuse them."""
+    """Read a number. Infinity and NaN are accepted; checks in the settings classes refuse them."""
     try:
         if isinstance(value, bool):
             raise ValueError
@@ -79,7 +80,7 @@ def number(called: str, value: Any) -> float:
 
 
 def seconds_up_to(most: float) -> Callable[[str, Any], float]:
-    """A reader of a time in seconds, above 0 and at most `most`."""
+    """Return a reader of a time in seconds, above 0 and at most `most`."""
 
     def read(called: str, value: Any) -> float:
         seconds = number(called, value)
@@ -123,7 +124,7 @@ def switch(called: str, value: Any) -> bool:
 
 
 def word(value: Any) -> str:
-    """The value as one word in small letters, for comparisons. Takes any type."""
+    """The value as one word in lower case, for comparisons. Accepts a value of any type."""
     return (value if isinstance(value, str) else format_value(value)).strip().lower()
 
 
@@ -154,7 +155,7 @@ def path(called: str, value: Any) -> Path:
 
 
 def hosts(called: str, value: Any) -> tuple[str, ...]:
-    """Read names of hosts, separated by commas, in small letters; `*` is any host."""
+    """Read host names, separated by commas. Return them in lower case. `*` is any host."""
     names = texts(called, value)
     for name in names:
         if name != "*" and not _HOST.fullmatch(name):
@@ -166,13 +167,13 @@ def hosts(called: str, value: Any) -> tuple[str, ...]:
 
 
 def model(called: str, value: Any) -> str:
-    """Read a path or an id, unchanged: `./org/model` is a path, `org/model` may be an id."""
+    """Read a model's path or id, unchanged: `./org/model` is a path, `org/model` may be an id."""
     path(called, value)
     return str(value)
 
 
 def one_of(*known: str, synonyms: Mapping[str, str] | None = None) -> Callable[[str, Any], str]:
-    """A reader of one of several words; `synonyms` maps names of other projects to them."""
+    """Return a reader of one of the `known` words. `synonyms` maps other names to them."""
 
     def read(called: str, value: Any) -> str:
         if synonyms and isinstance(value, str):
@@ -188,8 +189,8 @@ def one_of(*known: str, synonyms: Mapping[str, str] | None = None) -> Callable[[
 
 
 def one_of_these_or(known: Collection[str], all_known: Callable[[], list[str]]) -> Reader:
-    """A reader of one word out of `known`, or else out of `all_known`, which also looks up the
-    names of other packages."""
+    """Return a reader of one word out of `known`, or else out of the result of `all_known`, which
+    also looks up the names that other packages register."""
 
     def read(called: str, value: Any) -> str:
         if isinstance(value, str) and value in known:
@@ -204,7 +205,7 @@ def device(called: str, value: Any) -> str:
 
 
 def tiers(called: str, value: Any) -> tuple[str, ...]:
-    """Read names separated by commas, or a list of them. The caller checks names and order."""
+    """Read tier names, separated by commas or in a list. The caller checks names and order."""
     names = value.split(",") if isinstance(value, str) else value
     is_list = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     if not is_list or value == "":
@@ -214,7 +215,7 @@ def tiers(called: str, value: Any) -> tuple[str, ...]:
 
 
 def tier_options(called: str, value: Any) -> dict[str, dict[str, str]]:
-    """Read `tier.option=value,…` into tier → option → value; such a mapping is taken as it is."""
+    """Read `tier.option=value,…` into a dict tier → option → value. Accepts such a dict too."""
     if isinstance(value, Mapping):
         if not all(isinstance(options, Mapping) for options in value.values()):
             raise ConfigError(f"{called} takes options by tier, not {format_value(value)}")
@@ -233,7 +234,7 @@ def tier_options(called: str, value: Any) -> dict[str, dict[str, str]]:
 
 
 def texts(called: str, value: Any) -> tuple[str, ...]:
-    """Read several texts: a list, a list in JSON as in vLLM, or texts separated by commas."""
+    """Read several texts: a list, a JSON list as vLLM takes, or texts separated by commas."""
     items = value
     if isinstance(value, str):
         try:
@@ -250,7 +251,7 @@ def texts(called: str, value: Any) -> tuple[str, ...]:
 
 
 def api_key(called: str, value: Any) -> str:
-    """Read a key that an HTTP header can carry. No message contains it."""
+    """Read an API key that fits in an HTTP header. No message contains the key."""
     _check_secret(called, value)
     _check_length(called, value)
     if not (value.isascii() and value.isprintable()) or " " in value:
@@ -262,7 +263,7 @@ def api_key(called: str, value: Any) -> str:
 
 
 def secret_bytes(called: str, value: Any) -> bytes:
-    """Read a secret for HMAC, as bytes. No message contains it."""
+    """Read a secret for HMAC and return bytes. No message contains the secret."""
     if not isinstance(value, bytes):
         _check_secret(called, value)
         value = value.encode("utf-8", "surrogateescape")
@@ -292,5 +293,5 @@ def _check_length(called: str, value: str | bytes) -> None:
 
 
 def _quote(value: Any) -> str:
-    """The cure for a value that YAML or TOML took for a number, a date or a truth value."""
+    """Message text for a value that YAML or TOML has parsed as a number, a date or a boolean."""
     return "" if value is None or isinstance(value, str | list | dict) else "; put it in quotes"

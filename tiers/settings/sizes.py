@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of bytes as messages show them."""
+"""Formats numbers of bytes for messages."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MOST_DIGITS = 4  # of a text with a unit
 
 def exact_size(size_bytes: int) -> str | None:
     """The shortest text with a unit that is read back as exactly this number: `512MiB`, `1.5GB`. A
-    typed size comes out as it was typed, or in fewer digits. None where no short text is exact."""
+    size that a user typed is shown as typed, or in fewer digits. None if no short text is exact."""
     texts = sorted(_texts(size_bytes), key=lambda text: (_digits(text), len(text)))
     return texts[0] if texts else None
 
 
 def show_size(size_bytes: int) -> str:
-    """The size for messages: `512MiB`, or `65537 bytes (64 KiB)` where no short text is exact."""
+    """The size for messages: `512MiB`, or `65537 bytes (64 KiB)` if no short text is exact."""
     if not 0 < size_bytes <= MAX_SIZE_BYTES:
         return f"{format_value(size_bytes)} bytes"
     text = exact_size(size_bytes)

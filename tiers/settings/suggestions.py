@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nearest known word to a wrong one, for error messages."""
+"""Suggests the known word that is nearest to a wrong word, for error messages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _MOST_BEGINNINGS = 3
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `"; did you mean X?"`, or an empty text where no known word is near.
+    """Return `"; did you mean X?"`, or an empty text if no known word is near.
 
-    Known words that begin with the wrong word are nearest, because it may be cut short. If there
-    are more than three of them, the likeness decides.
+    Up to three known words that begin with the wrong word are suggested, because it may be cut
+    short. If there are none or more, the most similar known word is suggested.
     """
     # The dashes of flags are ignored: they make any two flags alike.
     stem, words = word.lstrip("-"), {each.lstrip("-"): each for each in known}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of settings: sizes, bounds, devices, and ConfigError."""
+"""Checks of setting values (sizes, bounds, devices), and `ConfigError`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class ConfigError(ValueError):
 
 
 def check_device(called: str, value: str) -> str:
-    """Return `cpu`, `cuda` or `cuda:1`. Raises ConfigError for other values, as several GPUs."""
+    """Return a value like `cpu`, `cuda`, `cuda:1`. Raises ConfigError for others, as several
+    GPUs."""
     if _DEVICE.fullmatch(value):
         return value
     if value.startswith("cuda") and ("," in value or "+" in value):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU tier: a slab of memory, its index, and the memory that it lies in."""
+"""The CPU tier: a slab of block slots in shared memory, and its index for other processes."""

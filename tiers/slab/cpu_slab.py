@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU slab: one stretch of host memory cut into slots, one block each.
+"""The CPU slab: a region of host memory divided into slots, each for one block.
 
-The memory is allocated at the start, and shared: another process of the host can map the same slots
-from `fd`. The caller fills and reads the slots (`reserve`/`commit`, `pin`/`unpin`).
+The memory is allocated at the start, as shared memory: another process on the host can map the
+slots from `fd`. The caller fills and reads the slots (`reserve`/`commit`, `pin`/`unpin`).
 
     unknown → reserve → reserved → commit → committed ⇄ pinned
        ↑                   └─ not kept ─┐       │
        └────────────────────────────────┴───────┘ evicted or dropped, never while pinned
 
-With an index (`slab_index.py`) another process serves other engines, and its reads hold slots.
+With an index (`slab_index.py`), another process can serve the slab's blocks to other engines. That
+process protects slots from eviction while it reads them.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ log = logging.getLogger(__name__)
 
 
 _FORGOTTEN = -1  # the epoch of a block that was forgotten by name
-# Share of the slots for blocks that are kept for other engines; the rest is for this engine.
+# Largest share of the slots for blocks that `keep` protects for other engines.
 KEPT_SHARE = 0.5
-# Share of the slots for blocks that are held for this engine's jobs until their next turn.
+# Largest share of the slots for blocks that `hold` protects for a conversation's next request.
 HELD_SHARE = 0.4
 
 
@@ -55,9 +56,9 @@ class _Slot:
 
 
 class CpuSlab(SlabTier):
-    """Slots of `layout.slot_bytes` in shared memory. Calls are thread-safe and O(1) for each key.
+    """Slots of `layout.slot_bytes` in shared memory. Calls are thread-safe, and O(1) for each key.
 
-    Raises TierConfigError where the capacity holds no block or the host lacks the memory.
+    Raises TierConfigError if the capacity is less than a block or the host lacks the memory.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class CpuSlab(SlabTier):
         spared: Callable[[bytes], bool] | None = None,
         evicted: list[bytes] | None = None,
     ) -> list[int | None]:
-        """See SlabTier. The call evicts none of its own keys."""
+        """See SlabTier. The call evicts no block of `keys`."""
         with self._lock:
             if self._num_forgotten:
                 known = [key for key in dict.fromkeys(keys) if key in self._slots]
@@ -190,8 +191,8 @@ class CpuSlab(SlabTier):
             return [None if slot is None else slot.proof for slot in slots]
 
     def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:
-        """See SlabTier. Keys come head first and are touched tail first: the tail of a chain is
-        evicted first, because it is useless without its head."""
+        """See SlabTier. Keys are given head first and marked as used tail first. So the tail of a
+        chain is evicted first, because it is useless without its head."""
         with self._lock:
             indices: list[int | None] = []
             hits = []
@@ -225,7 +226,7 @@ class CpuSlab(SlabTier):
                     self._free_forgotten([key])
 
     def keep(self, keys: Sequence[bytes], seconds: float) -> list[bool]:
-        """See SlabTier. At most KEPT_SHARE of the slots are kept; the rest is only reported."""
+        """See SlabTier. Protects at most KEPT_SHARE of the slots; only reports further blocks."""
         with self._lock:
             index = self.index
             if index is None or not index.is_read:
@@ -251,7 +252,7 @@ class CpuSlab(SlabTier):
             self._holds.end_hold(hold)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark committed blocks, given head first, as used now. No hit is counted."""
+        """Mark committed blocks, given head first, as used now. Counts no hit."""
         with self._lock:
             known = [key for key in keys if self._lookup_slot(key) is Answer.HIT]
             self._policy.touch(reversed(known))
@@ -277,7 +278,7 @@ class CpuSlab(SlabTier):
             return self._policy.victims(count, self._is_idle_and_known)
 
     def may_go_next(self, keys: KeysView[bytes], count: int) -> bool:
-        """See SlabTier. Pinned blocks are not evicted, so as many other blocks may be evicted."""
+        """See SlabTier. Checks one victim more for each pinned block: pinned blocks stay."""
         with self._lock:
             return self._policy.may_be_next(keys, count + self._stats.pinned_blocks)
 
@@ -310,8 +311,8 @@ class CpuSlab(SlabTier):
                 self.index.clear()
 
     def sweep(self, most: int) -> int:
-        """See SlabTier. A pinned block is freed with its last pin. A block that is kept for other
-        engines is freed when its slot is needed."""
+        """See SlabTier. The slot of a pinned block is freed with its last pin. The slot of a block
+        that is kept for other engines is freed when a new block needs a slot."""
         with self._lock:
             if not self._num_forgotten:
                 return 0
@@ -363,7 +364,7 @@ class CpuSlab(SlabTier):
         return key not in self._holds.times and self._is_idle(key)
 
     def _is_held(self, slot: _Slot) -> bool:
-        """Whether the slot is kept for other engines; never without an index."""
+        """Whether the slot is protected for other engines; False without an index."""
         return self.index is not None and self.index.is_held(slot.index)
 
     def _is_known(self, key: bytes) -> bool:

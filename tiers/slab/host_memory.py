@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory still available to this process, on its host and in its container."""
+"""Tells how much memory is available to this process, on its host and in its container."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _RECLAIMABLE = frozenset({"inactive_file", "active_file"})
 def available_memory_bytes(
     meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own: Path = OWN_CGROUP
 ) -> int | None:
-    """Bytes available without swapping and without being killed; None where it is not known."""
+    """Bytes that can be used without swapping and without being killed; None if unknown."""
     places = _groups_above(cgroups, own)
     answers = [_host_bytes(meminfo), *(_left_bytes(place, *files) for place, files in places)]
     return min((answer for answer in answers if answer is not None), default=None)
 
 
 def _groups_above(cgroups: Path, own: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The control groups of this process, up to the root: each may have a limit. A container sees
-    its own group as the root."""
+    """The control groups of this process, up to the root, because each may have a limit. A
+    container sees its own group as the root."""
     paths = {"": "/", "memory": "/"}
     try:
         rows = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
@@ -43,7 +43,7 @@ def _groups_above(cgroups: Path, own: Path) -> Iterator[tuple[Path, tuple[str, s
 
 
 def _host_bytes(meminfo: Path) -> int | None:
-    """Bytes that the kernel says are available."""
+    """Bytes available on the host, as the kernel reports them."""
     try:
         lines = meminfo.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -55,7 +55,7 @@ def _host_bytes(meminfo: Path) -> int | None:
 
 
 def _left_bytes(group: Path, limit: str, used: str, details: str) -> int | None:
-    """Bytes that a control group has left; None where there is no group or no limit."""
+    """Bytes left below the limit of a control group; None if there is no group or no limit."""
     try:
         most, now = [int((group / name).read_text(encoding="ascii")) for name in (limit, used)]
         rows = (group / details).read_text(encoding="ascii").split("\n")

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory: a memfd, mapped, with every page faulted in at the start.
+"""Shared memory: a mapped memfd whose pages are all allocated at the start.
 
-The first touch of a page costs many times a warm copy, so every page is touched here, in parallel,
-and not in the first requests. Huge pages, if requested, come from the pool that the host's operator
-set apart (`vm.nr_hugepages`). Otherwise, or if the pool is too small, plain pages are faulted in,
-and the kernel is asked to gather them into huge ones. This needs no setting of the host and may be
-refused. A virtual machine's disk took three times as long for blocks on scattered pages.
+The first access to a page takes many times as long as a later copy. So every page is touched at the
+start, in parallel, and not during the first requests. Huge pages, if requested, come from the pool
+that the host's operator has reserved (`vm.nr_hugepages`). Otherwise, or if the pool is too small,
+normal pages are allocated and the kernel is asked to merge them into huge pages. This needs no
+setting on the host, but the kernel may refuse. A virtual machine's disk took three times as long
+for blocks on scattered pages.
 
-The size is sealed before another process gets `fd`: a process that maps a memfd dies of SIGBUS if
-another one shrinks it.
+The size is sealed before another process gets `fd`, because SIGBUS kills a process that has mapped
+a memfd if another process shrinks the memfd.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _MFD_HUGE_2MB = 21 << os.MFD_HUGE_SHIFT
 
 
 class SharedMemory:
-    """`size` bytes in `map`, backed by the memfd `fd`. `is_huge`: the bytes lie on huge pages.
+    """`size` bytes in `map`, backed by the memfd `fd`. `is_huge` tells if they are on huge pages.
 
-    Raises TierConfigError where the host has less memory.
+    Raises TierConfigError if less memory is available.
     """
 
     def __init__(
@@ -114,9 +115,9 @@ def _make(
 
 
 def _map_aligned(fd: int, size: int) -> mmap.mmap:
-    """Map the memfd at a multiple of a huge page's size, if a second try succeeds; only there can
-    the kernel gather its pages. New maps lie side by side, so a map as long as the first one's
-    offset moves the next one."""
+    """Map the memfd, if possible at a multiple of the huge page size; only at such an address can
+    the kernel merge pages. If the first map is not aligned, a temporary map as long as the
+    misalignment shifts a second map, because the kernel places new maps side by side."""
     memory = mmap.mmap(fd, size, mmap.MAP_SHARED)
     off = _address(memory) % HUGE_PAGE_BYTES
     if not off or size < HUGE_PAGE_BYTES:
@@ -133,7 +134,7 @@ def _address(memory: mmap.mmap) -> int:
 def _populate(
     memory: mmap.mmap, fd: int, size: int, threads: int, progress: Progress | None
 ) -> None:
-    """Fault every page in, pieces in parallel. Raises OSError where memory is short."""
+    """Allocate every page, several pieces in parallel. Raises OSError if memory is short."""
     anchor = ctypes.c_char.from_buffer(memory)
     try:
         base = ctypes.addressof(anchor)
@@ -156,7 +157,7 @@ def _populate(
 def _populate_piece(base: int, fd: int, start: int, length: int) -> int:
     # Through ctypes, which releases the GIL; mmap.madvise keeps it.
     libc = ctypes.CDLL(None, use_errno=True)
-    # One huge page at a time: gathering just cleared pages costs a third of gathering cold ones.
+    # One huge page at a time: merging just cleared pages costs a third of merging cold pages.
     for offset in range(start, start + length, HUGE_PAGE_BYTES):
         address = ctypes.c_void_p(base + offset)
         size = ctypes.c_size_t(min(HUGE_PAGE_BYTES, start + length - offset))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The content of a slab, written into shared memory for a process that serves it to other engines.
+"""An index of a slab in shared memory, for a process that serves its blocks to other engines.
 
     engine   SlabIndex    publish, retract ──► records, journal ──► SlabReader    server
              is_held      ◄── times until which slots are kept ◄── hold
 
-Neither side waits for the other. The engine writes a few bytes for a block that comes or goes, and
-evicts no block before the end of its hold. A hold ends by itself, so a server that dies leaves no
-hold behind. A block may go after its record was read and before its slot is held. So the reader
-reads the record again afterwards, and the engine that loads the block compares its digest.
+Neither process waits for the other. The engine writes a few bytes for each block that is committed
+or removed, and evicts no block before the end of its hold. A hold ends by itself after a time, so a
+server that dies leaves no lasting hold. A block may be evicted after the server has read its record
+and before the server holds its slot. So the server reads the record again once it holds the slot,
+and the engine that loads the block compares the digest.
 
     header    magic, slots, journal entries; epoch; number of journal entries written
     journal   a ring: the slot whose record has changed, or _ALL
@@ -30,8 +31,8 @@ from ..errors import TierConfigError
 from ..tag import TAG_BYTES, Proof
 from .shared_memory import SharedMemory
 
-# The longest hold that the engine respects, equal to the longest lease. The other process may write
-# a longer hold.
+# The longest hold that the engine respects, equal to the longest lease. It ignores longer holds,
+# which the other process could write.
 MAX_HOLD_SECONDS = 3600.0
 
 _MAGIC = 0x5354524B564C4958
@@ -45,7 +46,7 @@ _VOID = (bytes(KEY_BYTES), bytes(TAG_BYTES), bytes(TAG_BYTES))
 
 
 class _Shape:
-    """The offsets of the parts, in bytes."""
+    """The byte offsets of the parts of the shared memory."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -60,7 +61,7 @@ class _Shape:
 
 
 class SlabIndex:
-    """The engine's side of the index. Called under the slab's lock."""
+    """The engine's side, which writes the index. All calls are made under the slab's lock."""
 
     def __init__(self, num_slots: int) -> None:
         self._shape = shape = _Shape(num_slots)
@@ -85,20 +86,20 @@ class SlabIndex:
         self._published[slot] = True
 
     def retract(self, slot: int) -> None:
-        """Void the slot's record: its block is gone or forgotten."""
+        """Invalidate the slot's record, because its block is removed or forgotten."""
         if self._published[slot]:
             self._published[slot] = False
             self._write_record(slot, 0, *_VOID)
 
     def clear(self) -> None:
-        """Void all records, by a new epoch."""
+        """Invalidate all records by starting a new epoch."""
         self._epoch += 1
         _COUNT.pack_into(self._memory, _EPOCH_AT, self._epoch)
         self._append_journal(_ALL)
 
     def retain_slots(self, slots: Sequence[int], until: float, most: int) -> None:
-        """Keep these slots from eviction until `until` (monotonic), for this engine itself. At most
-        `most` slots are kept at the same time, the first ones."""
+        """Protect these slots from eviction until `until` (monotonic seconds), by holds of the
+        engine, not of the server. At most `most` slots are protected at a time."""
         now = time.monotonic()
         held = {slot: end for slot, end in self._own_holds.items() if end > now}
         for slot in slots:
@@ -115,7 +116,7 @@ class SlabIndex:
         return own > now or now < others <= now + MAX_HOLD_SECONDS
 
     def release_all(self) -> None:
-        """End all holds of the serving process, which is gone."""
+        """End all holds of the serving process, because that process has ended."""
         self.is_read = False
         self._memory[self._shape.holds_at : self._shape.size] = bytes(8 * self._shape.num_slots)
 
@@ -140,7 +141,7 @@ class SlabIndex:
 
 @dataclass(slots=True)
 class Changes:
-    """The keys that came and went since the last refresh, each once."""
+    """The keys that were added and removed since the last `refresh`, each listed once."""
 
     stored: list[bytes] = field(default_factory=list)
     removed: list[bytes] = field(default_factory=list)
@@ -163,7 +164,7 @@ class _Known:
 
 
 class SlabReader:
-    """The serving process's side of the index. Holds up to `share` of the slots. Thread-safe."""
+    """The server's side, which reads the index. Holds up to `share` of the slots. Thread-safe."""
 
     def __init__(self, fd: int, num_slots: int, share: float) -> None:
         self.num_slots = num_slots
@@ -211,13 +212,13 @@ class SlabReader:
         return changes
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each block is there, as of the last `refresh`."""
+        """Whether each block was in the slab at the last `refresh`."""
         known = self._by_key
         return [key in known for key in keys]
 
     def acquire_blocks(self, keys: Sequence[bytes], until: float) -> list[Found | None]:
-        """Hold these blocks until `until` (monotonic), or until `release_slots`. None for a block
-        that is not there, or if no more slots may be held."""
+        """Protect these blocks from eviction until `until` (monotonic seconds) or `release_slots`.
+        None for a block that is not in the slab, or if no more slots may be held."""
         found: list[Found | None] = []
         with self._lock:
             for key in keys:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several disks as one SSD tier: each block belongs to one of them, by its key.
+"""Several disks as one SSD tier. The key of a block decides which disk keeps the block.
 
     key ─► one of 4,096 parts ─► the disk with the highest hash for that part   (rendezvous hashing)
 
-A disk that is added or left out moves only its own share of the parts, and the order of the disks
-does not matter. Each disk has its own store (index, queue, folder). No disk holds data of another
-disk, so a lost disk is a lost share of the cache.
+Adding or removing a disk moves only that disk's share of the parts. The order in which the disks
+are listed does not matter. Each disk has its own store (index, queue, folder) and holds no data of
+other disks, so losing a disk loses only the blocks on that disk.
 
-A disk fails alone. A block that the disk cannot read is a miss; a block that it cannot take is
-refused. A disk that has not answered for `HUNG_SECONDS` gets no further look-ups, loads, stores or
-leases until it answers, and the other disks go on. Only the calls that a hung disk already has wait
-for it: it may still write into their buffers.
+The failure of one disk does not affect the other disks. A block that a disk cannot read is a miss;
+a block that a disk cannot store is refused. A disk that has not answered for `HUNG_SECONDS` gets no
+look-ups, loads, stores or leases until it answers again, while the other disks continue to work.
+Calls that were sent to the disk before it hung wait for its answer, because the disk may still
+write into their buffers.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _ANSWER = TypeVar("_ANSWER")
 
 
 class Disk(NamedTuple):
-    """A store and its name, which is its path; the name decides which keys belong to the store."""
+    """A disk's store and its name (the path). The name decides which keys belong to the store."""
 
     name: str
     store: StoreTier
 
 
 class _Waits:
-    """The calls to one disk that it has not answered. Thread-safe."""
+    """The calls to one disk that the disk has not answered yet. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,7 +55,7 @@ class _Waits:
         self._numbers = itertools.count()
 
     def start_wait(self) -> int:
-        """Note a call to the disk. Return the number that `remove_wait` takes."""
+        """Record that a call to the disk has begun. Return a number to pass to `remove_wait`."""
         with self._lock:
             number = next(self._numbers)
             self._since[number] = time.monotonic()
@@ -71,7 +72,7 @@ class _Waits:
 
 
 class SeveralDisks(StoreTier):
-    """A `StoreTier` over one store for each disk. `hung_seconds` is for tests."""
+    """A `StoreTier` made of several stores, one on each disk. Only tests set `hung_seconds`."""
 
     name = "ssd"
 
@@ -93,7 +94,7 @@ class SeveralDisks(StoreTier):
         ]
 
     def disk_of(self, key: bytes) -> int:
-        """The number of the disk that a block belongs to."""
+        """The index of the disk that keeps the block `key`."""
         return self._disk_of_part[int.from_bytes(key[:2], "little") % PARTS]
 
     @property
@@ -159,7 +160,7 @@ class SeveralDisks(StoreTier):
         return self._ask_each(keys, [False] * len(keys), begin)
 
     def trial_read(self, seconds: float) -> ReadSample | None:
-        """Read all disks at the same time, as loads do. See StoreTier."""
+        """See StoreTier. Reads from all disks at the same time, as loads do."""
         samples: list[ReadSample] = []
 
         def read(store: StoreTier) -> None:
@@ -201,7 +202,7 @@ class SeveralDisks(StoreTier):
         return all(left)
 
     def stats(self) -> TierStats:
-        """The sums over all disks."""
+        """The counters of all disks, added up."""
         total = TierStats()
         for store in self._stores:
             total.add(store.stats())
@@ -214,7 +215,7 @@ class SeveralDisks(StoreTier):
         return total
 
     def close(self, timeout_seconds: float) -> None:
-        """Close all disks at the same time, so that a hung disk takes no time from other disks."""
+        """Close all stores at the same time, so that a hung disk does not delay the other disks."""
         threads = [
             threading.Thread(
                 target=store.close, args=(timeout_seconds,), name="stratakv-close-disk", daemon=True
@@ -228,8 +229,8 @@ class SeveralDisks(StoreTier):
             thread.join(max(0.0, deadline - time.monotonic()) + 1.0)
 
     def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        """Raise InvalidBlock for wrong keys or buffers before any disk is asked. If one disk
-        refused the call later, the other disks would be using the buffers already."""
+        """Raise InvalidBlock for wrong keys or buffers before any disk gets the call. If a disk
+        refused the call later, other disks would already be using the buffers."""
         if len(keys) != len(buffers) or not {KEY_BYTES}.issuperset(map(len, keys)):
             raise InvalidBlock(
                 f"every block takes a key of {KEY_BYTES} bytes and a buffer; {len(keys)} keys came "
@@ -243,14 +244,14 @@ class SeveralDisks(StoreTier):
                 )
 
     def _split(self, keys: Sequence[bytes]) -> dict[int, list[int]]:
-        """Positions in `keys`, by the number of the disk that the key belongs to."""
+        """Group the positions in `keys` by the index of the disk that keeps the key."""
         parts: dict[int, list[int]] = {}
         for place, key in enumerate(keys):
             parts.setdefault(self.disk_of(key), []).append(place)
         return parts
 
     def _hangs(self, number: int) -> bool:
-        """Whether a disk has not answered for too long. Each change is logged once."""
+        """Whether a call to a disk has waited longer than `hung_seconds`. Logs each change once."""
         hangs = self._waits[number].oldest_seconds() > self._hung_seconds
         with self._lock:
             if hangs == self._is_hung[number]:
@@ -272,8 +273,9 @@ class SeveralDisks(StoreTier):
         answers: list[_ANSWER],
         begin: Callable[[StoreTier, list[int]], Future[list[_ANSWER]]],
     ) -> Future[list[_ANSWER]]:
-        """Ask each disk for its own keys. `answers` has the defaults for disks that fail. Where
-        every disk fails, raise the error of one of them or set it in the future."""
+        """Call `begin` on each disk's store with the positions of that disk's keys. `answers` holds
+        default answers, which stay for disks that hang or fail. If every disk that was called
+        fails, the error of one disk is raised or set in the future."""
         errors: list[TierError] = []
         asked: list[tuple[int, list[int], int, Future[list[_ANSWER]]]] = []
         for number, places in self._split(keys).items():

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records whose payload went through a codec: header page and encoded payload, one at a time.
+"""Writes and reads records whose payload is encoded by a codec, one record at a time.
 
-Every slot has the size of a whole block, so encoding moves fewer bytes but fits no more blocks. A
-block whose encoding saves no page is written as it is; its row says so, and this reader is not used
-for it. The checksum covers the encoded bytes and is checked before they are decoded. A lossy codec
-returns other bytes than were stored, so the block's tag is made when it is read.
+Every slot has the size of an unencoded block. So encoding reduces the bytes read and written, but
+no more blocks fit. A block whose encoding saves no page is written unencoded; its row has
+`encoded_bytes` 0, and `DecodingReader` is not used for it. The checksum covers the encoded bytes
+and is checked before decoding. A lossy codec does not restore the stored bytes exactly, so the
+block's tag is made from the decoded bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .state import StoreState
 
 
 class EncodingWriter:
-    """Encodes blocks for their records. Thread-safe but for the scratch."""
+    """Encodes blocks and makes record headers. Thread-safe if each thread has its own scratch."""
 
     def __init__(self, state: StoreState, codec: Codec) -> None:
         self._state = state
@@ -31,8 +32,8 @@ class EncodingWriter:
     def encode(
         self, entry: Entry, payload: memoryview, scratch: Scratch, tag: bytes, digest: bytes
     ) -> Entry:
-        """Write header and encoded block to the scratch, or only the header of a block that is to
-        be written as it is. Return the entry for the row."""
+        """Write header and encoded block to the scratch, or only the header if encoding saves no
+        page. Return the entry, with its `encoded_bytes` set if the block was encoded."""
         state, codec = self._state, self._codec
         used = codec.encode(payload, scratch.encoded[: state.layout.slot_bytes - ALIGNMENT])
         if used:
@@ -46,8 +47,8 @@ class EncodingWriter:
 
 
 class DecodingReader:
-    """Reads records that a codec wrote: the store's own codec, if it has one, or any lossless one.
-    Thread-safe but for the scratch and the queue."""
+    """Reads records encoded by the store's own codec, if it has one, or by any lossless codec.
+    Thread-safe if each thread has its own scratch and queue."""
 
     def __init__(self, state: StoreState, codec: Codec | None) -> None:
         self._state = state
@@ -55,15 +56,15 @@ class DecodingReader:
         self._most_bytes = state.layout.slot_bytes - ALIGNMENT
 
     def start(self, entry: Entry, scratch: Scratch, disk: DiskQueue, number: int) -> None:
-        """Start to read one block into the scratch: as many bytes as its row says, if they fit."""
+        """Start to read a record into the scratch: as many bytes as its row says and as fit."""
         size = max(1, min(entry.encoded_bytes, self._most_bytes))  # a damaged row may say any size
         self._state.slot_file.start_read_encoded(disk, number, entry.slot, size, scratch)
 
     def decode_block(
         self, entry: Entry, payload: memoryview, num_bytes: int, scratch: Scratch
     ) -> Proof | Defect:
-        """Decode a block of which `num_bytes` were read, header page included. Return its proof if
-        `payload` is exactly the block that was encoded, else the defect."""
+        """Verify a record of which `num_bytes` were read, header page included, and decode it into
+        `payload`. Return the block's proof, or the defect that was found."""
         state, size = self._state, entry.encoded_bytes
         if size > self._most_bytes:
             return Defect.LENGTH  # a damaged row

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads records into the callers' buffers, many at a time, and verifies each one.
+"""Reads records into the callers' buffers, many at a time, and verifies each record.
 
-A record that differs from the expected one is a miss: its defect is counted and its entry
-forgotten. A record that cannot be read is a miss too; its entry stays after a passing shortage.
+A record that differs from the expected record is a miss: its defect is counted and the block is
+removed from the index. A record that cannot be read is also a miss; its block stays in the index
+only if the cause was a temporary shortage, such as of memory.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from .encoded_io import DecodingReader
 from .index.slot_index import Entry
 from .state import Job, StoreState
 
-# Bytes under way at once; a thread has reads under way while it verifies others.
+# Bytes being read at the same time. Each thread verifies some records while the disk reads others.
 FLIGHT_BYTES = 32 * 1024**2
 
 # The outcome of one record.
 Outcome = Proof | Defect | Exception
 
-# Passing shortages of the machine; the record is as good as before.
+# Errors of a temporary shortage on the machine, which say nothing about the record.
 _SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.EINTR, errno.EMFILE})
 
 
 class Part(NamedTuple):
-    """A pinned block to read, and the job and position of its answer."""
+    """A pinned block to read, and where its answer goes: a job and a position in its answers."""
 
     entry: Entry
     payload: memoryview  # `page_bytes` long
@@ -44,12 +45,12 @@ class Part(NamedTuple):
 
 
 class Reader:
-    """A few threads that read and verify: records are read while others are verified."""
+    """Reads and verifies records on a few threads: some are verified while others are read."""
 
     def __init__(self, state: StoreState, io_threads: int, codec: Codec | None = None) -> None:
         self.state = state
         self.decoder = DecodingReader(state, codec)
-        self.abandoned = False  # then no further read begins
+        self.abandoned = False  # if true, no further read begins
         self.queued_blocks = 0  # changed under the lock; the owner bounds it
         self._busy_since = 0.0
         self._idle = threading.Condition(state.lock)
@@ -57,7 +58,8 @@ class Reader:
         self._pool = IoPool(state.slot_file, io_threads, "stratakv-ssd-read", flight_bytes)
 
     def submit(self, parts: Sequence[Part]) -> None:
-        """Start to read all parts; each is settled and unpinned later. Called under the lock."""
+        """Start to read all parts. `settle_parts` later sets their answers and unpins their slots.
+        Called under the lock."""
         if not self.queued_blocks:
             self._busy_since = time.monotonic()
         self.queued_blocks += len(parts)
@@ -70,21 +72,22 @@ class Reader:
         )
 
     def end_reads(self, deadline: float) -> None:
-        """Let reads end until `deadline` (monotonic), abandon the rest. No `submit` may follow."""
+        """Wait until all reads have ended, at most until `deadline` (monotonic seconds), and
+        abandon reads that have not begun by then. `submit` must not be called afterwards."""
         with self.state.lock:
             self._idle.wait_for(self._is_idle, max(0.0, deadline - time.monotonic()))
             self.abandoned = True
         self._pool.stop_workers()
 
     def close(self, deadline: float) -> bool:
-        """End reads and wait for the threads. False if one is still in the kernel."""
+        """End the reads, wait for the threads. Return False if one is blocked in the kernel."""
         self.end_reads(deadline)
         return self._pool.close(max(deadline, time.monotonic()) + GRACE_SECONDS)
 
     def settle_parts(
         self, answered: Sequence[tuple[Part, Outcome]], abandoned: Sequence[Part]
     ) -> None:
-        """Settle some parts and end the calls that are done."""
+        """Set the outcomes of some parts, and complete the calls that have all their answers."""
         for _, outcome in answered:
             if isinstance(outcome, Exception):
                 self.state.count_fault(outcome)
@@ -112,7 +115,7 @@ class Reader:
         return not self.queued_blocks
 
     def _answer_part(self, part: Part, outcome: Outcome) -> None:
-        """Unpin the part, count it, set its answer. Called under the lock."""
+        """Unpin the part's slot, set its answer and update the counters. Called under the lock."""
         state, stats = self.state, self.state.stats
         state.index.unpin(part.entry)
         part.job.answers[part.position] = outcome if isinstance(outcome, Proof) else None
@@ -135,9 +138,9 @@ class Reader:
 
 
 class _Reading:
-    """A batch of parts, in the order of their slots. Parts in neighbouring slots are read in one
-    call. Parts that this read did not bring are read again one by one, so that a bad sector or the
-    end of a truncated file costs the neighbours nothing."""
+    """Reads parts, sorted by slot, as a `Work` of the `IoPool`. Parts in neighbouring slots are
+    read with one system call. Parts that this call did not read whole are read again one by one, so
+    that a bad sector or a truncated file does not lose the parts beside it."""
 
     def __init__(self, reader: Reader, ordered: Sequence[Part]) -> None:
         self._reader = reader
@@ -173,7 +176,7 @@ class _Reading:
         return again
 
     def _outcomes(self, parts: Sequence[Part], scratch: Scratch, result: Result) -> list[Outcome]:
-        """The outcomes of the leading parts that were read; a single part always has an outcome."""
+        """The outcomes of the leading parts that were read. A single part always has an outcome."""
         try:
             if isinstance(result, Exception):
                 raise result
@@ -185,7 +188,7 @@ class _Reading:
             return [error] if len(parts) == 1 else []
 
     def _verified(self, parts: Sequence[Part], num_bytes: int, scratch: Scratch) -> list[Outcome]:
-        """The outcomes of the parts that were read whole."""
+        """Verify the parts that were read whole. Return their outcomes."""
         state = self._reader.state
         payloads = [part.payload for part in parts]
         whole = state.slot_file.take_read(num_bytes, payloads, scratch)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks on their way to the disk: the queue they wait in, and the writing of their records.
+"""The queue of blocks to be written to the disk, and the writing of their records.
 
-The runs of a batch are written many at a time. While the disk writes some runs, the threads hash
-the next ones; hashing releases the interpreter's lock. A block whose bytes do not match its proof
-gets no header and is not offered. A tag is made here only for a block without a proof.
+A run is a group of records in neighbouring slots. Several runs of a batch are written at the same
+time. While the disk writes some runs, threads hash the blocks of the next runs; hashing releases
+the GIL. A block whose bytes do not match its proof gets no header, and look-ups never find it.
+`RecordWriter` makes a tag only for a block that came without a proof.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ from .encoded_io import EncodingWriter
 from .index.slot_index import Entry
 from .state import Job, StoreState
 
-# Bytes under way at once, or one run of each thread if that is more. The part of one thread has to
-# keep a disk busy; a sync and a commit wait behind all parts.
+# Bytes being written at the same time by all threads, or one run of each thread if that is more.
+# The share of one thread must keep a disk busy; a sync and a commit wait for all shares.
 FLIGHT_BYTES = 32 * 1024**2
 NO_HEADER = bytes(HEADER_BYTES)
 
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """A block on its way to the disk, and all jobs that wait for it."""
+    """A block that is queued or being written, and all `store` calls (jobs) that wait for it."""
 
     key: bytes
     payload: memoryview  # `page_bytes` long
     proof: Proof | None  # of the payload, if the block came with one
     waiters: list[tuple[Job[Stored], int]]
-    dropped: bool = False  # forgotten meanwhile: not kept
+    dropped: bool = False  # forgotten since it was queued: not kept
     is_damaged: bool = False  # the payload does not match its proof: not kept
 
 
 class WriteQueue:
-    """First in, first out. A block that is already on its way is not queued again. Every method is
-    called under the state's lock."""
+    """A first-in, first-out queue of blocks to write. A block that is already queued or being
+    written is not queued again. Every method is called under the state's lock."""
 
     def __init__(self) -> None:
         self.waiting: deque[Write] = deque()
@@ -54,7 +55,7 @@ class WriteQueue:
         self.num_blocks = 0  # waiting or being written; the owner bounds it
 
     def __contains__(self, key: object) -> bool:
-        """Whether a block is on its way and was not forgotten."""
+        """Whether a block is queued or being written, and was not forgotten since."""
         write = self._pending.get(key)  # type: ignore[call-overload]
         return write is not None and not write.dropped
 
@@ -63,8 +64,8 @@ class WriteQueue:
         blocks: Iterable[tuple[bytes, memoryview, Proof | None, int]],
         job: Job[Stored],
     ) -> None:
-        """Queue blocks (key, payload, proof, position in the job). For a block that is already on
-        its way, the job waits for that write."""
+        """Queue blocks (key, payload, proof, position in `job.answers`). For a block that is
+        already queued or being written, the job waits for that write."""
         pending, waiting = self._pending, self.waiting
         for key, payload, proof, position in blocks:
             write = pending.get(key)
@@ -76,7 +77,7 @@ class WriteQueue:
             self.num_blocks += 1
 
     def cancel(self, key: bytes) -> bool:
-        """Forget a block that is on its way; False if no such block is on its way."""
+        """Forget a block that is queued or being written. Return False if there is none."""
         if key not in self:
             return False
         self._pending[key].dropped = True
@@ -87,16 +88,17 @@ class WriteQueue:
             write.dropped = True
 
     def dropped_keys(self) -> list[bytes]:
-        """Blocks on their way that were forgotten; their rows may be on the disk by now."""
+        """Forgotten blocks that are queued or being written. Their rows may be on the disk."""
         return [key for key, write in self._pending.items() if write.dropped]
 
     def pop_writes(self, count: int) -> list[Write]:
-        """Take up to `count` blocks to write now; each ends with `settle` or `abandon`."""
+        """Take up to `count` blocks to write. The caller ends each with `settle` or `abandon`."""
         return [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
 
     def settle(self, writes: Sequence[Write], kept: Set[int]) -> tuple[list[Job[Stored]], int]:
-        """End writes. A block is kept if the `id` of its write is in `kept` and it was not dropped;
-        the others will not be written. Return the done jobs, and the number of blocks not kept."""
+        """End writes and set their outcomes. A block is kept if the `id` of its `Write` is in
+        `kept` and the block was not forgotten. Return the jobs that are now complete, and the
+        number of blocks that were not kept."""
         done: list[Job[Stored]] = []
         num_lost = 0
         for write in writes:
@@ -113,7 +115,7 @@ class WriteQueue:
         return done, num_lost
 
     def abandon(self, writes: Sequence[Write]) -> list[Job[Stored]]:
-        """End writes without an answer. Return the jobs that are done."""
+        """End writes because the store is closed. Their jobs fail. Return the complete jobs."""
         done: list[Job[Stored]] = []
         for write in writes:
             for job, _position in write.waiters:
@@ -148,7 +150,7 @@ class Batch:
 
 
 class RecordWriter:
-    """Writes the records of batches. `notify` is called under the lock when a batch is written."""
+    """Writes the records of batches. Calls `notify`, under the lock, when a batch is written."""
 
     def __init__(
         self,
@@ -165,7 +167,7 @@ class RecordWriter:
         self._pool = IoPool(state.slot_file, io_threads, "stratakv-ssd-write", flight_bytes)
 
     def start(self, batch: Batch) -> None:
-        """Start to write the placed blocks. Never waits. Raises TierClosed after `close`."""
+        """Start to write blocks to their slots. Never waits. Raises TierClosed after `close`."""
         slots, encodes = [entry.slot for _, entry in batch.placed], self.encoder is not None
         with self.state.lock:  # so that no run ends before it is counted
             if self._is_over:
@@ -180,13 +182,13 @@ class RecordWriter:
             batch.blocks_left = len(slots)
 
     def close(self, deadline: float) -> bool:
-        """Let the threads end. False if one has not ended by `deadline` (monotonic)."""
+        """End the threads. Return False if one still runs at `deadline` (monotonic seconds)."""
         with self.state.lock:
             self._is_over = True
         return self._pool.close(deadline)
 
     def settle_blocks(self, batch: Batch, ended: int, written: Sequence[int]) -> None:
-        """Count `ended` blocks of the batch as ended, and the positions `written` as written."""
+        """Record that writes of `ended` more blocks have returned. Those at `written` succeeded."""
         with self.state.lock:
             batch.written += written
             batch.blocks_left -= ended
@@ -195,7 +197,7 @@ class RecordWriter:
 
 
 class _Writing:
-    """The runs of one batch."""
+    """Writes the runs of one batch, as a `Work` of the `IoPool`."""
 
     def __init__(self, writer: RecordWriter, batch: Batch) -> None:
         self._writer = writer
@@ -232,8 +234,8 @@ class _Writing:
             header[:HEADER_BYTES] = encode(key, generation, tag, write.payload, digest)
 
     def _proven_records(self) -> ProvenRecords | None:
-        """The batch for the native library, which hashes and makes headers a run at a time. None
-        where the library cannot be used."""
+        """Prepare the batch for the native library, which hashes blocks and makes headers one run
+        at a time. None if the library cannot be used for this batch."""
         state, placed = self._writer.state, self._batch.placed
         is_plain = self._writer.encoder is None and state.seal is None
         if not (placed and is_plain and self._slot_file.can_be_laid and has_digests()):
@@ -252,7 +254,7 @@ class _Writing:
         )
 
     def _tagged(self, write: Write) -> Proof | None:
-        """Tag and digest of a block; None where its bytes do not match its proof."""
+        """The tag and the digest of a block. None if the block's bytes do not match its proof."""
         digest = payload_digest(write.payload)
         if write.proof is None:
             return Proof(self._writer.state.tagger.tag(write.key, digest), digest)

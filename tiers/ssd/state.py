@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that the store, its writer and its readers share: a lock, and the data it guards.
+"""State shared by a store, its writer and its reader: a lock and the data that the lock guards.
 
-Futures are completed outside the lock, because their callbacks belong to callers.
+Futures are completed without the lock, because completing a future runs callbacks of the caller.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _T = TypeVar("_T")
 
 @dataclass
 class StoreState:
-    """`index`, `stats` and jobs are changed under `lock` only; the rest never changes."""
+    """The shared state of one open store. `index`, `stats` and jobs change only under `lock`; the
+    other fields never change."""
 
     layout: BlockLayout
     slot_file: SlotFile
@@ -46,13 +47,13 @@ class StoreState:
         self.headers = PlainHeaders(self.layout_id, self.page_bytes, self.seal)
 
     def header_of(self, entry: Entry) -> RecordHeader:
-        """The header that the record of an entry without a codec must have."""
+        """The header expected in the record of an entry that was written without a codec."""
         return RecordHeader(
             entry.key, self.layout_id, self.page_bytes, entry.generation, seal=self.seal
         )
 
     def encoded_header_of(self, entry: Entry, codec: int, tag: bytes = NO_TAG) -> RecordHeader:
-        """The header that the record of an entry with this codec must have."""
+        """The header expected in the record of an entry that was written with this codec."""
         return RecordHeader(
             entry.key,
             self.layout_id,
@@ -65,7 +66,7 @@ class StoreState:
         )
 
     def count_fault(self, error: Exception) -> None:
-        """Count a fault of the disk or the index by its kind; the first of a kind is logged."""
+        """Count an error of the disk or the index in `stats.errors`. Log the first of each kind."""
         code = error.errno if isinstance(error, OSError) else None
         kind = errno.errorcode.get(code or 0, type(error).__name__)
         with self.lock:
@@ -80,7 +81,7 @@ class StoreState:
 
 
 def _uncancelable_future() -> Future[Any]:
-    # A caller that could cancel would take its buffers back while the disk writes to them.
+    # A caller that could cancel would reuse its buffers while the disk still writes to them.
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -88,7 +89,7 @@ def _uncancelable_future() -> Future[Any]:
 
 @dataclass(slots=True, eq=False)
 class Job(Generic[_T]):
-    """A call under way: its future and its answers, which come in parts and in any order. Each
+    """A running `load` or `store` call: its future and its answers, which arrive in any order. Each
     answer changes `answers` and `waiting_for` together, under the lock."""
 
     answers: list[_T]
@@ -97,13 +98,13 @@ class Job(Generic[_T]):
     error: TierError | None = None
 
     def abandon(self) -> None:
-        """End one key without an answer, because the store was closed. Called under the lock."""
+        """End one key without an answer; the call fails with TierClosed. Called under the lock."""
         self.error = TierClosed("the SSD tier was closed before this call was done")
         self.waiting_for -= 1
 
     def complete(self) -> None:
-        """Complete the future. The thread that saw `waiting_for` reach zero calls it, once, outside
-        the lock."""
+        """Complete the future. The thread that made `waiting_for` zero calls this once, without the
+        lock."""
         if self.error is not None:
             self.future.set_exception(self.error)
         else:

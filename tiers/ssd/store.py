@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SSD tier: blocks in a slot file, their index in LMDB, everything bounded and verified.
+"""The SSD tier: keeps blocks in a slot file and their index in LMDB, and verifies every block read.
 
-Look-ups are answered from memory. Reads and writes go to a few threads each; see `reader.py` and
-`writer.py` for their guarantees.
+Look-ups use only the index in memory. A few threads read blocks and a few others write them;
+`reader.py` and `writer.py` describe the guarantees of reads and writes.
 """
 
 from __future__ import annotations
@@ -37,37 +37,40 @@ DURABILITIES = ("sync", "async")
 
 
 class SsdStore(DiskStore):
-    """A store in the directory `path`, at most `capacity_bytes` on the disk, index included.
+    """A store in the directory `path` that takes at most `capacity_bytes` of disk, index included.
 
-    The store survives a restart and a kill; the order of writes (`writer.py`) also protects it from
-    a power cut. A damaged part is a miss. The store belongs to one process, one layout and one
-    namespace at a time. Thread-safe.
+    The store survives a restart, a kill and, by its order of writes (`writer.py`), a power cut. A
+    damaged record is a miss; with a damaged index the store starts empty. Only one process can have
+    the store open, with the layout and namespace it was made for. Thread-safe.
 
-    `queue_bytes` bounds the buffers that wait to be written, and separately the buffers that wait
-    to be read; a call beyond the bound is refused. The default is 256 MiB, or four blocks if they
-    are larger. An empty queue takes any batch, however large.
+    `queue_bytes` bounds the blocks that wait to be written and, separately, the blocks that wait to
+    be read. A call beyond the bound raises TierBusy, but an empty queue accepts a batch of any
+    size. The default is 256 MiB, or four blocks if they are larger.
 
-    `io_threads` threads read and as many hash and write, each up to 16 runs of neighbours at a
-    time. `durability` says when a block is acknowledged. "sync": once record and row are on the
-    disk. "async": once the record is written; a power cut or a kill may then lose the blocks of the
-    last two seconds. Neither ever serves a wrong byte.
+    `io_threads` threads read blocks and as many hash and write blocks, each with up to 16 disk
+    requests at a time. `durability` says when a block counts as stored: with "sync" when its record
+    and its index row are on the disk, with "async" when its record is written. With "async", a
+    power cut or a kill may lose the blocks of the last two seconds. Neither ever returns wrong
+    bytes.
 
-    A store of another format is set aside whole (`folder/other_formats.py`), beyond the capacity,
-    while the disk has room. The version that made the store uses it again.
+    A store of another format at `path` is moved aside (`folder/other_formats.py`) and kept while
+    the disk has room, in addition to the capacity. The StrataKV version that made that store can
+    use it again.
 
-    With a `codec`, blocks whose encoding saves a page are written encoded: fewer bytes move, but no
-    more blocks fit. A store of a lossless codec may be opened without a codec, and the other way
-    round. Blocks of a lossy codec are only for stores with the same codec.
+    With a `codec`, blocks whose encoding saves a page are written encoded. Encoding reduces the
+    bytes read and written, but no more blocks fit. A store written with a lossless codec may be
+    opened without a codec, and the reverse. A lossy store opens only with its codec.
 
-    With a `mac_key`, no record that was written without the key is served: for a directory that
-    other users can write to. Such a store opens with the same key only.
+    With a `mac_key`, a record written without that key is a miss, which protects a directory that
+    other users can write to. A store made with a key opens only with that key.
 
     `policy` is the name of the eviction policy (`policies/known_policies.py`). A store of more than
-    `MOST_POLICY_SLOTS` slots always uses "lru", which is logged.
+    `MOST_POLICY_SLOTS` slots always uses "lru" and logs a warning if another policy was chosen.
 
-    With `create` false only an existing store is opened.
+    If `create` is false, only an existing store is opened.
 
-    Raises TierConfigError where the path, the size or the files there cannot be used.
+    Raises TierConfigError if the path, the size or the files cannot be used, TierDown if the disk
+    is the cause.
     """
 
     learns = False
@@ -156,7 +159,8 @@ class SsdStore(DiskStore):
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Future[list[Proof | None]]:
-        """See StoreTier. A block that is still being stored is a MISS. Raises TierBusy."""
+        """See StoreTier. A block that is still being stored is a miss. Raises TierBusy if too many
+        blocks are queued."""
         payloads = self._payloads(keys, buffers, writable=True)
         job: Job[Proof | None] = Job([None] * len(keys))
         with self._state.lock:
@@ -247,8 +251,8 @@ class SsdStore(DiskStore):
             return stats.copy()
 
     def has_lost_disk(self) -> bool:
-        """See DiskStore. Removed files cause no faults, so each call checks the path. Reads are
-        tried only if there were faults since the last call."""
+        """See DiskStore. Each call checks the path, because removed files cause no I/O errors.
+        Trial reads are made only if there were errors since the last call."""
         with self._state.lock:
             faults = sum(self._state.stats.errors.values())
             if self._closed:
@@ -271,8 +275,9 @@ class SsdStore(DiskStore):
         return self._has_open_files
 
     def close(self, timeout_seconds: float) -> None:
-        """See StoreTier. Queued blocks are written as far as the time allows. If the disk holds a
-        thread for longer, the files stay open until a later call finds the thread ended."""
+        """See StoreTier. Queued blocks are written as far as the time allows. If the disk still
+        blocks a thread then, the files stay open until a later call finds that the thread has
+        ended."""
         deadline = time.monotonic() + timeout_seconds
         with self._state.lock:
             if not self._has_open_files:
@@ -294,7 +299,7 @@ class SsdStore(DiskStore):
     def _payloads(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], *, writable: bool
     ) -> list[memoryview]:
-        """The buffers as bytes, cut to a payload's length. Raises InvalidBlock."""
+        """Flat views of the buffers, cut to a payload's length. Raises InvalidBlock."""
         size = self._state.page_bytes
         if len(keys) != len(buffers) or not {KEY_BYTES}.issuperset(map(len, keys)):
             raise InvalidBlock(

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks an SSD store that is not open: index against records, and records against index.
+"""Checks an SSD store that is not open: compares its index rows with its records, and repairs it.
 
-Every row must name a slot that holds the row's whole record. A whole record that no row names is an
-*orphan*: an evicted block leaves its record behind until the slot is used again. With `fix`, wrong
-rows are removed, and a lost index is made again from the headers, which have key, layout and
-generation. Of two records for one key the higher generation, the later write, is taken. So an
-evicted block may come back. No index is made without the identity file, which proves that the
-records are this store's. Cleared blocks do not come back: that file has the generation of the last
-clear. Blocks dropped by name do not either: their records are erased. No payload is ever changed.
-Sealed records are verified with their key only; without it only headers are checked, and no index
-is made.
+Every row must name a slot with an undamaged record that matches the row. An undamaged record that
+no row names is an *orphan*, which is normal: an evicted block's record stays until its slot is used
+again. With `fix`, wrong rows are removed, and a lost index is rebuilt from the record headers,
+which have key, layout and generation. If two records have one key, the record with the higher
+generation is used, because it was written later. A rebuilt index may bring back evicted blocks. A
+rebuilt index has no cleared blocks, because the identity file has the generation of the last clear,
+and no dropped blocks whose records `wait_forgotten` has erased. Without the identity file no index
+is rebuilt, because only that file proves that the records belong to the store. No payload is ever
+changed. Sealed records can be verified only with their key. Without the key, only headers are
+checked and no index is rebuilt.
 
-Takes memory for each row, as the store does, and none for payloads.
+The check takes memory for each row, as the store does, and a fixed amount for payloads.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ def check_store(
     max_problems: int = 100,
     scan_timeout_seconds: float = 600.0,
 ) -> CheckResult:
-    """Read everything in the store at `path`. With `fix`, repair its faults where possible.
+    """Check all rows and records of the store at `path`. With `fix`, repair faults if possible.
 
-    Takes the store's lock. Raises TierConfigError where there is no store, or where the store is in
-    use, has another key or no key, or cannot be read or written.
+    Takes the store's lock. Raises TierConfigError if there is no store, if the store is in use or
+    cannot be read or written, or if `mac_key` is given but is not the store's key.
     """
     directory = StoreDirectory(Path(path), create=False)
     with closing(directory):
@@ -84,7 +85,7 @@ def check_store(
 
 
 class _Check:
-    """A check of a store whose lock is held."""
+    """A check of one store. The caller holds the store's lock."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class _Check:
         self._damage: IndexDamaged | None = None
 
     def scan_store(self) -> None:
-        """Read everything and note the faults. Changes nothing."""
+        """Check all rows and records, and add the faults to `result`. Changes nothing."""
         if self._note is not None:
             self._refuse_other_format(self._note.identity)
         self._note_leftovers()
@@ -131,7 +132,7 @@ class _Check:
             self.result.add(INDEX, "the index is lost")
 
     def mend(self) -> None:
-        """Remove rows that are wrong, or make a lost index again."""
+        """Remove wrong rows, or rebuild a lost or damaged index."""
         finish_rebuild(self._directory.index)
         if INDEX in self.result.counts:
             self._make_index()
@@ -164,8 +165,8 @@ class _Check:
         self.result.rebuilt_rows = len(rows)
 
     def _seal(self) -> Seal | None:
-        """Return the seal of this store's records; None for plain checksums, or where the key was
-        not given. Raises TierConfigError for a key that is not the store's."""
+        """Return the seal of this store's records. None if they have plain checksums, or if the key
+        or the identity is unknown. Raises TierConfigError for a key that is not the store's."""
         if self._identity is None:
             return None  # the identity is unknown
         made_for, given = unpack(self._identity.namespace), self._mac_key
@@ -198,7 +199,7 @@ class _Check:
         ]
 
     def _read_index(self) -> list[RowBatch] | None:
-        """All rows; None where the index is lost."""
+        """Read all rows. Return None if the index is missing or damaged."""
         folder = self._directory.index
         if not (folder / DATA_FILE).exists():
             folder = fresh_folder(folder)  # a crash came between removing the old and renaming
@@ -231,7 +232,7 @@ class _Check:
             )
 
     def _records(self, file: RecordFile) -> Iterator[Found]:
-        """Yield the content of every slot; nothing where the size of a record is unknown."""
+        """Yield the content of every slot. Yield nothing if the size of a record is unknown."""
         self.result.bytes_read = file.size
         block_bytes = self._note.page_bytes if self._note else file.block_bytes()
         if block_bytes is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how fast a store's disk is read, by a trial read of blocks that the store keeps."""
+"""Measures the read speed of an SSD store's disk by reading some of the store's blocks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ TRIAL_BYTES = 16 * 1024**2
 def trial_read(
     slot_file: SlotFile, layout: BlockLayout, slots: Sequence[int], threads: int, seconds: float
 ) -> ReadSample | None:
-    """Read these slots to measure the disk, without index, checks and counters. `threads` threads
-    read runs, as loads do. None where the disk is late or fails. The bytes are ignored, so slots
-    may be written meanwhile. Waits for `seconds` at most; a hung read keeps only its thread."""
+    """Read these slots and return the bytes and seconds of the read. No index, checksum or counter
+    is used. `threads` threads read runs of neighbouring slots, as loads do. The bytes are
+    discarded, so the store may write to the slots meanwhile. Waits at most `seconds` for the reads;
+    a read that hangs blocks only its own thread. None if a read fails or none ends in time."""
     if not slots:
         return None
     trial = _Trial(slot_file, layout, sorted(slots))
@@ -37,7 +38,7 @@ def trial_read(
 
 
 class _Trial:
-    """`over` is set when all slots are read, or one has failed."""
+    """The state of one trial. `over` is set when all slots are read or a read has failed."""
 
     def __init__(self, slot_file: SlotFile, layout: BlockLayout, slots: Sequence[int]) -> None:
         self.slots = slots
@@ -52,7 +53,7 @@ class _Trial:
         self._failed = False
 
     def stop(self) -> bool:
-        """Begin and count no further read. Return whether a read has failed."""
+        """Start no more reads, and ignore later results. Return whether a read has failed."""
         with self._lock:
             self._stopped = True
             return self._failed

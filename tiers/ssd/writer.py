@@ -1,44 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The threads that change the disk: they evict, start writes of records, and commit rows.
+"""The threads that store blocks: they evict, start writes of records, and commit index rows.
 
-The order of steps in a batch keeps the store safe whenever a crash or a power cut comes:
+The order of steps in a batch keeps the store consistent after a crash or a power cut at any time:
 
-    1  rows of blocks that left are removed, durably; only now are their slots free
-    2  records are written into free slots, several at a time, and reach the disk (fdatasync)
-    3  rows of the new blocks are committed, durably; only now are they offered
+    1  rows of evicted and dropped blocks are removed durably; only then are their slots free
+    2  records are written into free slots, several at a time, and flushed (fdatasync)
+    3  rows of the new blocks are committed durably; only then do look-ups find the blocks
 
-A slot that no row names is free, so the start needs no repair. While one batch is synced and
-committed, the records of the next batches are written already:
+A slot that no row names is free, so opening a store needs no repair. While one batch is synced and
+committed, the records of the next batches are already being written:
 
     batch 1   write ──── sync, commit
     batch 2         write ───       │
     batch 3             write ───── sync, commit
 
-Batches that were written while another one was synced and committed are ended together: a flush
-waits in the disk's queue behind the writes under way, and one flush serves all these batches.
+Batches that were written during the sync and commit of another batch are committed together: a
+flush waits in the disk's queue behind running writes, and one flush is enough for all of them.
 
-A second thread syncs and commits, so that the first one can begin a new batch at once. A caller
-hands in its next batch when its last one is settled. A single thread would then be busy with other
-batches, and the disk would have nothing to write until they were committed.
+A second thread syncs and commits, so that the first thread can begin a new batch at once. A caller
+submits its next batch when its last batch has ended. A single thread would then still commit other
+batches, and the disk would have nothing to write meanwhile.
 
-Why the order holds although batches overlap:
-- Only the first thread gives out slots. A slot becomes free when the commit that removed its row
-  has returned, and belongs to its batch until that batch is settled. So at no point of another
-  batch does a row on the disk or a reader refer to a slot that is being written.
-- While the second thread ends batches, the first one syncs, commits and erases nothing. It only
-  begins batches for which there are free slots.
-- The rows of a batch are committed only after a sync that began when all writes of the batch had
+The order of steps holds although batches overlap, for these reasons:
+- Only the first thread allocates slots. A slot becomes free when the commit that removed its row
+  has returned, and belongs to its batch until that batch has ended. So no row on the disk and no
+  reader refers to a slot that is being written.
+- While the second thread syncs and commits, the first thread does not sync, commit or erase. It
+  only begins batches for which enough slots are free.
+- The rows of a batch are committed only after a sync that began after all writes of the batch had
   returned. A sync that ran while a batch was still being written does not count for this batch.
-- The kernel reports a failed sync once. Data that was being written meanwhile may be lost as well,
-  so all batches under way are given up together with the batches that were synced.
+- The kernel reports a failed sync only once, and data that was being written at that time may be
+  lost too. So all running batches fail together with the batches that were synced.
 
-A store that is not `durable` (`--kv-offload-ssd-durability async`) differs in one point: blocks are
-offered from memory and acknowledged when step 2 has written them, and syncs and commits follow for
-many batches at once. Steps 1 to 3 keep their order. So a power cut or a kill may lose blocks of the
-last `SYNC_SECONDS` (`OfferedBlocks`), but leaves no row without its record.
+A store that is not `durable` (`--kv-offload-ssd-durability async`) differs in one point: a `store`
+call ends, and look-ups find the blocks, when step 2 has written them. Syncs and commits follow for
+many batches at once, in the order of steps 1 to 3. So a power cut or a kill may lose blocks of the
+last `SYNC_SECONDS` (`OfferedBlocks`), but leaves no row without a record.
 
-A forgotten block is hidden at once; this becomes durable later. `wait_forgotten` returns when rows
-and records of dropped blocks are removed and a clear is noted on the disk.
+Look-ups miss a forgotten block at once, but forgetting becomes durable later: `wait_forgotten`
+returns when the rows and records of dropped blocks are erased and a clear is written to the disk.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ from .state import Job, StoreState
 
 log = logging.getLogger(__name__)
 
-# Sync and commit of a batch cost nothing measurable beside its writing, except on a fast disk;
-# there batches written meanwhile are ended together. Larger batches would all end at once: a disk
-# of 6 GB/s was idle until the next ones came.
+# Sync and commit of a batch take no measurable time beside its writing, except on a fast disk,
+# where several batches share them. Larger batches would all end at the same time: a disk of 6 GB/s
+# was then idle until the next batches came.
 BATCH_BYTES = 32 * 1024**2
 BATCH_BLOCKS = 512  # of small blocks, so that the lock is not held for long
 BATCHES_IN_FLIGHT = 6  # batches between their first write and their commit
@@ -76,7 +76,7 @@ _PAUSE_SECONDS = 1.0  # after an unexpected exception
 
 
 class Writer:
-    """Owns the queue of writes and starts the threads. `durable`: see the module's docstring."""
+    """Owns the queue of writes and both threads. The module's docstring explains `durable`."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Writer:
         self._durable = durable
         self._offered = OfferedBlocks()  # always empty where the store is durable
         self._rows = RowWriter(state, index_file, self._offered)
-        # Generations are unique over all openings: the epoch above, a count of writes below.
+        # Unique over all openings of the store: epoch in the upper half, count of writes below.
         self._generation = epoch << EPOCH_SHIFT
         self._cleared_up_to = self._noted = cleared_up_to  # in memory; on the disk
         self._note_cleared = note_cleared
@@ -129,19 +129,19 @@ class Writer:
     def add(
         self, blocks: Iterable[tuple[bytes, memoryview, Proof | None, int]], job: Job[Stored]
     ) -> None:
-        """Queue blocks (key, payload, proof, position in the job), or join the writes of blocks
-        that are on their way. Called under the lock."""
+        """Queue blocks (key, payload, proof, position in `job.answers`). The job waits for earlier
+        writes of blocks that are queued already. Called under the lock."""
         self.queue.add(blocks, job)
         self._work.notify()
 
     def wake(self) -> None:
-        """Wake the thread to remove rows. Called under the lock."""
+        """Wake the first thread, so that it removes rows. Called under the lock."""
         self._woken = True
         self._work.notify()
 
     def clear(self) -> None:
-        """Forget every block up to the current generation, for good. Called under the lock, after
-        the index has forgotten everything."""
+        """Forget every block stored so far, also after a restart. Called under the lock, after the
+        index has forgotten all blocks."""
         self.queue.cancel_all()
         self._cleared_up_to = self._generation
         self.wake()
@@ -161,9 +161,9 @@ class Writer:
         return promise.ended.wait(timeout_seconds) and promise.is_kept
 
     def close(self, deadline: float) -> bool:
-        """Write queued blocks until `deadline` (monotonic) and abandon the rest. False if a thread
-        is still in the kernel; then the files must stay open. A later call gives no more time,
-        because the writing threads end with the first call."""
+        """Write queued blocks until `deadline` (monotonic) and abandon the rest. Return False if a
+        thread is still blocked in the kernel; the files must then stay open. A later call writes no
+        more blocks, because the first call ends the threads."""
         with self._state.lock:
             self._stop_at = deadline if self._stop_at is None else min(self._stop_at, deadline)
             self.wake()
@@ -196,8 +196,8 @@ class Writer:
             self._end_promises(self._promises, is_kept=False)
 
     def _goes_on(self) -> bool:
-        """Call `_advance_batches` and count its exceptions: if the thread ended, every later store
-        would wait for ever."""
+        """Call `_advance_batches`. Count an exception instead of raising it: if the thread ended,
+        every later `store` would wait for ever."""
         try:
             return self._advance_batches()
         except Exception as error:  # noqa: BLE001 - what is in hand is ended by the next steps
@@ -209,7 +209,7 @@ class Writer:
         return True
 
     def _run_commit_thread(self) -> None:
-        """Run the second thread: end batches when the first thread asks for it."""
+        """Run the second thread: sync and commit batches when the first thread requests it."""
         while self._to_end.get():
             try:
                 self._end_written()
@@ -221,8 +221,8 @@ class Writer:
                 self._work.notify()
 
     def _advance_batches(self) -> bool:
-        """Begin the next batch or let the oldest ones end, whichever is possible first. False after
-        the last one. On return only batches under way hold buffers."""
+        """Begin the next batch or commit the oldest ones, whichever is possible first. Return False
+        after the last batch. On return, only running batches refer to buffers."""
         writes, is_closing = self._next_writes()
         if self._is_late():
             self._abandon_queue()  # also while the disk holds the second thread
@@ -247,7 +247,7 @@ class Writer:
         return True
 
     def _next_writes(self) -> tuple[list[Write], bool]:
-        """Wait for work. Return the blocks to write, and whether they are the last ones."""
+        """Wait for work. Return the blocks to write, and whether the store closes after them."""
         with self._state.lock:
             self._work.wait_for(self._has_work, self._max_wait_seconds())
             writes = self.queue.pop_writes(self._batch_blocks) if self._can_begin() else []
@@ -265,8 +265,8 @@ class Writer:
         return self._woken or self._may_begin()
 
     def _can_begin(self) -> bool:
-        """Whether a batch can begin. While the second thread ends batches, the new batch must need
-        no commit for its slots."""
+        """Whether a batch can begin. While the second thread commits, enough slots must already be
+        free, because freeing more slots takes a commit."""
         blocks = min(len(self.queue.waiting), self._batch_blocks)
         has_slots = not self._is_ending or self._state.index.free.count >= blocks
         return has_slots and self._may_begin()
@@ -279,13 +279,13 @@ class Writer:
         return self._stop_at is not None and time.monotonic() >= self._stop_at
 
     def _max_wait_seconds(self) -> float:
-        """Seconds until work is due without a call: last uses, or the commit of offered blocks."""
+        """Seconds to wait for a call before last uses or offered blocks must be committed."""
         if self._durable or not self._offered:
             return IDLE_SECONDS
         return self._offered.seconds_left()
 
     def _submit_batch(self, writes: list[Write]) -> None:
-        """Start to write blocks that get slots. Their buffers are in use until the batch ends."""
+        """Assign slots to blocks and write them. Their buffers are in use until the batch ends."""
         batch = Batch(writes, time.monotonic())
         try:
             batch.placed = self._assign_slots(writes)
@@ -300,8 +300,8 @@ class Writer:
             self._flying.append(batch)
 
     def _assign_slots(self, writes: Sequence[Write]) -> list[Placed]:
-        """Give the blocks of a batch free slots, and evict for that. Blocks beyond the free slots
-        get none; if the time to close ends first, no block gets one."""
+        """Assign free slots to the blocks of a batch, evicting other blocks if needed. The last
+        blocks get none if slots are short. After the deadline of `close`, no block gets a slot."""
         with self._state.lock:  # so that a clear comes before or after the batch
             wanted = [write for write in writes if not write.dropped]
             generations = range(self._generation + 1, self._generation + 1 + len(wanted))
@@ -322,8 +322,8 @@ class Writer:
         ]
 
     def _take_slots(self, count: int) -> list[int]:
-        """Take up to `count` free slots, ascending. Rows are removed here only if too few slots are
-        free; the next commit removes the other rows."""
+        """Take up to `count` slots, ascending, evicting blocks if needed. Rows of evicted blocks
+        are removed at once only if too few slots are free; else the next commit removes them."""
         index = self._state.index
         with self._state.lock:
             self._state.stats.evicted_blocks += index.make_room(count)
@@ -335,7 +335,7 @@ class Writer:
         return slots
 
     def _end_written(self) -> None:
-        """Sync, commit and complete the oldest batches, as far as they are written."""
+        """Sync, commit and complete the oldest batches, if all their writes have returned."""
         with self._state.lock:
             batches = list(takewhile(lambda batch: not batch.blocks_left, self._flying))
         kept: list[list[Placed]] = [[] for _ in batches]
@@ -347,8 +347,8 @@ class Writer:
             self._complete_batch(batch, blocks)
 
     def _keep(self, batches: Sequence[Batch]) -> list[list[Placed]]:
-        """The blocks of each batch that may be offered now: all that were written, or none of them
-        if sync or commit fails."""
+        """Sync and commit batches, or postpone that if not `durable`. Return each batch's blocks to
+        publish: all that were written, or none if sync or commit fails."""
         nothing: list[list[Placed]] = [[] for _ in batches]
         written = [
             [batch.placed[position] for position in sorted(batch.written)]
@@ -370,8 +370,8 @@ class Writer:
         return written
 
     def _doubt(self, batches: Sequence[Batch], entries: Sequence[Entry]) -> None:
-        """Keep the slots of entries whose commit failed. Their rows may be on the disk, so the
-        slots are free only after these rows are removed."""
+        """Do not free the slots of entries whose commit failed. Their rows may be on the disk, so
+        the slots are free only after these rows are removed."""
         with self._state.lock:
             self._state.index.keep_leaving(entries)
             self._woken = True
@@ -379,7 +379,7 @@ class Writer:
             batch.unsure.update(entry.slot for entry in entries)
 
     def _sync(self, entries: Sequence[Entry]) -> bool:
-        """Sync the records. False where that fails; then their state on the disk is unknown."""
+        """Flush written records. Return False on failure: their state is then unknown."""
         try:
             if entries:
                 self._state.slot_file.sync()
@@ -390,8 +390,8 @@ class Writer:
         return True
 
     def _commit_offered(self) -> None:
-        """Sync and commit the offered blocks; forget them if that fails. A durable store has no
-        offered blocks."""
+        """Sync and commit the blocks in `_offered`, and forget them if that fails. A durable store
+        has none."""
         entries = self._offered.drain_entries()
         if not entries or (self._sync(entries) and self._rows.commit(entries)):
             return
@@ -401,7 +401,7 @@ class Writer:
             self._woken = True
 
     def _tidy(self) -> None:
-        """Remove the rows of blocks that left and write last uses, while no write waits."""
+        """Remove rows of evicted and dropped blocks and write last uses, when no write waits."""
         self._rows.remove_leaving()
         if self._durable or not self._offered:
             self._rows.commit([])
@@ -409,8 +409,8 @@ class Writer:
             self._commit_offered()
 
     def _keep_promises(self) -> None:
-        """Make forgetting durable for the callers of `wait_forgotten`. A block that is being
-        written now gets a row first, which is removed when its batch is settled."""
+        """Write clears to the disk, and erase dropped blocks for callers of `wait_forgotten`. A
+        dropped block that is being written is erased after its batch has ended."""
         with self._state.lock:
             cleared_up_to, promises = self._cleared_up_to, list(self._promises)
         if cleared_up_to > self._noted:
@@ -432,9 +432,9 @@ class Writer:
                 self._end_promises(due, is_kept=is_kept)
 
     def _forget_rows_and_records(self) -> bool:
-        """Remove rows and records of blocks forgotten by name; False where the disk failed. Cleared
-        blocks need neither removal. Without its record a block cannot come back, even if the index
-        is made anew from the records."""
+        """Remove the rows and records of dropped blocks; return False if the disk fails. Cleared
+        blocks need no removal. Without its record, a block cannot come back even if the index is
+        rebuilt from the records."""
         index = self._state.index
         with self._state.lock:
             has_rows = index.has_leaving_after(self._noted)
@@ -454,14 +454,14 @@ class Writer:
         return True
 
     def _end_promises(self, promises: Sequence[_Promise], *, is_kept: bool) -> None:
-        """Set the outcome of waits and wake their callers. Called under the lock."""
+        """Set the results of `wait_forgotten` calls and end their waits. Called under the lock."""
         for promise in list(promises):
             self._promises.remove(promise)
             promise.is_kept = is_kept
             promise.ended.set()
 
     def _complete_batch(self, batch: Batch, kept: Sequence[Placed]) -> None:
-        """Offer the kept blocks and end the calls that waited for the batch."""
+        """Publish the kept blocks in the index and end the calls that waited for the batch."""
         stats = self._state.stats
         with self._state.lock:
             self._flying.popleft()
@@ -496,7 +496,7 @@ class Writer:
             stats.stored_bytes_saved += sum(saved(entry.encoded_bytes) for _, entry in kept)
 
     def _abandon_queue(self) -> None:
-        """End the calls whose blocks were not written; the time to close is over."""
+        """Fail the calls whose blocks were not written by the deadline of `close`."""
         with self._state.lock:
             writes = self.queue.pop_writes(len(self.queue.waiting))
         self._abandon(writes)
@@ -511,7 +511,7 @@ class Writer:
 
 @dataclass(slots=True, eq=False)
 class _Promise:
-    """A call of `wait_forgotten`."""
+    """A running call of `wait_forgotten`."""
 
     ended: threading.Event = field(default_factory=threading.Event)
     batches: list[Batch] | None = None  # under way at the call; they may hold dropped blocks

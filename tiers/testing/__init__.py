@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores for tests: one in memory, and one whose chosen calls fail, stall or lie."""
+"""Stores for tests: one in memory, and one in which chosen calls fail, stall or report misses."""

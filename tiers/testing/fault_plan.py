@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a drill: which calls of a store fail, how, and how often.
 
-Its text form is rules with a comma between them, each CALL:KIND=VALUE:
+The text form of a plan is a list of rules CALL:KIND=VALUE, separated by commas:
 
     load:error=0.1          a tenth of the calls raise InjectedFault, or their futures do
     lookup:every=7          every seventh call raises InjectedFault
@@ -12,7 +12,7 @@ Its text form is rules with a comma between them, each CALL:KIND=VALUE:
     store:partial=0.5       in half of the batches only a leading part is done
     load:reorder=0.5        half of the completions wait until a later completion has passed them
 
-`faulty_store.py` carries out the plan.
+`FaultyStore` carries out the plan.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DELAYS = [
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A kind of fault of a kind of call. `value` is a probability; for `every` a number of calls;
+    """A kind of fault for a kind of call. `value` is a probability; for `every` a number of calls;
     for `delay` seconds: the least if `upper` is set, the mean if `exponential`, else exact."""
 
     call: str
@@ -60,7 +60,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """At most one rule of a kind for each call."""
+    """A plan of faults. It has at most one rule for each call and kind of fault."""
 
     rules: tuple[Rule, ...] = ()
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store that fails on purpose: wraps any store and adds seeded faults, for tests and drills.
 
-A drill shows that a broken tier costs misses and nothing else. So the wrapper keeps the contract of
-`StoreTier`: a HIT still means the exact bytes, and buffers are touched only until the future ends.
-`fault_plan.py` has the kinds of faults. Damage to bytes on a disk is not among them.
+A drill checks that a broken tier causes misses and nothing else. So the wrapper keeps the contract
+of `StoreTier`: a HIT still means the exact bytes, and buffers are used only until the future ends.
+`fault_plan.py` lists the kinds of faults. Damage to bytes on a disk is not among them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 class InjectedFault(TierError):
-    """A fault that the plan asked for."""
+    """The error of a call that the plan makes fail."""
 
 
 class _Batch(Generic[_T]):
@@ -62,9 +62,9 @@ class _Batch(Generic[_T]):
 
 
 class FaultyStore(ForwardingStore):
-    """`inner` with the faults of `plan`, which may be replaced at any time. Thread-safe. Owns the
-    store: `close` closes it. The same seed and calls give the same faults. Counts each fault in
-    `stats().errors`, as `injected_<call>_<kind>`.
+    """Wraps the store `inner` and adds the faults of `plan`, which may be replaced at any time.
+    Thread-safe. `close` closes `inner` too. The same seed and calls give the same faults. Counts
+    each fault in `stats().errors`, as `injected_<call>_<kind>`.
     """
 
     def __init__(self, inner: StoreTier, plan: FaultPlan, *, seed: int = 0) -> None:
@@ -139,7 +139,7 @@ class FaultyStore(ForwardingStore):
         self._alarm.close()
         self.inner.close(timeout_seconds)
         with self._lock:
-            # Where the inner call goes on, the buffers are still in use.
+            # While the inner call goes on, the buffers are still in use.
             ended = [b for b in self._open if b.part is None or b.part.done()]
             self._open.difference_update(ended)
         for batch in ended:
@@ -180,7 +180,7 @@ class FaultyStore(ForwardingStore):
         return batch.future
 
     def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        """Raise InvalidBlock at once for wrong buffers; the store would refuse them later."""
+        """Raise InvalidBlock for wrong buffers at the call, even if the inner call begins later."""
         size = self.layout.page_bytes
         if len(keys) != len(buffers) or any(buffer.nbytes < size for buffer in buffers):
             raise InvalidBlock(
@@ -243,7 +243,7 @@ class FaultyStore(ForwardingStore):
     # The methods below are called under the lock, since they use the random generator and count.
 
     def _fails(self, call: str) -> bool:
-        """Count a call. Return whether it is to fail."""
+        """Count a call. Return whether the plan makes it fail."""
         self._calls[call] += 1
         every = self.plan.find_rule(call, "every")
         if every is not None and self._calls[call] % int(every.value) == 0:
@@ -305,13 +305,13 @@ class Drill:
     seed: int = 0
 
     def wrap(self, store: StoreTier) -> StoreTier:
-        """Wrap the store in its faults; a store without faults is returned as it is."""
+        """Wrap the store in a FaultyStore with its plan, or return it as it is without a plan."""
         plan = self.plans.get(store.name)
         return store if plan is None else FaultyStore(store, plan, seed=self.seed)
 
 
 def parse_drill(text: str, tiers: Sequence[str]) -> Drill:
-    """Parse a drill for the tiers of these names below the slab. Raises TierConfigError."""
+    """Parse a drill. `tiers` are the names of the tiers below the slab. Raises TierConfigError."""
     rules: dict[str, list[str]] = {}
     seed: int | None = None
     for item in [part.strip() for part in text.split(",")]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store in a dict: the simplest tier that keeps the whole contract of `StoreTier`.
 
-It is the test double of every tier below the slab, and so part of the product: `fault` makes it
-slow, busy or broken at the calls that a test chooses. Its only threads are the timers of delays.
+It is the test double of every tier below the slab, and therefore in the package: `fault` makes the
+calls that a test chooses slow, busy or broken. Its only threads are the timers of delays.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 class MemoryStore(StoreTier):
-    """Blocks as bytes, least recently used first out; thread-safe."""
+    """Keeps blocks as bytes, and evicts the least recently used block. Thread-safe."""
 
     def __init__(
         self,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of the cache service, for both ends: messages, frames, limits and status codes."""
+"""The protocol of the cache service, for client and server: messages, limits and status codes."""

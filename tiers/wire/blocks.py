@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions with which client and server send and receive blocks, each a payload with a trailer.
-Payloads are hashed while their bytes are in the processor's cache. The compiled library, where it
-runs, receives and hashes all blocks of a batch in one call, and sends a batch in another.
+"""Functions to send and receive blocks on a socket. A block is a payload with a trailer. Payloads
+are hashed while their bytes are in the CPU cache. If the compiled library is available, one call
+receives and hashes all blocks of a batch, and one call sends a batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .sockets import Connection
 
 # Bytes received or copied between two updates of the hash; they fit a core's cache.
 PART_BYTES = 256 * 1024
-SEND_BYTES = 16 * 1024**2  # gathered for one call to the kernel
+SEND_BYTES = 16 * 1024**2  # gathered for one system call
 
 
 def receive_blocks(
@@ -28,9 +28,9 @@ def receive_blocks(
     deadline: float,
     arrived: list[tuple[bytes, Any]],
 ) -> None:
-    """Fill `payloads`, all of one length. Append to `arrived` the trailer and hasher of each
-    payload that came whole, even if a later payload fails. The hashers come from `keyed_hashers`;
-    if it is None, each hasher has the payload's plain digest. Raises ConnectionLost."""
+    """Fill `payloads`, which have equal lengths. The trailer and hasher of each payload that was
+    received whole are appended to `arrived`, even if a later payload fails. The hashers are
+    `keyed_hashers`, or if that is None, hashers of the plain digest. Raises ConnectionLost."""
     if not payloads:
         return
     if keyed_hashers is None and connection.can_digest and payloads[0].nbytes >= LEAST_BYTES:
@@ -54,7 +54,7 @@ def _receive_block(
     for start in range(0, payload.nbytes, PART_BYTES):
         part = payload[start : start + PART_BYTES]
         left -= part.nbytes
-        # Reading the trailer with the last part saves one call to the kernel.
+        # Reading the trailer with the last part saves one system call.
         connection.receive_all([part] if left else [part, memoryview(trailer)], deadline)
         hasher.update(part)
     return bytes(trailer)
@@ -67,8 +67,8 @@ def send_blocks(
     trailers: Sequence[bytes],
     deadline: float,
 ) -> None:
-    """Send `head`, then each payload with its trailer. The payloads have one length, and one call
-    to the kernel sends many of them. Raises ConnectionLost."""
+    """Send `head`, then each payload with its trailer. The payloads have equal lengths, and one
+    system call sends many of them. Raises ConnectionLost."""
     if connection.can_digest and not any(payload.readonly for payload in payloads):
         connection.send_payloads(head, payloads, b"".join(trailers), deadline)
         return

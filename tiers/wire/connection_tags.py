@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tags of blocks on one connection between a client and the memory of a tenant store."""
+"""Tags of blocks on a client's connection to a tenant store."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ..tag import Proof, Tagger
 
 
 class Tags:
-    """Makes and checks the tags of blocks on one connection. Wire tags depend on the engine's tag
-    key and namespace, if any. Plain tags, for the engine's own tiers, do not. Thread-safe."""
+    """Makes and checks the tags of blocks on one connection. Wire tags, which the server keeps,
+    depend on the engine's tag key and namespace, if any. Plain tags, for the engine's own tiers, do
+    not. Thread-safe."""
 
     def __init__(self, layout: BlockLayout, tag_key: bytes | None, namespace: bytes = b"") -> None:
         layout_id, size = layout.layout_id(), layout.page_bytes
@@ -28,24 +29,24 @@ class Tags:
         self.names = self._wire.join_names  # the input of tags without a key
 
     def sent(self, key: bytes, hasher: Any, proof: Proof | None) -> Proof | None:
-        """The wire proof of a block that `hasher` hashed during its copy. None if `proof` is given
-        and has another digest."""
+        """The wire proof of a block that `hasher` hashed during its copy. None if `proof` is not
+        None and its digest differs."""
         made = self._wire.finish_proof(key, hasher)
         return made if proof is None or proof.digest == made.digest else None
 
     def prove(self, key: bytes, payload: memoryview, proof: Proof | None) -> Proof | None:
-        """Hash a whole block and return its wire proof. None if `proof` has another digest."""
+        """Hash a whole block and return its wire proof. None if the digest in `proof` differs."""
         made = self._wire.prove(key, payload)
         return made if proof is None or proof.digest == made.digest else None
 
     def outgoing(self, key: bytes, proof: Proof) -> Proof:
-        """The wire proof of a block, made from its plain proof. Works only without a tag key: a tag
-        with a key is made from the block's bytes."""
+        """The wire proof of a block, made from its plain proof. Works only without a tag key,
+        because a tag with a key is made from the block's bytes."""
         return Proof(self._wire.tag(key, proof.digest), proof.digest)
 
     def received(self, key: bytes, hasher: Any, tag: bytes) -> Proof | None:
         """The plain proof of a block that came with the wire tag `tag`. None if the tag does not
-        match: the block is not the one that was stored under the key."""
+        match, because the block is then not the one that was stored under `key`."""
         made = self._wire.finish_proof(key, hasher)
         if not hmac.compare_digest(made.tag, tag):
             return None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of the data connection, where blocks move without gRPC.
+"""The messages of the data connection, which moves blocks without gRPC.
 
-A client opens a connection with a ticket from `OpenData`, over TCP (with TLS if the service has it)
-or over a Unix socket, where the server shares the tenant's memory and only slot numbers move.
+A client opens the connection with a ticket from the gRPC call `OpenData`, over TCP (with TLS if the
+service has it) or over a Unix socket. On a Unix socket the server shares the tenant's memory, and
+the messages have slot numbers instead of blocks.
 
     client  greeting                          server  welcome (on a Unix socket: and the memory)
     client  request: keys                     server  one reply or more
@@ -17,12 +18,12 @@ or over a Unix socket, where the server shares the tenant's memory and only slot
     COMMIT   lease, n proofs                  reply: a state for each; ends the lease. n is the
                                               number of WANTED; a proof of zeros frees its slot
 
-A proof is a tag, made by the storing engine, and the payload's digest (`tiers/tag.py`). The server
-checks digests and keeps tags unchanged; a client checks the tag of each loaded block.
+A proof has a tag, which the storing engine made, and the payload's digest (`tiers/tag.py`). The
+server checks digests and keeps tags unchanged; a client checks the tag of each loaded block.
 
 All integers are little-endian. PIN, UNPIN, RESERVE and COMMIT work on Unix sockets only. A client
-may send the next request before it has the last reply; replies come in the order of requests. Any
-other message ends the connection.
+may send a request before the last reply has come; replies come in the order of requests. The server
+closes the connection after any other message.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _PART_SHARE = 8
 
 
 class WireError(Exception):
-    """The other side sent a message that the protocol does not allow."""
+    """The peer sent a message that the protocol does not allow."""
 
 
 class Verb(IntEnum):
@@ -71,7 +72,8 @@ class Verb(IntEnum):
 
 
 class State(IntEnum):
-    """The state of one block in a reply, numbered as `BlockState` in cache_service.proto."""
+    """The state of one block in a reply. The numbers are those of `BlockState` in
+    cache_service.proto."""
 
     MISS = 0
     HIT = 1
@@ -83,14 +85,14 @@ class State(IntEnum):
 
 
 class Status(IntEnum):
-    """The outcome of a request or a greeting. Only a reply with OK has states."""
+    """The outcome of a request or a greeting. Only a reply with OK has block states."""
 
     OK = 0
     BAD_TICKET = 1  # unknown, used or expired; the connection ends
-    BAD_VERSION = 2  # the server speaks another version; the connection ends
+    BAD_VERSION = 2  # the server has another protocol version; the connection ends
     BAD_REQUEST = 3  # not a message of this protocol; the connection ends
     BUSY = 4  # too much work at once; ask again later
-    DRAINING = 5  # the server is going down; the connection ends
+    DRAINING = 5  # the server is shutting down; the connection ends
     NO_LEASE = 6  # the lease has ended, or never existed
     INTERNAL = 7
 
@@ -106,7 +108,7 @@ class Welcome(NamedTuple):
 
 
 class RequestFrame(NamedTuple):
-    """The head of a request. `argument` is a lease number or milliseconds, by verb."""
+    """The head of a request. `argument` is a lease number, or the milliseconds of a lease."""
 
     verb: Verb
     blocks: int
@@ -142,7 +144,7 @@ def encode_welcome(welcome: Welcome) -> bytes:
 
 
 def decode_welcome(raw: bytes) -> Welcome:
-    """Raises WireError for anything but a welcome of this version with a known status."""
+    """Decode a welcome. Raises WireError for a wrong version, an unknown status or other bytes."""
     magic, version, status, _, boot_id, page_bytes, slot_bytes, num_slots = WELCOME.unpack(raw)
     if magic != MAGIC:
         raise WireError("expected the welcome of a data connection")
@@ -158,7 +160,7 @@ def encode_request(request: RequestFrame) -> bytes:
 
 
 def decode_request(raw: bytes) -> RequestFrame:
-    """Raises WireError for an unknown verb or a count out of range."""
+    """Decode the head of a request. Raises WireError for an unknown verb or too large a count."""
     verb, zero, none, blocks, number, argument = REQUEST.unpack(raw)
     if zero or none or blocks > MAX_BLOCKS or verb not in Verb.__members__.values():
         raise WireError(f"no request of the data connection: verb {verb}, {blocks} blocks")
@@ -171,7 +173,7 @@ def encode_reply(reply: ReplyFrame) -> bytes:
 
 
 def decode_reply(raw: bytes) -> ReplyFrame:
-    """Raises WireError for a reply that no server of this version sends."""
+    """Decode the head of a reply. Raises WireError for unknown values or too many blocks."""
     verb, status, zero, blocks, number, argument = REPLY.unpack(raw)
     if zero or blocks > MAX_BLOCKS or verb not in Verb.__members__.values():
         raise WireError(f"no reply of the data connection: verb {verb}, {blocks} blocks")
@@ -183,7 +185,7 @@ def pack_keys(keys: Sequence[bytes]) -> bytes:
 
 
 def unpack_keys(packed: bytes, most: int = MAX_KEYS) -> list[bytes]:
-    """The keys of a packed field. Raises WireError for a partial key, or more than `most` keys."""
+    """Split packed keys. Raises WireError for a partial key or for more than `most` keys."""
     if len(packed) % KEY_BYTES or len(packed) > most * KEY_BYTES:
         raise WireError(
             f"expected up to {most} keys of {KEY_BYTES} bytes each, got {len(packed)} bytes"
@@ -192,9 +194,9 @@ def unpack_keys(packed: bytes, most: int = MAX_KEYS) -> list[bytes]:
 
 
 def part_blocks(page_bytes: int, num_slots: int, most_bytes: int = _PART_BYTES) -> int:
-    """The number of blocks to hold at a time: about `most_bytes`, which hides a round trip or a
-    seek behind a transfer, but at most an eighth of the tenant store's slots. The other slots stay
-    free for blocks from the disk."""
+    """The number of blocks to pin or reserve at a time. The blocks have about `most_bytes`, so that
+    a round trip or a seek overlaps with a transfer. They take at most an eighth of the tenant
+    store's slots, so that slots stay free for blocks from the disk."""
     return max(1, min(most_bytes // page_bytes, num_slots // _PART_SHARE))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache server's limits on all work and memory that a client can cause.
+"""The cache server's limits on the work and memory that clients can cause.
 
-The protocol's limits of single messages (keys, blocks, the longest lease) are in `frames.py`.
+The limits of a single message (keys, blocks, the longest lease) are in `frames.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the address a server listens on: exposure without credentials, and ports in use."""
+"""Checks of the address on which a server listens: exposure without credentials, ports in use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_in(header: bytes) -> str:
-    """The name in the header Host, in lower case and without the port; empty if it is invalid."""
+    """The name in the HTTP header Host, in lower case and without the port; empty if invalid."""
     if not _NO_HOST.isdisjoint(header):
         return ""
     try:
@@ -36,7 +36,7 @@ def host_in(header: bytes) -> str:
 
 
 def is_no_foreign_name(host: str) -> bool:
-    """Whether `host` is an IP address, localhost or a name below localhost. A web page cannot make
+    """Whether `host` is an IP address, localhost or a name below localhost. No attacker can make
     such a name resolve to this server (DNS rebinding)."""
     if host == _OWN or host.endswith(f".{_OWN}"):
         return True
@@ -76,12 +76,12 @@ def check_metrics_exposure(host: str, *, exposed: bool) -> None:
 
 
 def host_port(host: str, port: int) -> str:
-    """`host:port`, with an IPv6 address in brackets, as grpc takes it."""
+    """The text `host:port` that grpc expects, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_free(host: str, port: int, flag: str) -> None:
-    """Raises TierConfigError if no server can listen on this host and port now."""
+    """Check a listen address. Raises TierConfigError if no server can listen on it now."""
     if not 0 <= port <= LARGEST_PORT:
         raise TierConfigError(f"{flag} takes a port from 0 to {LARGEST_PORT}, not {port}")
     try:
@@ -100,7 +100,7 @@ def check_free(host: str, port: int, flag: str) -> None:
 
 
 def explain_bind(error: OSError, host: str, port: int, flag: str) -> str:
-    """Explain in one sentence why the port cannot be opened, and what to do."""
+    """Explain in one sentence why the port cannot be opened, and the remedy."""
     if error.errno == errno.EADDRINUSE:
         return f"port {port} of {host} is in use; end what uses it or take another with {flag}"
     if error.errno == errno.EACCES:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token that a cache server leaves for clients of its own user on its own machine.
+"""The token file that a cache server writes for clients of the same user on the same machine.
 
     $XDG_RUNTIME_DIR/stratakv/cache-server-PORT.token       /run/user/UID where that is not set
     $XDG_CACHE_HOME/stratakv/cache-server-PORT.token        ~/.cache where that is not set
 
 At each start the server writes a new token, with mode 0600, to the first of these paths that it can
-write. It writes a missing file again (a logout empties $XDG_RUNTIME_DIR), and removes the file at
-its end. The token in a killed server's file is not valid. A client reads the first existing file.
+write. If the file vanishes (a logout empties $XDG_RUNTIME_DIR), the server writes it again. The
+server removes the file when it ends. The token in the file of a killed server is not valid. A
+client reads the first of these files that exists.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MOST_BYTES = 4096
 
 
 def leave_token(port: int, token: str) -> Path:
-    """Write the token of the server at `port`, in place of an older token, and return the file's
+    """Write the token of the server at `port`, replacing an older token, and return the file's
     path. Raises TierConfigError if no folder can be written."""
     why = []
     for folder in _folders():
@@ -49,20 +50,20 @@ def leave_token(port: int, token: str) -> Path:
 
 
 def take_away_token(path: Path, token: str) -> None:
-    """Remove the file if it still holds this server's token; another server's token stays."""
+    """Remove the file if it still has this server's token. A token of another server stays."""
     with suppress(OSError, TierConfigError):
         if _read(path) == token:
             path.unlink()
 
 
 def token_places(port: int) -> list[Path]:
-    """The paths that a client reads for a token of `port`, in order."""
+    """The paths where a client looks for a token of `port`, in order."""
     return [folder / _name(port) for folder in _folders()]
 
 
 def find_token(port: int) -> str | None:
-    """The token that a server of this user wrote for `port`, or None. Raises TierConfigError for a
-    file that other users can read or write."""
+    """The token that a server of this user wrote for `port`, or None. Raises TierConfigError if
+    other users can read or write the file."""
     for folder in _folders():
         try:
             return _read(folder / _name(port))
@@ -84,7 +85,7 @@ def _name(port: int) -> str:
 
 
 def _make_private(folder: Path) -> None:
-    """Make the folder. Raises OSError if that fails, or if other users can write the folder."""
+    """Make the folder. Raises OSError if that fails, or if other users can write to the folder."""
     # Only the system makes the runtime directory in /run, so its parents are not made here.
     folder.mkdir(mode=0o700, exist_ok=True, parents=not folder.is_relative_to("/run"))
     status = folder.stat()
@@ -107,7 +108,7 @@ def _write(path: Path, token: str) -> None:
 
 
 def _read(path: Path) -> str:
-    """Raises OSError if there is no file, TierConfigError if other users can read or write it."""
+    """Read a token. Raises OSError if there is no file, TierConfigError if others can access it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of layouts and block headers between protocol messages and the types of the tiers. The
-client and the server use it. An invalid message raises WireError. `read_layout` returns any valid
-layout, and the caller compares it with its own.
+"""Conversion of layouts and block headers between protobuf messages and the types of the tiers.
+Client and server use it. An invalid message raises WireError. `read_layout` returns any valid
+layout, and its caller compares that layout with the expected one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def layout_message(layout: BlockLayout) -> LayoutMessage:
 
 
 def read_layout(message: LayoutMessage) -> BlockLayout:
-    """The layout in a message. Raises WireError for an invalid layout, or a layout version that
-    this side does not know."""
+    """The layout in a message. Raises WireError for an invalid layout, or for a layout version
+    other than LAYOUT_VERSION."""
     if message.layout_version != LAYOUT_VERSION:
         raise WireError(
             f"the layout has version {message.layout_version} and this side knows version "
@@ -66,7 +66,7 @@ def read_header(
     message: HeaderMessage, layout_id: bytes, payload_bytes: int
 ) -> tuple[bytes, bytes, bytes]:
     """The key, tag and payload digest in a block's header. Raises WireError for an invalid header,
-    or if its layout or its number of bytes is not the expected one."""
+    and for a header with another layout id or number of bytes than expected."""
     key = message.key
     if len(key.digest) != DIGEST_BYTES or not key.shard_rank < key.shard_count <= _LARGEST_UINT16:
         raise WireError("the header's key is none: see BlockKey in block.proto")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An encoder and a decoder of BlockPiece that save copies of the payload: the encoder copies it
-once, behind the other fields, and the decoder returns it as a view of the message.
+"""An encoder and a decoder of the message BlockPiece that avoid copies of the payload. The encoder
+copies the payload once, after the other fields. The decoder returns a view of the message.
 
     piece = fields 1 to 4, as the generated code writes them | tag of field 5 | length | payload
 
-The result is valid protobuf, and the decoder accepts fields in any order. It leaves a malformed or
-unusual message to the generated code, which copies the payload.
+The encoded message is valid protobuf, and the decoder accepts fields in any order. For a malformed
+or unusual message the decoder calls the generated code, which copies the payload.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _LARGEST_STATE = max(State)
 
 @dataclass(slots=True)
 class Piece:
-    """A part of one block, or the notice that a block is missing, with the fields of BlockPiece."""
+    """A part of one block, or the message that a block is missing. The fields are those of
+    BlockPiece."""
 
     index: int = 0
     state: State = State.MISS
@@ -38,7 +39,7 @@ class Piece:
 
 
 def encode_piece(piece: Piece) -> bytes:
-    """Return the message. Copies the payload once."""
+    """Encode a piece. Copies the payload once."""
     state = cast("BlockState", int(piece.state))  # the generated type is for checkers only
     message = BlockPiece(index=piece.index, state=state, header=piece.header, offset=piece.offset)
     head: bytes = message.SerializeToString()
@@ -50,8 +51,8 @@ def encode_piece(piece: Piece) -> bytes:
 
 
 def decode_piece(raw: bytes) -> Piece:
-    """Return the piece; its payload is a view of `raw` if possible. Raises WireError for bytes
-    that are no BlockPiece, or for an unknown state."""
+    """Decode a piece. Its payload is a view of `raw` if possible. Raises WireError for bytes that
+    are no BlockPiece, or for an unknown state."""
     parts = _take_apart(raw)
     try:
         if parts is None:
@@ -69,8 +70,9 @@ def decode_piece(raw: bytes) -> Piece:
 
 
 def _take_apart(raw: bytes) -> tuple[bytes, bytes | memoryview] | None:
-    """The other fields, joined, and the payload. None for a malformed message, or one with more
-    fields or longer numbers than a piece needs; the generated code then decodes it."""
+    """The other fields, joined, and the payload. None for a malformed message, and for one with
+    more fields or longer numbers than a piece needs; the generated code then decodes the
+    message."""
     view = memoryview(raw)
     others: list[memoryview] = []
     payload: bytes | memoryview = b""
@@ -93,7 +95,7 @@ def _take_apart(raw: bytes) -> tuple[bytes, bytes | memoryview] | None:
 
 
 def _content(raw: bytes, place: int, wire_type: int) -> tuple[int, int] | None:
-    """The start and end of a field's content; None for a group or a truncated field."""
+    """The start and end of a protobuf field's content; None for a group or a truncated field."""
     if wire_type == _FIXED64:
         return place, place + 8
     if wire_type == _FIXED32:

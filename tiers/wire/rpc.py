@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handlers and stubs for the calls of the cache service, made from its descriptor.
+"""The gRPC handlers and stubs of the cache service, made from its protobuf descriptor.
 
 A servicer has one coroutine for each call, with a Python name (`OpenData` is `open_data`). The
 coroutine takes a request (or an iterator of requests) and grpc's context. It returns the response,
-or writes several responses with `context.write`. A stub has the same names. On both sides
-`raw_messages.py` converts BlockPiece, and the generated code converts every other message.
+or writes several responses with `context.write`. A stub has one attribute for each call, with the
+same name. On both sides `raw_messages.py` converts BlockPiece, and the generated code converts
+every other message.
 
 The server takes every request as a stream, even a request of a single message. Otherwise grpc would
-wait for the message before the server can check credentials and deadlines, and a client without
-credentials could hold calls for ever.
+wait for that message before the server could check credentials and deadlines. A client without
+credentials could then keep calls open for ever.
 
-A request that cannot be decoded raises WireError at the point where the servicer would receive it.
+A request that cannot be decoded raises WireError in the servicer when it receives the request.
 Other modules check credentials and do the work of the calls.
 """
 
@@ -36,7 +37,7 @@ _SERVICE = cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"]
 SERVICE_NAME: str = _SERVICE.full_name
 _PIECE: str = cache_service_pb2.BlockPiece.DESCRIPTOR.full_name
 
-# A context manager around every call, made from the call's path and grpc's context.
+# Makes a context manager around a call from the call's path and grpc's context.
 Around = Callable[[str, Any], AbstractAsyncContextManager[None]]
 
 # Channels ignore the proxies of the environment. A proxy would see the token of every call without
@@ -62,7 +63,7 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """The streaming kind in grpc's words, such as `unary_stream`."""
+        """The streaming kind as grpc's methods name it, such as `unary_stream`."""
         names = {True: "stream", False: "unary"}
         return f"{names[self.client_streaming]}_{names[self.server_streaming]}"
 
@@ -86,8 +87,9 @@ METHODS = tuple(_method(descriptor) for descriptor in _SERVICE.methods)
 def make_channel(
     target: str, tls: Any = None, options: Sequence[tuple[str, int | str]] = ()
 ) -> Any:
-    """A channel to `host:port` that uses no proxy and connects on its first call. All clients use
-    this function. `tls` are grpc's channel credentials, read once: new files need a new channel.
+    """Make a channel to `host:port` that uses no proxy and connects on its first call. All clients
+    use this function. `tls` are grpc's channel credentials. New certificate files need a new
+    channel.
     """
     given = [*_NO_PROXY, *options]
     if tls is None:
@@ -96,7 +98,7 @@ def make_channel(
 
 
 class Stub:
-    """Every call on a channel, as an attribute: `stub.lookup(LookupRequest(...), timeout=0.05)`."""
+    """Has an attribute for each call: `stub.lookup(LookupRequest(...), timeout=0.05)`."""
 
     def __init__(self, channel: Any) -> None:
         for method in METHODS:
@@ -114,8 +116,8 @@ class Stub:
 
 
 def generic_handler(servicer: object, request_seconds: float) -> Any:
-    """The handler for `grpc.aio.Server.add_generic_rpc_handlers`. A request of a single message
-    must arrive within `request_seconds`."""
+    """Make the handler for `grpc.aio.Server.add_generic_rpc_handlers`. A request of a single
+    message must arrive within `request_seconds`."""
     handlers = {}
     for method in METHODS:
         behaviour = _checking(method, getattr(servicer, method.attribute), request_seconds)
@@ -129,7 +131,7 @@ def generic_handler(servicer: object, request_seconds: float) -> Any:
 
 
 def stream_handler(behaviour: Any, server_streaming: bool, **codec: Any) -> Any:
-    """A handler whose `behaviour` starts with the call, before any message has arrived."""
+    """Make a handler whose `behaviour` starts before any message has arrived."""
     if server_streaming:
         return grpc.stream_stream_rpc_method_handler(behaviour, **codec)
     return grpc.stream_unary_rpc_method_handler(behaviour, **codec)
@@ -145,7 +147,7 @@ async def only(requests: AsyncIterator[Any], seconds: float) -> Any:
 
 
 def wrapped(handler: Any, path: str, around: Around) -> Any:
-    """A handler that enters `around(path, context)`, then does what `handler` does."""
+    """Make a handler that runs `handler` inside the context manager `around(path, context)`."""
     kind = "_".join(
         "stream" if streams else "unary"
         for streams in (handler.request_streaming, handler.response_streaming)
@@ -171,7 +173,7 @@ def wrapped(handler: Any, path: str, around: Around) -> Any:
 
 
 def _checking(method: Method, behaviour: Any, request_seconds: float) -> Any:
-    """A wrapper of `behaviour` that raises the errors which `_lenient` returned."""
+    """Wrap `behaviour` so that it raises the errors which `_lenient` returned."""
 
     async def of_one(requests: Any, context: Any) -> Any:
         return await behaviour(_good(await only(requests, request_seconds)), context)
@@ -208,8 +210,8 @@ def _deserializer(message_class: type[Message]) -> Callable[[bytes], Any]:
 
 
 def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """A deserializer that returns a WireError for invalid bytes: grpc would report a raised error
-    as internal, although the caller caused it."""
+    """Make a deserializer that returns a WireError for invalid bytes. If it raised the error, grpc
+    would report an internal error, although the client caused it."""
 
     def read(raw: bytes) -> Any:
         try:

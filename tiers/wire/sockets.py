@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connected socket with deadlines. It receives exact lengths and sends whole buffers, without
-copies. Plain sockets wait in the kernel for whole lengths (`MSG_WAITALL`) and send many buffers at
-once; TLS moves records of 16 KiB. A call ends at its deadline, even if the peer is slow.
+"""Connection: a connected socket with deadlines. It receives exact lengths and sends whole buffers,
+without copies. On a plain socket the kernel waits for the whole length (`MSG_WAITALL`), and one
+call sends many buffers; TLS moves records of 16 KiB. A call ends at its deadline, even if the peer
+is slow.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 
 
 class ConnectionLost(Exception):
-    """The peer is gone or too slow; the connection cannot be used any more."""
+    """The peer is gone or too slow. The connection cannot be used any more."""
 
 
 class Connection:
-    """The owner of a connected socket. A call raises ConnectionLost if it fails or if its
-    `deadline` (monotonic seconds) passes. One thread uses it; any thread may call `abort`."""
+    """A connected socket, which `close` closes. A call raises ConnectionLost if it fails or if its
+    `deadline` (monotonic seconds) passes. Only one thread calls the methods, except `abort`."""
 
     def __init__(self, sock: socket.socket | ssl.SSLSocket) -> None:
         self._sock = sock
@@ -57,7 +58,7 @@ class Connection:
         self.receive_all([view], deadline)
 
     def receive_all(self, views: list[memoryview], deadline: float) -> None:
-        """Fill the views in order, and empty the list."""
+        """Receive bytes until all views are full, in order. Empties the list `views`."""
         _drop(views, 0)  # an empty view needs no wait
         while views:
             self._set_timeout(deadline, socket.SO_RCVTIMEO)
@@ -76,7 +77,8 @@ class Connection:
 
     @property
     def can_digest(self) -> bool:
-        """Whether the next four methods work: they need the compiled library, and no TLS."""
+        """Whether the next four methods work. They need the compiled library and a socket without
+        TLS."""
         return not self._is_tls and has_digests()
 
     def receive_and_digest(
@@ -86,19 +88,20 @@ class Connection:
         deadline: float,
         arrived: list[tuple[bytes, bytes]],
     ) -> None:
-        """Fill payloads of one length, LEAST_BYTES or more, in one call. Append to `arrived` the
-        trailer and digest of each payload that came whole, even if a later payload fails."""
+        """Fill payloads of one length, LEAST_BYTES or more, in one call. The trailer and digest of
+        each payload that was received whole are appended to `arrived`, even if a later payload
+        fails."""
         came = receive_and_digest(self._sock.fileno(), payloads, trailer_bytes, deadline)
         arrived += zip(came.trailers, came.digests, strict=True)
         if came.lost is not None:
-            # A variable that holds the error would keep this frame and views of buffers alive.
+            # A variable with the error would keep this frame and views of buffers alive.
             raise _lost(came.lost, "sent")
 
     def receive_named(
         self, payloads: Sequence[memoryview], names: bytes, trailer_bytes: int, deadline: float
     ) -> tuple[list[bytes], list[bytes], list[bytes]]:
-        """Fill payloads as `receive_and_digest` does. Returns their digests, the tags made from
-        `names` and these digests, and the trailers that the peer sent."""
+        """Fill payloads as `receive_and_digest` does. Return their digests, the tags made from
+        `names` and the digests, and the trailers that the peer sent."""
         came = receive_and_digest(self._sock.fileno(), payloads, trailer_bytes, deadline, names)
         if came.lost is not None:
             raise _lost(came.lost, "sent")
@@ -107,7 +110,7 @@ class Connection:
     def send_payloads(
         self, head: bytes, payloads: Sequence[memoryview], trailers: bytes, deadline: float
     ) -> None:
-        """Send `head`, then payloads of one length, each with an equal part of `trailers` after it.
+        """Send `head`, then payloads of one length, each followed by an equal part of `trailers`.
         The payloads must be writable."""
         try:
             send_payloads(self._sock.fileno(), head, payloads, trailers, deadline)
@@ -147,8 +150,8 @@ class Connection:
                 _drop(views, sent)
 
     def wait_readable(self, deadline: float, also: int | None = None) -> bool:
-        """Wait until data comes, the peer leaves, the descriptor `also` is readable or the deadline
-        passes. True if data came or the peer left."""
+        """Wait until data comes, the peer closes the connection, the descriptor `also` is readable
+        or the deadline passes. Return True in the first two cases."""
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return True
         poll = select.poll()
@@ -162,8 +165,8 @@ class Connection:
             raise ConnectionLost("the connection was closed") from error
 
     def receive_fd(self, size: int, deadline: float) -> tuple[bytes, int | None]:
-        """Receive exactly `size` bytes and the file descriptor that came with them, or None without
-        one. Unix sockets only. The caller closes the descriptor."""
+        """Receive exactly `size` bytes and the file descriptor that came with them, or None. Unix
+        sockets only. The caller closes the descriptor."""
         self._set_timeout(deadline, socket.SO_RCVTIMEO)
         try:
             raw, fds, _, _ = socket.recv_fds(self._sock, size, 1, socket.MSG_WAITALL)
@@ -178,7 +181,7 @@ class Connection:
         return raw, fds[0] if fds else None
 
     def send_fd(self, data: bytes, fd: int, deadline: float) -> None:
-        """Send `data` with a file descriptor beside it. Unix sockets only."""
+        """Send `data` together with a file descriptor. Unix sockets only."""
         self._set_timeout(deadline, socket.SO_SNDTIMEO)
         try:
             if socket.send_fds(self._sock, [data], [fd]) != len(data):
@@ -187,12 +190,13 @@ class Connection:
             raise _lost(error, "took") from error
 
     def abort(self) -> None:
-        """End this call and every later one with ConnectionLost. Any thread may call it."""
+        """Make the present call and every later call raise ConnectionLost. Any thread may call
+        this."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket. Idempotent."""
         with contextlib.suppress(OSError):
             self._sock.close()
 
@@ -220,8 +224,8 @@ class Connection:
 
 
 def connect(host: str, port: int, deadline: float) -> socket.socket:
-    """Connect to the first address of `host` that accepts before the deadline. The returned socket
-    has the remaining time as its timeout. Raises OSError."""
+    """Connect to the first address of `host` that accepts before the deadline. The timeout of the
+    returned socket is the remaining time. Raises OSError."""
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for number, (family, kind, protocol, _, address) in enumerate(infos, 1):
         sock = socket.socket(family, kind, protocol)
@@ -241,7 +245,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def _drop(views: list[memoryview], size: int) -> None:
-    """Remove the first `size` bytes, and then empty views at the front."""
+    """Remove the first `size` bytes from `views`, and then empty views at the front."""
     while views and size >= views[0].nbytes:
         size -= views.pop(0).nbytes
     if size:
@@ -249,8 +253,8 @@ def _drop(views: list[memoryview], size: int) -> None:
 
 
 def _is_early(error: OSError, deadline: float) -> bool:
-    """Whether a call timed out before its deadline. The kernel counts timeouts in ticks of up to 10
-    ms, and the first tick may end at once."""
+    """Whether a call timed out too early. The kernel counts timeouts in ticks of up to 10 ms, and
+    the first tick may end at once."""
     return isinstance(error, BlockingIOError) and time.monotonic() < deadline
 
 

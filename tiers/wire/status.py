@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of service errors: the status that a call ends with, and the client's reaction to it.
+"""The table of service errors: the gRPC status of each error, and the client's reaction to it.
 
     server  error ──► Ending: code, reason, message ──► the wire (the reason as trailing metadata)
-    client  the wire ──► Verdict: reason (of a miss), and whether asking again makes sense
+    client  the wire ──► Verdict: the reason of a miss, and the client's next step
 
-An engine treats every error as a miss, and counts it by `reason`.
+An engine treats every error as a miss, and counts the error by `reason`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .frames import WireError
 
 REASON_KEY = "stratakv-reason"  # of the trailing metadata
 WRONG_LAYOUT = "layout"
-# Reasons that waiting does not cure. An engine that gets one before its start should not start.
+# Reasons that do not go away by waiting. An engine that gets one at its start should not start.
 REFUSALS = (WRONG_LAYOUT, "unauthenticated", "version", "invalid")
 _MESSAGE_CHARACTERS = 500
 
@@ -28,7 +28,7 @@ Code = grpc.StatusCode
 
 
 class ServiceError(TierError):
-    """Base of the errors with which the server itself refuses a call."""
+    """The base class of the errors with which the server refuses a call."""
 
 
 class Unauthenticated(ServiceError):
@@ -36,23 +36,23 @@ class Unauthenticated(ServiceError):
 
 
 class WrongLayout(ServiceError):
-    """The tenant's blocks have another layout than the caller's."""
+    """The caller's block layout differs from the layout of the tenant's blocks."""
 
 
 class NotAttached(ServiceError):
-    """The tenant has no memory yet: no client has given the layout of its blocks."""
+    """The tenant has no memory yet, because no client has attached with a block layout."""
 
 
 class NotReady(ServiceError):
-    """The tenant's memory is being made."""
+    """The tenant's memory is being allocated."""
 
 
 class Draining(ServiceError):
-    """The server is going down."""
+    """The server is shutting down."""
 
 
 class TooMuch(ServiceError):
-    """The caller asks for more at once than the server's limits allow."""
+    """The caller exceeds the server's limits on simultaneous work."""
 
 
 class NoMemory(ServiceError):
@@ -90,7 +90,7 @@ class Ending(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The client's view of a failed call: the reason, and the next step."""
+    """The reason of a failed call, and the client's next step."""
 
     reason: str
     retry: Retry
@@ -105,7 +105,7 @@ class _Row:
     cure: str
 
 
-# An error gets the first row whose class it is an instance of.
+# The row of an error is the first row whose class the error is an instance of.
 TABLE = (
     _Row(Unauthenticated, Code.UNAUTHENTICATED, "unauthenticated", Retry.RARELY,
          "send a known token as `authorization: Bearer ...`, or a client certificate"),
@@ -166,7 +166,7 @@ _BY_REASON = {row.reason: Verdict(row.reason, row.retry) for row in reversed(TAB
 
 
 def ending_of(error: BaseException) -> Ending:
-    """The ending of a call that raised `error`. Texts of unexpected errors are left out."""
+    """The ending of a call that raised `error`. The text of an unexpected error is left out."""
     row = next(row for row in TABLE if isinstance(error, row.error))
     says_nothing = row.error in (Exception, OSError, MemoryError)
     what = f"the server failed ({row.reason})" if says_nothing else str(error)
@@ -175,7 +175,7 @@ def ending_of(error: BaseException) -> Ending:
 
 
 def verdict_of(error: Any) -> Verdict:
-    """The verdict on a grpc.RpcError, by its reason or else by its status code."""
+    """The verdict on a grpc.RpcError, from its reason in the metadata or else its status code."""
     for key, value in error.trailing_metadata() or ():
         if key == REASON_KEY and value in _BY_REASON:
             return _BY_REASON[value]

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text and tokenizer of the embedded model: CPython's documentation and docstrings.
 
-It turns a documentation tree (reStructuredText sources) and the docstrings of the
-standard library that runs this script into plain documents, holds out whole topics,
-writes short question-and-answer chats from the docstrings, and trains the tokenizer.
+The module turns a documentation tree (reStructuredText sources) and the docstrings of the standard
+library that runs this script into plain documents, holds out whole topics, writes short
+question-and-answer chats from the docstrings, and trains the tokenizer.
 
-What it does not know: the network, the training schedule, and where the text came
-from; the caller names a directory, and nothing is fetched from anywhere. The RST
-cleaning is light: tables and rare directives stay as they are written.
+The network and the training schedule are elsewhere. The caller names a directory, and nothing is
+downloaded. The RST cleaning is light: tables and rare directives stay as they are written.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ DROPPED = re.compile(
     r"highlight|audit-event(-table)?|test(setup|cleanup)|contents|image|figure|program|"
     r"limited-api-list|miscnews|raw"
 )
-# Directives that only frame a block: the block stays, the line goes.
+# Directives that only frame a block: the block is kept, the directive's line is dropped.
 FRAMES = re.compile(
     r"(code-block|sourcecode|doctest|test(code|output)|parsed-literal|only|(list-)?table|"
     r"glossary|epigraph|sidebar|productionlist)"
 )
-# Credits name people; they are noise for a language model of this size.
+# Credits are names of people, which are noise for a language model of this size.
 CREDIT = re.compile(
     r"\s*\((?:Contributed|Patch|Written|Implemented|Suggested)\b[^()]*(?:\([^()]*\)[^()]*)*\)"
 )
@@ -90,7 +89,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Document:
-    """A text with the topic that decides whether it is held out."""
+    """A text and its topic, which decides whether the text is held out."""
 
     name: str
     topic: str
@@ -115,7 +114,7 @@ def clean_inline(text: str) -> str:
 
 
 def directive_line(indent: str, name: str, rest: str) -> str | None:
-    """The plain line that stands for a directive that is kept, or None for no line."""
+    """The plain line that replaces a directive that is kept, or None for no line."""
     if name in LABELS:
         ending = ":" if name.startswith(("version", "deprec")) else ""
         return f"{indent}{LABELS[name]} {rest}{ending}".rstrip()
@@ -177,7 +176,7 @@ def documentation(root: Path) -> Iterator[Document]:
     """Every RST source below `root`, cleaned, in a fixed order."""
     for path in sorted([*root.rglob("*.rst"), *root.rglob("*.rst.txt")]):
         name = path.relative_to(root).as_posix().split("_sources/")[-1].split(".rst")[0]
-        # A module's manual page shares the topic of its docstrings: both are held out together.
+        # A module's manual page and its docstrings have the same topic: both are held out together.
         folder, _, stem = name.partition("/")
         topic = re.split(r"[.-]", stem)[0] if folder == "library" else name
         text = clean_rst(path.read_text(encoding="utf-8", errors="ignore"))
@@ -195,7 +194,8 @@ def signature(node: ast.AST) -> str:
 
 
 def walk_docstrings(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (dotted name, signature, docstring) for everything documented in a body."""
+    """Yield (dotted name, signature, docstring) of each public function or class with a
+    docstring."""
     for node in body:
         if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -208,7 +208,7 @@ def walk_docstrings(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, st
 
 
 def chats(module: str, entries: list[tuple[str, str, str]]) -> Iterator[Document]:
-    """Short chats in the form of the template, one or two turns each."""
+    """Short chats in the form of the chat template, each with one question or two."""
     turns: list[str] = []
     dice = random.Random(module)
     for name, _, text in entries:
@@ -225,7 +225,7 @@ def chats(module: str, entries: list[tuple[str, str, str]]) -> Iterator[Document
 
 
 def standard_library() -> Iterator[Document]:
-    """Docstrings of the running interpreter's modules, one document each, and their chats."""
+    """The docstrings of each standard-library module as one document, and chats made from them."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -246,13 +246,13 @@ def standard_library() -> Iterator[Document]:
 
 
 def is_held_out(topic: str, share: float) -> bool:
-    """A fixed, name-based draw: the same topics are held out on every machine."""
+    """Whether a topic is held out. A hash of its name decides, the same on every machine."""
     number = int.from_bytes(hashlib.sha256(f"held-out:{topic}".encode()).digest()[:4], "big")
     return number / 2**32 < share
 
 
 def gather(docs: Path | None, share: float) -> tuple[list[Document], list[Document]]:
-    """All documents, split into those for training and those held out (which have no chats)."""
+    """All documents, split into training documents and held-out documents (without chats)."""
     everything = [*(documentation(docs) if docs else ()), *standard_library()]
     train = [d for d in everything if not is_held_out(d.topic, share)]
     held = [d for d in everything if is_held_out(d.topic, share) and not d.name.startswith("chat:")]
@@ -261,7 +261,8 @@ def gather(docs: Path | None, share: float) -> tuple[list[Document], list[Docume
 
 
 def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE; the special tokens take the first ids."""
+    """A byte-level BPE tokenizer, trained on the documents; the special tokens have the first
+    ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

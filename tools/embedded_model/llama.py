@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain PyTorch Llama whose parameter names are those of the Hugging Face form.
+"""A plain PyTorch Llama with the parameter names of Hugging Face's implementation.
 
-The names match on purpose: a state dict of this module is a valid weight file
-for `LlamaForCausalLM` with tied embeddings, so that the export needs no renaming.
+A state dict of this module is a valid weight file for `LlamaForCausalLM` with tied embeddings, so
+that the export renames nothing.
 
-What it does not know: optimisers, data, tokenizers, key-value caches or sampling.
-It computes losses for training and for the held-out evaluation, and writes weights.
+Optimisers, data, tokenizers, key-value caches and sampling are elsewhere. The module computes
+losses for training and for the held-out evaluation, and writes weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-# Ranges of positions for which the evaluation gives a loss each.
+# Ranges of positions; the evaluation gives a loss for each.
 BUCKETS = ((0, 512), (512, 1024), (1024, 2048), (2048, 4096))
 
 
@@ -42,20 +42,20 @@ class Shape:
     rms_norm_eps: float = 1e-5
 
     def check(self) -> None:
-        """Refuse sizes that do not fit together, with one sentence each."""
+        """Raises ValueError for sizes that do not fit together."""
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("The query heads must be a multiple of the key-value heads.")
         if self.head_dim % 2:
             raise ValueError("The head size must be even, because rotary positions work on pairs.")
 
     def hf_config(self, eos_id: int) -> dict[str, Any]:
-        """Return the contents of config.json for the Hugging Face form."""
+        """The contents of config.json in the Hugging Face form."""
         rope = {"rope_type": "default", "rope_theta": self.rope_theta}
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             **asdict(self),
-            # Older readers look for the flat key, newer ones for the nested form; both are given.
+            # Older readers need the flat key and newer ones the nested key; both are given.
             "rope_parameters": rope,
             "rope_scaling": None,
             "hidden_act": "silu",
@@ -68,8 +68,8 @@ class Shape:
             "use_cache": True,
             "bos_token_id": eos_id,
             "eos_token_id": eos_id,
-            # What it is to be computed in, though the weights are kept in bfloat16: so small a
-            # model gains nothing by less, and its text stays the same on every machine.
+            # The type to compute in. The weights are kept in bfloat16, but so small a model gains
+            # nothing by computing in it, and float32 gives the same text on every machine.
             "dtype": "float32",
             "torch_dtype": "float32",
         }
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         q = rotate(heads(self.q_proj(x)), cos, sin)
         k = rotate(heads(self.k_proj(x)), cos, sin)
         v = heads(self.v_proj(x))
-        # The repeat is explicit because the grouped path of the fused kernel is not on every CPU.
+        # The repeat is explicit because not every CPU has the grouped path of the fused kernel.
         group = self.shape.num_attention_heads // self.shape.num_key_value_heads
         k = k.repeat_interleave(group, dim=1)
         v = v.repeat_interleave(group, dim=1)
@@ -164,7 +164,8 @@ class Layer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Embedding, blocks and the last norm; a class of its own only for the `model.` prefix."""
+    """Embedding, blocks and the last norm; a separate class only for the prefix `model.` of
+    names."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -181,7 +182,7 @@ class Trunk(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole network; the output matrix is the embedding, so there is no lm_head."""
+    """The whole network. The embedding matrix is the output matrix too, so there is no lm_head."""
 
     cos: Tensor
     sin: Tensor
@@ -197,7 +198,8 @@ class Llama(nn.Module):
         self._initialise(torch.Generator().manual_seed(seed))
 
     def _initialise(self, generator: torch.Generator) -> None:
-        """Normal weights of width 1/sqrt(fan-in); what writes the residual starts smaller."""
+        """Draw normal weights of standard deviation 1/sqrt(fan-in), smaller for residual
+        outputs."""
         for name, weight in self.named_parameters():
             if weight.dim() < 2:
                 continue
@@ -215,26 +217,26 @@ class Llama(nn.Module):
         return loss if reduction == "mean" else loss.view_as(targets)
 
     def count(self) -> int:
-        """The number of parameters; the tied matrix is counted once."""
+        """The number of parameters; the matrix of the embedding and the output counts once."""
         return sum(p.numel() for p in self.parameters())
 
     def rounded(self) -> dict[str, Tensor]:
-        """The weights as they are shipped: bfloat16, under their Hugging Face names."""
+        """The weights as shipped: in bfloat16, under their Hugging Face names."""
         return {n: p.detach().bfloat16().contiguous() for n, p in self.named_parameters()}
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside the target, then rename, so that a reader never sees half a file."""
+    """Write a file beside `path`, then rename it, so that a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".part")
     write(beside)
-    # The safetensors writer leaves files that only their owner can read.
+    # The safetensors writer makes files that only their owner can read.
     beside.chmod(0o644)
     os.replace(beside, path)
 
 
 def save_weights(path: Path, weights: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file, which is either complete or absent."""
+    """Write a safetensors file, which appears complete or not at all."""
     write_atomically(path, lambda beside: save_file(weights, beside, metadata=metadata))
 
 
@@ -242,8 +244,8 @@ def save_weights(path: Path, weights: dict[str, Tensor], metadata: dict[str, str
 def evaluate(model: Llama, stream: Tensor, text_bytes: int) -> dict[str, Any]:
     """Bits per byte of a token stream of `text_bytes` bytes, and the loss by position.
 
-    The stream is read in windows of the longest length, with the rounded weights that are
-    shipped; the last window may be shorter and does not count for the losses by position.
+    The stream is read in windows of the longest length, with the rounded weights that are shipped.
+    The last window may be shorter; then it does not count for the losses by position.
     """
     length = model.shape.max_position_embeddings
     shipped = Llama(model.shape)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environment of the commands of `tools/on_gpu.py`: the path, carried wheels, the commit, the GPU.
+"""The environment of the commands of `tools/on_gpu.py`: path, carried wheels, commit, GPU.
 
-Nothing is installed: StrataKV is put on the path from this checkout, and wheels of what the machine
-lacks are unpacked beside it.
+Nothing is installed: this checkout of StrataKV is put on the Python path, and wheels of packages
+that the machine lacks are unpacked into a temporary folder on that path.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import Any
 
 from .steps import ROOT
 
-# Packages of ours that a plain machine with torch and a GPU has not got, as modules. The first have
-# to be carried; the tests and benchmarks of the GPU do without the others.
+# Modules of packages that StrataKV needs and a plain machine with torch and a GPU lacks. The
+# CARRIED must be brought along; tests and benchmarks of the GPU run without the others.
 CARRIED = ("cbor2", "lmdb", "msgspec", "zmq")
 NOT_THERE = (
     "check_jsonschema", "fastapi", "grpc_health", "grpc_reflection", "grpc_tools",
     "kubernetes_validate", "llguidance", "openai", "pydantic", "starlette", "trustme", "uvicorn",
     "xgrammar", "zstandard",
 )  # fmt: skip
-# Names the commit where no .git travels with the checkout; benchmarks/harness/report.py reads it.
+# Names the commit if the checkout has no .git; benchmarks/harness/report.py reads it.
 COMMIT_VARIABLE = "STRATAKV_COMMIT"
 _COMMIT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._/-]{0,63}")
 
 
 class WrongUse(Exception):
-    """The step cannot begin; says what to do."""
+    """The step cannot begin; the text says what to do."""
 
 
 def prepare(
     work: Path, wheels: Path | None, *, is_rehearsal: bool, commit: str = ""
 ) -> tuple[dict[str, str], list[str]]:
-    """The environment of a command, and the wheels that are on its path."""
+    """The environment variables of a command, and the wheels that are on its Python path."""
     names = work / "names"
     names.mkdir()
     (names / "stratakv").symlink_to(ROOT, target_is_directory=True)
@@ -68,8 +68,8 @@ def prepare(
 
 
 def unpack_wheels(folder: Path, target: Path) -> list[str]:
-    """Unpack every wheel of `folder` into `target`; their names. Raises WrongUse for one of another
-    Python or processor, two of one package, or something that is no wheel."""
+    """Unpack every wheel of `folder` into `target`; return their names. Raises WrongUse for a wheel
+    of another Python or processor, for two wheels of a package, and for a file that is no wheel."""
     found: dict[str, str] = {}
     for path in sorted(folder.glob("*.whl")):
         name, _, rest = path.name.partition("-")
@@ -95,14 +95,14 @@ def unpack_wheels(folder: Path, target: Path) -> list[str]:
 
 
 def check_names(path: Path, names: Sequence[str]) -> None:
-    """Raises WrongUse for a name that would lead out of the folder."""
+    """Raises WrongUse for a file name that leads out of the target folder."""
     for name in names:
         if name.startswith("/") or ".." in Path(name).parts:
             raise WrongUse(f"{path} has a file {name!r}, which no wheel has; it is not unpacked")
 
 
 def fits(rest: str) -> bool:
-    """Whether `VERSION-PYTHON-ABI-PLATFORM.whl` runs here."""
+    """Whether a wheel whose name ends in VERSION-PYTHON-ABI-PLATFORM.whl runs on this machine."""
     words = rest.removesuffix(".whl").split("-")[-3:]
     if len(words) != 3:
         return False
@@ -116,9 +116,8 @@ def fits(rest: str) -> bool:
     return is_python and platform.machine() in platforms
 
 
-# Everything but the path and what is hidden is what the first command on the machine would meet.
-# The finder for files is replaced: one that raises would also fail a question whether there is such
-# a module.
+# The first command on the machine should fail on a hidden package as on a missing one. So the
+# finder for files is replaced: a finder that raises would make `find_spec` fail, too.
 HIDING = '''\
 """Written by tools/on_gpu.py: hides packages that a machine with a GPU has not got."""
 import sys
@@ -135,7 +134,7 @@ sys.meta_path = [Hiding if each is PathFinder else each for each in sys.meta_pat
 
 
 def check_modules(environment: dict[str, str]) -> None:
-    """Raises WrongUse where what has to be carried is not there."""
+    """Raises WrongUse if a module that must be carried is missing."""
     looks = f"import importlib.util as u; print([n for n in {CARRIED!r} if not u.find_spec(n)])"
     missing = json.loads(ask_python(looks, environment).replace("'", '"'))
     if missing:
@@ -146,14 +145,14 @@ def check_modules(environment: dict[str, str]) -> None:
 
 
 def bench_sections(environment: dict[str, str]) -> list[str]:
-    """The sections that `bench gpu` of this checkout has. Raises WrongUse."""
+    """The names of the sections of this checkout's `bench gpu`. Raises WrongUse."""
     looks = "import json; from stratakv.benchmarks.gpu import NAMES; print(json.dumps(NAMES))"
     names: list[str] = json.loads(ask_python(looks, environment))
     return names
 
 
 def check_gpu(environment: dict[str, str]) -> str:
-    """The GPU's name. Raises WrongUse where torch sees none."""
+    """The GPU's name. Raises WrongUse if torch sees no GPU."""
     looks = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
     name = ask_python(looks, environment)
     if not name:
@@ -165,7 +164,7 @@ def check_gpu(environment: dict[str, str]) -> str:
 
 
 def ask_python(code: str, environment: dict[str, str]) -> str:
-    """Run a line of Python; return what it prints. Raises WrongUse."""
+    """Run a line of Python; return what it prints. Raises WrongUse if it fails."""
     words = [sys.executable, "-P", "-c", code]
     try:
         done = subprocess.run(
@@ -186,8 +185,8 @@ def ask_python(code: str, environment: dict[str, str]) -> str:
 
 
 def find_commit(given: str | None) -> str:
-    """The commit of this checkout: the one given, or git's word; empty where nothing tells. Raises
-    WrongUse for a text that names none."""
+    """The commit of this checkout: `given`, or what git says; empty if git does not know. Raises
+    WrongUse for a `given` text that cannot name a commit."""
     if given is not None:
         if not _COMMIT.fullmatch(given):
             raise WrongUse(
@@ -203,7 +202,7 @@ def find_commit(given: str | None) -> str:
 
 
 def machine(environment: dict[str, str], *, is_rehearsal: bool) -> dict[str, Any]:
-    """The machine and the commit of the results. Holds no host or user name."""
+    """The machine and the commit of the results, without any host name or user name."""
     return {
         "device": "none: a rehearsal" if is_rehearsal else check_gpu(environment),
         "python": platform.python_version(),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of the step `first`: wrong tokens, bytes or order, after which nothing is measured.
+"""Findings of the step `first`: wrong tokens, bytes or order, after which measuring is useless.
 
-`tools/gpu_tokens.py` names its own in its JSON. Of the tests every failed comparison counts, and
-every access out of bounds, but for those of `NOT_ABOUT_BYTES`.
+`tools/gpu_tokens.py` marks its wrong results in its JSON. A test's failed comparison or access out
+of bounds counts as wrong, except for failed comparisons of the tests in `NOT_ABOUT_BYTES`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from xml.etree import ElementTree
 from .running import FAILED, OK, Outcome
 from .steps import KERNELS, ORDER, TOKENS
 
-# An error of these kinds leaves the device unusable, and comes of a wrong address.
+# These errors come from a wrong address and leave the device unusable.
 WRONG_ADDRESS = re.compile(
     r"illegal memory access|misaligned address|device-side assert|illegal instruction", re.I
 )
-# The file in which each command says what it found.
+# The report file of each command.
 REPORTS = {TOKENS: "tokens.json", ORDER: "junit.xml", KERNELS: "junit.xml"}
 _COMPARISON = re.compile(r"assert\b|AssertionError")
-# test → why its failed comparison is no wrong byte.
+# test → why a failed comparison in it means no wrong byte
 NOT_ABOUT_BYTES = {
     "test_the_pool_is_sized_by_what_is_left": "others hold memory meanwhile",
     "test_without_the_events_the_fault_is_seen": "beside others the planted fault may not show",
@@ -42,14 +42,14 @@ class Kind(Enum):
 
 
 class Failure(NamedTuple):
-    """A failed test or check, by name and first line."""
+    """A failed test or check: its name and the first line of its message."""
 
     text: str
     kind: Kind
 
 
 def find_wrong(results: Path, outcomes: Sequence[Outcome]) -> list[str]:
-    """Everything that was found to be wrong, with the command that found it."""
+    """Each failure of kind WRONG, with the name of its command."""
     return [
         f"{outcome.name}: {failure.text}"
         for outcome in outcomes
@@ -59,8 +59,8 @@ def find_wrong(results: Path, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def find_unproven(results: Path, outcomes: Sequence[Outcome]) -> list[str]:
-    """The commands that would have shown tokens, bytes and order to be right, and did not, each
-    with what is known. A command whose failures are all excused has shown it."""
+    """The commands that should have shown tokens, bytes and order to be right and did not, each
+    with the known reason. A command whose failures are all excused has shown it."""
     found = []
     for outcome in outcomes:
         if outcome.name not in REPORTS or outcome.result == OK:
@@ -74,8 +74,8 @@ def find_unproven(results: Path, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def read_failures(results: Path, name: str) -> list[Failure] | None:
-    """The failures in a command's report; None where it cannot be read. A command that looks at no
-    bytes has none."""
+    """The failures in a command's report; None if the report cannot be read. Commands without an
+    entry in REPORTS have no failures."""
     if name not in REPORTS:
         return []
     path = results / name / REPORTS[name]
@@ -110,8 +110,8 @@ def _tests(path: Path) -> Iterator[Failure]:
 
 
 def advice(wrong: Sequence[str], unproven: Sequence[str], sanitize: str) -> list[str]:
-    """The last lines of `first`: whether `figures` comes next. `sanitize` is the command that comes
-    instead."""
+    """The last lines that `first` prints: whether to run `figures` next. `sanitize` is the command
+    to run instead."""
     if wrong:
         return [
             f"WRONG: {'; '.join(wrong[:5])}" + (f"; and {len(wrong) - 5} more" * (len(wrong) > 5)),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running of a step's commands: process groups, their limits, logs, and the archive of results.
 
-The archive is written again after every command, whole or not at all, so a step that is cut off
-keeps what it had.
+The archive is replaced after every command by a rename, so a step that is cut off keeps the results
+of the commands that had ended.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 
 from .steps import Command, Group
 
-GRACE_SECONDS = 10.0  # from the first signal to SIGKILL, for all that is left of a group
-MARGIN_SECONDS = 25.0  # a benchmark is told to start nothing this long before its limit,
-MARGIN_SHARE = 0.25  # or this share of it, which is shorter
+GRACE_SECONDS = 10.0  # from the first signal to SIGKILL, for a whole process group
+MARGIN_SECONDS = 25.0  # a benchmark starts nothing new in these last seconds of its limit,
+MARGIN_SHARE = 0.25  # or in this share of its limit, if that is shorter
 LOOK_SECONDS = 0.05
-# Of a log. An assertion on a device is printed by every thread.
+# Bytes of a log. On a device every thread prints a failed assertion.
 MOST_LOG_BYTES, KEPT_LOG_BYTES = 8 << 20, 2 << 20
-MOST_FILE_BYTES = 8 << 20  # of what a command leaves; a larger file stays where it is
+MOST_FILE_BYTES = 8 << 20  # a larger result file is left out of the archive
 OK, FAILED, TIMED_OUT, LEFT_OUT, CUT_OFF = "ok", "failed", "timed out", "left out", "cut off"
 
 
@@ -60,13 +60,13 @@ class Step:
 
 
 class Running:
-    """A command under way, in a process group and a folder of its own, with its log there."""
+    """A running command, with a process group of its own and a folder for its log and results."""
 
     def __init__(
         self, command: Command, limit: float, results: Path, environment: Mapping[str, str]
     ) -> None:
         self.command = command
-        # pytest writes down at SIGINT what it has found, and nothing at SIGTERM.
+        # At SIGINT pytest writes the results so far; at SIGTERM it writes nothing.
         self.gentle = signal.SIGINT if "pytest" in command.words else signal.SIGTERM
         self.out = results / command.name
         self.out.mkdir()
@@ -84,18 +84,18 @@ class Running:
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-        # A core file of a process of torch has hundreds of megabytes.
+        # A core file of a process that imports torch has hundreds of megabytes.
         resource.prlimit(self.process.pid, resource.RLIMIT_CORE, (0, 0))
 
     def look(self) -> str | None:
-        """The result of the command; None while it runs within its limit."""
+        """The command's result; None while the command runs within its limit."""
         status = self.process.poll()
         if status is not None:
             return FAILED if status else OK
         return TIMED_OUT if time.monotonic() > self._ends else None
 
     def signal(self, number: int) -> bool:
-        """Send it to the process and those that it started; False where none is left."""
+        """Send a signal to the command's process group; return False if no process is left."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
@@ -103,7 +103,7 @@ class Running:
         return True
 
     def end(self, result: str) -> Outcome:
-        """End the process and those that it started."""
+        """End the command's process group and return the command's outcome."""
         for number in (self.gentle, signal.SIGTERM, signal.SIGKILL):
             if not self.signal(number):
                 break
@@ -121,7 +121,7 @@ def run_step(
     groups: Sequence[Group], step: Step, results: Path, archive: Path,
     environment: Mapping[str, str], deadline: float,
 ) -> None:  # fmt: skip
-    """Run one group after the other until the deadline."""
+    """Run the groups one after the other until `deadline`; record later groups as left out."""
     for group in groups:
         left = deadline - time.monotonic()
         if left < GRACE_SECONDS:
@@ -138,8 +138,8 @@ def run_group(
     group: Group, step: Step, results: Path, archive: Path, environment: Mapping[str, str],
     seconds: float,
 ) -> None:  # fmt: skip
-    """Run commands side by side. One that fails, or is ended at its limit, leaves the others alone;
-    all are ended where this is interrupted."""
+    """Run commands side by side. A command that fails or reaches its limit does not end the others;
+    an interrupt ends all of them."""
     running: list[Running] = []
 
     def note(each: Running, result: str) -> None:
@@ -152,7 +152,8 @@ def run_group(
     try:
         for command in group:
             limit = min(command.seconds, seconds)
-            # One at a time: what has started is ended, even if the next cannot start.
+            # The processes are started one by one, so that those started are ended if the next
+            # fails.
             running.append(Running(command, limit, results, environment))
         while running:
             ended = [(each, result) for each in running if (result := each.look()) is not None]
@@ -162,15 +163,15 @@ def run_group(
                 time.sleep(LOOK_SECONDS)
     finally:
         for each in running:
-            each.signal(each.gentle)  # all at once, so that they end beside each other
+            each.signal(each.gentle)  # all get the signal at once, so that they end side by side
         while running:
             note(running[0], CUT_OFF)
 
 
 @contextmanager
 def hearing_interrupts() -> Iterator[None]:
-    """Let processes that are started within be interrupted: a shell makes its background commands,
-    and all that these start, ignore SIGINT. For the main thread."""
+    """Let processes that start inside this context receive SIGINT: a shell makes its background
+    commands, and all that these start, ignore it. For the main thread only."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -179,7 +180,7 @@ def hearing_interrupts() -> Iterator[None]:
 
 
 def last_line_of(log: Path) -> str:
-    """The last line of a log, to be shown on the terminal."""
+    """The last line of a log, for the terminal."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
         lines = file.read().decode(errors="replace").strip().splitlines()
@@ -187,7 +188,7 @@ def last_line_of(log: Path) -> str:
 
 
 def shorten(log: Path) -> None:
-    """Take out the middle of a log that is too large to be carried."""
+    """Cut out the middle of a log that is too large for the archive."""
     size = log.stat().st_size
     if size <= MOST_LOG_BYTES:
         return
@@ -200,8 +201,8 @@ def shorten(log: Path) -> None:
 
 
 def pack(step: Step, results: Path, archive: Path) -> None:
-    """Write the archive again, with the folders of the commands that have ended. Files beyond
-    MOST_FILE_BYTES are named in its notes instead."""
+    """Write the archive anew, with the folders of the commands that have ended. Files larger than
+    MOST_FILE_BYTES are left out, and the step's notes name them."""
     large = sorted(
         f"{path.relative_to(results)} has {path.stat().st_size} bytes and was left out"
         for path in results.rglob("*")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of `tools/on_gpu.py`: the commands of each, in groups, and their shares of the time lent.
+"""Steps of `tools/on_gpu.py`: each step's commands, in groups, and their shares of the loan.
 
-The commands of a group run side by side, and the groups one after the other. All seconds below are
-those of a machine that is lent for `LENT_SECONDS`; `groups_of` scales them to another loan.
+A loan is the time for which the GPU machine is lent. The commands of a group run side by side, and
+the groups one after the other. All seconds below are for a loan of `LENT_SECONDS`; `groups_of`
+scales them to another length.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LENT_SECONDS = 900.0
-# The start takes 60 to 90 s of a loan, and nothing of it is left for a third step behind these two.
+# The machine's start takes 60 to 90 s of the loan; these two steps use all of the rest.
 STEP_SECONDS = {"first": 280.0, "figures": 440.0}
-# Such a machine cuts a command off after ten minutes, the unpacking and packing included.
+# The machine ends a command after ten minutes, which include the transfer of its files.
 LATER_SECONDS = 570.0
 STEPS = ("first", "figures", "probe", "tests", "bench", "full", "sanitize")
 
 GPU_TESTS = ("kernels", "connector/device", "engine/worker", "benchmarks/gpu")
-# Streams, events and graphs: what decides there is which comes first, so in the step `tests`
-# nothing runs beside them.
+# Tests of streams, events and graphs depend on the order of work on the device. So in the step
+# `tests` no other tests run beside them.
 ALONE_TESTS = (
     "kernels/test_stream_order.py",
     "kernels/test_graph_capture.py",
@@ -29,14 +30,14 @@ ALONE_TESTS = (
     "engine/worker/test_on_gpu.py",
 )
 SANITIZER_TESTS = "kernels/test_sanitizer.py"
-# In `first` three processes share the device, or it would not fit. Copies and their order:
+# In `first` three processes share the device's memory. These tests check copies and their order:
 ORDER_TESTS = (
     "connector/device/test_cuda_gpu.py",
     "kernels/test_copy_engine.py",
     "kernels/test_stream_order.py",
     "engine/worker/test_on_gpu.py",
 )
-# Kernels at the sizes of real models, in records, and those that move bytes.
+# Kernels at the sizes of real models, in CUDA graphs, and kernels that move bytes.
 KERNEL_TESTS = (
     "kernels/test_large_batches.py",
     "kernels/test_graph_capture.py",
@@ -50,8 +51,8 @@ SANITIZE_FIRST = "sanitize-decode-write"
 
 @dataclass(frozen=True)
 class Command:
-    """A process of a step. In its words `{out}` is the folder of its results, and `{seconds}` the
-    time after which it should start nothing more."""
+    """A process of a step. In `words`, `{out}` stands for the folder of its results, and
+    `{seconds}` for the time after which it should start nothing new."""
 
     name: str
     words: tuple[str, ...]
@@ -62,14 +63,14 @@ Group = tuple[Command, ...]
 
 
 def seconds_of(step: str, lent: float) -> float:
-    """The limit of a whole step in seconds, scaled to the loan."""
+    """The limit of a whole step in seconds, for a loan of `lent` seconds."""
     return STEP_SECONDS.get(step, LATER_SECONDS) * lent / LENT_SECONDS
 
 
 def groups_of(
     step: str, *, is_rehearsal: bool, lent: float = LENT_SECONDS, peers: str | None = None
 ) -> list[Group]:
-    """The commands of a step."""
+    """The commands of a step, in groups, with limits for a loan of `lent` seconds."""
     share = lent / LENT_SECONDS
     return [
         tuple(replace(each, seconds=each.seconds * share) for each in group)
@@ -78,13 +79,13 @@ def groups_of(
 
 
 def sections_of(command: Command) -> list[str]:
-    """The sections of `bench gpu` that a command runs; none for another command."""
+    """The sections of `bench gpu` that a command runs; an empty list for any other command."""
     words = command.words
     return words[words.index("--sections") + 1].split(",") if "--sections" in words else []
 
 
 def bench(sections: str, seconds: float, *options: str) -> Command:
-    """Sections of `stratakv bench gpu`."""
+    """A command that runs these sections of `stratakv bench gpu`."""
     words = ("-m", "stratakv.engine.cli.main", "bench", "gpu", "--sections", sections)
     return Command(
         "bench-" + sections.split(",")[0].replace(" ", "-"),
@@ -94,8 +95,8 @@ def bench(sections: str, seconds: float, *options: str) -> Command:
 
 
 def pytest_of(name: str, places: Sequence[str], seconds: float, *options: str) -> Command:
-    """The GPU's tests of some files or folders. A module that cannot be imported leaves the others
-    to run."""
+    """A command that runs the GPU tests below some files or folders. A module that cannot be
+    imported does not stop the others."""
     words = ("-m", "pytest", "-m", "gpu", "-c", str(ROOT / "pyproject.toml"), "-q", "-ra")
     report = (
         "-p",
@@ -120,8 +121,8 @@ def _tiny(is_rehearsal: bool) -> tuple[str, ...]:
 
 
 def _many(is_rehearsal: bool, processes: int, most_failures: int) -> tuple[str, ...]:
-    """Options that spread tests over processes, test by test: hundreds of kernels take a second or
-    two each to compile, and one file has more of them than all others together."""
+    """pytest-xdist options that spread single tests over processes: hundreds of kernels take a
+    second or two each to compile, and one file has more of them than all others together."""
     options = ("-n", str(processes), "--dist", "worksteal", "--maxfail", str(most_failures))
     return () if is_rehearsal else options
 
@@ -137,7 +138,7 @@ def _first(is_rehearsal: bool, _peers: str | None) -> Iterator[Group]:
 
 
 def _figures(is_rehearsal: bool, _peers: str | None) -> Iterator[Group]:
-    """Groups by value, the most wanted first."""
+    """The commands that measure, the most important first."""
     quick = ("--quick", *_tiny(is_rehearsal))
     yield (bench("copy device,engine-phases", 130, *quick),)
     yield (bench("decode,prefill", 95, *quick),)
@@ -174,7 +175,8 @@ def _full(is_rehearsal: bool, peers: str | None) -> Iterator[Group]:
 
 
 def _sanitize(_is_rehearsal: bool, _peers: str | None) -> Iterator[Group]:
-    """The two kernels of every step apart, since they fit into what `first` leaves of a loan."""
+    """The tests of the decode and write kernels first: they fit into the time that `first`
+    leaves."""
     chosen = "decode or write"
     yield (pytest_of(SANITIZE_FIRST, [SANITIZER_TESTS], 200, "-k", chosen),)
     yield (pytest_of("sanitize-rest", [SANITIZER_TESTS], 360, "-k", f"not ({chosen})"),)

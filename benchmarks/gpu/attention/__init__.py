@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention kernels and KV writes, beside those of other projects."""
+"""The attention kernels and KV writes, compared with those of other projects."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other launch parameters of decode and prefill beside the ones their tables choose.
+"""Launch parameters of decode and prefill beside the ones that their tables choose.
 
-Nothing is tuned while an engine runs; the tables are checked in, and this is where they come from:
-each row of this section has what was chosen, what was best, and everything that was tried. The
-tables are replaced in this process for one measurement at a time. Runs only in the full form.
+Nothing is tuned while an engine runs; the tables are checked in and come from this section. Each
+row holds the parameters that the table chose, the best ones, and all that were tried. The tables
+are replaced in this process for one measurement at a time. The section runs only in the full form.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREFILL_LAUNCHES = tuple(
 
 
 def run(place: Place, results: Results) -> None:
-    """Prefill's table, then decode's. Raises SectionOver."""
+    """Sweep prefill's table, then decode's. Raises SectionOver."""
     if place.is_quick and not place.is_rehearsal:
         results.add_note(NAME, "only in the full form")
         return
@@ -46,7 +46,7 @@ def run(place: Place, results: Results) -> None:
 
 
 def choose_cases(place: Place) -> tuple[list[Case], list[Case]]:
-    """The cases for decode's table, and those for prefill's."""
+    """The cases for decode's table, and the cases for prefill's table."""
     if place.is_rehearsal:
         tiny = decode_case("2 requests", 2, 40, kv_heads=2, head_dim=16, block_size=8)
         chunk = Case(name="chunk", chunks=((9, 9),), kv_heads=2, head_dim=16, block_size=8)
@@ -56,7 +56,7 @@ def choose_cases(place: Place) -> tuple[list[Case], list[Case]]:
 
 
 def sweep_decode_rows(place: Place, results: Results, case: Case) -> None:
-    """Tiles, warps and stages in place of the table's."""
+    """Time tiles, warps and stages of decode other than the table's."""
     path = DOT_TOKEN_SCALES if case.scales == "token" else DOT
     size = next(s for s in paged_decode_launch.HEAD_SIZES if case.head_dim <= s)
     capability = _capability()
@@ -67,12 +67,12 @@ def sweep_decode_rows(place: Place, results: Results, case: Case) -> None:
     trial = _Trials(place, results, batch, "decode table", chosen._asdict())
     for row in _chosen_first(chosen, place.choose(DECODE_ROWS, (), DECODE_ROWS[:2])):
         with patch.dict(paged_decode_launch.TABLE, {capability: {key: row}}):
-            batch.plan_splits()  # in tiles of this row
+            batch.plan_splits()  # with the tiles of this row
             trial.add({**row._asdict(), "is_chosen": row == chosen})
 
 
 def sweep_prefill_launches(place: Place, results: Results, case: Case) -> None:
-    """Tiles, warps and stages of long chunks in place of the table's."""
+    """Time tiles, warps and stages of long prefill chunks other than the table's."""
     size = max(64, paged_prefill_launch.padded_head_dim(case.head_dim))
     chosen = paged_prefill_launch.choose_launch(
         probe_hardware().capability,
@@ -94,7 +94,7 @@ def sweep_prefill_launches(place: Place, results: Results, case: Case) -> None:
 
 
 class _Trials:
-    """Trials of one case: a row of results that is complete after each."""
+    """The launches tried on one case. The case's row of results is complete after each launch."""
 
     def __init__(
         self, place: Place, results: Results, batch: Batch, what: str, chosen: Row
@@ -108,11 +108,11 @@ class _Trials:
         results.add_row(NAME, self._row)
 
     def add(self, entries: Row) -> None:
-        """Add the seconds of one launch, or the reason that there are none. Raises SectionOver."""
+        """Add the seconds of one launch, or the reason for its failure. Raises SectionOver."""
         self._place.check_time()
         try:
             timing = time_checked(self._place, self._batch, self._expected, rounds=3)
-        except Exception as error:  # noqa: BLE001 - what no table has may well not compile
+        except Exception as error:  # noqa: BLE001 - launches outside the tables may not compile
             self._tried.append({**entries, "failed": one_line(error)})
             self._place.synchronise()
             return

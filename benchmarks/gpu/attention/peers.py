@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode and prefill beside other projects' kernels, on the same tensors in the same minute.
+"""Decode and prefill compared with other projects' kernels, on the same tensors.
 
-Peers come from the folder of `--peers`, appended to the path so that it never shadows what is
-installed, or from what is installed. None has to be there: whatever a peer cannot do, gets wrong or
-breaks on is a note. Versions of a peer differ in the names of their arguments, so a call passes
-those that a function has. This section is the last one, because a kernel that breaks the device's
-context takes everything after it along.
+Peers are imported from the installed packages or from the folder of `--peers`, which comes last on
+the path. No peer is required: if a peer lacks a case, gives a wrong result or fails, a note says
+so. A peer's versions differ in their argument names, so a call passes only the arguments that the
+function has. This section runs last, because a kernel that breaks the device's context makes all
+later work fail.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from . import decode, prefill
 from .cases import Batch, Case, check_attention, decode_case, make_batch, time_checked
 
 NAME = "peers"
-MAX_FAULTS = 3  # each may cost seconds of compiling
-PeerLaunch = Callable[[int], Tensor]  # the attention over that layer of the batch
+MAX_FAULTS = 3  # each fault may cost seconds of compiling
+PeerLaunch = Callable[[int], Tensor]  # layer → the attention over that layer of the batch
 
 
 class PeerRefused(Exception):
-    """This peer is not here, or cannot do this case; says why."""
+    """This peer is not installed or has no kernel for this case; the message says why."""
 
 
 class Peer(Protocol):
-    """Another implementation. `__init__` imports it, and raises what the import raises."""
+    """Another project's attention. `__init__` imports it and raises what the import raises."""
 
     name: str
-    remark: str  # what a reader of its figures must know
+    remark: str  # a note for readers of this peer's figures
 
     def __init__(self) -> None: ...
 
     def prepare(self, batch: Batch) -> PeerLaunch:
-        """Do what is done once for a batch; the returned launch is timed. Raises PeerRefused for a
-        batch that this peer has no kernel for, and whatever the peer raises."""
+        """Do the work that is needed once for a batch; the returned launch is timed. Raises
+        PeerRefused if this peer has no kernel for the batch, and whatever the peer raises."""
         ...
 
 
 def import_first(modules: Sequence[str], name: str) -> Any:
-    """`name` from the first module that has it, for modules move between versions. Raises
-    PeerRefused with what happened to each, or whatever else an import raises."""
+    """`name` from the first module that has it, because modules move between versions. Raises
+    PeerRefused with the reason for each module, or whatever else an import raises."""
     reasons = []
     for module in modules:
         try:
@@ -66,8 +66,8 @@ def import_first(modules: Sequence[str], name: str) -> Any:
 def known_arguments(
     function: Callable[..., Any], wanted: dict[str, Any], needed: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Arguments of `wanted` that `function` has; all, if it takes any name. Raises PeerRefused
-    where it lacks one that is `needed`."""
+    """The arguments of `wanted` that `function` has, or all if it has `**kwargs`. Raises
+    PeerRefused if it lacks a `needed` one."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return wanted
@@ -77,19 +77,20 @@ def known_arguments(
 
 
 def planes(batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
-    """K and V of a layer as `[num_blocks, block_size, kv heads, head_dim]`: views, no copies."""
+    """K and V of a layer as views of shape `[num_blocks, block_size, kv heads, head_dim]`."""
     key, value = batch.layers[layer].unbind(1)
     return key, value
 
 
 def refuse_float8(batch: Batch) -> None:
-    """Peers take one scale for a whole tensor where our pools have one for each head or token."""
+    """Raises PeerRefused for a float8 pool: peers take one scale for a whole tensor, and our pools
+    have a scale for each head or token."""
     if batch.case.scales:
         raise PeerRefused("a float8 pool with other scales than this peer's")
 
 
 def only_tensor(answer: Any) -> Tensor:
-    """The result of a function that may give the softmax sums with it."""
+    """The tensor in a peer's result, which may be a tuple of that tensor and softmax sums."""
     first = answer[0] if isinstance(answer, tuple) else answer
     if not isinstance(first, torch.Tensor):
         raise PeerRefused(f"expected a tensor, got {type(first).__name__}")
@@ -101,14 +102,14 @@ VLLM_MODULES = (
     "vllm.attention.ops.triton_unified_attention",
 )
 VLLM_NEEDED = {"cu_seqlens_q", "seqused_k", "block_table", "softmax_scale"}
-# Buffers that vLLM's engine allocates for decode: contexts in 16 parts where fewer than 128
-# programs would run. A version that takes no such buffers makes them itself.
+# Buffers that vLLM's engine allocates for decode. It splits contexts into 16 parts if fewer than
+# 128 programs would run. A version without such arguments makes the buffers itself.
 SEGMENTS = 16
 FEWEST_PROGRAMS = 128
 
 
 class VllmTriton:
-    """Reads our pool in place, through views of K and V."""
+    """vLLM's Triton attention; it reads our pool in place, through views of K and V."""
 
     name = "peer_triton"
     remark = "vLLM's Triton unified_attention on views of our pool, split as its engine does"
@@ -167,7 +168,7 @@ FLASH_NEEDED = {"cache_seqlens", "page_table", "cu_seqlens_q"}
 
 
 class FlashAttention3:
-    """Reads our pool in place, through views of K and V."""
+    """FlashAttention-3; it reads our pool in place, through views of K and V."""
 
     name = "fa3"
     remark = "FlashAttention-3, flash_attn_with_kvcache on views of our pool"
@@ -197,7 +198,7 @@ class FlashAttention3:
 
 
 class TorchAttention:
-    """Requests of one shape, without window and soft cap."""
+    """Torch's attention, for requests of one shape without window and soft cap."""
 
     name = "torch"
     remark = (
@@ -226,7 +227,7 @@ class TorchAttention:
 
 
 def _gather(batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
-    """K and V, each contiguous: `[requests, kv heads, tokens, head_dim]`."""
+    """K and V of a layer, each contiguous: `[requests, kv heads, tokens, head_dim]`."""
     length, blocks = batch.case.lengths[0], batch.block_tables.long()
     key, value = (
         plane[blocks].flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
@@ -236,11 +237,11 @@ def _gather(batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
 
 
 WORKSPACE_BYTES = 384 * 2**20
-TENSOR_CORE_GROUP = 4  # from this many heads over one KV head on, as it recommends
+TENSOR_CORE_GROUP = 4  # FlashInfer recommends tensor cores from this group size on
 
 
 class FlashInfer:
-    """Reads our pool in place, through views of K and V."""
+    """FlashInfer's attention; it reads our pool in place, through views of K and V."""
 
     name = "flashinfer"
     remark = "FlashInfer's paged wrappers on views of our pool; its plan is not timed"
@@ -276,7 +277,7 @@ class FlashInfer:
 
 
 def _pages(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """The index of each request's first page, all page ids, and the tokens of last pages."""
+    """The start of each request in the page ids, all page ids, and the tokens in the last pages."""
     size = batch.case.block_size
     widths = [-(-length // size) for length in batch.case.lengths]
     starts = [0, *accumulate(widths)]
@@ -286,12 +287,12 @@ def _pages(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return integers(starts), torch.cat(ids), integers(fill)
 
 
-# FlashInfer last: it may compile for minutes, and the others should be through by then.
+# FlashInfer is last: it may compile for minutes, so the other peers should be measured by then.
 PEERS: tuple[type[Peer], ...] = (VllmTriton, FlashAttention3, TorchAttention, FlashInfer)
 
 
 def choose_cases(place: section.Place) -> list[Case]:
-    """Cases of the targets, in bf16; prefill first, for two targets are about it."""
+    """The targets' cases in bf16; prefill comes first, because both targets are about it."""
     if place.is_rehearsal:
         return [*prefill.choose_cases(place)[:2], *decode.choose_cases(place)[:2]]
     grid = [decode_case(name, requests, context) for name, requests, context in decode.GRID]
@@ -301,7 +302,7 @@ def choose_cases(place: section.Place) -> list[Case]:
 
 
 def run(place: section.Place, results: section.Results) -> None:
-    """Ours on every case, then one peer after the other. Raises SectionOver, WrongResult."""
+    """Measure our kernels, then one peer after the other. Raises SectionOver, WrongResult."""
     for name in measure(place, results, NAME, choose_cases(place), PEERS):
         set_ratios(results, name)
 
@@ -313,8 +314,8 @@ def measure(
     cases: Sequence[Case],
     kinds: Sequence[type[Peer]],
 ) -> Iterator[str]:
-    """Rows of section `title`: ours on every case, then one peer after the other. Yields a peer's
-    name whenever it has been measured on a case. Raises SectionOver, WrongResult."""
+    """Add rows to section `title`: our seconds for every case, then one peer after the other. Yield
+    a peer's name after each case that it has measured. Raises SectionOver, WrongResult."""
     rows: dict[str, section.Row] = {}
     expected: dict[str, Tensor] = {}
     rounds = place.choose(7, 5, 3)
@@ -355,8 +356,8 @@ def measure(
 def find_peers(
     place: section.Place, results: section.Results, title: str, kinds: Sequence[type[Peer]]
 ) -> list[Peer]:
-    """Peers that can be imported; adds a note for each. The folder stays on the path: modules of it
-    may import others of it later."""
+    """The peers that can be imported; add a note for each. The folder stays on the path, because
+    its modules may import others of it later."""
     folder = None if place.peers is None else str(place.peers.resolve())
     if folder is not None and folder not in sys.path:
         sys.path.append(folder)
@@ -376,7 +377,8 @@ def find_peers(
 
 
 def time_peer(place: section.Place, case: Case, peer: Peer, expected: Tensor, rounds: int) -> float:
-    """Seconds of one launch, on the tensors that ours had. Raises whatever the peer does."""
+    """Seconds of one launch of a peer, on equal tensors to ours. Raises whatever the peer
+    raises."""
     batch: Batch = make_batch(place, case)
     launch = peer.prepare(batch)
     check_attention(f"{peer.name}, {case.name}", launch(0).reshape(expected.shape), expected)
@@ -385,7 +387,7 @@ def time_peer(place: section.Place, case: Case, peer: Peer, expected: Tensor, ro
 
 
 def check_device(place: section.Place, peer: Peer) -> None:
-    """Check the device after a fault of a peer. Raises RuntimeError if it can do nothing more."""
+    """Check the device after a peer failed. Raises RuntimeError if the device is unusable."""
     try:
         place.synchronise()
     except RuntimeError as error:
@@ -396,7 +398,8 @@ def check_device(place: section.Place, peer: Peer) -> None:
 
 
 def set_ratios(results: section.Results, name: str) -> None:
-    """Record the geometric mean of the peer's seconds over ours: for decode, for prefill's grid."""
+    """Record the geometric mean of the peer's seconds divided by ours, for decode and for prefill's
+    grid."""
     rows = [row for row in results.rows(NAME) if name in row["peers"]]
     in_prefill = [row for row in rows if row["case"] in prefill.GRID]
     in_decode = [row for row in rows if row["kind"] == decode.NAME]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill by a library over gathered K and V, beside our kernel that reads them in their blocks.
+"""Prefill by a library over gathered K and V, compared with our kernel that reads the blocks.
 
-The gather is timed with the library, as an engine pays for it. What `--attention-backend auto`
-takes is measured again at every start (`engine/worker/forward/prefill_backend.py`).
+The gather is timed with the library's work, because an engine pays for it too. The engine itself
+measures which of them `--attention-backend auto` uses, at every start
+(`engine/worker/forward/prefill_backend.py`).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from . import peers, prefill
 from .cases import Batch
 
 NAME = "prefill-library"
-# Tokens that are new, and tokens before them.
+# New tokens, and tokens before them.
 GRID = [prefill.name_of(*case) for case in ((2048, 8192), (8192, 32768), (8192, 8192))]
 
 
 class GatheredSdpa:
-    """Torch's attention over K and V that the same launch has gathered, as the engine may run it
-    for long chunks of one request."""
+    """Torch's attention over K and V that the same launch gathers. The engine may run it so for
+    long chunks of one request."""
 
     name = gathered_prefill.SDPA
     remark = "K and V gathered, then torch's scaled_dot_product_attention"
@@ -44,7 +45,7 @@ class GatheredSdpa:
 
 
 class GatheredFa3(GatheredSdpa):
-    """FlashAttention-3 over K and V that are gathered alike."""
+    """FlashAttention-3 over K and V that the same launch gathers."""
 
     name = gathered_prefill.FA3
     remark = "K and V gathered, then flash_attn_func of fa3-fwd"
@@ -54,7 +55,7 @@ LIBRARIES: tuple[type[peers.Peer], ...] = (GatheredFa3, GatheredSdpa)
 
 
 def run(place: section.Place, results: section.Results) -> None:
-    """Ours on every case, then one library after the other. Raises SectionOver, WrongResult."""
+    """Measure our kernel, then one library after the other. Raises SectionOver, WrongResult."""
     grid = {case.name: case for case in prefill.choose_cases(place)}
     cases = [grid[name] for name in GRID]
     for name in peers.measure(place, results, NAME, cases, LIBRARIES):

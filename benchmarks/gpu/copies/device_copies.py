@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks out of the pool and in again, by the copy device as the connector uses it.
+"""Copies of blocks from the pool to the slab and back, by the copy device of the connector.
 
-The section before this one times calls of CUDA; this one times all there is between a caller and
-the end of a copy: the plan, the threads, events and the order between them. Every byte is compared
-once before. A rehearsal runs the CPU's device.
+The section `copies` times CUDA calls only. This section times everything between a caller's request
+and the end of the copy: the plan, the threads, the events and the order between them. Every byte is
+compared once before. A rehearsal uses the CPU's copy device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .methods import BLOCKS, DIRECTIONS, ONE_WAY, SEED, Direction
 NAME = "copy device"
 LAYOUT = BlockLayout(32, 16, 8, 128, "bfloat16")  # 2 MiB
 REHEARSAL_LAYOUT = BlockLayout(2, 16, 1, 32, "bfloat16")
-JOBS = 8  # each way, queued at once
+JOBS = 8  # jobs in each direction, all queued at once
 WAIT_SECONDS = 60.0
 TARGETS = (
     Target("device_to_host_over_pinned", "the copy device's stores, of the ceiling", least=0.95),
@@ -42,7 +42,7 @@ TARGETS = (
 
 
 class Field:
-    """A device with pool and slab; half of the blocks and slots are for each direction."""
+    """A copy device with pool and slab; each direction has half of the blocks and slots."""
 
     def __init__(self, device: CopyDevice, slab: CpuSlab, pool: torch.Tensor) -> None:
         self.device = device
@@ -57,7 +57,7 @@ class Field:
         self.jobs = {Stream.STORE: jobs[: len(jobs) // 2], Stream.LOAD: jobs[len(jobs) // 2 :]}
 
     def queue(self, direction: Direction) -> tuple[list[Event], list[float]]:
-        """Queue all jobs of a direction; return their events, and the CPU seconds of queueing."""
+        """Queue all jobs of a direction; return their events, and each call's CPU seconds."""
         streams = {"to_host": [Stream.STORE], "to_device": [Stream.LOAD]}.get(direction)
         events, seconds = [], []
         for number in range(len(self.jobs[Stream.STORE])):
@@ -68,7 +68,7 @@ class Field:
         return events, seconds
 
     def check(self) -> None:
-        """Compare both sides of every copy. Raises WrongResult."""
+        """Compare the two sides of every copy. Raises WrongResult."""
         memory = torch.frombuffer(self.slab.memory(), dtype=torch.uint8)
         rows = memory.view(self.slab.num_slots, -1)
         for stream, jobs in self.jobs.items():
@@ -78,7 +78,7 @@ class Field:
 
 
 def run(place: Place, results: Results) -> None:
-    """A row for each direction."""
+    """Add a row for each direction."""
     rounds = place.choose(7, 3, 1)
     with _field(place) as field:
         for direction in ONE_WAY:
@@ -91,7 +91,7 @@ def run(place: Place, results: Results) -> None:
 
 
 def measure(field: Field, results: Results, direction: Direction, rounds: int) -> Row:
-    """Time some rounds, each from the first call to the end of the last copy; a row of medians."""
+    """Time rounds from the first call to the end of the last copy; return a row of medians."""
     taken, submitted, num_bytes = [], [], 0
     for _ in range(rounds):
         began = time.perf_counter()
@@ -110,7 +110,7 @@ def measure(field: Field, results: Results, direction: Direction, rounds: int) -
 
 
 def set_ratios(results: Results) -> None:
-    """Set the ratios of the targets whose ceilings were measured."""
+    """Set the targets' ratios to limits that were measured, and the other ratios."""
     rows = {row["case"]: row for row in results.rows(NAME)}
     for direction in DIRECTIONS:
         ratio = rows[direction]["over_pinned"]
@@ -134,7 +134,7 @@ def _field(place: Place) -> Iterator[Field]:
         pool = bits.view(torch.bfloat16)
         words = torch.frombuffer(slab.memory(), dtype=torch.int64)
         torch.arange(len(words), out=words)
-        del words  # or the slab would not be unmapped
+        del words  # a view would keep the slab from being unmapped
         device.register_slab(slab)
         device.register_pool(pool)
         place.synchronise()

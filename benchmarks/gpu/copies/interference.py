@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps while blocks stream out and in beside them, by copy method.
+"""Decode steps beside copies of blocks in both directions, by copy method.
 
-Steps run in a stream of high priority and copies in streams of low priority. Steps alone and steps
-beside copies take turns, so that a clock that changes meets both. Each step has its own time,
-because a mean hides the steps that wait.
+Steps run in a stream of high priority and copies in streams of low priority. Windows of steps alone
+and of steps beside copies take turns, so that a changing clock affects both. Each step is timed by
+itself, because a mean hides the steps that wait.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ from .methods import (
 NAME = "interference"
 METHODS = (BATCHED, FEW, ALL)
 HIGH_PRIORITY = -1
-STEPS_AHEAD = 4  # queued on the device, so that it never waits for the host
-JOBS_AHEAD = 2  # in each direction
-FIRST_STEPS = 5  # of a window, not counted: the copies begin with them
-# A method that hardly copies does not disturb a step either, so it does not count.
+STEPS_AHEAD = 4  # steps queued on the device, so that it never waits for the host
+JOBS_AHEAD = 2  # copy jobs queued in each direction
+FIRST_STEPS = 5  # of a window, not counted, because the copies begin with them
+# A method that copies much more slowly than the fastest does not count, because it disturbs a step
+# less.
 RATE_OF_FASTEST = 0.8
 TARGETS = (
     Target(
@@ -59,8 +60,8 @@ TARGETS = (
 
 
 class DecodeStep:
-    """Attention of one new token of each request, some times over layers that are together far
-    larger than the level-2 cache: four of 268 MB on a device."""
+    """The attention of one new token of each request, repeated over layers that together far exceed
+    the level-2 cache: four of 268 MB on a device."""
 
     def __init__(self, place: Place) -> None:
         requests, tokens = place.choose((32, 2048), (32, 2048), (2, 16))
@@ -84,12 +85,13 @@ class DecodeStep:
                 self._batch.run(self._kernel, layer, out=out)
 
     def check(self, what: str) -> None:
-        """Compare what the last run left with the plain kernel. Raises WrongResult."""
+        """Compare the last run's output with the plain kernel's. Raises WrongResult."""
         for number, (out, expected) in enumerate(zip(self.outs, self._expected, strict=True)):
             check_close(f"{what}, layer {number}", out, expected, absolute=2e-3, relative=2e-2)
 
     def prepare(self, place: Place, stream: torch.cuda.Stream | None) -> Launch:
-        """A launch of the step, checked; a graph on a device, with the priority of `stream`."""
+        """A launch of the step, whose output was checked. On a device it is a CUDA graph, captured
+        in `stream` and with its priority."""
         with on(stream):
             for _ in range(WARM_UPS):
                 self.run()
@@ -104,7 +106,7 @@ class DecodeStep:
 
 
 class Pump:
-    """Keeps a few jobs of one direction queued, and counts what has arrived."""
+    """Keeps a few copy jobs of one direction queued, and counts the bytes that have arrived."""
 
     def __init__(
         self, stream: torch.cuda.Stream | None, launches: Sequence[Launch], job_bytes: int
@@ -119,14 +121,15 @@ class Pump:
         self.seconds = 0.0
 
     def start(self) -> None:
-        """Begin a window of time."""
+        """Begin a time window."""
         self._ends, self._finished = [], 0
         if self._stream is not None:
             with on(self._stream):
                 self._begin = record_event()
 
     def top_up(self) -> None:
-        """Queue jobs up to JOBS_AHEAD. Waits for a job in a rehearsal only."""
+        """Queue jobs until JOBS_AHEAD are unfinished. A rehearsal copies one job at once
+        instead."""
         if self._stream is None:
             begin = time.perf_counter()
             self._launches[0]()
@@ -140,7 +143,7 @@ class Pump:
                 self._ends.append(record_event())
 
     def stop(self) -> None:
-        """End the window: jobs that have arrived by now count, up to the last one's arrival."""
+        """End the window. Jobs that have arrived count, and the time to the last one's arrival."""
         self._count_finished()
         if self._begin is not None and self._finished:
             self.moved_bytes += self._finished * self._job_bytes
@@ -148,7 +151,7 @@ class Pump:
 
     @property
     def gb_per_second(self) -> float:
-        """The rate over all windows; 0 before a job has arrived."""
+        """GB/s over all windows; 0 before the first job has arrived."""
         return self.moved_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def _count_finished(self) -> None:
@@ -159,7 +162,7 @@ class Pump:
 
 
 def run(place: Place, results: Results) -> None:
-    """A row for each method."""
+    """Add a row for each method."""
     half_bytes, block_bytes = place.choose(
         (256 << 20, 2 << 20), (256 << 20, 2 << 20), (2 * BLOCKS * 256, 256)
     )
@@ -192,7 +195,7 @@ def measure(
     stream: torch.cuda.Stream | None,
     launch: Launch,
 ) -> Row:
-    """Step times alone and beside copies, in turn. Raises WrongResult for wrong copies."""
+    """Time steps alone and beside copies, in turn. Raises WrongResult for wrong copies."""
     windows, steps = place.choose((6, 60), (5, 60), (2, 4))
     jobs, launches = prepare_checked(place, field, method, block_bytes, method.name)
     pumps = [
@@ -216,7 +219,7 @@ def time_steps(
     steps: int,
     pumps: Sequence[Pump] = (),
 ) -> list[float]:
-    """Seconds of each of `steps` steps, with the pumps at work. All has ended on return."""
+    """Seconds of each of `steps` steps beside the pumps' copies. All work has ended on return."""
     for pump in pumps:
         pump.start()
     time_them = _time_on_cpu if stream is None else _time_on_device
@@ -273,7 +276,7 @@ def _row(
 
 
 def set_ratio(results: Results) -> None:
-    """The target: the least p99 among the methods that copy about as fast as the fastest."""
+    """Set the target's figure: the lowest p99 of the methods nearly as fast as the fastest."""
     rows = results.rows(NAME)
     fastest = max((row["copies_gb_per_second"] for row in rows), default=0.0)
     ratios = [

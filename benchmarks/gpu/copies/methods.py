@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of 64 blocks between a pool on the device and a page-locked slab, and the ways to copy them.
+"""Jobs of 64 blocks between a pool on the device and a page-locked slab, and methods to copy them.
 
 pool  [blocks of all jobs, and as many again that are in none]     ids in random order
 slab  [ slots of the jobs to the host | slots of those to the device ]
 
-One call a block, one for all, a kernel, or both in turn, in a stream each way. What a job needs is
-made ready before; the launch that comes back does what a running engine would do for every job. A
-rehearsal has ordinary memory and no streams.
+A method makes one call for each block, one call for all blocks, a kernel launch, or a kernel launch
+and a call. Each direction has a stream. `prepare` makes what a job needs; the launch that it
+returns does what a running engine would do for every job. A rehearsal has ordinary memory and no
+streams.
 """
 
 from __future__ import annotations
@@ -37,26 +38,26 @@ from ..section import Launch, Place, WrongResult, time_launches
 
 
 class Lanes(NamedTuple):
-    """A stream for each direction, both of the lowest priority. None in a rehearsal."""
+    """A stream of the lowest priority for each direction; None in a rehearsal."""
 
     to_host: torch.cuda.Stream | None
     to_device: torch.cuda.Stream | None
 
 
 def make_lanes(place: Place) -> Lanes:
-    """Two new streams. Neither waits for the default stream: synchronise between the two."""
+    """Two new streams. They do not wait for the default stream; the caller must synchronise."""
     if place.is_rehearsal:
         return Lanes(None, None)
     return Lanes(new_stream(), new_stream())
 
 
 def new_stream(priority: int = 0) -> torch.cuda.Stream:
-    """A new stream. 0 is the lowest priority, and less is higher."""
+    """A new stream. 0 is the lowest priority; a lower number is a higher priority."""
     return torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
 
 
 def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """A context whose launches go into `stream`; None changes nothing."""
+    """A context in which launches go into `stream`; None changes nothing."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
@@ -64,9 +65,9 @@ def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[ob
 def page_locked(
     place: Place, num_bytes: int, note: Callable[[str], None]
 ) -> Iterator[torch.Tensor]:
-    """A tensor uint8 `[bytes]` that the device reaches. All work of the device ends before it goes.
-
-    `note` is told where it had to be torch's page-locked memory.
+    """A uint8 tensor `[bytes]` in page-locked memory. On exit all work of the device ends before
+    the memory is freed. `note` gets a remark if the memory had to be torch's own page-locked
+    memory.
     """
     if place.is_rehearsal:
         yield torch.zeros(num_bytes, dtype=torch.uint8)
@@ -85,7 +86,7 @@ def page_locked(
 def time_one_way(
     place: Place, stream: torch.cuda.Stream | None, launches: Sequence[Launch]
 ) -> float:
-    """Seconds of one launch, all in `stream`. Includes submitting where that takes longer."""
+    """Seconds of one launch in `stream`. The seconds include submitting, if it takes longer."""
     with on(stream):
         return time_launches(place, launches, in_graph=False).median
 
@@ -93,7 +94,7 @@ def time_one_way(
 def time_both_ways(
     place: Place, lanes: Lanes, to_host: Sequence[Launch], to_device: Sequence[Launch]
 ) -> float:
-    """Seconds of one launch each way, side by side. The slower direction ends the clock."""
+    """Seconds of one launch in each direction, side by side. The slower direction sets the time."""
 
     def wait(waiting: torch.cuda.Stream | None, other: torch.cuda.Stream | None) -> None:
         if waiting is not None and other is not None:
@@ -108,7 +109,7 @@ def time_both_ways(
         functools.partial(launch_pair, out, back)
         for out, back in zip(to_host, to_device, strict=True)
     ]
-    # The events of the clock are in the stream to the host, so the other starts and ends with it.
+    # The timing events are in the stream to the host, so the other stream starts and ends with it.
     begin = functools.partial(wait, lanes.to_device, lanes.to_host)
     end = functools.partial(wait, lanes.to_host, lanes.to_device)
     launches: list[Launch] = [begin, *pairs, end]
@@ -117,7 +118,7 @@ def time_both_ways(
     return timing.median * len(launches) / len(pairs)
 
 
-BLOCKS = 64  # of a job
+BLOCKS = 64  # blocks of a job
 MAX_JOBS = 64
 SEED = 20260
 Direction = Literal["to_host", "to_device", "both"]
@@ -127,12 +128,12 @@ DIRECTIONS: tuple[Direction, ...] = (*ONE_WAY, "both")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Block `block_ids[i]` of the pool goes to slot `slots[i]` of the slab, or back."""
+    """A copy of block `block_ids[i]` of the pool to slot `slots[i]` of the slab, or back."""
 
     pool: torch.Tensor  # [num_blocks, bytes], on the device
     slab: torch.Tensor  # [num_slots, bytes]
     block_ids: torch.Tensor  # int64 [64], on the CPU
-    slots: torch.Tensor  # the same
+    slots: torch.Tensor  # int64 [64], on the CPU
     is_to_host: bool
 
     @property
@@ -142,7 +143,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """The memory of one section: random bytes on both sides, and the streams between them."""
+    """The memory of one section: random bytes on both sides, and a stream for each direction."""
 
     pool: torch.Tensor  # uint8 [4 * half_bytes]
     slab: torch.Tensor  # uint8 [2 * half_bytes]
@@ -150,7 +151,7 @@ class Field:
 
     @classmethod
     def make(cls, place: Place, slab: torch.Tensor) -> Field:
-        """Fill `slab` and a new pool of twice its size."""
+        """Fill `slab` and a new pool of twice its size with random bytes."""
         generator = torch.Generator(place.device).manual_seed(SEED)
         pool = torch.randint(
             0, 256, (2 * slab.numel(),), dtype=torch.uint8, device=place.device, generator=generator
@@ -163,9 +164,9 @@ class Field:
     def jobs(
         self, block_bytes: int, *, run_length: int = 1, slots_in_order: bool = False
     ) -> tuple[list[Job], list[Job]]:
-        """Jobs to the host and to the device, as many as there is room for.
+        """Jobs to the host and jobs to the device, as many as fit.
 
-        Blocks are neighbours in the pool, and in the slab, in runs of `run_length`.
+        In the pool, and in the slab, each run of `run_length` blocks lies together.
         """
         half_bytes = self.slab.numel() // 2
         count = count_jobs(half_bytes, block_bytes)
@@ -195,18 +196,18 @@ class Field:
 
 
 def count_jobs(half_bytes: int, block_bytes: int) -> int:
-    """The number of jobs of such blocks that one half of the slab holds, within limits."""
+    """The number of jobs with such blocks that half of the slab holds: 1 to MAX_JOBS."""
     return max(1, min(MAX_JOBS, half_bytes // (BLOCKS * block_bytes)))
 
 
 def scattered_ids(count: int, run_length: int, generator: torch.Generator) -> torch.Tensor:
-    """0 to `count` - 1, in runs of `run_length` neighbours whose order is random."""
+    """The numbers 0 to `count` - 1, as runs of `run_length` neighbours in random order."""
     runs = torch.randperm(count // run_length, generator=generator)
     return (runs[:, None] * run_length + torch.arange(run_length)).flatten()
 
 
 def check_jobs(what: str, jobs: list[Job]) -> None:
-    """Compare every byte of every block on the device. Raises WrongResult."""
+    """Compare every byte of every copied block, on the device. Raises WrongResult."""
     if not jobs:
         return
     device, half = jobs[0].pool.device, len(jobs[0].slab) // 2
@@ -222,7 +223,7 @@ def check_jobs(what: str, jobs: list[Job]) -> None:
             )
 
 
-# Programs of a kernel that leaves decode undisturbed.
+# So few programs that a copy kernel leaves decode undisturbed.
 FEW_PROGRAMS = 12
 Prepare = Callable[[Place, Job, torch.cuda.Stream | None], Launch]
 Addresses = npt.NDArray[np.int64]
@@ -230,21 +231,22 @@ Addresses = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """`prepare` makes a launch for a job, to be called with the stream as the current one."""
+    """A copy method. `prepare` makes a job's launch, to be called with its stream as the current
+    one."""
 
     name: str
     prepare: Prepare
-    run_length: int = 1  # of neighbours, in its jobs
-    slots_in_order: bool = False  # whether it fills slots that follow one another
+    run_length: int = 1  # blocks that lie together in its jobs
+    slots_in_order: bool = False  # whether its jobs fill slots that follow one another
 
     @property
     def is_for_any_blocks(self) -> bool:
-        """Whether the method takes blocks that are no neighbours in the pool."""
+        """Whether the method can copy blocks that are no neighbours in the pool."""
         return self.run_length == 1
 
 
 def job_addresses(job: Job) -> tuple[Addresses, Addresses, Addresses]:
-    """Sources, targets and sizes of a job's copies."""
+    """The sources, targets and sizes of a job's copies."""
     size = job.pool.shape[1]
     pool = job.pool.data_ptr() + job.block_ids.numpy() * size
     slab = job.slab.data_ptr() + job.slots.numpy() * size
@@ -253,7 +255,7 @@ def job_addresses(job: Job) -> tuple[Addresses, Addresses, Addresses]:
 
 
 def prepare_single(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
-    """A launch of one `cudaMemcpyAsync` for each block."""
+    """A launch with one `cudaMemcpyAsync` for each block."""
     pairs = [
         (job.slab[slot], job.pool[block_id])
         for slot, block_id in zip(job.slots.tolist(), job.block_ids.tolist(), strict=True)
@@ -264,7 +266,7 @@ def prepare_single(place: Place, job: Job, stream: torch.cuda.Stream | None) -> 
 
 
 def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Launch:
-    """Copies from each second to each first."""
+    """A launch that copies, in each pair, the second tensor into the first."""
     pairs = list(pairs)
 
     def launch() -> None:
@@ -277,7 +279,7 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Launch:
 def prepare_batched(
     place: Place, job: Job, stream: torch.cuda.Stream | None, *, merges: bool = False
 ) -> Launch:
-    """A launch of one call for all blocks, each an entry; `merges` joins neighbours to one."""
+    """A launch with one call for all blocks; `merges` joins neighbouring blocks to one entry."""
     addresses = job_addresses(job)
     batch = merge_neighbours(*addresses) if merges else Batch(*addresses)
     if place.is_rehearsal or stream is None:
@@ -287,7 +289,7 @@ def prepare_batched(
 
 
 def prepare_staged(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
-    """A kernel collects the blocks in a buffer on the device, and one copy takes that; or back."""
+    """A launch that gathers the blocks into a device buffer and copies that, or the reverse."""
     ids, rows = job.block_ids.to(job.pool.device), _rows(job)
     staging = torch.empty(rows.shape, dtype=rows.dtype, device=job.pool.device)
 
@@ -305,7 +307,8 @@ def prepare_staged(place: Place, job: Job, stream: torch.cuda.Stream | None) -> 
 def prepare_kernel(
     place: Place, job: Job, stream: torch.cuda.Stream | None, *, programs: int
 ) -> Launch:
-    """A kernel of at most `programs` programs that reaches into page-locked memory."""
+    """A launch of a kernel with up to `programs` programs that accesses page-locked memory
+    itself."""
     ids, rows = job.block_ids.to(job.pool.device), _rows(job)
     kernel = place.kernel
     if job.is_to_host:
@@ -336,8 +339,8 @@ def prepare_checked(
     what: str,
     direction: Direction = "both",
 ) -> tuple[list[list[Job]], list[list[Launch]]]:
-    """Jobs to the host and to the device with their launches, each run once and compared; none for
-    a direction that `direction` leaves out. Raises WrongResult."""
+    """Jobs in both directions with their launches. Each launch has run once and was compared. The
+    lists of a direction that `direction` leaves out are empty. Raises WrongResult."""
     of_lanes = field.jobs(
         block_bytes, run_length=method.run_length, slots_in_order=method.slots_in_order
     )
@@ -361,6 +364,6 @@ def prepare_checked(
 
 
 def _rows(job: Job) -> torch.Tensor:
-    """The slots of a job whose slots are in order."""
+    """The slots of a job as one slice of the slab. The slots must follow one another."""
     first = int(job.slots[0])
     return job.slab[first : first + len(job.slots)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks out of the pool and in again: every method, at every size, in every direction.
+"""Copies of blocks from the pool to the slab and back: every method, size and direction.
 
-Jobs of 64 blocks lie scattered in the pool and in a page-locked slab. Every byte of every job is
-compared before it is timed.
+The 64 blocks of a job lie scattered in the pool and in a page-locked slab. Every byte of every job
+is compared before it is timed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .methods import (
 )
 
 NAME = "copies"
-SUBMISSIONS = 15  # that are timed, of each case
+SUBMISSIONS = 15  # timed submissions of each case
 NEARLY_BEST = 0.98
 TARGETS = (
     Target("blocks_to_host_over_pinned", "blocks of 2 MiB to the host, of the ceiling", least=0.95),
@@ -48,7 +48,7 @@ TARGETS = (
 
 
 def run(place: Place, results: Results) -> None:
-    """Measure all cases, those of the targets first."""
+    """Measure all cases, with the targets' cases first."""
     target_size = place.choose(2 << 20, 2 << 20, 256)
     others = place.choose((64 << 10, 256 << 10, 5 << 20), (256 << 10,), (128,))
     half_bytes = place.choose(640 << 20, 256 << 20, BLOCKS * target_size)
@@ -67,7 +67,7 @@ def run(place: Place, results: Results) -> None:
 def measure_method(
     place: Place, results: Results, field: Field, method: Method, block_bytes: int
 ) -> None:
-    """Add three rows, or a note where this machine cannot do it."""
+    """Add a method's rows for three directions, or a note if this machine cannot run it."""
     try:
         for direction in DIRECTIONS:
             place.check_time()
@@ -113,7 +113,7 @@ def measure(
 def submit_microseconds(
     place: Place, stream: torch.cuda.Stream | None, launches: Sequence[Launch]
 ) -> float:
-    """CPU time of one launch with nothing queued before it, the median."""
+    """The median CPU time of one launch while the device has nothing queued."""
     taken = []
     with on(stream):
         for number in range(SUBMISSIONS):
@@ -127,7 +127,7 @@ def submit_microseconds(
 
 
 def merge_microseconds(job: Job) -> float:
-    """CPU time of joining the neighbours of a job, which comes before submitting it."""
+    """The median CPU time of joining a job's neighbouring blocks, which comes before submitting."""
     addresses = job_addresses(job)
     taken = []
     for _ in range(SUBMISSIONS):
@@ -138,10 +138,10 @@ def merge_microseconds(job: Job) -> float:
 
 
 def set_ratios(results: Results, block_bytes: int) -> None:
-    """The targets, from the rows of one size and the methods that take any blocks.
+    """Set the targets' figures from the rows of one size and of the methods for any blocks.
 
-    Merged runs are left out: blocks have neighbours only sometimes. The submission is that of the
-    cheapest method among those about as fast as the fastest, in the direction where it costs more.
+    Merged runs are left out, because blocks have neighbours only sometimes. The submission time is
+    that of the cheapest method that is nearly as fast as the fastest, in the dearer direction.
     """
     rows = [
         row

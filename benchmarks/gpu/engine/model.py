@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of the whole-engine sections: the shape of Llama-3.1-8B, or a toy for a rehearsal.
+"""The model of the whole-engine sections: Llama-3.1-8B's shape, or a tiny one in a rehearsal.
 
-A directory with a config.json; the weights are random and made where they are used, so nothing is
+The model directory has only a config.json. The engine makes random weights, so nothing is
 downloaded and nothing large is written.
 """
 
@@ -53,7 +53,7 @@ TOY = LLAMA_3_1_8B | {
 
 @contextmanager
 def model_directory(place: Place) -> Iterator[Path]:
-    """The directory of this run's model, removed afterwards."""
+    """The directory of this run's model; it is removed on exit."""
     with TemporaryDirectory(prefix="stratakv-bench-") as folder:
         path = Path(folder)
         config = TOY if place.is_rehearsal else LLAMA_3_1_8B
@@ -62,8 +62,8 @@ def model_directory(place: Place) -> Iterator[Path]:
 
 
 def engine_options(place: Place) -> dict[str, Any]:
-    """Options of every engine of this run: the device with its kernels, or, in a rehearsal, the CPU
-    with their twins."""
+    """Options of every engine of this run: the device with its kernels, or in a rehearsal the CPU
+    with the kernels' CPU versions."""
     common: dict[str, Any] = {"load_format": "dummy", "attention_backend": "kernels"}
     if place.is_rehearsal:
         return common | {"device": "cpu", "dtype": "float64"}
@@ -73,7 +73,8 @@ def engine_options(place: Place) -> dict[str, Any]:
 
 
 def read_weight_bytes(spec: ModelSpec, element_bytes: int) -> int:
-    """Bytes of the weights that a step reads: all but the embedding, of which it takes rows."""
+    """Bytes of the weights that a step reads: all but a separate embedding matrix, of which it
+    reads only a few rows."""
     shapes = dict(expected_tensors(spec))
     if not spec.tied_embeddings:
         del shapes[EMBEDDING]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds to the first token: computed, and with the prompt's beginning in pool, CPU or SSD.
 
-A few documents for each length, in an engine whose pool holds little more than one of them, without
-a server around it. Each is asked about with nothing cached, right after another question, after the
-other documents have pushed it out of the pool, and after a restart. A phase that was not answered
-from its place is an error; so is a token that was unlikely when nothing was cached.
+For each length an engine without a server answers questions about a few documents; its pool holds
+little more than one document. Each document is asked about with nothing cached, right after another
+question about it, after the other documents have evicted it from the pool, and after a restart. A
+phase whose prompt did not come from its tier is an error, and so is a token that was unlikely with
+nothing cached.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ PHASES = ("cold", "pool", "cpu", "ssd")
 BLOCK_SIZE = 16
 QUESTION_TOKENS = 32
 SEED = 20262
-SECONDS = 420.0  # two engines for each length
-WRITE_BACK_SECONDS = 120.0  # 16 GB of documents, to the disk
+SECONDS = 420.0  # for two engines of each length
+WRITE_BACK_SECONDS = 120.0  # to write 16 GB of documents to the disk
 FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-# The share of its document that a warm phase must find in its place; the rest is block rounding and
-# the last tokens, which another document may have pushed out.
+# The share of its document that a warm phase must find in its tier. Block rounding and the last
+# tokens, which another document may have evicted, explain the rest.
 LEAST_FOUND = 0.9
-# A cached prefix changes the order of bfloat16 sums: the likeliest tokens may change places.
+# A cached prefix changes the order of bfloat16 sums, which may change the likeliest token.
 LIKELY = 20
 TARGET_TOKENS = 8192
-# By document and phase: tokens that may come first, and their log-probabilities.
+# (document, phase) → possible first tokens with their log-probabilities.
 Likely = dict[tuple[int, str], dict[int, float]]
-# No target of cold over warm: a quicker prefill lowers it. The pool's seconds are those of a step.
+# Cold over warm is no target, because a quicker prefill lowers it. The pool phase takes one step.
 TARGETS = (
     Target("ttft_cpu_load_over_transfer", "CPU less pool, over the link's time, 8k", most=1.35),
 )
@@ -60,9 +61,9 @@ class Case:
 
 
 def run(place: Place, results: Results) -> None:
-    """A row for each length and phase."""
+    """Add a row for each length and phase."""
     place.start_section(SECONDS)
-    # The length that the target is about comes first.
+    # The length of the target comes first.
     lengths = place.choose((8192, 1024, 2048, 32768), (8192, 1024), (320,))
     with model_directory(place) as model, TemporaryDirectory(prefix="stratakv-bench-") as scratch:
 
@@ -76,7 +77,7 @@ def run(place: Place, results: Results) -> None:
 
 
 class _Documents:
-    """Random texts and questions about them."""
+    """Random documents, and questions about them."""
 
     def __init__(self, place: Place, model: Path, tokens: int) -> None:
         self.tokens = tokens
@@ -93,8 +94,9 @@ class _Documents:
     def ask(
         self, engine: MeasuredEngine, document: int, phase: str, likely: Likely | None = None
     ) -> float:
-        """Seconds to the first token. With `likely` it must come from the place of the phase, and
-        be one of the likeliest that were computed from nothing. Raises WrongResult."""
+        """Seconds to the first token. With `likely`, the document must come from the tier of the
+        phase, and the token must be one of the likeliest that were computed with nothing cached.
+        Raises WrongResult."""
         run_ = engine.run([self.prompt(document, phase)], FIRST_TOKEN)
         if likely is None:
             return run_.wall_seconds
@@ -111,7 +113,7 @@ class _Documents:
 
     @property
     def blocks(self) -> int:
-        """Blocks of one prompt, with its question and the first token."""
+        """Blocks of one document, with its question and the first token."""
         return -(-(self.tokens + QUESTION_TOKENS + 1) // BLOCK_SIZE)
 
     def _draw(self, count: int) -> list[int]:
@@ -127,7 +129,7 @@ def measure_phases(
     every = range(documents.count)
     engine = MeasuredEngine(model, options)
     try:
-        # The first request of a length pays for kernels that are compiled and memory that is taken.
+        # The first request of a length compiles kernels and allocates memory.
         documents.ask(engine, 0, "prime")
         likely = {
             (document, phase): engine.likeliest(documents.prompt(document, phase), LIKELY)
@@ -149,10 +151,10 @@ def measure_phases(
     finally:
         engine.core.shutdown(WRITE_BACK_SECONDS)
     del engine
-    gc.collect()  # recorded steps are part of a reference cycle
+    gc.collect()  # CUDA graphs of steps are part of a reference cycle
     place.release_memory()
     with contextlib.closing(MeasuredEngine(model, options)) as engine:
-        # A short prompt, so that it reads no block of the documents.
+        # A short prompt, which reads no block of the documents, warms the engine up.
         engine.run([documents.prompt(0, "prime")[:1] * BLOCK_SIZE], FIRST_TOKEN)
         for document in every:
             engine.rest()
@@ -161,7 +163,7 @@ def measure_phases(
 
 
 def make_options(place: Place, documents: _Documents, ssd: Path) -> dict[str, Any]:
-    """An engine whose pool holds one document and a little, and whose tiers hold all of them."""
+    """Options of an engine whose pool holds one document and a little, and whose tiers hold all."""
     slot_bytes = documents.layout.slot_bytes
     tier_bytes = max(2 * documents.count * documents.blocks * slot_bytes, 64 * 2**20)
     return engine_options(place) | {
@@ -181,7 +183,7 @@ def make_options(place: Place, documents: _Documents, ssd: Path) -> dict[str, An
 def add_rows(
     results: Results, case: Case, seconds: Mapping[str, Sequence[float]], num_bytes: int
 ) -> None:
-    """Add the rows and ratios of this length, whose documents have `num_bytes` of KV."""
+    """Add the rows and ratios of one length, whose documents have `num_bytes` of KV."""
     medians = {phase: median(taken) for phase, taken in seconds.items()}
     for phase, taken in seconds.items():
         results.add_row(

@@ -3,8 +3,9 @@
 
     bound = (weights + K and V of all requests) / rate of the device copy of the same run
 
-Timed as the engine sees it, from the scheduler's output to the sampled ids on the host: batch,
-buffers, model, sampler. Recorded steps and launched ones, K and V in 16 bits and in 8.
+The time of a step runs from the scheduler's output to the sampled ids on the host: batch, buffers,
+model and sampler. Steps run as CUDA graphs ("recorded") and without ("launched"), with K and V in
+16 bits and in 8.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from .model import engine_options, model_directory, read_weight_bytes
 NAME = "engine-step"
 BLOCK_SIZE = 16
 WARM_UPS = 4
-Shape = tuple[int, int]  # requests, and tokens of context of each
-STEPS = (40, 20, 3)  # that are timed in a batch: all, quick, rehearsed
+Shape = tuple[int, int]  # requests, and context tokens of each
+STEPS = (40, 20, 3)  # timed steps of a batch: full, quick, rehearsal
 SAMPLED = SamplingParams(temperature=0.0, max_tokens=4096, ignore_eos=True)
-SECONDS = 240.0  # a model is made for each way of computing; the other sections have none
+SECONDS = 240.0  # for making a model for each of WAYS; other sections make none
 TARGETS = (
     Target("engine_step_over_bound", "decode step's bound over its time, 64 x 8k", least=0.85),
 )
@@ -45,7 +46,7 @@ TARGETS = (
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The engine options by which steps are computed."""
+    """The engine options with which steps are computed."""
 
     name: str
     enforce_eager: bool = False
@@ -57,7 +58,7 @@ WAYS = (Way("recorded"), Way("launched", enforce_eager=True), Way("fp8 KV", kv_c
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A batch of requests of equal context."""
+    """A batch of requests with equal contexts."""
 
     way: Way
     requests: int
@@ -69,7 +70,7 @@ class Case:
 
 
 def run(place: Place, results: Results) -> None:
-    """A row for each way and batch."""
+    """Add a row for each of WAYS and each batch."""
     place.start_section(SECONDS)
     shapes: Sequence[Shape] = place.choose(
         ((1, 1024), (1, 32768), (16, 8192), (64, 1024), (64, 8192), (256, 1024)),
@@ -83,7 +84,7 @@ def run(place: Place, results: Results) -> None:
             cases = [Case(way, bench.fitting(*shape), shape[1]) for shape in shapes]
             run_cases(place, results, NAME, cases, partial(_add, bench, results))
             del bench
-            gc.collect()  # recorded steps are part of a reference cycle
+            gc.collect()  # CUDA graphs of steps are part of a reference cycle
             place.release_memory()
     set_ratio(results)
 
@@ -107,7 +108,7 @@ def _add(bench: _Bench, results: Results, case: Case) -> None:
 
 
 def make_options(place: Place, way: Way, shapes: Sequence[Shape]) -> dict[str, Any]:
-    """An engine that holds each of these batches, or as much of it as the device has room for."""
+    """Options of an engine that holds each of these batches, or as many requests as fit."""
     room = WARM_UPS + place.choose(*STEPS) + 1
     longest = -(-(max(context for _, context in shapes) + room) // BLOCK_SIZE)
     requests = max(requests for requests, _ in shapes)
@@ -122,7 +123,7 @@ def make_options(place: Place, way: Way, shapes: Sequence[Shape]) -> dict[str, A
 
 
 class _Bench:
-    """A runner without a scheduler around it: its requests hold blocks of random numbers."""
+    """A model runner without a scheduler; its requests hold blocks of random numbers."""
 
     def __init__(self, place: Place, path: Path, way: Way, shapes: Sequence[Shape]) -> None:
         self._steps, self._room = place.choose(*STEPS), WARM_UPS + place.choose(*STEPS) + 1
@@ -134,20 +135,20 @@ class _Bench:
             connector=None, progress=logging.getLogger(__name__).info,
         )  # fmt: skip
         self._layout, pool = self._runner.pool.layout, self._runner.pool.tensor
-        # Random, for zeros give equal scores, and bits that do not change take less power.
+        # Random numbers: zeros give equal scores, and bits that do not change take less power.
         for pages in torch.split(pool, 64):
             pages.copy_(torch.randn(pages.shape, device=pool.device, dtype=torch.bfloat16))
         place.synchronise()  # the runner's stream does not wait for this one
         self._weight_bytes = read_weight_bytes(spec, self._runner.model.element_bytes)
 
     def fitting(self, requests: int, context: int) -> int:
-        """The number of requests, up to `requests`, that the pool has blocks for."""
+        """The number of requests, up to `requests`, for which the pool has blocks."""
         each = -(-(context + self._room) // BLOCK_SIZE)
         return min(requests, (self._runner.pool.num_blocks - 1) // each)
 
     def measure(self, case: Case) -> tuple[Timing, int]:
-        """Seconds of a step, and the bytes it reads in the middle of the run. Raises WrongResult
-        where a request got no token."""
+        """The timing of a step, and the bytes that the middle step reads. Raises WrongResult if a
+        request got no token."""
         names = [f"{case.name} {number}" for number in range(case.requests)]
         taken = []
         for number, step in enumerate(self._steps_of(case, names)):
@@ -165,7 +166,8 @@ class _Bench:
         return Timing.of(taken), self._weight_bytes + kv_bytes
 
     def _steps_of(self, case: Case, names: list[str]) -> Iterator[SchedulerOutput]:
-        """Yield steps; the first brings the requests, all but one token of a context computed."""
+        """Yield the steps. The first one adds the requests, with all but one token of each
+        computed."""
         each = -(-(case.context + self._room) // BLOCK_SIZE)
         scheduled = dict.fromkeys(names, 1)
         prompt = np.arange(case.context, dtype=np.int32) % 500
@@ -187,7 +189,7 @@ class _Bench:
 
 
 def set_ratio(results: Results) -> None:
-    """The target: the largest batch of recorded steps."""
+    """Set the target's figure from the batch of recorded steps that reads most."""
     rows = [row for row in results.rows(NAME) if row["way"] == WAYS[0].name]
     largest = max(rows, key=lambda row: row["read_bytes"], default=None)
     if largest is not None and "bound_over_step" in largest:

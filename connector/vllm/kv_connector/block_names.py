@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of vLLM's blocks in the tiers: hash at a position's end, and column (`groups.py`).
+"""The names of vLLM's blocks in the tiers: the hash at a position's end, and the column
+(`groups.py`).
 
 vLLM names a block by the hash at the block's own end. If every block is a position and has one
 hash, both names are the same. If groups have blocks of unlike sizes, or vLLM hashes in smaller
@@ -24,7 +25,7 @@ class NamedBlock(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """A block's name made here, and vLLM's name at that time."""
+    """The name of a block that this module made, and vLLM's name of the block at that time."""
 
     of_host: bytes
     ours: bytes

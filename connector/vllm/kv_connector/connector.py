@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataConnector: vLLM makes one in its scheduler and one in its worker, and calls both in every
-step. This class passes each call to its role. docs/vllm.md says how to switch it on.
+"""StrataConnector: vLLM makes one in its scheduler and one in each worker, and calls both kinds in
+every step. This class passes each call to its `SchedulerRole` or `WorkerRole`. docs/vllm.md says
+how to switch it on.
 
     scheduler   get_num_new_matched_tokens → update_state_after_alloc → build_connector_meta
     worker      handle_preemptions → (forward pass) → get_transfer_results → report
@@ -65,8 +66,8 @@ class StrataWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class StrataConnector(KVConnectorBase_V1, SupportsHMA):
-    """StrataKV's tiers beside vLLM's KV cache. Raises ConfigError or TierConfigError for unusable
-    settings; later calls do not raise."""
+    """A KV connector between vLLM's KV cache and StrataKV's tiers. Raises ConfigError or
+    TierConfigError for unusable settings; later calls do not raise."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
@@ -116,12 +117,12 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """False: vLLM would free its memory during copies. Called since vLLM 0.33."""
+        """Return False: vLLM would free its memory during copies. Called since vLLM 0.33."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Return None on the CPU build, which has one layout only."""
+        """Return GPU_LAYOUT; None on vLLM's CPU build, which has one layout only."""
         return None if versions.is_cpu_build() else GPU_LAYOUT
 
     @classmethod
@@ -155,7 +156,8 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """The number of tokens that the tiers have behind the computed ones."""
+        """The number of tokens that can be loaded after the computed ones; see
+        `SchedulerRole.matched`."""
         return self._role_in_scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -165,13 +167,13 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
             self._role_in_scheduler.allocated(request, block_ids, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """The ids of all groups: vLLM need not clear their new blocks. Called since vLLM 0.32."""
+        """All groups' ids, so that vLLM does not clear their new blocks. Called since vLLM 0.32."""
         return tuple(range(self._role_in_scheduler.num_groups))
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        """Counts of the external tokens by vLLM's CacheHitSource. Called since vLLM 0.32."""
+        """The numbers of external tokens by vLLM's CacheHitSource. Called since vLLM 0.32."""
         num_near, tiers = self._role_in_scheduler.hits_of(request.request_id)
         return versions.hit_sources(num_near, num_external_tokens, tiers)
 
@@ -191,15 +193,15 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Drop a request that has ended. Return False: vLLM may free its blocks. They can be copied
-        until they are overwritten, and the pool watch learns of that in time."""
+        """Drop a request that has ended. Return False, so that vLLM may free its blocks. Freed
+        blocks can be copied until they are overwritten, which `PoolWatch` reports in time."""
         return False, self._role_in_scheduler.end_request(request)
 
     def take_events(self) -> Iterable[Any]:
         return self._role_in_scheduler.take_events()
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must step although it has no requests, to store or report blocks."""
+        """Whether vLLM must run steps without requests, to store or report blocks."""
         return self._role_in_scheduler.has_pending_work()
 
     def reset_cache(self) -> bool | None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV cache events of the slab, in vLLM's form: blocks that came into the slab or left it.
 
-vLLM publishes them beside the events of its own cache. An event has the block's tokens and parent,
-so that a router can recognise the prefix. If the block's request is not known, it has only the
-name. Blocks that only a disk or a cache server has are not announced.
+vLLM publishes them together with the events of its own cache. An event has the block's tokens and
+parent, so that a router can recognise the prefix. If these are not known, the event has only the
+block's name. Blocks that only a disk or a cache server has are not announced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HASH_END = -4  # a name is a hash and a column
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """A block's content, as routers use it."""
+    """The content of a block, as events report it to routers."""
 
     parent: bytes | None
     tokens: list[int]
@@ -32,7 +32,7 @@ class _Content:
 
 
 class TierEvents:
-    """Collects events. `most_blocks`: the slab's slots and vLLM's blocks together."""
+    """Collects events. `most_blocks` is the number of the slab's slots plus vLLM's blocks."""
 
     def __init__(self, columns: Columns, most_blocks: int) -> None:
         self._columns = columns
@@ -59,7 +59,7 @@ class TierEvents:
             self._contents.popitem(last=False)
 
     def add_stored(self, host_keys: Sequence[bytes], keys: Sequence[bytes]) -> None:
-        """Announce new blocks of the slab, given by vLLM's keys and ours."""
+        """Announce new blocks of the slab, given by vLLM's keys and StrataKV's keys."""
         from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -83,7 +83,7 @@ class TierEvents:
             )
 
     def drain_events(self, slab_keys: Callable[[], Sequence[bytes]]) -> list[Any]:
-        """The events since the last call. `slab_keys` returns our keys of the slab's blocks."""
+        """The events since the last call. `slab_keys` returns the keys of the slab's blocks."""
         now = time.monotonic()
         if now >= self._look_at and self._announced:
             self._look_at = now + LOOK_SECONDS

@@ -2,18 +2,18 @@
 """vLLM's cache groups: how their blocks make up positions, and which blocks the next token needs.
 
 A position has as many tokens as the least common multiple of the groups' block sizes. A group with
-smaller blocks has several blocks in a position. Each of their places is a column, and the tiers
-treat a column like a cache group:
+smaller blocks has several blocks in a position. Each of their places in the position is a column,
+and the tiers treat a column like a cache group:
 
     position              0       1       2       3
     full attention        x       x       x       x
-    windows, half as many     x x     x x     x x     x x     two columns
+    windows, half the size    x x     x x     x x     x x     two columns
     states                0       0       0       x
 
-In a windowed group vLLM drops blocks that no later token attends to, and puts its null block, 0, in
-their places in a request's table. A block of a state group holds the state behind the block's last
-token, so a hit needs only the last block. A load brings exactly the blocks that a hit needs, so
-kinds of groups without a rule here are refused.
+In a windowed group vLLM drops blocks that no later token attends to, and puts its null block (id 0)
+in their places in a request's block table. A block of a state group holds the state behind the
+block's last token, so a hit needs only the last block. A load brings exactly the blocks that a hit
+needs, so a kind of group that this module has no rule for is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INSTEAD = "use StrataSpec (stratakv config vllm, without --connector) for it"
 
 
 class Column(NamedTuple):
-    """The blocks of a cache group at one place of every position."""
+    """The blocks of a cache group that have the same place in every position."""
 
     group: int
     block_tokens: int
@@ -73,7 +73,7 @@ class Columns:
         return self.position_tokens // self.block_tokens[group]
 
     def number_of(self, group: int, index: int) -> int:
-        """The index of the column of the block at `index` in a group's table."""
+        """The index of the column that has the block at `index` of a group's table."""
         return self._first_of[group] + index % self.blocks_per_position(group)
 
     def parts(self, num_ranks: int) -> Parts:
@@ -89,8 +89,8 @@ class Columns:
 
 
 def state_names(kv_cache_config: Any) -> tuple[tuple[Any, ...], ...]:
-    """The facts that decide the bytes of states, beside layers and block sizes: for each layer of
-    each state group its kind, and the shapes and dtypes of its tensors."""
+    """The facts besides layers and block sizes that determine the bytes of states: for each layer
+    of each state group its kind, and the shapes and dtypes of its tensors."""
     return tuple(
         (
             number,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the blocks of vLLM's pool to store in a step: evicted blocks, and others in advance.
+"""Chooses the blocks of vLLM's pool to store in a step: evicted blocks, and blocks not evicted yet.
 
-With `stores_all` the others are all new blocks, one step after they were computed. Otherwise they
-are the blocks near their eviction in vLLM's free queue.
+With `stores_all`, blocks not evicted yet are stored one step after they were computed. Otherwise
+they are stored when they are among the next blocks in vLLM's free queue to be evicted.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class OutgoingBlocks:
 
     @property
     def num_coming(self) -> int:
-        """Blocks that later steps will store even if they are not evicted."""
+        """The number of blocks that later steps will store even if they are not evicted."""
         return len(self._coming)
 
     def choose(
         self, watch: PoolWatch, output: Any, most_ahead: int
     ) -> tuple[list[NamedBlock], list[NamedBlock]]:
         """The blocks that the step of `output` (vLLM's SchedulerOutput) overwrites, and at most
-        `most_ahead` others to store beside the step."""
+        `most_ahead` others to store in parallel with the step."""
         namings, evicted = watch.take_named(), watch.take_evicted()
         # vLLM names blocks when it schedules the step that computes them. If the same step preempts
         # the request, its blocks are not computed.

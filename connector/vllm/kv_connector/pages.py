@@ -6,12 +6,12 @@ vLLM allocates one buffer. For each set of equal layers it gives three numbers: 
 the pages of all layers, in vLLM's order, one after the other:
 
     layers outermost     a part [blocks, layers, page bytes], with vLLM's strides
-    blocks outermost     a part [blocks, layers * page bytes]; where it is all there is, vLLM's KV
-                         cache is a pool as our own, and a GPU copies a block at once
+    blocks outermost     a part [blocks, layers * page bytes]; without other parts vLLM's KV cache
+                         is like StrataKV's own pool, and a GPU copies a block at once
 
 Cache groups overlay each other: a block belongs to one group at a time, and every group's layers
-use the same bytes. So a block has the size of the largest group's pages. If a smaller group has it,
-the unused bytes are copied too.
+use the same bytes. So a block has the size of the largest group's pages. If it belongs to a smaller
+group, the unused bytes are copied too.
 
 If a registered tensor does not begin at its described place, the engine does not start.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """The pages of some layers: `num_layers` of `page_bytes` each, of every block."""
+    """The pages of some layers in every block: for each layer a page of `page_bytes`."""
 
     layers: tuple[str, ...]
     page_bytes: int
@@ -46,12 +46,11 @@ class PagePart:
 
     @property
     def end(self) -> int:
-        """The offset of the first byte behind block 0."""
+        """The offset of the first byte after the part's pages of block 0."""
         return self.offset + (len(self.layers) - 1) * self.layer_stride + self.page_bytes
 
     def places(self) -> list[tuple[int, int, int]]:
-        """The page of each layer: its start in block 0, its bytes, and the step to the next
-        block."""
+        """The start of each layer's page in block 0, its bytes, and the stride between blocks."""
         starts = [self.offset + i * self.layer_stride for i in range(len(self.layers))]
         return [(start, self.page_bytes, self.block_stride) for start in starts]
 

@@ -26,17 +26,17 @@ log = logging.getLogger(__name__)
 
 
 class Naming(NamedTuple):
-    """A request's blocks that got names together, in order."""
+    """The blocks of a request that vLLM named in one call, in order."""
 
     request_id: str
     blocks: list[NamedBlock]
 
 
 class PoolWatch:
-    """Watches one pool, with `names` for its blocks. `named` is called with the request, the first
-    position whose blocks got names, and the number of tokens up to the end of the last one.
-    `dropped` is called with blocks that lost their names without being evicted, and whether they
-    may be wrong. They must not raise. vLLM's scheduler thread makes all calls."""
+    """Watches one pool; `names` has the names of its blocks. `named` is called with the request,
+    the first position whose blocks got names, and the number of tokens up to the end of the last
+    named block. `dropped` is called with blocks that lost their names without being evicted, and
+    whether they may be wrong. Neither may raise. vLLM's scheduler thread makes all calls."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class PoolWatch:
         return self._names.name_of(self._pool.blocks[block.block_id]) == block.host_key
 
     def coldest(self, most: int) -> list[NamedBlock]:
-        """The named blocks among the next `most` to be evicted, the next one first."""
+        """The named ones of the next `most` blocks to be evicted, in the order of eviction."""
         return self._with_names(itertools.islice(self._free(), most))
 
     def num_blocks(self) -> int:

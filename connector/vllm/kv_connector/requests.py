@@ -80,8 +80,8 @@ class _Step:
 
 
 class StepTimes:
-    """Records steps that compute prompts in `rate`. If steps overlap, the time of a step counts
-    from the end of the previous one."""
+    """Records the times of steps that compute prompts in `rate`. If steps overlap, the time of a
+    step counts from the end of the previous step."""
 
     def __init__(self, rate: PrefillRate) -> None:
         self._rate = rate
@@ -89,7 +89,7 @@ class StepTimes:
         self._last_end = 0.0
 
     def scheduled(self, output: Any, number: int) -> None:
-        """Note a step that vLLM has scheduled, if it has over two tokens a request on average."""
+        """Note a scheduled step, if it computes over two tokens per request on average."""
         counts = output.num_scheduled_tokens
         total = output.total_num_scheduled_tokens
         if 2 * len(counts) >= total:

@@ -4,16 +4,17 @@
     on_new_request     the prompt is looked up; blocks that only a store has are read
     matched            tokens that can be loaded; vLLM asks again until they are known
     allocated          the request waits for its load from here on
-    build_step_plan    evicted and newly computed blocks go out; loads go in once they are read
+    build_step_plan    evicted and newly computed blocks are stored; loads that were read are copied
     apply_step_report  results of the worker
 
-A block is stored when vLLM evicts it, before the step that overwrites it. If tiers take all blocks
-early (cache servers, or a disk with write_through), it is stored in the step after the one that
-computed it. Blocks of generated tokens are stored like a prompt's.
+A block is stored when vLLM evicts it, before the step that overwrites it. With cache servers, or a
+disk with write_through, it is stored in the step after the one that computed it. Blocks of
+generated tokens are stored like a prompt's.
 
-vLLM ends if a connector raises, so no call raises. After an error the role gives up all waiting
-requests, vLLM computes them, and every later look-up is a miss. vLLM calls from one thread. A
-second thread polls the tiers while vLLM is idle; both take the same lock.
+vLLM ends if a connector raises, so no call after the start raises. After an error the role gives up
+the loads of all waiting requests, vLLM computes their prompts, and every later look-up is a miss.
+vLLM makes all calls from one thread. A second thread polls the tiers while vLLM is idle; both take
+the same lock.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ NOTHING: tuple[int | None, bool] = (0, False)
 
 @dataclass(slots=True)
 class _Load:
-    """A request's load, until vLLM has been told of its end."""
+    """A request's load, until its end has been reported to vLLM."""
 
     block_ids: list[list[int]]  # for each column, those behind vLLM's own hits
     num_near_blocks: int = 0  # positions that were in the slab when it began
@@ -76,8 +77,8 @@ class _LoadJob(NamedTuple):
 
 
 class SchedulerRole:
-    """Takes `built` over. With `stores_all` blocks are stored as soon as they are computed; without
-    `loads` this engine loads no blocks."""
+    """The role in vLLM's scheduler; owns `built`. With `stores_all` blocks are stored as soon as
+    they are computed; without `loads` this engine loads no blocks."""
 
     def __init__(
         self,
@@ -133,8 +134,8 @@ class SchedulerRole:
     # Calls of vLLM's scheduler
 
     def bind_pool(self, pool: Any) -> None:
-        """Take vLLM's block pool, before the first step. Raises ConfigError if vLLM's hashes do not
-        end with positions."""
+        """Take vLLM's block pool, before the first step. Raises ConfigError if positions end
+        between vLLM's hashes."""
         self._names.bind_hash_tokens(pool.hash_block_size)
         if self._watch is None:
             self._watch = PoolWatch(pool, self._names, self._note_named, self._drop_names)
@@ -143,12 +144,12 @@ class SchedulerRole:
         self._safely(self._on_new_request, None, request)
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The number of tokens behind `num_computed_tokens` that can be loaded, None if not known
-        yet; and True if the load runs while vLLM computes other requests."""
+        """The number of tokens after the first `num_computed_tokens` that can be loaded, None if
+        not known yet; and True if the load runs while vLLM computes other requests."""
         return self._safely(self._matched, NOTHING, request, num_computed_tokens)
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """Begin a load of `num_tokens` to a waiting request's blocks, given for each group."""
+        """Begin a load of `num_tokens` to a waiting request's blocks, given by cache group."""
         if not num_tokens:
             return
         first = self._offers.pop(request.request_id, 0)
@@ -170,7 +171,7 @@ class SchedulerRole:
         return num_near, self._side.tiers[1:]
 
     def build_step_plan(self, output: Any) -> StepPlan:
-        """The worker's jobs in the step that has been scheduled."""
+        """The plan of the worker's copies in the step that vLLM has scheduled."""
         self._number += 1
         plan = StepPlan(self._number, self._place, NOTHING_TO_MOVE)
         self._safely(self._build, None, output, plan)
@@ -187,7 +188,7 @@ class SchedulerRole:
         return plan
 
     def apply_step_report(self, report: StepReport) -> None:
-        """Take in the worker's report of a step."""
+        """Process the worker's report of a step."""
         if self.is_broken:
             for job_id in (*report.output.finished_loads, *report.output.failed_loads):
                 job = self._load_jobs.pop(job_id, None)
@@ -200,8 +201,8 @@ class SchedulerRole:
         self._safely(self._apply_step_report, None, report)
 
     def end_request(self, request: Any) -> dict[str, Any] | None:
-        """Drop a request that has ended in any way. Return the parameters for its answer, if
-        another engine goes on with it. vLLM may free its blocks."""
+        """Drop a request that has ended, so that vLLM may free its blocks. Return the parameters
+        for its answer, if another engine decodes it."""
         return self._safely(self._finished, None, request)
 
     def has_pending_work(self) -> bool:
@@ -436,7 +437,7 @@ class SchedulerRole:
         return view
 
     def _safely(self, call: Callable[..., T], otherwise: T, *args: Any) -> T:
-        """Call under the lock. Return `otherwise` if this call or an earlier one raised."""
+        """Call under the lock. Return `otherwise` if this or an earlier call has raised."""
         if self.is_broken or self._closed:
             return otherwise
         with self._lock:

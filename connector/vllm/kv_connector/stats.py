@@ -2,7 +2,7 @@
 """Statistics of the tiers for vLLM's log and its /metrics.
 
 A report has the growth of each counter since the last report, because vLLM sums reports, and the
-value of each gauge. The names are StrataTier's (`../tier_metrics.py`) and three more.
+value of each gauge. The names are those of StrataTier (`../tier_metrics.py`) and three more.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Values = dict[str, dict[str, float]]  # name -> label -> value
 
 
 class StrataStats(KVConnectorStats):
-    """A report: `data` has counters and gauges."""
+    """A report of the tiers: `data` has the growth of counters and the values of gauges."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {COUNTED: {}, GAUGED: {}}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Sum counters, and keep the newer gauges."""
+        """Add the other report's counters, and take its gauges, which are newer."""
         for name, values in other.data.get(COUNTED, {}).items():
             mine = self.data.setdefault(COUNTED, {}).setdefault(name, {})
             for label, value in values.items():

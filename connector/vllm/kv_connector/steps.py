@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the two roles in a step: plain values, because vLLM sends them to its workers.
 
-Both roles map the slab. The scheduler role names its process and file descriptor; the worker role
-maps the slab in the first step.
+Both roles map the slab. The scheduler role sends its process id and the slab's file descriptor,
+with which the worker role maps the slab in the first step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...messages import ConnectorMetadata, ConnectorWorkerOutput
 
 @dataclass(frozen=True, slots=True)
 class SlabPlace:
-    """A slab's memory, and the process that made it."""
+    """The layout of a slab, and the process and file descriptor through which others map it."""
 
     layout: BlockLayout
     num_slots: int
@@ -46,7 +46,7 @@ class MappedSlab:
         self._map = mmap.mmap(descriptor, num_slots * layout.slot_bytes)
 
     def memory(self) -> memoryview:
-        """All slots, one after the other."""
+        """The bytes of all slots, in order."""
         return memoryview(self._map)
 
 

@@ -2,16 +2,16 @@
 """StrataConnector's role in vLLM's worker: StrataKV's worker side on vLLM's KV cache.
 
     register       vLLM's tensors exist
-    begin_step     before the step runs: blocks that it overwrites are copied out, loads and other
-                   stores begin and go on beside it
-    results        the requests whose loads have ended, each once, and well or not
+    begin_step     before the step runs: blocks that it overwrites are copied out; loads and other
+                   stores begin, and run in parallel with the step
+    results        the requests whose loads have ended, each once, and those that failed
 
 vLLM writes to blocks on one stream, so a copy waits for the work queued there before it. During the
 copy of a load, a thread hashes the load's bytes in the slab and compares them with the stored
 digests; if they differ, the load has failed.
 
-vLLM's worker ends if a connector raises, so no call raises. A copy that cannot begin counts as
-failed; if the slab cannot be mapped, all copies do.
+vLLM's worker ends if a connector raises, so no call after `register` raises. A copy that cannot
+begin counts as failed; if the slab cannot be mapped, all copies count as failed.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class WorkerRole:
         return report
 
     def shutdown(self) -> None:
-        """Let copies end, and release vLLM's memory. Idempotent."""
+        """Wait until copies have ended, and release vLLM's memory. Idempotent."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.shutdown(CLOSE_SECONDS)
@@ -223,8 +223,8 @@ class WorkerRole:
         )
 
     def _verify_loaded_part(self, part: PartLoad) -> Future[list[int]]:
-        """Find the positions in the job whose bytes do not match their digests. The job's slots
-        stay pinned until it has been reported."""
+        """A future of the positions in the job whose bytes do not match their digests. The job's
+        slots stay pinned until it has been reported."""
         if self._checker is None or self._slots is None:
             done: Future[list[int]] = Future()
             done.set_result([])
@@ -248,7 +248,7 @@ class WorkerRole:
         waiting.has_failed |= has_failed
 
     def _merge(self, output: ConnectorWorkerOutput) -> None:
-        """Take in the worker side's output. Copied loads are reported once they are hashed."""
+        """Add the worker side's output to the report; copied loads only once they are hashed."""
         ours = self._output
         ours.finished_stores += output.finished_stores
         ours.failed_stores += output.failed_stores

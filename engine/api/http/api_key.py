@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API key check: one ASGI layer in front of every route except the open ones."""
+"""The API key check: an ASGI middleware for every route except the open ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASKING = ("http", "websocket")  # scopes of clients; other scopes are the server
 
 
 class ApiKeyMiddleware:
-    """Answers 401 unless a request carries `Authorization: Bearer <key>`."""
+    """Answers 401 to a request without the header `Authorization: Bearer <key>`."""
 
     def __init__(self, app: ASGIApp, api_key: str, open_paths: Collection[str]) -> None:
         self._app = app
@@ -25,7 +25,7 @@ class ApiKeyMiddleware:
         self._digest = hashlib.sha256(api_key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on requests that carry the key or need none; answer 401 to all others."""
+        """Pass on requests that have the key or need none; answer 401 to all others."""
         is_open = scope["type"] not in ASKING or scope["path"] in self._open_paths
         if is_open or self._allowed(scope):
             await self._app(scope, receive, send)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of the header Host: the names under which a server answers requests.
+"""The check of the Host header, which limits the names under which a server answers requests.
 
-A page of any site can make its own name resolve to this machine after it was loaded (DNS
-rebinding). The browser then takes the page and a server here for one origin, and the page's
-requests have the page's name in Host. So a server that listens on loopback and needs no key accepts
-only an address, localhost or a configured name in Host. A page cannot put an address there.
+After a web page is loaded, its site can make its own name resolve to this machine (DNS rebinding).
+The browser then treats the page and a server on this machine as one origin, and the page's requests
+have the page's name in Host. A server that listens on loopback and needs no key accepts only an
+address, localhost or a configured name in Host. A page cannot put an address into Host.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ _SHOWN_CHARACTERS = 64
 def hosts_to_check(
     given: Sequence[str], listens_on: str, *, asks_for_key: bool
 ) -> frozenset[str] | None:
-    """The names that requests may have in Host; None for any. `given` is the setting."""
+    """Return the names that requests may have in Host; None for any. `given` is the value of
+    --allowed-hosts."""
     if ANY in given or (not given and (asks_for_key or not is_loopback(listens_on))):
         return None
     return frozenset((*given, listens_on.lower()))
 
 
 def check_host(scope: Scope, allowed: frozenset[str] | None) -> None:
-    """Raise ApiError for a request to a host that is not allowed."""
+    """Raise ApiError for a request whose Host header is not allowed."""
     if allowed is None:
         return
     header = next((value for name, value in scope["headers"] if name == b"host"), None)
@@ -50,14 +51,14 @@ def check_host(scope: Scope, allowed: frozenset[str] | None) -> None:
 
 
 class HostMiddleware:
-    """Answers 403 to requests to other hosts."""
+    """Answers 403 to requests whose Host header is not allowed."""
 
     def __init__(self, app: ASGIApp, allowed: frozenset[str]) -> None:
         self._app = app
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on requests to allowed hosts; answer all other requests with an error."""
+        """Pass on requests with an allowed Host; answer all other requests with an error."""
         if scope["type"] in ASKING:
             try:
                 check_host(scope, self._allowed)

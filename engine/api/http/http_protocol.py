@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HttpProtocol: one connection, with limits on its heads and on a reader that stalls."""
+"""`HttpProtocol`: one connection, with limits on request heads and on clients that stop reading."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _INVALID = ApiError("this is no valid HTTP request; send HTTP/1.1", code="invali
 
 
 class _BoundedHeads(h11.Connection):
-    """A connection of h11. It bounds every head; h11 itself bounds only heads in parts."""
+    """An h11 connection that limits every request head; h11 limits only heads in parts."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         if self.their_state is not h11.IDLE:
@@ -48,9 +48,9 @@ class _BoundedHeads(h11.Connection):
 class HttpProtocol(H11Protocol):
     """An HTTP connection, made by uvicorn, with limits on the time without progress.
 
-    Without limits a client that sends no head, or half of a head, would hold the connection for
-    ever. A client that does not read would also hold its answer in memory. Bytes that are not HTTP
-    get an error object as their answer.
+    Without limits, a client that sends no head, or half of a head, would keep the connection open
+    for ever. A client that does not read would also keep its answer in memory. Bytes that are not
+    HTTP are answered with an error object.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -62,14 +62,15 @@ class HttpProtocol(H11Protocol):
     _lingering: LingeringTransport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Set up the connection, and start the timer of its first head."""
+        """Set up the connection, and start the timer for its first request head."""
         self._lingering = LingeringTransport(transport, self._is_body_unread)
         super().connection_made(cast(asyncio.Transport, self._lingering))
         self._reader = StalledReader(self.loop, transport)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes. The head's timer runs until the head is whole; the body has its own limit."""
+        """Process bytes. A timer runs until the request head is whole; the body has its own
+        limit."""
         if self._lingering.lingers:
             return
         super().data_received(data)
@@ -81,19 +82,20 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Watch the reader from here on: more bytes wait than the transport's limit."""
+        """Start watching the client's reading, because the write buffer is over its limit."""
         super().pause_writing()
         self._reader.start_watching(STALL_SECONDS)
 
     def resume_writing(self) -> None:
-        """Stop watching the reader: it took most bytes. A closing connection stays watched."""
+        """Stop watching, as the client has read most bytes. A closing connection stays watched."""
         if not self.transport.is_closing():
             self._reader.stop_watching()
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """End the connection with the server. With TLS a close needs the client's reply, which an
-        idle client does not send, so the transport is aborted once all bytes are sent."""
+        """Close the connection when the server ends. With TLS a close needs the client's reply,
+        which an idle client does not send, so the transport is aborted if no bytes wait to be
+        sent."""
         super().shutdown()
         if self.scheme != "https" or not self.transport.is_closing():
             return
@@ -105,19 +107,19 @@ class HttpProtocol(H11Protocol):
             self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection, and watch the reader until it has taken the last bytes."""
+        """Close the connection, and watch the client's reading of the last bytes."""
         super().timeout_keep_alive_handler()
         self._reader.start_watching(STALL_SECONDS)
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        """Hand over the connection, with the bytes that came after the head."""
+        """Hand the connection over to WebSocketProtocol, with the bytes after the head."""
         super().handle_websocket_upgrade(event)
         early, _ = self.conn.trailing_data
         if early and not self.transport.is_closing():
             cast(asyncio.Protocol, self.transport.get_protocol()).data_received(early)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer with an error object in the form of all other errors."""
+        """Answer invalid HTTP with an error object in the form of all other errors."""
         body = encode_error(_INVALID)
         headers = [
             (b"content-type", b"application/json"),

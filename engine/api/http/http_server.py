@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP server: uvicorn, with the limits and time-outs of this project.
 
-It runs on sockets that are bound before the model is loaded, so a port in use is reported early.
+The server's sockets are bound before the model is loaded, so a port in use is reported early.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BACKLOG = 2048
 
 
 class HttpServer(uvicorn.Server):
-    """The server. `serve(sockets)` runs it; setting `should_exit` ends it in order."""
+    """The HTTP server. `serve(sockets)` runs it, and setting `should_exit` stops it gracefully."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve on bound sockets until a signal or `should_exit`."""
@@ -42,11 +42,11 @@ def make_server(
     tls: ssl.SSLContext | None = None,
     max_message_bytes: int = 16 * MIB,
 ) -> HttpServer:
-    """A server that does not run yet. `log_level` is one of uvicorn's names; at `info` the caller,
-    not the server, logs the server's start and end. At shutdown, running requests have
-    `shutdown_seconds` to finish. With `tls`, from `make_tls_context`, it speaks only https. A
-    websocket message has at most `max_message_bytes` and may not be compressed, because a few bytes
-    could expand to that size."""
+    """Return a server that does not run yet. `log_level` is one of uvicorn's names; at `info` the
+    caller, not the server, logs the server's start and end. At shutdown, running requests have
+    `shutdown_seconds` to finish. With `tls`, from `make_tls_context`, the server accepts only
+    https. A websocket message has at most `max_message_bytes` and may not be compressed, because a
+    few bytes could expand to that size."""
     config = uvicorn.Config(
         app,
         http=HttpProtocol,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""IncomingBytes: the count of bytes of a websocket's messages that wait in the server.
+"""`IncomingBytes`: counts the bytes of a websocket's messages that wait in the server.
 
     a message that is not whole     its fragments, and the bytes of the next one
     messages that are whole         until the application takes them
 
-The application may limit the count, which is in its scope. ASGI reports only whole messages.
+The application's ASGI scope has the count, for a limit. ASGI reports only whole messages.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ INCOMING = "stratakv.incoming"  # among the extensions of a websocket's scope
 
 @dataclass(slots=True, eq=False)
 class IncomingBytes:
-    """The count of one websocket's bytes. `may_hold` gets the number after every change, and
-    returns whether the server may hold that many."""
+    """The count of one websocket's bytes. `may_hold` is called with the new count, and returns
+    whether the server may hold that many bytes."""
 
     clock: Callable[[], float]
     may_hold: Callable[[int], bool] = lambda num_bytes: True
@@ -31,13 +31,13 @@ class IncomingBytes:
         self._in_frames += num_bytes
 
     def end_message(self, *, is_kept: bool) -> None:
-        """Count the message as whole. If it `is_kept`, it waits for the application."""
+        """Count the message as whole. A message that `is_kept` waits for the application."""
         if is_kept:
             self._waiting += self._in_frames
         self._in_frames, self.began_at = 0, None
 
     def take_messages(self) -> None:
-        """Stop counting whole messages: the application has taken them all."""
+        """Stop counting whole messages, because the application has taken all of them."""
         self._waiting = 0
         self.may_hold(self._in_frames)  # fewer than before, so the result does not matter
 

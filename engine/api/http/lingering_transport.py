@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingeringTransport: closes a connection whose request was not read whole.
+"""`LingeringTransport`: closes a connection whose request was not read to its end.
 
-The kernel resets a socket that is closed with unread bytes, and the reset can overtake the answer:
-the client, which is still writing, would see a broken pipe and not the refusal. So the transport
-sends the end of the answer first, and drops incoming bytes until the client closes or
+The kernel resets a socket that is closed with unread bytes, and the reset can arrive before the
+answer. A client that is still writing would see a broken pipe instead of the error. The transport
+first sends the end of the answer, and drops incoming bytes until the client closes or
 LINGER_SECONDS have passed.
 """
 
@@ -17,7 +17,7 @@ LINGER_SECONDS = 2.0
 
 
 class LingeringTransport:
-    """A transport of asyncio with another `close`. `is_unread` returns whether more of a request
+    """An asyncio transport with a changed `close`. `is_unread` returns whether more of a request
     may come. While the transport `lingers`, its protocol drops incoming bytes."""
 
     def __init__(self, transport: asyncio.Transport, is_unread: Callable[[], bool]) -> None:
@@ -33,8 +33,8 @@ class LingeringTransport:
         return self.lingers or self._transport.is_closing()
 
     def close(self) -> None:
-        """End the answer. Close at once if the request was read, else after dropping its rest. A
-        second call closes at once."""
+        """End the answer. Close at once if the request was read, else after dropping the rest of
+        the request. A second call closes at once."""
         transport = self._transport
         if self.lingers or transport.is_closing() or not self._is_unread():
             transport.close()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of the header Origin: the pages that may open a websocket.
+"""The check of the Origin header, which limits the web pages that may open a websocket.
 
-A browser opens a websocket to any host and lets the page read it. For other requests across origins
-the browser asks the host first (CORS); for a websocket it does not. So the server itself refuses
-the pages that CORS would keep out. Programs other than browsers send no Origin.
+A browser lets a page open a websocket to any host and read from it. For other requests to another
+origin the browser asks the host first (CORS), but not for a websocket. The server itself refuses
+the pages that CORS would refuse. Programs other than browsers send no Origin.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHOWN_CHARACTERS = 64
 
 
 def check_origin(scope: Scope, allowed: CrossOrigin | None) -> None:
-    """Raise ApiError for a page of another origin that is not allowed."""
+    """Raise ApiError for a request of a page of another origin that is not allowed."""
     given = [value for name, value in scope["headers"] if name == b"origin"]
     if not given:
         return

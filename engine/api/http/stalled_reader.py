@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StalledReader: the timer that ends the connection of a client that stops reading."""
+"""`StalledReader`: the timer that closes the connection of a client that stops reading."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ logger = logging.getLogger(__name__)
 
 
 class StalledReader:
-    """The watch on one transport while it holds bytes. The application adds no bytes meanwhile, so
-    a smaller buffer means that the client reads."""
+    """Watches one transport while its write buffer has bytes. The application adds no bytes
+    meanwhile, so a smaller buffer means that the client reads."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
         self._loop = loop
@@ -20,7 +20,7 @@ class StalledReader:
 
     @property
     def num_waiting(self) -> int:
-        """The bytes that wait to be read."""
+        """The number of bytes in the transport's write buffer."""
         try:
             return self._transport.get_write_buffer_size()
         except AttributeError:  # by asyncio, for a TLS connection that was closed twice
@@ -32,7 +32,7 @@ class StalledReader:
             self._timer = self._loop.call_later(seconds, self._check, self.num_waiting, seconds)
 
     def stop_watching(self) -> None:
-        """End the timer: the client took the bytes, or the connection is lost."""
+        """Stop the timer, because the client has read the bytes or the connection is lost."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -11,13 +11,13 @@ from ...config.server_options import ServerConfig
 
 
 class _Encrypted(Exception):
-    """The key needs a password."""
+    """The private key needs a password."""
 
 
 def make_tls_context(server: ServerConfig) -> ssl.SSLContext | None:
-    """The TLS context of the server's sockets, or None for plain HTTP; at least TLS 1.2. It is made
-    before the model is loaded, so that a bad file is reported early. Raises ConfigError, with the
-    flag and the file, for files that cannot be used."""
+    """Return the TLS context of the server's sockets, or None for plain HTTP; at least TLS 1.2. The
+    context is made before the model is loaded, so that a bad file is reported early. Raises
+    ConfigError, with the flag and the file, for files that cannot be used."""
     certificate, key = server.ssl_certfile, server.ssl_keyfile
     if certificate is None:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WebSocketProtocol: one websocket, with limits on the bytes held for it in either direction."""
+"""`WebSocketProtocol`: one websocket, with limits on the bytes held for it in either direction."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _NO_HANDSHAKE = ApiError(
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """A websocket, made by HttpProtocol from a request that asks for it.
+    """A websocket connection, which HttpProtocol makes for an upgrade request.
 
     Bytes are parsed piece by piece. Parsing stops while a message waits for the application or the
-    client leaves answers unread, so a flood of frames or pings costs only one read of the socket.
+    client does not read answers, so a flood of frames or pings costs only one read of the socket.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -48,7 +48,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._has_closed = False  # the application has closed the websocket
 
     def connection_made(self, transport: BaseTransport) -> None:
-        """Take over the connection from its HTTP protocol; the request is the first bytes."""
+        """Take the connection over from HttpProtocol; the first bytes are the upgrade request."""
         super().connection_made(transport)
         self._reader = StalledReader(self.loop, cast(asyncio.Transport, transport))
 
@@ -63,7 +63,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes. The first call has the whole request."""
+        """Process received bytes. The first call has the whole upgrade request."""
         if self.handshake_initiated:
             self._unparsed += data
             self._parse()
@@ -73,7 +73,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self._refuse_handshake()
 
     async def receive(self) -> ASGIReceiveEvent:
-        """Wait for the next message. Parsing goes on once all messages are taken."""
+        """Wait for the next message. Parsing continues once all messages are taken."""
         message = await super().receive()
         if self.queue.empty():
             self._incoming.take_messages()
@@ -81,9 +81,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         return message
 
     async def send(self, message: Any) -> None:
-        """Send a message once the client has room for it. After a closing message the client's
-        remaining bytes are parsed and dropped, up to its own closing frame. Raises
-        ClientDisconnected if the connection was closed for a fault of the client."""
+        """Send a message once the write buffer has room. After a close message, the client's
+        remaining bytes are parsed and dropped, up to its own close frame. Raises ClientDisconnected
+        if the connection was closed because of the client's error."""
         if self.close_sent and not self._has_closed:
             raise ClientDisconnected
         if message["type"] == "websocket.close":
@@ -95,14 +95,14 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.handshake_complete = True  # a refusal ends it too; uvicorn would log a fault
 
     def pause_writing(self) -> None:
-        """Watch the reader, and stop parsing: each ping would add a pong to the waiting bytes."""
+        """Watch the client's reading, and stop parsing, as each ping would add a pong to send."""
         super().pause_writing()
         self._is_blocked = True
         self._set_reading()
         self._reader.start_watching(STALL_SECONDS)
 
     def resume_writing(self) -> None:
-        """Parse again: the client took most bytes. A closing connection stays watched."""
+        """Parse again, as the client has read most bytes. A closing connection stays watched."""
         super().resume_writing()
         self._is_blocked = False
         if not self.transport.is_closing():
@@ -116,18 +116,18 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             super().shutdown()
 
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
-        """Watch the reader after the application's end: it must take the last bytes in time."""
+        """Watch the client's reading of the last bytes after the application's end."""
         super().on_task_complete(task)
         if not self._is_lost and self._reader.num_waiting:
             self._reader.start_watching(STALL_SECONDS)
 
     def keepalive_timeout(self) -> None:
-        """Abort the connection of a client that sent no pong: it would not read a close either."""
+        """Abort the connection of a client that sent no pong and would not read a close frame."""
         super().keepalive_timeout()
         self.transport.abort()
 
     def handle_connect(self, event: Request) -> None:
-        """Take the handshake, and put IncomingBytes into the application's scope."""
+        """Process the handshake, and put IncomingBytes into the application's scope."""
         super().handle_connect(event)
         if not self.close_sent:
             cast(dict[str, Any], self.scope["extensions"])[INCOMING] = self._incoming
@@ -141,7 +141,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().handle_bytes(event)
 
     def handle_cont(self, event: Frame) -> None:
-        """Count a further fragment; fail a message of more than MAX_FRAGMENTS."""
+        """Count a further fragment; fail a message of more than MAX_FRAGMENTS fragments."""
         if self.close_sent:
             return
         self._incoming.add_frame(len(event.data))
@@ -153,7 +153,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().handle_cont(event)
 
     def send_receive_event_to_app(self) -> None:
-        """Queue a whole message. A text that is no UTF-8 is refused without a log line."""
+        """Queue a whole message. A text that is not UTF-8 is refused without a log line."""
         self._incoming.end_message(is_kept=not self.close_sent)
         if self.curr_msg_data_type == "text" and not self.close_sent:
             self.frames = [b"".join(self.frames)]

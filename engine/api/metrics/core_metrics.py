@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of the core and its tiers, translated from their `stats` into metric families.
+"""The metrics of the engine core and its tiers, made from the core's replies to the call `stats`.
 
-`metric_tables.py` maps the figures of `stats` to metrics. Each scrape asks the core for figures; if
-the core is busy or dead, the scrape shows the last figures, their age, and whether the core is
-alive.
+`metric_tables.py` maps the values in `stats` to metrics. Each scrape requests new values from the
+core. If the core does not reply, the scrape shows the last values, their age, and whether the core
+is alive.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FAMILIES: dict[Kind, type[_Family]] = {
 
 
 class CoreCollector(Collector):
-    """The collector, which keeps the last figures. `labels` go on every metric."""
+    """A Prometheus collector, which keeps the last values. Every metric has the `labels`."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._names = list(labels)
@@ -47,7 +47,7 @@ class CoreCollector(Collector):
         self._is_alive = True
 
     async def refresh(self, client: EngineClient, timeout_seconds: float) -> None:
-        """Take new figures, if the core gives them in time."""
+        """Request new values from the core; without a reply in time, keep the last values."""
         try:
             self._stats = await client.call("stats", timeout_seconds=timeout_seconds)
             self._taken_seconds = time.monotonic()
@@ -56,11 +56,11 @@ class CoreCollector(Collector):
         self._is_alive = client.is_alive
 
     def describe(self) -> list[Metric]:
-        """Return no families in advance: they depend on the core's parts."""
+        """Return no metric families, because the families depend on the core's parts."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The metric families of the last figures."""
+        """Yield the metric families of the last values."""
         yield self._one(tables.UP, float(self._is_alive))
         if self._taken_seconds is None:
             return
@@ -146,7 +146,7 @@ class CoreCollector(Collector):
             yield self._one(shown, blocks / slab["capacity_blocks"])
 
     def _tiering(self, connector: CoreStats) -> Iterator[Metric]:
-        """Metrics labelled with a tier's position; the first tier is above all stores."""
+        """Yield the metrics labelled with a tier's position; the first tier is above all stores."""
         tiers = connector["tiers"]
         places = {name: f"{i}:{name}" if i else "0:primary" for i, name in enumerate(tiers)}
         for key, shown in tables.LOOKUPS:
@@ -163,7 +163,7 @@ class CoreCollector(Collector):
         yield from self._health(connector["traffic"])
 
     def _health(self, traffic: Mapping[str, CoreStats]) -> Iterator[Metric]:
-        """The health of the stores below the cpu tier: figures, breakers, blocks not admitted."""
+        """Yield the health of the stores below the cpu tier, with their circuit breakers."""
         for key, shown in tables.STORE_HEALTH:
             yield self._by_label(shown, "tier", {name: f[key] for name, f in traffic.items()})
         for key, shown in tables.BREAKERS:
@@ -203,7 +203,7 @@ class CoreCollector(Collector):
 
 
 def _buckets(histogram: CoreStats) -> list[tuple[str, float]]:
-    """The bounds, each with the number of observations up to that bound. The last bound is +Inf."""
+    """Return each bound with the number of observations up to it. The last bound is +Inf."""
     buckets = []
     so_far = 0
     for bound, count in zip([*histogram["bounds"], "+Inf"], histogram["counts"], strict=True):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front's metrics of requests, under the names that users' dashboards already read.
+"""The front's metrics of requests, with vLLM's names, which users' dashboards already read.
 
-A `Watch` follows one request; each output of the engine is one observation, however many tokens it
-has. core_metrics.py has the metrics of the core. Durations are seconds of the monotonic clock.
+A `Watch` records one request; each output of the engine is one observation, whatever its number of
+tokens. `core_metrics.py` has the metrics of the core. Durations are seconds of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMPUTED = "local_compute"  # the source of prompt tokens that no tier had
 
 
 class Metrics:
-    """The metrics of one served model, in a registry of their own."""
+    """The metrics of one served model, in their own registry."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
@@ -98,14 +98,14 @@ class Metrics:
         )  # fmt: skip
 
     def show_tiers(self, tiers: Iterable[str]) -> None:
-        """Show every tier from the first scrape on, even while its value is 0."""
+        """Create the metrics of every tier, so that a scrape shows them even while they are 0."""
         for tier in tiers:
             self.cached_by_source.labels(*self.label_values, tier)
             self.by_source.labels(*self.label_values, tier)
         self.by_source.labels(*self.label_values, COMPUTED)
 
     def exposition(self) -> bytes:
-        """The metrics in Prometheus's text format."""
+        """Return the metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -118,7 +118,7 @@ class Metrics:
 
 
 class Watch:
-    """The recorder of one request's metrics."""
+    """Records the metrics of one request."""
 
     __slots__ = (
         "_arrival", "_first", "_is_closed", "_last", "_metrics", "_num_prompt_tokens",
@@ -134,7 +134,7 @@ class Watch:
         self._is_closed = False
 
     def record_output(self, output: TextOutput) -> None:
-        """Observe one output of the engine."""
+        """Record one output of the engine."""
         metrics = self._metrics
         if output.token_ids:
             now = time.monotonic()
@@ -158,7 +158,7 @@ class Watch:
             self._record_finish(output.finish_reason, output.timings or {})
 
     def close(self) -> None:
-        """End the watch. A request that has not finished counts as aborted."""
+        """Stop recording. A request that has not finished counts as aborted."""
         if not self._is_closed:
             self._record_finish("abort", {})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of metrics for the figures of the core's `stats`: names, kinds and texts.
+"""Tables of the metrics for the values in the core's `stats`: names, types and help texts.
 
 Users' dashboards and autoscalers already read the names that begin with `vllm:`. `docs/metrics.md`
 explains each metric in full.
@@ -26,7 +26,7 @@ class Kind(Enum):
 
 
 class Shown(NamedTuple):
-    """The metric of one figure."""
+    """The name, type and help text of one metric."""
 
     name: str
     kind: Kind

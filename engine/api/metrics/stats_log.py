@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log line with figures, every few seconds while there is work.
+"""Logs a line of statistics every few seconds while there is work.
 
     running 12, waiting 3, prompts 3,410 tok/s (62 % cached), computed 1,800 tok/s, pool 43 %
 
-The figures are the differences between two `stats` of the core.
+Rates and preemptions are differences of two replies to `stats`; other values are current.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Stats = Mapping[str, Any]  # the core's answer to the call `stats`
 
 
 class StatsLog:
-    """The task that writes the log line, in the client's event loop."""
+    """Writes the log line, in the client's event loop."""
 
     def __init__(self, client: EngineClient, period_seconds: float = PERIOD_SECONDS) -> None:
         self._client = client
@@ -33,7 +33,7 @@ class StatsLog:
         self._last_seconds = 0.0
 
     async def run(self) -> None:
-        """Log every period until cancelled or until the core is gone."""
+        """Log every period until cancelled or until the core has ended."""
         while self._client.is_alive:
             await self._look()
             await asyncio.sleep(self._period)
@@ -53,7 +53,7 @@ class StatsLog:
 
 
 def describe(before: Stats, after: Stats, seconds: float) -> str:
-    """The work between two stats, in one line; empty if there was no work."""
+    """Describe the work between two replies to `stats` in one line; "" if there was no work."""
     scheduler = after["scheduler"]
     gained = _gained(before["scheduler"], scheduler)
     waiting = scheduler["num_waiting"]  # includes requests whose blocks are being loaded
@@ -82,7 +82,7 @@ def _gained(before: Mapping[str, float], after: Mapping[str, float]) -> Callable
 
 
 def _tiers(connector: Stats | None) -> Iterator[str]:
-    """The used share of each tier with a capacity, as text."""
+    """Yield the used share of each tier with a capacity, as text."""
     if connector is None:
         return
     for name, figures in connector["tiers"].items():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/chat/completions: a conversation in, the assistant's next message out.
+"""POST /v1/chat/completions: answers a conversation with the assistant's next message.
 
-The model's chat template makes one prompt of the conversation and the tools the model may call.
+The model's chat template converts the conversation and the available tools to one prompt.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .response.tools import ToolUse, tools_of
 
 @dataclass(slots=True)
 class ChatAnswer(Answer):
-    """The answer of a chat: whole messages, or the chunks of a stream."""
+    """The answer to a chat request: whole messages, or the chunks of a stream."""
 
     request: ChatRequest
     tools: ToolUse
@@ -104,7 +104,7 @@ class ChatAnswer(Answer):
         return message
 
     def _delta(self, part: Part) -> Delta:
-        """A part as a delta, without content if it has only a thought or calls."""
+        """Return a part as a delta, without content if it has only a thought or tool calls."""
         is_empty = part.reasoning is UNSET and not part.tool_calls
         content = part.text if part.text or is_empty else UNSET
         delta = Delta("assistant" if part.is_first else UNSET, content)
@@ -138,7 +138,8 @@ class ChatAnswer(Answer):
 
 
 async def create_chat_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """Answer the route. `follows`: the request comes later; the core only follows its prompt."""
+    """Answer a request. With `follows`, the request itself comes later, and the core only follows
+    its prompt (see `follow.py`)."""
     arrival_seconds = time.monotonic()
     request = await read_chat(front, http)
     tools = tools_of(front, request)
@@ -173,7 +174,7 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
 
 
 def _answered_tool(request: ChatRequest) -> str:
-    """The tool whose answer is the last message; "" if the last message is no tool's answer."""
+    """Return the tool whose result is the last message; "" if that message is no tool's result."""
     last = request.messages[-1] if request.messages else None
     if last is None or last.role != "tool":
         return ""
@@ -185,7 +186,8 @@ def _answered_tool(request: ChatRequest) -> str:
 
 
 def thoughts_of(marks: ReasoningMarks | None, request: ChatRequest, prompt: str) -> Thoughts | None:
-    """The splitter of thoughts from an answer to this prompt; None: thoughts stay in the text."""
+    """Return the splitter of thoughts for this prompt's answer; None if thoughts stay in the
+    text."""
     if marks is None or request.separate_reasoning is False:
         return None
     goes_on = bool(request.continue_final_message)

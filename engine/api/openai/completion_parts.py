@@ -5,8 +5,8 @@
     {"prompt": " the following text?\\n"}                             any number of further parts
 
 The engine computes each part while the next one arrives. The prompt ends with the body, or with a
-line that has `"is_last": true`, after which no line is read. The answer is that of /v1/completions.
-parts_socket.py takes the same parts as messages of a websocket.
+line that has `"is_last": true`, after which no line is read. The answer has the form of
+/v1/completions. `parts_socket.py` reads the same parts as messages of a websocket.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _WHOLE_ONLY: dict[str, tuple[object, ...]] = {
 
 
 class FirstPart(CompletionRequest, kw_only=True, forbid_unknown_fields=True):
-    """The first part, with all fields about the answer."""
+    """The first part of a prompt, with all parameters of the answer."""
 
     is_last: bool = False  # the prompt is whole
 
 
 class FurtherPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A part after the first."""
+    """A part of a prompt after the first part."""
 
     prompt: str | list[int] | UnsetType = UNSET
     is_last: bool = False
@@ -70,7 +70,7 @@ _part_decoder = msgspec.json.Decoder(FurtherPart)
 
 @dataclass(slots=True)
 class PartReader:
-    """The reader of one prompt's parts. It makes the engine's request and the choice."""
+    """Reads one prompt's parts, and makes the engine's request and its `Generation`."""
 
     front: Front
     http: HTTPConnection
@@ -110,7 +110,7 @@ class PartReader:
         self.opened = message.request_id
 
     async def end_prompt(self) -> list[Generation]:
-        """End the prompt; return its choice. Raises as `add_part`."""
+        """End the prompt, and return its only `Generation`. Raises like `add_part`."""
         parts = self.parts
         try:
             num_kept, tokens = await self.front.off_loop(parts.end_prompt, parts.num_characters)
@@ -129,7 +129,7 @@ class PartReader:
         return self.generations(pack_token_ids(token_ids))
 
     def generations(self, prompt: bytes) -> list[Generation]:
-        """The choice that answers this prompt; its id is always the same."""
+        """Return the `Generation` that answers this prompt; its id is the same in every call."""
         return make_generations(
             self.front,
             self.request,
@@ -156,9 +156,9 @@ async def create_completion_of_parts(front: Front, http: Request) -> ASGIApp:
 async def read_parts(
     front: Front, http: HTTPConnection, messages: AsyncIterator[bytes]
 ) -> CompletionAnswer:
-    """Compute the parts as `messages` yields them, up to the end or to a part with `is_last`.
-    Returns the answer, which has not begun. Raises ApiError for an invalid part, and the errors of
-    `messages`. After an error the engine's request is dropped."""
+    """Send the parts to the engine as `messages` yields them, up to the end or to a part with
+    `is_last`. Returns the answer, which has not started yet. Raises ApiError for an invalid part,
+    and the errors of `messages`. After an error the engine's request is aborted."""
     first = await anext(messages, b"")
     request = decode_body(first, _first_decoder)
     check_completion(front, request)
@@ -198,7 +198,7 @@ async def read_parts(
 
 
 def part_overdue(seconds: float) -> ApiError:
-    """The error for a client whose next part does not come within `seconds`."""
+    """Return the error for a client whose next part does not come within `seconds`."""
     message = (
         f"no part of the prompt came for {seconds:g} s, and none said `is_last`; send the whole "
         "prompt to /v1/completions"
@@ -207,14 +207,14 @@ def part_overdue(seconds: float) -> ApiError:
 
 
 def part_too_large(front: Front, what: str) -> ApiError:
-    """The error for a part that is longer than the limit of a body."""
+    """Return the error for a part that is longer than the limit of a body."""
     message = f"{what} is over the limit of {front.settings.max_body_bytes} bytes; send less"
     return ApiError(message, status=413, code="body_too_large")
 
 
 async def _read_lines(front: Front, http: Request) -> AsyncIterator[bytes]:
-    """The non-empty lines of the body. Raises ApiError if a line is too long or too late or the
-    server ends, and ClientGone."""
+    """Yield the non-empty lines of the body. Raises ApiError if a line is too long or too late or
+    if the server ends, and ClientGone if the client disconnects."""
     settings, ended = front.settings, front.in_flight.ended
     pieces: list[bytes] = []  # the unfinished line
     num_bytes = 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/completions: prompts in, text and token ids out.
+"""POST /v1/completions: answers prompts with text and token ids.
 
-Every prompt is checked before the first one starts.
+Every prompt is checked before the engine gets the first one.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(slots=True)
 class CompletionAnswer(Answer):
-    """The answer of a completion; a whole answer and a chunk have the same form. `echoes` has the
-    text of each prompt, or is empty."""
+    """The answer to a completion request; a whole answer and a chunk have the same form. `echoes`
+    has the text of each prompt, or is empty."""
 
     request: CompletionRequest
     echoes: list[str]
@@ -62,7 +62,7 @@ class CompletionAnswer(Answer):
         )
 
     def select(self, wholes: Mapping[int, TextOutput]) -> list[Generation]:
-        """The `num_choices` answers to each prompt with the highest mean log-probability."""
+        """Return the `num_choices` answers to each prompt with the highest mean log-probability."""
         num_generated, num_choices = self.request.num_generated, self.request.num_choices
         if num_generated == num_choices:
             return self.generations
@@ -119,7 +119,8 @@ class CompletionAnswer(Answer):
 
 
 async def create_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """Answer the route. `follows`: the request comes later; the core only follows its prompt."""
+    """Answer a request. With `follows`, the request itself comes later, and the core only follows
+    its prompt (see `follow.py`)."""
     arrival_seconds = time.monotonic()
     request = await read_completion(front, http)
     embeds: list[bytes] = []
@@ -157,7 +158,7 @@ async def create_completion(front: Front, http: Request, *, follows: bool = Fals
 async def _resolve_embeds(
     front: Front, request: CompletionRequest
 ) -> tuple[list[bytes], list[bytes]]:
-    """The embedding files of a request, and for each a placeholder prompt of as many tokens."""
+    """Return the request's embedding files, and a placeholder prompt for each file."""
     wanted = request.prompt_embeds
     given = [wanted] if isinstance(wanted, str) else wanted
     if not given:
@@ -192,7 +193,7 @@ async def _resolve_embeds(
 def tasks_of(
     front: Front, request: CompletionRequest, prompts: Sequence[bytes], embeds: Sequence[bytes]
 ) -> list[Task]:
-    """A task for each prompt, or for each of `embeds`. Raises ApiError for invalid parameters."""
+    """Return a task for each prompt and its embeds. Raises ApiError for invalid parameters."""
     asked, max_tokens = request.max_tokens is not None, request.max_tokens
     if max_tokens is None:
         max_tokens = default_max_tokens(front, DEFAULT_COMPLETION_TOKENS)
@@ -226,13 +227,13 @@ def tasks_of(
 
 
 def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
-    """The larger count of the two fields that ask for prompt log-probabilities."""
+    """Return the larger count of the two fields that request prompt log-probabilities."""
     counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
     return max((count for count in counts if count is not None), default=None)
 
 
 def _echoes(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) -> list[str]:
-    """The texts of the prompts: the client's text if it was not cut, else decoded tokens."""
+    """Return the texts of the prompts: the client's text if it was not cut, else decoded tokens."""
     tokenizer = front.need_tokenizer("echo", "leave out `echo`")
     assert request.prompt is not None
     return [
@@ -246,6 +247,6 @@ def _echoes(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) 
 
 
 def _mean_logprob(whole: TextOutput) -> float:
-    """The mean log-probability of an answer's tokens; minus infinity without tokens."""
+    """Return the mean log-probability of an answer's tokens; minus infinity without tokens."""
     logprobs = [position.logprobs[0] for position in whole.logprobs or ()]
     return sum(logprobs) / len(logprobs) if logprobs else -math.inf

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields inside messages, tools and `stream_options` that this server does not read.
 
-Clients send fields there that another server takes, or has put into its answers. They change no
-answer here, so they are ignored, counted, and logged once for each name.
+Clients send such fields because another server accepts them or has put them into its answers. The
+fields change no answer of this server, so they are ignored, counted, and logged once for each name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Raw = dict[str, msgspec.Raw]
 
 
 class _Nested(msgspec.Struct):
-    """The parts of a request that may hold other fields, decoded one level deep."""
+    """The parts of a request that may have unread fields, decoded one level deep."""
 
     messages: list[_Raw] | None = None
     tools: list[_Raw] | None = None
@@ -57,7 +57,7 @@ _one = msgspec.json.Decoder(_Raw)
 
 
 class DroppedFields:
-    """The count and the log of dropped fields, for one server."""
+    """Counts and logs dropped fields, for one server."""
 
     def __init__(self, count: Callable[[int], None]) -> None:
         self._count = count
@@ -80,7 +80,7 @@ class DroppedFields:
 
 
 def unknown_fields(body: bytes) -> Iterator[str]:
-    """The fields that are not read, each as its path without numbers, such as
+    """Yield the fields that are not read, each as its path without indices, such as
     `messages.content.cache_control`."""
     nested = _nested.decode(body)
     yield from _others("stream_options", nested.stream_options or {}, _OF_OPTIONS)
@@ -111,7 +111,7 @@ def _in_function(place: str, given: _Raw, known: frozenset[str]) -> Iterator[str
 
 
 def _list_in(raw: msgspec.Raw | None) -> Sequence[_Raw]:
-    """The objects in a list; empty if `raw` is no list."""
+    """Return the objects in a list; empty if `raw` is not a list."""
     if raw is None or bytes(memoryview(raw)[:1]) != b"[":
         return ()
     return _several.decode(raw) or ()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/embeddings: prompts in, a vector for each out.
+"""POST /v1/embeddings: answers each prompt with a vector.
 
-Every prompt is checked before the first one starts. The vectors are hidden states of the served
-model, pooled as `--pooling` says, and normalized to length 1 unless the request declines it.
+Every prompt is checked before the engine gets the first one. The vectors are hidden states of the
+served model, pooled as `--pooling` says, and normalized to length 1 unless `normalize` is false.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Embedding(msgspec.Struct):
-    """A vector: numbers, or base64 of little-endian float32."""
+    """A vector: a list of numbers, or base64 of little-endian float32."""
 
     object: Literal["embedding"]
     index: int
@@ -119,7 +119,7 @@ async def _collect_all(
 
 
 def _in_form(request: EmbeddingRequest, data: bytes | None) -> list[float] | str:
-    """The vector in the request's form. Raises ValueError if it is missing or invalid."""
+    """Return the vector in the requested form. Raises ValueError for an invalid vector."""
     normalize = request.normalize is not False
     vector: Vector = finish_vector(data, normalize=normalize, dimensions=request.dimensions)
     numbers = vector.astype("<f4")

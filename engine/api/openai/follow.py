@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /follow/v1/completions and /follow/v1/chat/completions: the notice of a later request whose
+"""POST /follow/v1/completions and /follow/v1/chat/completions: announce a later request whose
 prompt another node computes now.
 
-The body is the body of the later request. The tiers follow the prompt: they read its blocks as the
-other node stores them. The engine computes nothing; the answer has the number of followed prompts.
+The body is that of the later request. The tiers follow the prompt: they read its blocks while the
+other node stores them. The engine computes nothing; the reply counts the followed prompts.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FOLLOW = "/follow"  # the prefix of the request's path
 
 
 class Followed(msgspec.Struct):
-    """The answer."""
+    """The reply to a request of this route."""
 
     followed: int  # prompts
     object: str = "follow"
 
 
 async def follow(front: Front, generations: Iterable[Generation]) -> ASGIApp:
-    """Make the core follow each prompt once. Raises ApiError if the core refuses a prompt."""
+    """Make the core's tiers follow each prompt once. Raises ApiError if the core refuses one."""
     count = 0
     for generation in generations:
         if generation.child:

@@ -15,7 +15,7 @@ _MAX_QUOTED_CHARACTERS = 64
 
 
 def text_of(message: ChatMessage) -> str:
-    """The text of a message, its parts joined by line breaks, with a model's refusal at the end."""
+    """Return the text of a message: its parts, joined by line breaks, and the model's refusal."""
     content = message.content
     texts = [content] if isinstance(content, str) else _texts_in(content, _TEXTS)
     if isinstance(message.refusal, str):
@@ -24,7 +24,7 @@ def text_of(message: ChatMessage) -> str:
 
 
 def thought_of(message: ChatMessage) -> str:
-    """The thought of an earlier answer; empty if the answer has no thought."""
+    """Return the thought of an earlier answer; empty if the answer has no thought."""
     content = message.content
     parts = [] if isinstance(content, str) else _texts_in(content, _THOUGHTS)
     return message.reasoning_content or message.reasoning or "\n".join(parts)

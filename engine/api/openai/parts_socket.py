@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PartsSocket: a websocket at /v1/completions/parts, whose messages are the parts of one prompt.
+"""`PartsSocket`: a websocket at /v1/completions/parts, whose messages are the parts of one prompt.
 
     {"model": "m", "max_tokens": 64, "prompt": "What is said in"}     as of /v1/completions
     {"prompt": " the following text?\\n", "is_last": true}            the prompt is whole
 
-The answer is one message with the JSON of /v1/completions, or with `stream` one for each chunk, and
-a close with code 1000. An error is one message with the error object, and a close with its code. A
-connection takes one prompt; a client that closes it aborts the answer.
+The answer is one message with the JSON of /v1/completions, or one message per chunk with `stream`;
+the close code is 1000. An error is one message with the error object, and sets the close code. A
+connection serves one prompt; a client that closes the connection aborts the answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class PartsSocket:
-    """The route, an ASGI application."""
+    """The websocket's route, an ASGI application."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -70,8 +70,8 @@ class PartsSocket:
 
 
 async def _read_messages(front: Front, receive: Receive) -> AsyncIterator[bytes]:
-    """The messages. Raises ApiError if a message is no text, too long or too late, or the server
-    ends, and ClientGone."""
+    """Yield the client's messages. Raises ApiError if a message is not text, too long or too late,
+    or if the server ends, and ClientGone if the client disconnects."""
     clock, ended = asyncio.get_running_loop().time, front.in_flight.ended
     seconds = front.settings.body_timeout_seconds  # limit of the first part
     while True:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /tokenize and /detokenize: the token ids of a text, and the text of token ids.
 
-A text may be longer than the context: no tokens are generated.
+A text may be longer than the context, because no tokens are generated.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def detokenize(front: Front, http: Request) -> ASGIApp:
 
 
 async def _text(front: Front, request: TokenizeRequest) -> tuple[str, bool]:
-    """The text, and whether the tokenizer must still add special tokens."""
+    """Return the text, and whether the tokenizer must still add special tokens."""
     if (request.prompt is None) == (request.messages is None):
         which = "neither" if request.prompt is None else "both"
         message = f"/tokenize takes `prompt` or `messages`, and {which} came; send one of them"

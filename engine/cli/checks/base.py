@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of checks. Each finding is one line and has a level."""
+"""The results of checks, called findings. Each finding is one line of output and has a level."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Level(StrEnum):
 
 
 class Finding(NamedTuple):
-    """The result of a check: its subject `what`, the state, and the remedy (empty: all is well)."""
+    """The result of a check: the subject `what`, its state `fact`, and the remedy `cure`, if
+    any."""
 
     level: Level
     what: str

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the place of an SSD tier: the file system, its room, direct I/O, and existing files.
+"""Checks of a directory for an SSD tier: file system, free space, direct I/O, and existing files.
 
-They make no folder. They write one page into an unnamed file, which ends when it is closed.
+The checks create no directory, and write one page to an unnamed temporary file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REMOTE = re.compile(
 def check_disks(
     ssd: SsdSettings, check: Callable[[SsdSettings], Iterator[Finding]]
 ) -> Iterator[Finding]:
-    """Run `check` for each disk with its share, and check that they are different disks."""
+    """Run `check` for each disk with its share of the size, and check that the disks differ."""
     share = ssd.capacity_bytes // max(1, len(ssd.paths))
     devices: dict[int, Path] = {}
     for path in ssd.paths:
@@ -48,8 +48,8 @@ def check_disks(
 
 
 def check_ssd(ssd: SsdSettings, namespace: bytes, host: str) -> Iterator[Finding]:
-    """Check that the tier can lie at its path. `namespace` is the prefix of the namespaces of
-    `host`'s chunks."""
+    """Check that the SSD tier can be at its path. `namespace` is the prefix of the namespaces of
+    chunks of `host`, another engine."""
     there = yield from _check_path(ssd)
     if there is None or ssd.path is None:
         return
@@ -59,7 +59,7 @@ def check_ssd(ssd: SsdSettings, namespace: bytes, host: str) -> Iterator[Finding
 
 
 def check_folder(ssd: SsdSettings) -> Iterator[Finding]:
-    """Check that a tier of StrataKV can lie at its path; its content does not matter."""
+    """Check that a tier of StrataKV can be at its path; the tier's content is not checked."""
     there = yield from _check_path(ssd)
     if there is None or ssd.path is None:
         return
@@ -73,7 +73,7 @@ def check_folder(ssd: SsdSettings) -> Iterator[Finding]:
 
 
 def _check_path(ssd: SsdSettings) -> Generator[Finding, None, Path | None]:
-    """Check the path, and return the existing folder; None if no tier can be made in it."""
+    """Check the path, and return its nearest existing folder; None if no tier can be made in it."""
     assert ssd.path is not None
     path = ssd.path.absolute()
     there = next(each for each in (path, *path.parents) if os.path.lexists(each))

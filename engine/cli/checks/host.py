@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of this machine before the start of an engine or a cache server: processor and kernel,
-memory and limits, disk, ports, certificates, GPU. A problem names the command that removes it.
-"""
+memory and limits, disk, ports, certificates, GPU. Each problem names a remedy."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ GPU_FILE = Path("/dev/nvidiactl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCase:
-    """The programs that will run here. An empty `device` means a GPU if there is one, else the
-    CPU."""
+    """The planned use of this machine by an engine or a cache server. An empty `device` means a GPU
+    if there is one, else the CPU."""
 
     cpu_bytes: int
     huge_pages: bool = False
@@ -51,14 +50,14 @@ class HostCase:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether the `device` is a GPU, or is not given on a machine with a GPU."""
+        """Whether `device` is a GPU, or is empty on a machine with a GPU."""
         if self.device:
             return self.device != "cpu"
         return self.gpu_file.exists()
 
 
 def check_kernel(case: HostCase) -> Iterator[Finding]:
-    """Check processor and kernel."""
+    """Check the processor type and the kernel version."""
     if case.machine in MACHINES:
         yield ok("processor", case.machine)
     else:
@@ -106,7 +105,7 @@ def check_tier_memory(case: HostCase) -> Iterator[Finding]:
 
 
 def check_limits(case: HostCase) -> Iterator[Finding]:
-    """Check the limits of a process."""
+    """Check the process limits: locked memory, open files and core dumps."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     enough = locked == resource.RLIM_INFINITY or locked >= case.cpu_bytes
     shown = "unlimited" if locked == resource.RLIM_INFINITY else rough_size(locked)
@@ -135,7 +134,7 @@ def check_limits(case: HostCase) -> Iterator[Finding]:
 
 
 def check_disk(case: HostCase) -> Iterator[Finding]:
-    """Check the place of the SSD tier, if there will be one."""
+    """Check the directory of the SSD tier, if there will be such a tier."""
     if case.ssd is not None:
         yield from check_disks(case.ssd, check_folder)
 
@@ -152,7 +151,7 @@ def check_ports(case: HostCase) -> Iterator[Finding]:
 
 
 def check_certificates(case: HostCase) -> Iterator[Finding]:
-    """Check that certificate and key match, do not expire soon, and are unreadable for others."""
+    """Check that certificate and key match, last for a while, and that the key is private."""
     if case.tls is None:
         return
     try:
@@ -184,7 +183,7 @@ def check_certificates(case: HostCase) -> Iterator[Finding]:
 
 
 def check_host_clock(case: HostCase) -> Iterator[Finding]:
-    """Check the clock if TLS is used: the clock decides whether certificates are valid."""
+    """Check the clock if TLS is used, because the validity of certificates depends on the clock."""
     if case.tls is not None:
         yield from check_clock()
 

@@ -23,7 +23,7 @@ _CLOCK_UNKNOWN = 5  # TIME_ERROR
 
 
 def check_shared_memory(region_bytes: int, folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
-    """Check that a region of this size fits into its file system."""
+    """Check that a region of `region_bytes` fits into the file system of shared memory."""
     try:
         space = os.statvfs(folder)
     except OSError as error:
@@ -48,7 +48,7 @@ def check_shared_memory(region_bytes: int, folder: Path = SHARED_MEMORY) -> Iter
 def check_memory(
     slab_bytes: int, region_bytes: int, available: int | None = None
 ) -> Iterator[Finding]:
-    """Check that host and container have memory for slab and region, which the start takes."""
+    """Check that host and container have the memory that slab and region need at the start."""
     wanted = slab_bytes + region_bytes
     shown = f"slab {rough_size(slab_bytes)} + region {rough_size(region_bytes)}"
     left = available_memory_bytes() if available is None else available
@@ -87,7 +87,7 @@ def check_huge_pages(slab_bytes: int, meminfo: Path = MEMINFO) -> Iterator[Findi
 
 
 def check_clock() -> Iterator[Finding]:
-    """Check that the kernel's clock is synchronised: certificates depend on the clock."""
+    """Check that the kernel's clock is synchronised, because certificates depend on the clock."""
     libc = ctypes.CDLL(None, use_errno=True)
     state = libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # zeros: a read only
     if state < 0:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probe. It runs in the Python of another engine, which may lack StrataKV and its packages, and
-prints one line of JSON about it. It imports only the standard library and the modules of its
-argument:
+"""A script that runs in the Python of another engine, which may lack StrataKV and its packages. The
+script prints one line of JSON about this Python. The script imports only the standard library and
+the modules named in its argument:
 
     {"modules": [names], "host": "vllm" | null, "hash_algorithm": "sha256"}
 """
@@ -23,7 +23,7 @@ MARK = "stratakv-probe "
 
 
 def main() -> None:
-    """Probe, and print the line."""
+    """Import the modules, and print the line of JSON."""
     told = json.loads(sys.argv[1])
     found = {
         "version": list(sys.version_info[:3]),
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def module(name: str) -> dict[str, Any]:
-    """Return the version of a module, or why it cannot be imported."""
+    """Return the version of a module, or the error of its import."""
     try:
         found = importlib.import_module(name)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told, whatever it is
@@ -76,7 +76,7 @@ def vllm(hash_algorithm: str) -> dict[str, Any]:
 
 
 def distribution(*names: str) -> str:
-    """Return the first of these packages that is installed."""
+    """Return the first of the packages `names` that is installed; "" if none is."""
     for name in names:
         try:
             importlib.metadata.version(name)

@@ -2,8 +2,8 @@
 """Checks of the Python that runs another engine: the engine's version must be supported, and
 StrataKV and the packages it needs must be installed.
 
-They run `probe.py` in that Python, which imports the engine. The import takes seconds, but only an
-import shows whether it works.
+The checks run `probe.py` in the other engine's Python, and the probe imports that engine. The
+import takes seconds, but only an import shows whether the engine can be imported.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Module(msgspec.Struct, frozen=True):
 
 
 class VllmModule(msgspec.Struct, frozen=True):
-    """The facts about vLLM, or the error of its import. `roots` are the roots of its block hashes
-    in two processes."""
+    """Facts about vLLM, or the error of its import. `roots` has its block hashes' root, computed
+    twice."""
 
     version: str = ""
     error: str = ""
@@ -66,7 +66,7 @@ class VllmModule(msgspec.Struct, frozen=True):
 
 
 class PythonFacts(msgspec.Struct, frozen=True):
-    """The results of the probe."""
+    """The facts that the probe reports about a Python installation."""
 
     version: tuple[int, int, int]
     modules: Mapping[str, Module]
@@ -74,15 +74,15 @@ class PythonFacts(msgspec.Struct, frozen=True):
 
 
 class NoFacts(Exception):
-    """The probe could not be run; the text says why."""
+    """The probe could not be run; the error's text says why."""
 
 
 class TooSlow(NoFacts):
-    """The probe did not end in time, which is no fault of the probed packages."""
+    """The probe did not end in time, which does not mean that a package is faulty."""
 
 
 def ask_python(python: str, hash_algorithm: str, environment: Mapping[str, str]) -> PythonFacts:
-    """Run the probe in this Python. Raises NoFacts."""
+    """Run the probe with the interpreter `python`, and return its facts. Raises NoFacts."""
     told = {"modules": [*PACKAGES, OURS], "host": "vllm", "hash_algorithm": hash_algorithm}
     # Without -P, which an old Python lacks: the probe removes the working directory from its path.
     command = [python, "-c", PROBE.read_text(encoding="utf-8"), json.dumps(told)]
@@ -109,8 +109,8 @@ def ask_python(python: str, hash_algorithm: str, environment: Mapping[str, str])
 def check_interpreter(
     python: str, facts: PythonFacts | str, *, is_slow: bool = False
 ) -> Iterator[Finding]:
-    """Check that StrataKV can run in that Python. Without facts, `facts` is the reason as a text;
-    `is_slow`: perhaps the machine was only busy."""
+    """Check that StrataKV can run with the interpreter `python`. If there are no facts, `facts` is
+    the reason; `is_slow` says that the machine may only have been busy."""
     if isinstance(facts, str) and is_slow:
         yield warning(
             "python", f"{python} {facts}, so what it has was not looked at",
@@ -131,7 +131,7 @@ def check_interpreter(
 
 
 def check_vllm_version(vllm: VllmModule, python: str) -> Iterator[Finding]:
-    """Check that vLLM can be imported in that Python, in a version that the adapter supports."""
+    """Check that `python` can import vLLM, in a version that the adapter supports."""
     if vllm.error:
         if not vllm.distribution:
             yield problem(
@@ -160,7 +160,7 @@ def check_vllm_version(vllm: VllmModule, python: str) -> Iterator[Finding]:
 
 
 def check_packages(facts: PythonFacts, python: str) -> Iterator[Finding]:
-    """Check that the other Python has StrataKV in this version, and the packages it needs."""
+    """Check that the other Python has this version of StrataKV and the packages that it needs."""
     missing = [package for name, package in PACKAGES.items() if facts.modules[name].error]
     install = f"{python} -m pip install"
     if "stratakv" in missing:
@@ -193,7 +193,7 @@ def check_packages(facts: PythonFacts, python: str) -> Iterator[Finding]:
 def check_hash_roots(
     vllm: VllmModule, algorithm: str, environment: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Check that two processes name a block alike; otherwise neither finds the other's blocks."""
+    """Check that all processes compute equal block hashes, by which they find shared blocks."""
     seed = environment.get("PYTHONHASHSEED")
     if vllm.roots_error or len(vllm.roots) != 2:
         yield warning(
@@ -219,7 +219,7 @@ def this_python() -> str:
 
 
 def this_environment() -> Mapping[str, str]:
-    """Return the environment in which vLLM would start from here."""
+    """Return the environment variables with which vLLM would start from this process."""
     return dict(os.environ)
 
 

@@ -21,7 +21,7 @@ FLAG = "--remote-"
 
 
 def check_servers(tiers: TierSettings) -> Iterator[Finding]:
-    """Check each server, and whether the tenant may store chunks there."""
+    """Check each cache server, and whether the tenant may store chunks on it."""
     try:
         credentials = tiers.remote.credentials()
     except TierConfigError as error:
@@ -68,7 +68,7 @@ def _check_server(
 
 
 def _is_of_chunks(layout: Any) -> bool:
-    """Whether blocks are chunks: StrataKV does not know the inner layout of a chunk."""
+    """Whether blocks are chunks of another engine, whose inner layout StrataKV does not know."""
     return (layout.num_layers, layout.block_size_tokens, layout.num_kv_heads) == (1, 1, 1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of vLLM's transfer configuration and of its other needs for a start with StrataKV."""
+"""Checks of vLLM's transfer configuration, and of what else vLLM needs to start with StrataKV."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ SPEC_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmCase:
-    """The start of vLLM to check. `transfer` is the object for `--kv-transfer-config`; `facts` is
-    the reason as a text if the probe could not run."""
+    """The vLLM start that is checked. `transfer` is the object for `--kv-transfer-config`. If the
+    probe could not run, `facts` is the reason as a text."""
 
     transfer: Mapping[str, Any]
     python: str
@@ -82,8 +82,8 @@ class VllmCase:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the configuration names StrataSpec, not StrataKV's tier among vLLM's own
-        tiers."""
+        """Whether the configuration names StrataSpec instead of vLLM's spec with StrataKV's
+        tier."""
         return (self.extra.get("spec_name"), self.extra.get("spec_module_path")) == (SPEC, MODULE)
 
     @property
@@ -100,7 +100,7 @@ class VllmCase:
 
     @property
     def settings(self) -> VllmSettings | None:
-        """The valid settings; None if they are refused, which `check_settings` reports."""
+        """The valid settings; None if they are invalid, which `check_settings` reports."""
         try:
             return None if self.given is None else HOST.read(self.given)
         except ConfigError:
@@ -136,7 +136,7 @@ def read_transfer(text: str) -> Mapping[str, Any]:
 
 
 def check_python(case: VllmCase) -> Iterator[Finding]:
-    """Check the interpreter, and vLLM and StrataKV in it."""
+    """Check the interpreter, and vLLM and StrataKV in its environment."""
     yield from python_checks.check_interpreter(case.python, case.facts, is_slow=case.is_slow)
     if not isinstance(case.facts, str):
         yield from python_checks.check_vllm_version(case.facts.vllm, case.python)
@@ -144,7 +144,7 @@ def check_python(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_block_hash(case: VllmCase) -> Iterator[Finding]:
-    """Check that every process gives a block the same name."""
+    """Check that every process computes the same hash for a block."""
     if case.vllm.platform:
         yield from python_checks.check_hash_roots(case.vllm, case.hash_algorithm, case.environment)
 
@@ -216,7 +216,7 @@ def check_settings(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_region(case: VllmCase) -> Iterator[Finding]:
-    """Check the room for vLLM's region, and the regions that dead engines have left."""
+    """Check the space for vLLM's region of shared memory, and the regions left by ended engines."""
     if case.is_connector:
         yield ok("region", f"{CONNECTOR} has none of vLLM's")
     elif case.region_bytes is None:
@@ -245,7 +245,7 @@ def check_region(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_sizes(case: VllmCase) -> Iterator[Finding]:
-    """Check the memory for slab and region."""
+    """Check that there is memory for slab and region."""
     settings = case.settings
     if settings is not None:
         slab = settings.cpu.capacity_bytes
@@ -255,7 +255,7 @@ def check_sizes(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_disk(case: VllmCase) -> Iterator[Finding]:
-    """Check the place of the SSD tier, if there will be one."""
+    """Check the directory of the SSD tier, if there will be such a tier."""
     settings = case.settings
     if settings is not None and settings.ssd.path is not None:
         yield from check_disks(settings.ssd, lambda disk: check_ssd(disk, NAMESPACE, "vLLM"))
@@ -271,7 +271,7 @@ def check_remote(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_allocator(case: VllmCase) -> Iterator[Finding]:
-    """Check that PyTorch does not move memory that a connector uses."""
+    """Check that PyTorch does not move memory that a KV connector uses."""
     named = [
         name
         for name in ALLOCATOR_VARIABLES
@@ -292,7 +292,7 @@ def check_allocator(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_kv_cache(case: VllmCase) -> Iterator[Finding]:
-    """Check the layout of the KV cache, as far as it is known before the start."""
+    """Check the layout of the KV cache, as far as the layout is known before the start."""
     dtype = case.kv_cache_dtype
     if dtype == "auto":
         yield ok("kv cache", f"dtype is the model's; of these: {', '.join(DTYPES)}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv cache ls|du|rm`: the SSD tiers on this machine, their sizes, and their removal.
 
-It looks into the default cache folder and the given folders. It reads no block and opens no store.
+The command searches the default cache folder and given folders, and reads no blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNKNOWN = "unknown (no readable identity file)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the word; the rest belongs to it."""
+    """Add the subcommand; each subcommand parses the remaining arguments."""
     parser.add_argument("word", metavar="ls|du|rm", nargs="?", help="see the documentation")
     parser.add_argument(
         "rest", metavar="...", nargs=argparse.REMAINDER,
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand of the word."""
+    """Run the subcommand."""
     if args.word not in _WORDS:
         near = did_you_mean(args.word or "", _WORDS)
         given = "" if args.word is None else f", not {args.word!r}{near}"
@@ -172,7 +172,7 @@ def _default_folders(*, is_needed: bool) -> tuple[Path, ...]:
 
 
 def _agrees(chosen: Sequence[StoreEntry]) -> bool:
-    """Ask the user at the terminal. Raises ConfigError if there is no terminal."""
+    """Ask the user at the terminal to confirm. Raises ConfigError if there is no terminal."""
     total = _size(sum(entry.allocated_bytes for entry in chosen))
     what = f"{len(chosen)} SSD tiers, {total}" if len(chosen) > 1 else f"{chosen[0].path}, {total}"
     if not sys.stdin.isatty():

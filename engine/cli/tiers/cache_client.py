@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of commands that call a cache server: address, credentials, calls, errors.
+"""Code that the commands for cache servers share: address, credentials, calls, errors.
 
-It runs with the base installation and imports neither torch nor the engine's parts.
+This module needs only the base installation, and imports neither torch nor the engine.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _FILES = {
 
 
 class NoAnswer(Exception):
-    """The server cannot be reached, or refused the call; the text is for the user. `is_down`: the
-    server may come up later."""
+    """The server cannot be reached, or refused the call; the error's text is for the user.
+    `is_down` is True if the server may be reachable later."""
 
     def __init__(self, text: str, *, is_down: bool = False) -> None:
         super().__init__(text)
@@ -55,7 +55,7 @@ def add_client_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def client_of(args: argparse.Namespace) -> CacheClient:
-    """Make a client from the arguments of `add_client_arguments`. Raises ConfigError."""
+    """Return a client for the arguments of `add_client_arguments`. Raises ConfigError."""
     try:
         return CacheClient(_address(args), _credentials(args))
     except TierConfigError as error:
@@ -63,8 +63,8 @@ def client_of(args: argparse.Namespace) -> CacheClient:
 
 
 class CacheClient:
-    """A client of one server; a context manager. `flag` is the prefix of the flags that give
-    credentials. Raises ConfigError for invalid credentials, and NoAnswer from every call."""
+    """A client of one server, for use as a context manager. `flag` is the prefix of the flags that
+    give credentials. Raises ConfigError for invalid credentials; every call may raise NoAnswer."""
 
     def __init__(
         self, address: ServerAddress, credentials: Credentials, *, flag: str = "--"
@@ -142,7 +142,7 @@ def _credentials(args: argparse.Namespace) -> Credentials:
 
 
 def _open(address: ServerAddress, credentials: Credentials) -> tuple[Any, Any, Any]:
-    """Open a channel, and return it with the calls of the service and of grpc.health.v1."""
+    """Open a channel; return it with the stub of the cache service and the health call."""
     from grpc_health.v1 import health_pb2
 
     from ....tiers.remote.server_link import open_channel
@@ -158,7 +158,7 @@ def _open(address: ServerAddress, credentials: Credentials) -> tuple[Any, Any, A
 
 
 def _check_reachable(address: ServerAddress, credentials: Credentials, flag: str) -> None:
-    """Connect once without grpc, for a clear reason if that fails. Raises NoAnswer."""
+    """Connect once without grpc, so that a failure has a clear reason. Raises NoAnswer."""
     context = credentials.context() if address.tls else _trusting()
     context.set_alpn_protocols(["h2"])
     name = credentials.server_name or address.host
@@ -192,8 +192,8 @@ def _check_reachable(address: ServerAddress, credentials: Credentials, flag: str
 
 
 def _speaks(sock: ssl.SSLSocket) -> bool:
-    """Whether the server sends a first byte. False if it ends or alerts, True if it is only
-    slow."""
+    """Whether the server accepts the client: the server sends a byte, or is only slow. False if the
+    server closes the connection or sends a TLS alert."""
     try:
         return bool(sock.recv(1))
     except TimeoutError:
@@ -214,8 +214,8 @@ def _unwelcome(address: ServerAddress, credentials: Credentials, flag: str) -> s
 
 
 def _trusting() -> ssl.SSLContext:
-    """Return a context that trusts any certificate. It is used only to find out whether a server
-    speaks TLS; no data is sent with it."""
+    """Return a context that trusts any certificate. The context is used only to find out whether a
+    server uses TLS; no data is sent with it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv check PATH`: reads a whole SSD tier, reports its faults, and repairs them on request.
 
-`stratakv check PATH --tenants FILE` reads the folder of a cache server instead, and names the data
-of tenants that are no longer in the file.
+`stratakv check PATH --tenants FILE` reads the folder of a cache server instead, and lists the data
+of tenants that are not in the file.
 
 Exit codes: 0 no fault, 1 at least one fault, even if it was repaired.
 """
@@ -35,7 +35,7 @@ _TENANTS_FLAG = "--tenants"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the directory and the flags of repairs."""
+    """Add the directory, and the flags for checks and repairs."""
     parser.add_argument("path", metavar="PATH", help="the directory of the SSD tier")
     parser.add_argument(
         "--fix", action="store_true",
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_tenants(path: Path, file: Path, args: argparse.Namespace) -> int:
-    """Print the data of tenants that are gone, and remove it on request."""
+    """Print the stores of tenants that are not in the file, and remove them on request."""
     from ....tiers.cache_server.access.tenants import read_tenants
 
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv describe ADDRESS`: the facts and limits of a cache server, and the tenant's data there.
+"""`stratakv describe ADDRESS`: prints a cache server's version and limits, and the tenant's data.
 
 The command changes nothing at the server. Exit codes: 0 the server answered, 1 it did not.
 """
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask(client: CacheClient) -> dict[str, Any]:
-    """Return all values that are printed. Raises NoAnswer."""
+    """Return all values that `run` prints. Raises NoAnswer."""
     from ....proto.v1 import cache_service_pb2 as messages
 
     described = client.call_method("describe", messages.DescribeRequest())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv ping ADDRESS`: tests whether a cache server answers, how fast, and the path of blocks.
+"""`stratakv ping ADDRESS`: tests whether and how fast a cache server answers, and how blocks move.
 
-It times round trips of three calls and, if the tenant has a layout, of a load of one missing block,
-on the connection that an engine here would use. It changes nothing at the server. Exit codes: 0 the
-server serves, 1 it does not.
+The command times round trips of two calls and, if the tenant has a layout, of a lookup and of a
+load of one missing block, over the connection that an engine on this machine would use. The command
+changes nothing at the server. Exit codes: 0 the server serves, 1 it does not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask the server, print the times, and return the exit code."""
+    """Call the server, print the times, and return the exit code."""
     count = readers.integer_within(1, 1000)("--count", args.count)
     interval = readers.number("--interval", args.interval)
     if not 0 <= interval <= _MOST_SECONDS:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask(client: CacheClient, count: int, interval: float) -> dict[str, Any]:
-    """Return all values that are printed. Raises NoAnswer."""
+    """Return all values that `run` prints. Raises NoAnswer."""
     from ....proto.v1 import cache_service_pb2 as messages
 
     status = client.health()  # this also opens the connection
@@ -107,7 +107,7 @@ def _ask(client: CacheClient, count: int, interval: float) -> dict[str, Any]:
 def _ask_for_block(
     client: CacheClient, layout_message: Any, count: int, interval: float
 ) -> tuple[str, dict[str, float]]:
-    """Return the path of blocks, and round trips of a load that finds no block. Raises NoAnswer."""
+    """Return the kind of connection, and the times of loads of no block. Raises NoAnswer."""
     from ....tiers.block import DIGEST_BYTES, pack_key
     from ....tiers.errors import TierError
     from ....tiers.remote.remote_settings import RemoteSettings
@@ -143,7 +143,7 @@ def _ask_for_block(
 
 
 def _trips(ask: Callable[[], object], count: int, interval: float) -> dict[str, float]:
-    """Return the milliseconds of `count` calls of `ask`."""
+    """Return the minimum, median and maximum milliseconds of `count` calls of `ask`."""
     times = []
     for number in range(count):
         if number:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that continue ended requests in their kept blocks: beam searches, prompt sessions."""
+"""Requests that continue ended requests in their blocks: beam searches and prompt sessions."""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BeamFamilies: beam searches under way, each with the requests that compute its present round.
+"""BeamFamilies: the active beam searches, and the requests that compute their present rounds.
 
-Every beam of a round is a request for one token. When all requests of a round have come back, the
-requests of the next round continue in the blocks of their parent beams; the scheduler keeps these
-blocks until then. A beam waits, is preempted and resumes like any other request.
-"""
+Every beam of a round is a request for one token. When all requests of a round have ended, the
+requests of the next round continue in the blocks of their parent beams. The scheduler keeps these
+blocks until then. The scheduler treats a beam's request like any other request."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class BeamFamilies:
 
     def begin_search(self, message: AddRequest) -> None:
         """Queue the first request of a search. Raise QueueFull and ValueError like
-        `Scheduler.add_request`, and ValueError for parameters that no beam supports."""
+        `Scheduler.add_request`, and ValueError for parameters that beam search does not support."""
         extras = message.extras or NO_EXTRAS
         assert extras.beams is not None
         _check_wishes(message)
@@ -84,8 +83,8 @@ class BeamFamilies:
         self._families.append(family)
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
-        """Take in the outputs of beams. Return the outputs for clients: those of other requests,
-        and the answers of searches that are done."""
+        """Process the outputs of beams. Return the outputs for clients: those of other requests,
+        and the answers of finished searches."""
         if not self._families:
             return list(outputs)
         owners = {request_id: family for family in self._families for request_id in family.told}
@@ -105,7 +104,8 @@ class BeamFamilies:
         return told
 
     def abort_choices(self, request_ids: Iterable[str]) -> None:
-        """Drop answers whose clients are gone. A search ends when all its answers are dropped."""
+        """Drop answers whose clients have disconnected. A search ends when all its answers are
+        dropped."""
         gone = set(request_ids)
         for family in [each for each in self._families if gone.intersection(each.choice_ids)]:
             family.choice_ids = ["" if each in gone else each for each in family.choice_ids]
@@ -113,7 +113,7 @@ class BeamFamilies:
                 self._end(family)
 
     def _advance_guarded(self, family: BeamFamily) -> list[TokenOutput]:
-        """Call `_advance`; an exception in it ends this search alone."""
+        """Call `_advance`. An exception in it ends this search only."""
         try:
             return self._advance(family)
         except Exception as error:
@@ -122,7 +122,7 @@ class BeamFamilies:
             return self._end_with_error(family, TokenOutput("", [], "error", error=text))
 
     def _advance(self, family: BeamFamily) -> list[TokenOutput]:
-        """Begin the next round, or return the answers; all beams of the round have come back."""
+        """Begin the next round, or return the answers. All beams of the round have come back."""
         search, round_ = family.search, [family.told[each.request_id] for each in family.beams]
         family.first = family.first or round_[0]
         following = search.advance([_likeliest(output) for output in round_])
@@ -133,7 +133,8 @@ class BeamFamilies:
         return []
 
     def _add_beams(self, family: BeamFamily, parents: Sequence[Continued | None]) -> None:
-        """Queue one request per parent, which continues it. The parent None is the prompt."""
+        """Queue one request for each parent, which it continues. The parent None stands for the
+        prompt."""
         made = []
         for parent in parents:
             message = msgspec.structs.replace(family.message, request_id=family.next_id())
@@ -175,7 +176,7 @@ def _check_wishes(message: AddRequest) -> None:
 
 
 def _likeliest(output: TokenOutput) -> list[tuple[int, float]]:
-    """Return the likeliest tokens after a beam, the token of its own request first."""
+    """Return the likeliest next tokens of a beam, with their log-probabilities."""
     assert output.logprobs is not None
     (position,) = output.logprobs
     return list(zip(position.token_ids[1:], position.logprobs[1:], strict=True))

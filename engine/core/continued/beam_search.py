@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BeamSearch: the beams of one prompt, from round to round. It computes no model.
+"""BeamSearch: selects the beams of one prompt in each round, without running the model.
 
-In each round every beam brings its likeliest next tokens, and the best of all these continuations
-go on. A continuation ends with a token that ends answers, or at `max_tokens`. It becomes an answer
-if it is among the best `beam_width` of its round. The search keeps the best answers.
+In each round every beam is extended by its likeliest next tokens, and the best of all these
+continuations become the beams of the next round. A continuation ends with an end token, or at
+`max_tokens`. An ended continuation becomes an answer if it is among the best `beam_width` of its
+round. The search keeps the best answers.
 
     round    beams            continuations          beams of the next round    answers
     1        ""               a -0.2  b -1.9  …       a, b
@@ -22,7 +23,7 @@ from ...request.logprobs import PositionLogprobs
 
 
 class Beam(NamedTuple):
-    """Tokens after the prompt, as a chain: a Beam is one token and links to the one before it."""
+    """The tokens of a beam as a linked list: a Beam is one token and a link to the previous one."""
 
     before: Beam | None  # None: its token is the first one
     place: int  # of `before` in its round
@@ -32,7 +33,7 @@ class Beam(NamedTuple):
     total: float  # sum of the log-probabilities of all its tokens
 
     def positions(self) -> list[PositionLogprobs]:
-        """The beam's tokens in their order, each with its log-probability."""
+        """Return the beam's tokens in order, each with its log-probability."""
         found, beam = [], self
         while True:
             found.append(PositionLogprobs([beam.token_id], [beam.logprob], beam.rank))
@@ -42,20 +43,22 @@ class Beam(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A beam that has ended."""
+    """A beam that has ended, with its score."""
 
     score: float
     beam: Beam
 
 
 class BeamSearch:
-    """The search of one prompt. `advance` takes each round's likeliest tokens."""
+    """The search of one prompt; `advance` is called with the likeliest next tokens of each
+    round."""
 
     def __init__(
         self, params: BeamSearchParams, max_tokens: int, end_ids: Set[int], vocab_size: int
     ) -> None:
-        """`end_ids` end an answer unless `params` ignores them; an answer has at most `max_tokens`
-        tokens. Raises ValueError if the search needs more continuations than the vocabulary has."""
+        """Tokens in `end_ids` end an answer unless `params` ignores them; an answer has at most
+        `max_tokens` tokens. Raises ValueError if the search needs more continuations than the
+        vocabulary has tokens."""
         self._params, self._max_tokens = params, max_tokens
         self._end_ids = frozenset() if params.ignore_eos else frozenset(end_ids)
         self.num_wanted = max(2, 1 + len(self._end_ids)) * params.beam_width
@@ -91,14 +94,14 @@ class BeamSearch:
         return following
 
     def finish_reason_of(self, beam: Beam) -> str:
-        """The finish reason of an answer: `stop` after a token that ends answers, else `length`."""
+        """Return the finish reason of an answer: `stop` after an end token, else `length`."""
         return "stop" if self._has_ended(beam) else "length"
 
     def _has_ended(self, beam: Beam) -> bool:
         return beam.token_id in self._end_ids
 
     def _has_enough_answers(self) -> bool:
-        """Whether the search stops early and has all the answers that it was asked for."""
+        """Whether early stopping is on and the search has `beam_width` answers."""
         return self._params.early_stopping is True and len(self.answers) == self._params.beam_width
 
     def _add_answers(self, ended: Sequence[Beam]) -> None:
@@ -110,7 +113,7 @@ class BeamSearch:
             del self.answers[self._params.beam_width :]
 
     def _improvement_is_possible(self, beams: Sequence[Beam]) -> bool:
-        """Whether a beam may still become better than the worst answer."""
+        """Whether a beam may still get a better score than the worst answer."""
         if len(self.answers) < self._params.beam_width:
             return True
         num_tokens = self._num_tokens

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuations: the beam searches and prompt sessions of one engine core. They make requests."""
+"""Continuations: the beam searches and prompt sessions of one engine core."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Continuations:
         spec: ModelSpec,
         config: EngineConfig,
     ) -> Continuations:
-        """Make the searches and sessions of an engine with this model and these settings."""
+        """Make the beam searches and sessions of an engine with this model and these settings."""
         return cls(
             BeamFamilies(scheduler, builder, spec.eos_token_ids, spec.vocab_size),
             PromptSessions(
@@ -42,12 +42,13 @@ class Continuations:
         )
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
-        """Take in the outputs of requests that a search or a session has made. Return the outputs
+        """Process the outputs of requests that a search or a session has made. Return the outputs
         for clients."""
         return self.sessions.take(self.beams.take(outputs))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End the searches and sessions of clients that are gone; unknown ids are ignored."""
+        """End the searches and sessions of clients that have disconnected; unknown ids are
+        ignored."""
         request_ids = list(request_ids)
         self.beams.abort_choices(request_ids)
         self.sessions.abort_sessions(request_ids)

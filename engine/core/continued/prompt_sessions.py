@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PromptSessions: requests whose prompts arrive in parts, which are computed as they come.
+"""PromptSessions: requests whose prompts arrive in parts; each part is computed when it arrives.
 
     parts that come           a b c | d e | f g | h          the last one
     requests for one token    a b c ──► d e f g ──► h        the request itself
 
-Each request continues the one before it in its blocks, and its sampled token is dropped. Parts that
-come while a request runs go into the next request. Between two requests the blocks are only kept:
-the pool may evict them, and the next part then finds them by name, in the pool or in a tier.
-"""
+Each request continues the previous one in its blocks, and its sampled token is dropped. Parts that
+arrive while a request runs go into the next request. Between two requests the pool may release the
+kept blocks; the next request then looks up its prefix in the pool and the tiers."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class WholePrompt(NamedTuple):
-    """A session whose last part has come: the final request and the request it continues."""
+    """A session with a complete prompt: the final request, and the request that it continues."""
 
     message: AddRequest
     continued: Continued | None
@@ -48,7 +47,8 @@ class WholePrompt(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PromptSession:
-    """The parts of one prompt that have come, and the requests that compute them in turn."""
+    """The parts of one prompt that have arrived, and the requests that compute them one after
+    another."""
 
     message: AddRequest  # the message that opened the session, with the parameters of the answer
     tokens: list[TokenArray]  # parts that are in no request yet
@@ -65,7 +65,8 @@ class PromptSession:
         return self.message.request_id
 
     def take_tokens(self) -> TokenArray:
-        """Return the tokens that are in no request yet; the caller puts them into one."""
+        """Remove and return the tokens that are in no request yet. The caller puts them into a
+        request."""
         taken = np.concatenate([_NO_TOKENS, *self.tokens])
         self.tokens.clear()
         return taken
@@ -73,8 +74,8 @@ class PromptSession:
 
 @dataclass(slots=True, eq=False)
 class PromptSessions:
-    """The sessions of one engine core, whose thread calls it. A session that waits longer than
-    `idle_limit_seconds` for a part ends; at most `most_sessions` are open."""
+    """The sessions of one engine core, whose thread makes all calls. A session that waits longer
+    than `idle_limit_seconds` for a part ends. At most `most_sessions` sessions are open at once."""
 
     scheduler: Scheduler
     builder: RequestBuilder
@@ -94,7 +95,7 @@ class PromptSessions:
         return len(self._open)
 
     def stats(self) -> dict[str, int]:
-        """Count the open sessions, and the sessions since the start that timed out."""
+        """Return the number of open sessions, and of sessions that timed out since the start."""
         return {"num_open": len(self._open), "num_timed_out": self.num_timed_out}
 
     @property
@@ -104,7 +105,8 @@ class PromptSessions:
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds until the session that has waited longest times out; infinity without one."""
+        """Seconds until the session that has waited longest times out; infinity if no session
+        waits."""
         oldest = next(iter(self._waiting.values()), None)
         if oldest is None:
             return math.inf
@@ -126,8 +128,8 @@ class PromptSessions:
         self._open[session.request_id] = session
 
     def extend_prompt(self, message: ExtendPrompt) -> list[TokenOutput]:
-        """Add the next part; a part of an ended session is ignored. Return the last output of the
-        session if it cannot go on."""
+        """Add the next part; a part of an ended session is ignored. If the session must end with an
+        error, return its last output."""
         session = self._open.get(message.request_id)
         if session is None or session.is_whole:
             return []
@@ -148,7 +150,7 @@ class PromptSessions:
         return []
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
-        """Take in the outputs of parts. Return the outputs for clients."""
+        """Process the outputs of requests that compute parts. Return the outputs for clients."""
         if not self._open:
             return list(outputs)
         told = []
@@ -165,8 +167,8 @@ class PromptSessions:
         return told
 
     def take_whole(self) -> list[WholePrompt]:
-        """Return the sessions that have all parts and have computed all but the last. Each becomes
-        a request now."""
+        """Remove and return the sessions that have all parts and have computed all but the last.
+        The caller turns each session into a request."""
         whole, self._whole = self._whole, {}
         made = []
         for session in whole.values():
@@ -206,14 +208,15 @@ class PromptSessions:
         return told
 
     def abort_sessions(self, request_ids: Iterable[str]) -> None:
-        """End the sessions with these ids, whose clients are gone; unknown ids are ignored."""
+        """End the sessions with these ids, whose clients have disconnected; unknown ids are
+        ignored."""
         for request_id in request_ids:
             if (session := self._open.get(request_id)) is not None:
                 self._end(session)
 
     def _go_on(self, session: PromptSession) -> list[TokenOutput]:
-        """Queue the next request if more parts came while the last one ran. Return the last output
-        of the session if it cannot go on."""
+        """Queue the next request if more parts arrived while the last one ran. If the session must
+        end with an error, return its last output."""
         assert session.asked is not None
         del self._asked[session.asked.request_id]
         session.before, session.asked = session.asked, None
@@ -227,7 +230,7 @@ class PromptSessions:
         return []
 
     def _add_part(self, session: PromptSession) -> None:
-        """Queue a request for the parts that have come. Raises as `Scheduler.add_request`."""
+        """Queue a request for the parts that have arrived. Raises like `Scheduler.add_request`."""
         session.num_made += 1
         extras = session.message.extras or NO_EXTRAS
         tokens, continued = session.take_tokens(), None
@@ -247,8 +250,8 @@ class PromptSessions:
         self._waiting.pop(session.request_id, None)
 
     def _wait_for_part(self, session: PromptSession) -> None:
-        """Note that the session has no request under way. It waits for its next part, or, with all
-        parts there, to become a request."""
+        """Record that the session has no request in progress: it waits for its next part or, if it
+        has all parts, to become a request."""
         self._waiting.pop(session.request_id, None)
         session.waits_since = time.monotonic()
         waits_in = self._whole if session.is_whole else self._waiting
@@ -256,7 +259,7 @@ class PromptSessions:
 
     def _restart(self, session: PromptSession, num_kept: int) -> None:
         """Restart the session with the first `num_kept` of its tokens. The next request finds their
-        blocks by name, as for any prompt."""
+        blocks by prefix lookup, as for any prompt."""
         known = session.asked or session.before
         assert known is not None
         tokens = np.concatenate([known.prompt_token_ids, session.take_tokens()])[:num_kept]
@@ -291,7 +294,7 @@ class PromptSessions:
 
 
 def _check_wishes(message: AddRequest) -> None:
-    """Raise ValueError for parameters that need a whole prompt."""
+    """Raise ValueError for parameters that need a complete prompt."""
     extras, params = message.extras or NO_EXTRAS, message.sampling_params
     for name, is_asked in (
         ("n", bool(extras.forks)),

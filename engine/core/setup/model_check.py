@@ -2,9 +2,9 @@
 """Checks an engine's settings against its model, by config.json and the headers of the weight
 files, and computes the size of the pool.
 
-It needs no torch and starts nothing: each front end checks before it starts an engine, because
-importing torch takes seconds. The core checks again, with the GPU's memory known.
-"""
+The module imports no torch and starts nothing. Each front end calls `check_model` before it starts
+an engine, because importing torch takes seconds. The core checks again, with the GPU's memory
+known."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def check_model(config: EngineConfig) -> None:
 
 
 def find_draft(config: EngineConfig, spec: ModelSpec) -> ModelSource | None:
-    """Return the draft model or EAGLE head that the settings name; None without one. Raise
-    ConfigError if it cannot be read or does not fit the model."""
+    """Return the draft model or EAGLE head of the settings; None without one. Raise ConfigError if
+    it cannot be read or does not fit the model."""
     path = config.speculative.model
     if path is None:
         return None
@@ -84,7 +84,8 @@ def find_draft(config: EngineConfig, spec: ModelSpec) -> ModelSource | None:
 
 
 def check_weights(path: Path, spec: ModelSpec) -> None:
-    """Raise ConfigError if weight files are cut off, or hold other tensors than the model has."""
+    """Raise ConfigError if weight files are truncated, or have other tensors than the model
+    needs."""
     check_headers(path)
     with StoredTensors(path, name_of(spec)) as stored:
         stored.check_expected(expected_tensors(spec, stored.tensor_names))
@@ -104,7 +105,7 @@ def check_backend(config: EngineConfig) -> None:
 def demand_of(
     config: EngineConfig, spec: ModelSpec, dtype: str, draft: ModelSource | None = None
 ) -> PoolDemand:
-    """Return the pool pages that requests need in this engine, whose models compute in `dtype`."""
+    """Return the pool pages that requests need in an engine whose models compute in `dtype`."""
     sizes = config.cache.block_size, kv_dtype_name(config.cache.kv_cache_dtype, dtype)
     groups = plan_groups(
         spec.layout(*sizes),
@@ -127,8 +128,8 @@ def blocks_of_pool(
     config: EngineConfig, spec: ModelSpec, demand: PoolDemand, draft: ModelSource | None = None
 ) -> int | None:
     """Return the number of blocks in the pool: the setting, or as many as fit into the host's free
-    memory. None for a GPU, whose free memory is known after the weights are loaded. Raises
-    ConfigError if there is no room."""
+    memory. Return None for a GPU, whose free memory is known only after the weights are loaded.
+    Raises ConfigError if there is no room."""
     cache, model, offload = config.cache, config.model, config.offload
     if cache.num_blocks is not None:
         return cache.num_blocks

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolves the engine's settings to the worker's device and types, checked against the machine.
+"""Resolves the engine's settings to a device and number types, and checks them on this machine.
 
-A GPU is looked for only if the settings ask for one.
-"""
+The module looks for a GPU only if the settings name one."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def placement_of(config: EngineConfig) -> Placement:
-    """Return where to compute. Raise ConfigError if the device cannot be used."""
+    """Return the device to compute on. Raise ConfigError if the device cannot be used."""
     model, cache = config.model, config.cache
     placement = Placement(
         device=with_index(torch.device(model.device)),
@@ -41,7 +40,7 @@ def placement_of(config: EngineConfig) -> Placement:
 
 
 def dtype_for(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """Return the type to compute the model in, and log the reason."""
+    """Return the number type in which the model computes, and log the reason."""
     chosen = choose_dtype(config.model.dtype, device.type, spec.stored_dtype)
     logger.info("computing in %s: %s", chosen.name, chosen.reason)
     return chosen.dtype

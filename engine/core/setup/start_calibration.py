@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calibration at start: seconds of prefill and of loads, measured before the first request.
+"""The calibration at start: measures seconds of prefill and of loads before the first request.
 
-    one prompt, doubled in length until the time is used up           cost of a token
+    one prompt, doubled in length until the time limit                cost of a token
     as many tokens after a context that was never computed            cost of context
     a few loads that the connector plans                              cost of loading
 
-The calibration runs through the worker like steps. It writes only to blocks without a name, and
-later measurements go on changing the estimates that it seeds.
-"""
+The worker executes the calibration like ordinary steps. The calibration writes only to blocks
+without a name. Its results are the first estimates, which later measurements correct."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ class Worker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CalibrationBudget:
-    """The limits on a request and on a step."""
+    """The sizes that limit the calibration's requests and steps."""
 
     block_size: int
     num_blocks: int  # of the pool, the null block included
@@ -64,7 +63,7 @@ class CalibrationBudget:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of one request, if it keeps all its blocks in every group."""
+        """The most tokens of one request that keeps all its blocks in every group."""
         return (self.num_blocks - 1) // self.num_groups * self.block_size
 
 
@@ -74,7 +73,7 @@ class Calibration:
     def __init__(
         self, worker: Worker, budget: CalibrationBudget, note: Callable[[PromptCost], None]
     ) -> None:
-        """`note` gets the cost of each prompt that was measured."""
+        """`note` is called with the cost of each measured prompt."""
         self._worker = worker
         self._budget = budget
         self._note = note
@@ -82,7 +81,7 @@ class Calibration:
         self._spent = 0.0
 
     def prefill(self) -> None:
-        """Measure prompts. Does nothing if no step may hold MIN_PROMPT_TOKENS of one."""
+        """Measure prompts. Does nothing if a step has no room for MIN_PROMPT_TOKENS of a prompt."""
         budget = self._budget
         # The sampled token needs a place as well.
         longest = min(budget.max_model_len - 1, budget.most_tokens)
@@ -107,14 +106,15 @@ class Calibration:
             self._execute_step([], {})
 
     def _measure(self, count: int, start: int, seconds: float) -> None:
-        """Note the faster of two runs. The first took `seconds`, which may contain one-time
-        work."""
+        """Run a second time and report the faster of both runs. The first run took `seconds`, which
+        may include one-time work. At the time limit, report the first run alone."""
         if self._spent + seconds < PREFILL_SECONDS:
             seconds = min(seconds, self._run(count, start))
         self._note(PromptCost(count, count * start + count * (count - 1) // 2, seconds))
 
     def _run(self, count: int, start: int = 0) -> float:
-        """Compute `count` prompt tokens after `start` others in one step. Return its seconds."""
+        """Compute `count` prompt tokens after `start` other tokens in one step. Return its
+        seconds."""
         name = f"calibration-{self._num_steps + 1}"
         num_blocks = -(-(start + count) // self._budget.block_size)
         prompt = np.zeros(start + count, np.int32)
@@ -141,8 +141,8 @@ def try_loads(
     worker: Worker,
     block_ids: Sequence[int],
 ) -> None:
-    """Make the connector's calibration loads, into blocks that no request holds. All have ended on
-    return. Raise RuntimeError if one does not end."""
+    """Make the connector's calibration loads, into blocks that no request holds. All loads have
+    ended when the function returns. Raise RuntimeError if one does not end within STUCK_SECONDS."""
     deadline = time.monotonic() + STUCK_SECONDS
     while meta := estimates.build_calibration_meta(block_ids, READ_SECONDS):
         worker.start_copies(meta)
@@ -163,8 +163,8 @@ def calibrate(
     estimates: TierEstimates,
     savings: PrefillSavings,
 ) -> str:
-    """Seed the estimates, and return them as text. If prompts cannot be measured, the engine learns
-    from its requests instead. Raises RuntimeError like `try_loads`."""
+    """Measure the first estimates, and return them as text. If prompts cannot be measured, the
+    engine measures its first requests instead. Raises RuntimeError like `try_loads`."""
 
     began = time.monotonic()
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An executor whose model runner lives in another process.
 
-The worker starts like a core: settings come over standard input, whose end tells it that its
-launcher is gone. A worker that ends, answers out of order or answers too late is given up, with the
-reason."""
+The worker process reads its settings from standard input; end of file there tells it that its
+launcher has ended. The executor declares the worker dead, with the reason, if it ends, answers out
+of order or answers too late."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ _END_SECONDS = 10.0  # added to the time for copies
 
 
 class StepFailed(RuntimeError):
-    """A step failed in the worker's process; the message is the worker's."""
+    """A step failed in the worker process; the message is the worker's."""
 
 
 class ProcessExecutor(Executor):
-    """Raises ConfigError if the worker cannot start with these settings, ExecutorDied if it ends
-    during the start. Nothing stays open then."""
+    """Runs the model in a worker process. Raises ConfigError if the worker cannot start with these
+    settings, ExecutorDied if it ends during the start; then nothing stays open."""
 
     def __init__(
         self,
@@ -236,7 +236,8 @@ class ProcessExecutor(Executor):
         return output
 
     def _save_outcome(self, message: FromWorker) -> None:
-        """Keep the result or the error of a step. Steps are answered in order, or not at all."""
+        """Store the result or the error of a step. A worker that answers steps out of order is
+        declared dead."""
         if not isinstance(message, Done | Failed):
             raise self._died(f"it said {type(message).__name__}, which was not asked for")
         due = self._due.popleft() if self._due else None
@@ -263,7 +264,8 @@ class ProcessExecutor(Executor):
                 pass  # the worker has ended meanwhile
 
     def _receive(self, seconds: float) -> FromWorker:
-        """Return the next message. It must come within the time and while the worker lives."""
+        """Return the next message. Raises ExecutorDied if none comes in time or if the worker
+        ends."""
         if self._dead is not None:
             raise ExecutorDied(self._dead)
         self._poll_socket(zmq.POLLIN, seconds)
@@ -273,7 +275,8 @@ class ProcessExecutor(Executor):
             raise self._died(f"its answer cannot be read: {error}") from error
 
     def _poll_socket(self, event: int, seconds: float) -> None:
-        """Wait until the socket can receive or send, within the time and while the worker lives."""
+        """Wait until the socket can receive or send. Raises ExecutorDied if the time is up or the
+        worker has ended."""
         now = time.monotonic()
         deadline = min(now + seconds, self._deadline)
         seconds = max(0.0, deadline - now)
@@ -289,7 +292,7 @@ class ProcessExecutor(Executor):
                 raise self._died(f"it did not {what} within {seconds:.3g} s")
 
     def _take_last_words(self) -> None:
-        """Keep the answers that the worker sent before it ended."""
+        """Store the answers that the worker sent before it ended."""
         while self._socket.poll(0, zmq.POLLIN):
             self._save_outcome(self._receive(0.0))
 
@@ -301,7 +304,7 @@ class ProcessExecutor(Executor):
         return f"it ended with exit status {self._process.poll()}"
 
     def _terminate_process(self, seconds: float) -> None:
-        """End the process, by force after `seconds`, and release everything."""
+        """Wait for the process to end, kill it after `seconds`, and release all resources."""
         self._closed = True
         self._dead = self._dead or "the executor was shut down"
         try:
@@ -323,8 +326,8 @@ class ProcessExecutor(Executor):
 
 
 def _pass_on(fd: int, note_ended: Callable[[int], None] | None) -> None:
-    """Tell the connector how many of its copies have ended. When the worker ends, all count as
-    ended."""
+    """Read from the worker how many copies have ended, and call `note_ended` with each number. When
+    the worker ends, all copies count as ended."""
     with os.fdopen(fd, "rb", buffering=0) as pipe:
         while len(number := pipe.read(_NUMBER.size)) == _NUMBER.size:
             if note_ended is not None:

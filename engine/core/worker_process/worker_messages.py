@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between the executor and its worker process: msgpack over one ZMQ pair.
+"""Messages between the executor and its worker process: msgpack over one pair of ZMQ sockets.
 
-The worker answers each message but `Sample`, in order: a `Begin` by `Done` or `Failed` after its
-`Sample`, a `Call` by `Returned` or `Failed`. Arrays travel as type, shape and bytes.
-"""
+The worker answers each message except `Sample` and `Stop`, in order: a `Begin` with `Done` or
+`Failed` after its `Sample`, a `Call` with `Returned` or `Failed`. An array is sent as dtype, shape
+and bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..start import decode_path, encode_path
 
 
 class WorkerStart(msgspec.Struct):
-    """Everything a worker process needs to begin."""
+    """All settings that a worker process needs to start."""
 
     config: EngineConfig
     endpoint: str  # the worker connects here
@@ -35,19 +35,19 @@ class WorkerStart(msgspec.Struct):
 
 
 class Begin(msgspec.Struct, tag="begin", array_like=True):
-    """Begin a step."""
+    """Start a step."""
 
     step: SchedulerOutput
 
 
 class Sample(msgspec.Struct, tag="sample", array_like=True):
-    """Choose the tokens of the oldest step that is not sampled yet."""
+    """Sample the tokens of the oldest step that is not sampled yet."""
 
     mask: TokenMask | None = None
 
 
 class Call(msgspec.Struct, tag="call", array_like=True):
-    """Do something between steps: see `Executor.call_worker`."""
+    """Execute a call between steps; see `Executor.call_worker`."""
 
     name: str
     meta: ConnectorMetadata | None = None
@@ -58,7 +58,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True):
-    """End the process after all earlier messages."""
+    """End the process after handling all earlier messages."""
 
 
 class Up(msgspec.Struct, tag="up", array_like=True):
@@ -76,7 +76,7 @@ class Done(msgspec.Struct, tag="done", array_like=True):
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
-    """The error of a step, of a call (`step_id` None), or, before `Up`, of the start."""
+    """The error of a step, of a call (`step_id` is None), or of the start (before `Up`)."""
 
     error: str
     step_id: int | None = None
@@ -99,13 +99,13 @@ def encode(message: ToWorker | FromWorker) -> bytes:
 
 
 def decode_to_worker(frame: bytes) -> ToWorker:
-    """Raises msgspec.MsgspecError for anything else."""
+    """Decode a message to the worker. Raises msgspec.MsgspecError for other bytes."""
     message: ToWorker = _to_worker.decode(frame)
     return message
 
 
 def decode_from_worker(frame: bytes) -> FromWorker:
-    """Raises msgspec.MsgspecError for anything else."""
+    """Decode a message from the worker. Raises msgspec.MsgspecError for other bytes."""
     message: FromWorker = _from_worker.decode(frame)
     return message
 

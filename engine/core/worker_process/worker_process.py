@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry of a worker's process: settings from standard input, steps over a ZMQ pair."""
+"""The entry point of a worker process: reads settings from standard input, then runs steps over
+ZMQ."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 class WorkerServer:
-    """Answers one executor, one message at a time."""
+    """Answers the messages of one executor, one after another."""
 
     def __init__(self, start: WorkerStart) -> None:
         self._context = zmq.Context()
@@ -70,7 +71,7 @@ class WorkerServer:
         self._sampled: tuple[int, BegunStep | Exception] | None = None
 
     def run(self) -> int:
-        """Run until told to stop. Return the exit status."""
+        """Run until `Stop`. Return the process's exit status."""
         try:
             self._runner = self._load_model_runner()
         except Exception as error:
@@ -144,8 +145,8 @@ class WorkerServer:
         self._sampled = (step_id, step)
 
     def _deliver_when_done(self) -> None:
-        """Answer the sampled step as soon as the device is done with it. If a message comes first,
-        return; the step is answered once the next one has begun."""
+        """Send the result of the sampled step as soon as the device has finished it. If a message
+        comes first, return; the result is then sent after the next step has been launched."""
         while self._sampled is not None:
             _, step = self._sampled
             if not isinstance(step, BegunStep) or self._runner.is_done(step):
@@ -207,12 +208,13 @@ def _leave_with_launcher() -> None:
 
 
 def _die_with_launcher() -> None:
-    """End with the launcher even if this process hangs and reads no standard input. Linux only."""
+    """Let the kernel kill this process when the launcher ends, even if it hangs and does not read
+    standard input. Linux only."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def main() -> int:
-    """Run the worker that standard input describes."""
+    """Run the worker with the settings from standard input."""
     # The executor's process handles signals and ends this one itself. A terminal may be set to stop
     # background processes that write to it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTTOU):

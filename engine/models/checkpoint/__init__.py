@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model on disk or from the Hub: its files, their fields and its weights."""
+"""The files of a model, local or from the Hugging Face Hub: checks, JSON fields, weights."""

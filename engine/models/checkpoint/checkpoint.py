@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a safetensors model, memory-mapped; `stored_tensors.py` checks them."""
+"""Checkpoint: the memory-mapped tensors of a safetensors model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ CPU = torch.device("cpu")
 
 
 class Checkpoint(StoredTensors):
-    """Open shards, read to `device` without an extra copy. Tensors stay valid after the checkpoint
-    is closed, because the file mapping lives as long as they do."""
+    """The open shards (weight files) of a model, read to `device` without an extra copy. Tensors
+    stay valid after the checkpoint is closed, because the file mapping lives as long as they do."""
 
     def __init__(
         self,
@@ -31,6 +31,7 @@ class Checkpoint(StoredTensors):
         return name in self._where
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Read a tensor as `dtype`; on the CPU a view of the mapped file if the types agree."""
+        """Read a tensor as `dtype`. On the CPU, the result is a view of the mapped file if the
+        stored type is `dtype`."""
         tensor: Tensor = self._where[name].get_tensor(self._stored[name])
         return tensor.to(dtype)

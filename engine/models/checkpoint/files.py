@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the files in a model directory, before a reader opens them.
 
-Without these checks a reader would wait for ever at a pipe. It would take a link to a deleted file
-(from a half-cleared download cache) for an absent optional file, and show a traceback for a file
-without permission. All three are ConfigErrors here.
+Without these checks a reader would wait for ever on a named pipe. A reader would also treat a
+symbolic link to a deleted file (from a half-cleared download cache) like an absent optional file,
+and show a traceback for an unreadable file. The checks raise ConfigError in these cases.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .foreign_directory import explain_file
 
 
 def check_directory(path: Path) -> None:
-    """Raise ConfigError unless `path` is a directory whose files may be looked up."""
+    """Raise ConfigError unless `path` is a directory that this user may read and search."""
     mode = _mode(path)
     if mode is None or not stat.S_ISDIR(mode):
         found = "" if mode is None else explain_file(path)
@@ -32,7 +32,8 @@ def check_directory(path: Path) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether the model has this file. Raises ConfigError if the path exists and is no file."""
+    """Whether the file `path` exists. Raises ConfigError for a symbolic link to a missing file, and
+    for a path that is not a regular file."""
     mode = _mode(path)
     if mode is None:
         if path.is_symlink():

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fingerprint of a model: a name for all bytes that decide its K and V.
+"""The fingerprint of a model: a digest of all files that decide its K and V.
 
     fingerprint = SHA-256( canonical CBOR { spec, config, weights } )
 
-`spec` has the fields of the specification, `config` the digest of config.json, and `weights` the
-name and digest of each safetensors file, in the order of opening. Digests cover whole files
-(tiers/identity). So two checkpoints have the same fingerprint only if all their bytes are equal;
-copies have the same fingerprint. This module does not read tensors.
+`spec` has the fields of the `ModelSpec`, `config` is the digest of config.json, and `weights` has
+the name and digest of each safetensors file, in the order of `find_shards`. Each digest covers a
+whole file (see `tiers/identity`). So copies have the same fingerprint, and a difference of one byte
+in these files gives another one. This module does not read tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The files of a model as they were when they were hashed."""
+    """The digests of a model's files, and the model's fingerprint."""
 
     fingerprint: str  # 64 hexadecimal digits
     files: tuple[FileDigest, ...]
@@ -54,9 +54,9 @@ class ModelFiles:
         cache: DigestCache | None = None,
         progress: Progress | None = None,
     ) -> ModelFiles:
-        """Hash the files whose digests are not in `cache` (default: the user's cache). `random_for`
-        names random weights and all that decides them; no weight file is read then. Raises
-        ConfigError for a directory that cannot be read."""
+        """Hash the files whose digests are not in `cache` (default: the user's cache of digests).
+        `random_for` is a text that describes random weights and all that decides them; with it, no
+        weight file is read. Raises ConfigError for a directory that cannot be read."""
         spec = spec or load_model_spec(path)
         paths = [path / CONFIG]
         if random_for is None:
@@ -83,8 +83,8 @@ def fingerprint(path: Path, spec: ModelSpec | None = None, *, random_for: str | 
 
 
 def _fields(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a spec that are not None. So a new field does not rename models without
-    it."""
+    """Return the fields of a spec that are not None, as a dict. Absent fields are left out, so that
+    a field added to `ModelSpec` later does not change the fingerprints of models that lack it."""
     fields = dataclasses.asdict(spec)
     return {
         name: value
@@ -94,8 +94,8 @@ def _fields(spec: ModelSpec) -> dict[str, Any]:
 
 
 def check_headers(path: Path) -> tuple[Path, ...]:
-    """Return the weight files under `path`. Raise ConfigError if one is missing, or if its header
-    shows that the file is cut off."""
+    """Return the weight files under `path`. Raise ConfigError if a file is missing, or if its
+    header shows that it is cut off."""
     files = find_shards(path).files
     for file in files:
         _check_header(file)
@@ -103,7 +103,8 @@ def check_headers(path: Path) -> tuple[Path, ...]:
 
 
 def _check_header(path: Path) -> None:
-    """Raise ConfigError, before hashing, for a file whose header shows that it is cut off."""
+    """Raise ConfigError if the header of a safetensors file shows that the file is cut off. This
+    check runs before the file is hashed."""
     is_there(path)
     try:
         size = path.stat().st_size

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explanations for directories that do not hold a model in the supported form.
+"""Error texts for directories and files that are not a model in the supported form.
 
-Each text says what the directory is and what to give instead.
+Each error text says what the directory or file is and what the user should give instead.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def explain_no_config(path: Path) -> str:
 
 
 def explain_no_weights(path: Path) -> str:
-    """Explain what a directory with config.json has instead of safetensors; empty if it has no
-    known form of weights."""
+    """Explain in which other form a directory with config.json holds its weights, if it has no
+    safetensors files. The text is empty if the form is unknown."""
     names = sorted(_names(path))
     if "adapter_config.json" in names:
         return _adapter(path)

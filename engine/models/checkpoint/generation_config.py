@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampling parameters that a model's authors recommend, from its generation_config.json.
 
-Only numeric keys that requests may set too are read. `do_sample: false` in the file does not make a
-server greedy, since exporters write it for every model. The front end decides when a recommendation
-applies to a request. This module imports no torch.
+Only the numeric keys that a request may set too are read from the file. `do_sample: false` in the
+file does not make the server sample greedily, since exporters write it for every model. The front
+end decides whether a recommended value applies to a request. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ _READERS: Mapping[str, Callable[[JsonFields, str], float | int]] = {
 
 
 def load_default_sampling(path: Path) -> dict[str, float | int]:
-    """Read the recommendations in the model directory `path`, with Hugging Face's names; empty
-    without a file. Raises ConfigError, with file and key, for a value that no request may have."""
+    """Read the recommended values from the model directory `path`, by Hugging Face's names. The
+    result is empty if the file does not exist. Raises ConfigError, with file and key, for a value
+    that a request may not have."""
     if not is_there(path / GENERATION_CONFIG):
         return {}
     fields = read_json(path / GENERATION_CONFIG)

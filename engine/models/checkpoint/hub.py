@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by id on the Hugging Face Hub: from the local cache, or downloaded into it.
+"""Models that are named by their id on the Hugging Face Hub, read from the local cache or
+downloaded into it.
 
-`huggingface_hub` does the work, so the cache is shared with other programs, and its environment
-variables apply: HF_HOME and HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only files that
-the engine reads are downloaded, by a list of names; never code or pickled weights. Weights come
-last, so a directory with weights is complete, and an interrupted download continues.
+`huggingface_hub` does the work, so the cache is shared with other programs. The library's
+environment variables apply: HF_HOME and HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only
+files that the engine reads are downloaded, which a fixed list or the index of the weights names;
+never code or pickled weights. Weights are downloaded last, so a directory with weights is complete.
+An interrupted download continues at the next start.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ _ANSWER_SECONDS = 10.0
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text has the form of an id, `org/model`; it may also be a path."""
+    """Whether a text has the form of a model id, `org/model`; such a text may also be a path."""
     return _ID.fullmatch(text) is not None
 
 
 def fetch_model(repo_id: str, revision: str = "", *, needs_weights: bool = True) -> Path:
-    """Return the complete directory of a model, from the cache without any request to the Hub, or
-    downloaded with a progress bar on standard error. Without `needs_weights` the directory may have
-    only the configuration.
+    """Return the directory of a model: from the cache, without any request to the Hub, or
+    downloaded with a progress bar on standard error. The directory has the weights. Without
+    `needs_weights`, it may have only the configuration.
 
     Raises ConfigError with a remedy if the model cannot be downloaded.
     """
@@ -63,11 +65,12 @@ def fetch_model(repo_id: str, revision: str = "", *, needs_weights: bool = True)
 
 
 class _Unreachable(Exception):
-    """The Hub did not answer; the cache may have the model."""
+    """The Hub did not answer. The caller may still find the model in the cache."""
 
 
 def _cached(repo_id: str, revision: str) -> Path | None:
-    """Return the folder in which the cache keeps this revision, complete or not."""
+    """Return the cache's folder for this revision, which may lack files; None if the cache has
+    none."""
     from huggingface_hub import try_to_load_from_cache
 
     with _explained(repo_id, revision):
@@ -139,7 +142,8 @@ def _check_names(repo_id: str, names: set[str], *, needs_weights: bool) -> None:
 
 @contextmanager
 def _explained(repo_id: str, revision: str) -> Iterator[None]:
-    """Turn errors of huggingface_hub in the body into ConfigError or _Unreachable."""
+    """Convert errors that huggingface_hub raises in the `with` body to ConfigError or
+    _Unreachable."""
     from huggingface_hub import constants, errors
 
     at = "" if revision == _MAIN else f" --revision {revision}"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the JSON files of a model directory, with a size limit and a type check for each field.
+"""Readers for the JSON files of a model directory, with a size limit and a type check for each
+field.
 
-Every fault is a ConfigError that names the file and the key.
+Every error is a ConfigError that names the file and the key.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _MISSING = object()
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> JsonFields:
-    """Read the JSON object in `path`. Raise ConfigError if it is missing, too large, or not an
-    object."""
+    """Read the JSON object in `path`. Raise ConfigError if the file is missing, too large, or not a
+    JSON object."""
     if not is_there(path):
         raise ConfigError(f"{path} is missing; the model must be a Hugging Face directory")
     try:
@@ -49,8 +50,8 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> JsonFields:
 
 
 class JsonFields:
-    """A JSON object with the name of its source. A null counts as an absent key, since Hugging Face
-    writes both."""
+    """A JSON object with the name of the file from which it was read. A null counts as an absent
+    key, since Hugging Face's files have both."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values = values
@@ -62,7 +63,7 @@ class JsonFields:
     def integer(
         self, name: str, default: object = _MISSING, *, minimum: int = 1, maximum: int = MAX_COUNT
     ) -> int:
-        """Read a whole number between the bounds, both included."""
+        """Read a whole number from `minimum` to `maximum`, both included."""
         value = self._get(name, default)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not whole or not minimum <= value <= maximum:  # type: ignore[operator]
@@ -123,7 +124,8 @@ class JsonFields:
         return JsonFields(value, f"{self.where}: {name}")
 
     def layer_kinds(self, name: str, known: Sequence[str], num_layers: int) -> list[str]:
-        """Read the list of a kind, one of `known`, for each layer; empty if the key is absent."""
+        """Read a list that gives each layer a kind, one of `known`. The result is empty if the key
+        is absent."""
         kinds = self.values.get(name)
         if kinds is None:
             return []
@@ -139,7 +141,8 @@ class JsonFields:
         return kinds
 
     def fault(self, name: str, expected: str, got: object) -> ConfigError:
-        """Make the error for an unusable value, with the source, the key and the expected form."""
+        """Return the error for an unusable value; its text has the file, the key and the expected
+        form."""
         return ConfigError(f"{self.where}: {name} must be {expected}, not {format_value(got)}")
 
     def _get(self, name: str, default: object) -> object:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random weights in place of a checkpoint's, by the same names and in the same shapes."""
+"""Random weights instead of a checkpoint's, with the same names and shapes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ _OF_STATES = (STATE_CONV, STATE_DECAY, STATE_NORM, STATE_SKIP, STATE_TIME_BIAS)
 
 
 class RandomTensors:
-    """Random weights for benchmarks and trials, read like a checkpoint's and made on the device. A
-    directory with only a config.json is then a model.
+    """Random weights for benchmarks and trials, made on the device and read with the same methods
+    as a checkpoint's. With random weights, a directory needs only a config.json.
 
-    The order of the reads decides the numbers. They are the same at every start on one kind of
-    device, so blocks in the tiers stay valid. They differ between kinds of devices.
+    The numbers depend on the order in which tensors are read. Each start on the same kind of device
+    makes the same random weights, so blocks in the tiers stay valid. Other kinds of devices make
+    other weights.
     """
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, norm: float = 1.0
     ) -> None:
-        """`norm` is the weight of every norm, in the form that a checkpoint stores."""
+        """`norm` is the weight of every norm, as a checkpoint stores it."""
         self.device, self._norm = device, norm
         self._shapes = shapes
         self._generator = torch.Generator(device).manual_seed(SEED)
@@ -44,8 +45,8 @@ class RandomTensors:
         return made.normal_(0.0, SPREAD, generator=self._generator)
 
     def _read_of_state(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Make numbers like the start values of training for layers with a state: different decay
-        rates of heads, short time steps, and nearly even weights of the convolution."""
+        """Make the tensors of layers that carry a state, like the start values of training: a
+        different decay rate for each head, short time steps, small convolution weights."""
         made = torch.empty(shape, dtype=torch.float32, device=self.device)
         if name.endswith((STATE_NORM, STATE_SKIP)):
             return made.fill_(1.0)

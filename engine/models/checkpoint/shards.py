@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight files of a Hugging Face directory, and the tensors that each file must hold.
+"""The weight files of a Hugging Face directory, and the file that must hold each tensor.
 
 `checkpoint.py` opens the files; `fingerprint.py` reads their bytes.
 """
@@ -27,14 +27,16 @@ DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The weight files, by name. `weight_map` (tensor → file) exists only for several files."""
+    """The weight files, by name. `weight_map` (tensor name → file) exists only if there are several
+    files."""
 
     files: tuple[Path, ...]
     weight_map: dict[str, Path] | None
 
 
 def find_shards(path: Path) -> Shards:
-    """Find the safetensors files under `path`. ConfigError names a missing file."""
+    """Find the safetensors files under `path`. Raises ConfigError with the names of missing
+    files."""
     if is_there(path / SINGLE_FILE):
         return Shards((path / SINGLE_FILE,), None)
     if not is_there(path / INDEX_FILE):
@@ -59,8 +61,8 @@ def find_shards(path: Path) -> Shards:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Read the index under `path`: tensor → file name. Raise ConfigError for an index without
-    files, or with a file outside the directory."""
+    """Read the safetensors index file under `path`, and return tensor name → file name. Raise
+    ConfigError for an index that names no files, or a file outside the directory."""
     index = read_json(path / INDEX_FILE, MAX_INDEX_BYTES)
     names = index.inner("weight_map").values
     if not names:

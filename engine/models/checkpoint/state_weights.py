@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StateWeights: the weights of a mixer with a state.
+"""StateWeights: the weights of a mixer that carries a state (Mamba-2, gated delta rule, short
+convolution).
 
-The weights determine the kind of recurrence: a vector that a kind lacks is None. All matrices into
-a layer are joined to one, with rows in the order in which the mixer splits them. Vectors of a
-recurrence are float32 or wider, like the recurrence.
+A vector that the layer's kind of recurrence does not use is None. All input matrices of a layer are
+joined to one matrix; the mixer splits the matrix's output in the order of the rows. Vectors of a
+recurrence are float32 or wider, like the computation of the recurrence.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class StateWeights:
     output_factor: float = 1.0
 
     def multiply(self, factors: Multipliers, spec: StateSpec) -> None:
-        """Multiply the weights of Mamba-2 by a family's factors. Convolution and norm are computed
-        in float32 or wider, so their weights may become as wide."""
+        """Multiply the weights of Mamba-2 by the constant factors of the model family. Convolution
+        and norm are computed in float32 or wider, so their weights may become float32 or wider
+        too."""
         gate, x, b, c, self.time_factor = factors.state_inputs
         self.gate_factor = gate
         shared = spec.num_groups * spec.state_size
@@ -74,7 +76,7 @@ def read_state_weights(
     family: StateFamily,
 ) -> StateWeights:
     """Make the weights of one layer from its tensors. `read` and `read_wide` read a tensor by its
-    name in the layer; `read_wide` returns float32 or wider."""
+    name within the layer; `read_wide` returns float32 or wider."""
     weights = StateWeights(
         in_proj=read_state_in(read, spec, family),
         in_bias=read(STATE_IN_BIAS) if spec.has_bias else None,
@@ -92,8 +94,8 @@ def read_state_weights(
 
 
 def read_state_in(read: Callable[[str], Tensor], spec: StateSpec, family: StateFamily) -> Tensor:
-    """Read the matrix into a layer. For a gated delta rule its rows are queries, keys, values,
-    gate, beta and time steps."""
+    """Read the input matrix of a layer. For a gated delta rule, its rows are queries, keys, values,
+    gate, beta and time steps, in this order."""
     if family.projections is Projections.ONE:
         return read(STATE_IN)
     parts = [read(name) for name in STATE_IN_PARTS[family.projections]]
@@ -103,8 +105,8 @@ def read_state_in(read: Callable[[str], Tensor], spec: StateSpec, family: StateF
 
 
 def _ungroup(matrix: Tensor, scalars: Tensor, spec: StateSpec) -> list[Tensor]:
-    """Split matrices that store all parts of a key head together. Return the parts, each with all
-    heads."""
+    """Split matrices in which all rows of a key head are stored together. Return one matrix for
+    each part (queries, keys and so on), with the rows of all heads."""
     heads = spec.num_heads // spec.num_groups
     values = heads * spec.head_dim
     by_group = matrix.view(spec.num_groups, -1, matrix.shape[1])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors in the files of a safetensors model, checked by name, shape and type.
+"""StoredTensors: the tensors in the files of a safetensors model, checked by name, shape and type.
 
-It reads headers only and needs no torch; `checkpoint.py` reads the numbers. The caller gives the
-expected names and shapes.
+This module reads only the files' headers and needs no torch; `checkpoint.py` reads the numbers. The
+caller passes the expected names and shapes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class StoredTensors:
         framework: str = "numpy",
         device: str = "cpu",
     ) -> None:
-        """Open every shard under `path`. `name_of` maps the stored name of a tensor to its name
-        here, or to None to ignore it. Raises ConfigError with the file's name if a file is missing,
-        damaged, or lacks a tensor of the index."""
+        """Open every shard under `path`. `name_of` maps the stored name of a tensor to its name in
+        this project, or to None if the tensor is to be ignored. Raises ConfigError with the file's
+        name if a file is missing or damaged, or lacks a tensor that the index file lists."""
         self.path = path
         self._opened_as = {"framework": framework, "device": device}
         self._where: dict[str, Any] = {}  # name here → its open file
@@ -63,7 +63,7 @@ class StoredTensors:
 
     @property
     def tensor_names(self) -> list[str]:
-        """The names of all tensors in this project, without ignored ones."""
+        """The names of the tensors in this project, without ignored tensors."""
         return [
             name
             for name in self._where

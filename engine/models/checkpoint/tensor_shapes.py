@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names and shapes of the tensors that a checkpoint must hold by its specification. Needs no
-torch, so plans and refusals need none either."""
+"""The names and shapes of the tensors that a checkpoint must have according to its `ModelSpec`.
+This module needs no torch, so memory plans and error messages need none either."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ _OTHER_PARTS = tuple(
 
 
 def family_name(spec: ModelSpec, stored: str) -> str | None:
-    """Map a stored name of the model's family to the name here; None: ignore the tensor."""
+    """Map a tensor's stored name, which depends on the model family, to its name in this project.
+    Return None if the tensor is ignored."""
     family = spec.family
     if family.left_alone and stored.startswith(family.left_alone):
         return None
@@ -95,14 +96,15 @@ def family_name(spec: ModelSpec, stored: str) -> str | None:
 
 
 def plain_name(stored: str) -> str:
-    """Map a stored name of a text checkpoint to the name here. A checkpoint saved without its head
-    has names without a prefix."""
+    """Map the stored name of a tensor in a text-only checkpoint to its name in this project. A
+    checkpoint that was saved without the output matrix has names without the prefix `model.`."""
     bare = stored.startswith(("embed_tokens.", "layers.")) or stored == "norm.weight"
     return f"model.{stored}" if bare else stored
 
 
 def expert_name(stored: str) -> str:
-    """Map a stored name of a model with experts to the name here. Families differ in these."""
+    """Map the stored name of a tensor in a model with experts to its name in this project. The
+    stored names differ between families."""
     name = plain_name(stored)
     for theirs, ours in _EXPERT_PARTS:
         if theirs in name:
@@ -116,7 +118,8 @@ def expert_name(stored: str) -> str:
 
 
 def text_part_name(stored: str) -> str | None:
-    """Map a stored name of a checkpoint with more than text to the name here; None: not text."""
+    """Map the stored name of a tensor in a multimodal checkpoint to its name in a text-only
+    checkpoint. Return None for a tensor that is not for text."""
     if stored.startswith(_OTHER_PARTS):
         return None
     for prefix, ours in _TEXT_PREFIXES.items():
@@ -126,8 +129,8 @@ def text_part_name(stored: str) -> str | None:
 
 
 def eagle_name(stored: str) -> str | None:
-    """Map a stored name of an EAGLE head to the name here. None for an embedding and an output
-    matrix: the head uses the model's."""
+    """Map the stored name of a tensor in an EAGLE head to its name in this project. The result is
+    None for an embedding and an output matrix, because the head uses those of its model."""
     name = plain_name(stored)
     if name in (EMBEDDING, HEAD):
         return None
@@ -135,7 +138,8 @@ def eagle_name(stored: str) -> str | None:
 
 
 def name_of(spec: ModelSpec) -> Callable[[str], str | None]:
-    """Return the function that maps stored tensor names to the names here."""
+    """Return the function that maps stored tensor names of this model to the names in this
+    project."""
     if spec.is_eagle:
         return eagle_name
     if not spec.is_text_part:
@@ -149,8 +153,9 @@ def name_of(spec: ModelSpec) -> Callable[[str], str | None]:
 
 
 def expected_tensors(spec: ModelSpec, stored: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the checkpoint. A head tied to the embedding is included
-    only if `stored` names it. A layer's experts are one tensor unless `stored` has one for each."""
+    """Return the shape of every tensor that the checkpoint must have. If the output matrix is tied
+    to the embedding, it is included only if `stored` names it. A layer's experts are expected as
+    joined tensors, unless `stored` has separate tensors for each expert."""
     if spec.is_eagle:
         return _eagle_tensors(spec, stored)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
@@ -176,14 +181,14 @@ def _all_layers(spec: ModelSpec, stored: Collection[str]) -> dict[str, tuple[int
 
 
 def has_experts_apart(layer: int, stored: Collection[str]) -> bool:
-    """Whether each expert of a layer has its own tensors in `stored`. If `stored` is empty, joined
-    experts are expected."""
+    """Whether `stored` has separate tensors for each expert of a layer. The result is False if
+    `stored` is empty."""
     return bool(stored) and in_layer(layer, EXPERTS_GATE_UP) not in stored
 
 
 def _eagle_tensors(spec: ModelSpec, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of an EAGLE head. It has no embedding, and no norm or matrix after its
-    layers."""
+    """Return the name and shape of each tensor of an EAGLE head. A head has no embedding, and no
+    norm or output matrix after its layers."""
     shapes: dict[str, tuple[int, ...]] = {FUSION: (spec.hidden_size, 2 * spec.hidden_size)}
     if FUSION_BIAS in stored:
         shapes[FUSION_BIAS] = (spec.hidden_size,)
@@ -193,7 +198,8 @@ def _eagle_tensors(spec: ModelSpec, stored: Collection[str]) -> dict[str, tuple[
 def layer_tensors(
     spec: ModelSpec, layer: int, *, is_apart: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a layer by name; with `is_apart` each expert has tensors of its own."""
+    """Return the name and shape of each tensor of a layer. With `is_apart`, each expert has
+    separate tensors."""
     hidden, mlp = spec.hidden_size, spec.intermediate_size
     joins = spec.family.joins_gate
     shapes: dict[str, tuple[int, ...]] = {
@@ -237,7 +243,7 @@ def _attention_norms(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the attention matrices, by names without their ending."""
+    """Return the shapes of the attention matrices, by names without `.weight`."""
     hidden = spec.hidden_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     matrices: dict[str, tuple[int, ...]] = {ATTENTION_OUT: (hidden, queries)}
@@ -297,7 +303,8 @@ def _expert_tensors(
 def _shared_tensors(
     size: int, hidden: int, *, joins: bool, is_gated: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of the expert that every token uses; empty if `size` is 0."""
+    """Return the tensors of the shared expert, which every token uses. The result is empty if
+    `size` is 0."""
     if not size:
         return {}
     shapes: dict[str, tuple[int, ...]] = {SHARED.format("down"): (hidden, size)}
@@ -311,7 +318,8 @@ def _shared_tensors(
 
 
 class NormNames(NamedTuple):
-    """The norms of a layer, in the order in which they are computed."""
+    """The names of a layer's norms, in the order in which they are computed; None for a norm that
+    the layer lacks."""
 
     attention: str | None
     after_attention: str | None
@@ -320,9 +328,10 @@ class NormNames(NamedTuple):
 
 
 def norm_names(spec: ModelSpec, layer: int) -> NormNames:
-    """Return the names of a layer's norms. `post_attention_layernorm` is the MLP's norm in most
-    families; in families with a norm after the attention it is this one. The first layer of an
-    EAGLE head has no norm before its attention. A layer with one part has one norm."""
+    """Return the names of a layer's norms. In most families, `post_attention_layernorm` is the norm
+    before the MLP; in families with a norm after the attention, it is the norm after the attention.
+    The first layer of an EAGLE head has no norm before its attention. A layer that is only a mixer
+    or only an MLP has one norm."""
     if spec.family.norms is Norms.SINGLE:
         name = "norm.weight"
         has_mixer = spec.has_mixer(layer)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a decoder: their names in Hugging Face's form, and the matrices made of them.
+"""The weights of a decoder, read from tensors with Hugging Face's names and joined.
 
-Query, key and value matrices become one, so that a step makes one call for three and rotates
-queries and keys together. Gate and up become one on request, which saves a launch on a GPU. On the
-CPU they stay separate: one matrix measured no faster there, and separate ones need no copy.
+Query, key and value matrices become one, so that a step makes one call instead of three and rotates
+queries and keys together. With `joins_gate`, an MLP's gate and up become one too, which saves a
+launch on a GPU. On the CPU they stay separate: a joined matrix measured no faster and needs a copy.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class DenseWeights:
-    """The MLP that every token uses. Matrices are `[out, in]`; a missing gate or bias is None."""
+    """An MLP that every token uses. Matrices are `[out, in]`; a missing gate or bias is None."""
 
     gate: Tensor | None
     up: Tensor
@@ -77,7 +77,7 @@ class DenseWeights:
     gate_up_bias: Tensor | None = None
 
     def join_gate(self) -> None:
-        """Join gate and up to one matrix, and their biases to one vector."""
+        """Join the gate and up matrices to one matrix, and their biases to one vector."""
         if self.gate is None:
             return
         self.gate_up = torch.cat((self.gate, self.up))
@@ -89,7 +89,7 @@ class DenseWeights:
 
 @dataclass(slots=True)
 class ExpertWeights:
-    """A mixture of experts; each has the three matrices of `DenseWeights`."""
+    """The weights of a mixture of experts; each expert has the three matrices of `DenseWeights`."""
 
     router: Tensor  # [experts, hidden]
     gates: Sequence[Tensor]
@@ -102,7 +102,7 @@ class ExpertWeights:
     all_downs: Tensor | None = None  # [experts, hidden, size]
 
     def join_gate(self) -> None:
-        """Join the matrices of all experts to two."""
+        """Join the matrices of all experts to two tensors."""
         if self.gate_ups is None:
             self.gate_ups = torch.stack(
                 [torch.cat(pair) for pair in zip(self.gates, self.ups, strict=True)]
@@ -118,7 +118,7 @@ class ExpertWeights:
 
 @dataclass(slots=True)
 class AttentionWeights:
-    """Queries, keys and values of a layer. Matrices are `[out, in]`; a bias or norm may be None."""
+    """Weights of queries, keys and values. Matrices are `[out, in]`; a bias or norm may be None."""
 
     qkv: Tensor  # [(heads + 2 kv heads) * head_dim, hidden]: queries, keys, values
     qkv_bias: Tensor | None
@@ -132,7 +132,7 @@ class AttentionWeights:
 
 @dataclass(slots=True)
 class ParallelWeights:
-    """Attention and a state side by side. The output matrix has their columns in this order."""
+    """Attention and state mixer side by side; the output matrix has their columns in this order."""
 
     attention: AttentionWeights
     state: StateWeights
@@ -141,8 +141,8 @@ class ParallelWeights:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """The weights of a layer. Matrices are `[out, in]`. A bias or norm may be None; so may the MLP,
-    or the mixer together with its output matrix."""
+    """The weights of a layer. Matrices are `[out, in]`. A bias or norm may be None. The MLP may be
+    None, and so may the mixer together with its output matrix."""
 
     attention_norm: Tensor | None
     mixer: AttentionWeights | StateWeights | ParallelWeights | None
@@ -156,7 +156,7 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """The weights of a whole model; `head` is `embedding` itself if they are tied."""
+    """The weights of a model. If they are tied, `head` and `embedding` are the same tensor."""
 
     embedding: Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
@@ -166,7 +166,7 @@ class DecoderWeights:
 
 @dataclass(slots=True)
 class EagleWeights:
-    """An EAGLE head: a matrix over an embedding and a hidden state, and its layers."""
+    """An EAGLE head: the matrix over an embedding and a hidden state, and the layers."""
 
     fusion: Tensor  # [hidden, 2 * hidden]
     fusion_bias: Tensor | None
@@ -181,8 +181,8 @@ def load_weights(
     *,
     joins_gate: bool = False,
 ) -> DecoderWeights:
-    """Map, check and cast the weights under `path`, on `device`. With `joins_gate`, gate and up of
-    a layer become one matrix.
+    """Read the weights under `path` to `device`, check their names and shapes, and convert them to
+    `dtype`. With `joins_gate`, the gate and up matrices of a layer become one matrix.
 
     Raises ConfigError with the name of a missing, unknown or misshapen tensor or file.
     """
@@ -268,8 +268,8 @@ def _load_layers(
 
 
 def _read_norm(source: Source, spec: ModelSpec, dtype: torch.dtype, name: str) -> Tensor:
-    """Read the weights of a norm. Wide norms, and weights stored minus one, are float32 or wider,
-    since 16-bit types are too coarse near one."""
+    """Read the weights of a norm. For `wide_norms` and `centred_norms` (weights stored minus one)
+    the result is float32 or wider, since 16-bit types are too coarse near one."""
     wide = torch.promote_types(dtype, torch.float32)
     if spec.family.wide_norms:
         return source.read(name, wide)
@@ -377,14 +377,14 @@ class LayerReader:
         )
 
     def gated_queries(self, kind: str) -> tuple[Tensor, Tensor]:
-        """Read queries and their gate, which are stored together for each head. Returns copies."""
+        """Read copies of the queries and of their gate, which are stored together for each head."""
         whole = self.read(f"self_attn.q_proj.{kind}")
         heads = whole.view(self._spec.num_heads, 2, self._spec.head_dim, *whole.shape[1:])
         return heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
 
     def qkv(self, kind: str) -> Tensor:
-        """Read queries, keys and values as one matrix. Rotation pairs elements of a head's first
-        and second half."""
+        """Read queries, keys and values as one matrix. Rows are reordered, so that the rotation
+        pairs elements of a head's first and second half."""
         spec = self._spec
         if spec.family.joins_projections:
             whole = self.read(QKV)

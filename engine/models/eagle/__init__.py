@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE heads: their specification, and the layers over a model's hidden states."""
+"""EAGLE heads (speculative decoding): their specification, and their layers."""

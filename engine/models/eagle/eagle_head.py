@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EagleHead: the layers of an EAGLE head between the embedding and the output matrix of its model.
+"""EagleHead: the layers of an EAGLE head, between the embedding and the output matrix of its model.
 
     fuse      embedding of a token, hidden state of the previous token ──► [tokens, hidden]
     forward   the fused rows, given as `Embeds`, through the layers ──► hidden states
     logits    the model's own output matrix, over these hidden states
-The head reads the model's last hidden state after the last norm, the input of `logits`; heads in
-vLLM read the same. There is no norm after its layers, and none before the attention of the first
-layer. The head uses the model's embedding and output matrix, which are in memory once. A checkpoint
-may have copies of them that training did not change; they are not read.
+The head reads the model's last hidden state after the last norm, the input of `logits`, as heads in
+vLLM do. The head has no norm after its layers, and none before the attention of its first layer. It
+uses the model's embedding and output matrix, which are in memory once. A checkpoint of a head may
+have copies of these matrices that training did not change; the copies are not read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from .eagle_spec import check_fusion
 
 
 class EagleHead(Decoder):
-    """A head in memory, beside its model. It takes `weights` over, like a decoder."""
+    """An EAGLE head in memory; it uses the embedding and the output matrix of its model. The
+    constructor empties `weights.layers`, as that of `Decoder` does."""
 
     def __init__(
         self,
@@ -64,8 +65,8 @@ class EagleHead(Decoder):
         *,
         is_random: bool = False,
     ) -> Self:
-        """Read the weights of a head straight to `device`, or make random ones. Raise ConfigError
-        if they do not fit its specification."""
+        """Read the weights of a head directly to `device`, or make random weights. Raise
+        ConfigError if the weights do not fit the head's specification."""
         if not is_random:
             check_fusion(source.path)
         weights = load_eagle_weights(
@@ -79,6 +80,6 @@ class EagleHead(Decoder):
         return cls(source.spec, weights, model, max_model_len, dtype, elementwise)
 
     def fuse(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """Compute the layers' input `[tokens, hidden]` from each token and from the hidden state
-        `[tokens, hidden]` of the previous token."""
+        """Compute the input of the layers, `[tokens, hidden]`, from each token's embedding and the
+        hidden state `[tokens, hidden]` of the token before."""
         return self._fusion(torch.cat((self.embed(token_ids), hidden), -1))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config.json of an EAGLE head, in the forms of SafeAILab and vLLM for Llama.
+"""Reads the config.json of an EAGLE head for a Llama model, in SafeAILab's and in vLLM's form.
 
-A head is one or a few Llama layers over the hidden states of the model that it drafts for:
+A head has one or a few Llama layers over the hidden states of the model for which it drafts:
 
     embedding of a token ─┐
                           ├─► fc ─► layers ─► the model's own output matrix
     hidden state before ──┘
 
-It has the model's hidden size and vocabulary. EAGLE-3 heads are refused by name: they read hidden
-states of three layers and have their own vocabulary.
+A head has the hidden size and the vocabulary of its model. EAGLE-3 heads are rejected by an error
+that names them: they read hidden states of three layers and have their own vocabulary.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _OTHER_HEADS = "--speculative-method ngram or a draft model needs no head"
 
 
 def is_eagle_head(path: Path) -> bool:
-    """Whether the config.json under `path` is for an EAGLE head of any generation. False if it
-    cannot be read: loading it raises the error."""
+    """Whether the config.json under `path` describes an EAGLE head, EAGLE-3 included. The result is
+    False if config.json cannot be read; the later loading raises the error."""
     try:
         config = read_json(path / CONFIG)
     except ConfigError:
@@ -47,7 +47,7 @@ def is_eagle_head(path: Path) -> bool:
 
 def load_eagle_spec(path: Path) -> ModelSpec:
     """Read the config.json of an EAGLE head. Raise ConfigError, with file and key, for a missing or
-    unsupported value."""
+    unsupported value and for an EAGLE-3 head."""
     check_directory(path)
     if not is_there(path / CONFIG):
         raise ConfigError(explain_no_config(path))
@@ -81,8 +81,8 @@ def check_head(model: ModelSource, head: ModelSource) -> None:
 
 
 def check_fusion(path: Path) -> None:
-    """Raise ConfigError if the weights under `path` lack an EAGLE head's matrix, or have the matrix
-    of an EAGLE-3 head."""
+    """Raise ConfigError if the weights under `path` lack the matrix `fc` of an EAGLE head, or have
+    that of an EAGLE-3 head."""
     with StoredTensors(path, eagle_name) as stored:
         shape = stored.shape_of(FUSION)
     if shape is None:

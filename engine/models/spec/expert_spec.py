@@ -15,8 +15,8 @@ EXPERT_KEYS = (*COUNT_KEYS, "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """A router chooses `num_per_token` of `num_experts` MLPs for each token, and weighs them by the
-    softmax of its scores."""
+    """A mixture of experts: a router chooses `num_per_token` of `num_experts` MLPs for each token,
+    and weighs their results by the softmax of its scores."""
 
     num_experts: int
     num_per_token: int
@@ -28,7 +28,8 @@ class ExpertSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFamily:
-    """The experts of a family: facts of its code, and defaults for keys that config.json lacks."""
+    """The experts of a model family: constants of its code in transformers, and defaults for keys
+    that config.json lacks."""
 
     default_count: int
     default_per_token: int
@@ -44,7 +45,8 @@ class ExpertFamily:
 
 
 def parse_experts(config: JsonFields, family: ExpertFamily, num_layers: int) -> ExpertSpec | None:
-    """Read the experts; None if no layer has any. Raises ConfigError with the key."""
+    """Read the `ExpertSpec`; None if no layer has experts. Raises ConfigError with the key that has
+    an unusable value."""
     count_key = next((key for key in COUNT_KEYS if config.has(key)), COUNT_KEYS[0])
     least = 0 if family.may_lack else 1
     count = config.integer(count_key, family.default_count, minimum=least, maximum=MAX_EXPERTS)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerParts: the part of each layer, in families whose layers are only a mixer or only an MLP."""
+"""LayerParts: in families whose layers are each only a mixer or only an MLP, the kind of each
+layer."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _KNOWN = (*_STATES, *_ATTENTION, _MLP, _EXPERTS)
 
 
 class LayerParts(NamedTuple):
-    """Layer numbers by part, ascending."""
+    """The numbers of the layers of each kind, ascending."""
 
     states: tuple[int, ...]
     attention: tuple[int, ...]
@@ -31,7 +32,8 @@ class LayerParts(NamedTuple):
 
 
 def parse_layer_parts(config: JsonFields) -> LayerParts:
-    """Read the part of each layer from a list or a pattern. Raises ConfigError with the key."""
+    """Read the kind of each layer from a list or from a pattern of letters. Raises ConfigError with
+    the key that has an unusable value."""
     key = next((key for key in (*TYPE_KEYS, PATTERN) if config.has(key)), TYPE_KEYS[1])
     given = config.values.get(key)
     kinds = _kinds(config, key)

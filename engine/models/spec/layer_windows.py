@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerWindows: the layers that attend to a window, and its width, read from config.json."""
+"""LayerWindows: the layers with a sliding window, and the window's width, read from config.json."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ DEFAULT_WINDOW_PATTERN = 6
 
 
 class LayerWindows(NamedTuple):
-    """The window in positions, including the token's own, and the layers that have it."""
+    """The window's width in positions, including the token's own, and the layers that have the
+    window."""
 
     window: int
     layers: tuple[int, ...]
 
 
 def parse_windows(config: JsonFields, family: Family, num_layers: int) -> LayerWindows | None:
-    """Read the window and its layers; None if no layer has a window. Raises ConfigError with the
-    key."""
+    """Read the width of the window and the layers that have it; None if no layer has a window.
+    Raises ConfigError with the key that has an unusable value."""
     size = _window(config, family)
     # In families with states, layer_types says which layers have a state, not a window.
     kinds: list[str] = []
@@ -60,7 +61,7 @@ def _slides_by_number(config: JsonFields, family: Family) -> Callable[[int], boo
 
 
 def _window(config: JsonFields, family: Family) -> int | None:
-    """Read the width of the window; None if no layer has a window."""
+    """Read the width of the window in positions; None if no layer has a window."""
     if family.windows is Windows.NONE:
         for name in ("sliding_window", "use_sliding_window"):
             if config.has(name) and config.values[name] is not False:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multipliers: the factors that a family applies at many places of a layer, from config.json.
+"""Multipliers: constant factors at many places of a layer (Falcon-H1), from config.json.
 
     attention   out * o_proj(attention of q, key * k and v of the rows times in)
     state       out * out_proj(mixer of the rows times in, with a factor for each of its five parts)
     MLP         down * down_proj(silu(gate * gate_proj(row)) * up_proj(row))
 
-Factors are applied where they round no matrix, and seldom need a pass over the rows. A factor
-before a matrix moves after it, and a bias in between is divided by it. The factor of keys moves to
-the scores. The gate's factor moves to the norm before the MLP, whose weights become wide, and from
-there through `up_proj` to the output. The MLP's own factor is then `residual`: hidden states
-(`ModelSpec.embedding_scale`) and the mixers' additions are divided by it.
+Factors are applied where no matrix has to be rounded, and mostly without another pass over the
+rows. A factor of a matrix's input is applied to the output instead, and a bias in between is
+divided by the factor. The factor of keys is applied to the attention scores. The gate's factor is
+applied to the weights of the norm before the MLP, which become wide; it then multiplies the output
+of `up_proj` too. The factor that remains for the MLP is `residual`: hidden states (see
+`ModelSpec.embedding_scale`) and the mixers' outputs are divided by it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LEAST, MOST = 1e-6, 1e6
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """The factors of config.json; the properties are the factors to apply."""
+    """The factors of config.json as fields, and the factors that the layers apply as properties."""
 
     embedding: float = 1.0
     logits: float = 1.0
@@ -39,37 +40,38 @@ class Multipliers:
 
     @property
     def scores(self) -> float:
-        """Factor of attention scores; queries and keys both come from multiplied rows."""
+        """Factor of attention scores; `attention_in` multiplies the inputs of queries and of
+        keys."""
         return self.key * self.attention_in**2
 
     @property
     def residual(self) -> float:
-        """Factor of an MLP's addition; its input is multiplied by `gate` already."""
+        """Factor of an MLP's output, without `gate`, which already multiplies the MLP's input."""
         return self.down / self.gate
 
     @property
     def attended(self) -> float:
-        """Factor of an attention's output before its matrix, including the values' factor."""
+        """Factor of an attention's result before its matrix, including the values' factor."""
         return self.attention_in * self.attention_out_bias
 
     @property
     def attention_out_bias(self) -> float:
-        """Factor of the bias of an attention's output matrix, relative to `residual`."""
+        """Factor of the bias of an attention's output matrix, divided by `residual`."""
         return self.attention_out / self.residual
 
     @property
     def state_output(self) -> float:
-        """Factor of a state mixer's output, and of the bias of its output matrix."""
+        """Factor of a state mixer's output, and of its output matrix's bias."""
         return self.state_out / self.residual
 
     @property
     def state_inputs(self) -> tuple[float, ...]:
-        """The factors of the five parts after the matrix into a state mixer."""
+        """Factors of a state mixer's gate, x, B, C and time steps."""
         return tuple(self.state_in * part for part in self.state_parts)
 
 
 def parse_multipliers(config: JsonFields) -> Multipliers:
-    """Read all factors; an absent key is 1. Raises ConfigError with the key."""
+    """Read all factors; an absent key is 1. Raises ConfigError with the key that is unusable."""
 
     def one(name: str) -> float:
         return config.number_from(name, LEAST, MOST) if config.has(name) else 1.0

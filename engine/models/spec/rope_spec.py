@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rotary positions in a model's configuration, in both of Hugging Face's spellings.
+"""RopeSpec: the rotary positions in a model's config.json, in Hugging Face's older and newer form.
 
-The newer spelling is `rope_parameters` with `rope_theta` inside. The older one is `rope_scaling`
-with `rope_theta` beside it. `rope.py` computes the tables.
+The newer form has `rope_parameters` with `rope_theta` inside. The older form has `rope_scaling`,
+and `rope_theta` at the top level. `rope.py` computes the tables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _UNSUPPORTED = (*LAYER_KINDS, SECTIONS, GROWTH)
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions of one kind. Fields that the kind does not use keep their defaults."""
+    """The kind of a layer's rotary positions, and its parameters. Fields that the kind does not use
+    keep their defaults."""
 
     kind: str = "default"
     theta: float = DEFAULT_THETA
@@ -58,10 +59,11 @@ def parse_rope(
     heeded: Collection[str] = (),
     default_turning: float = 1.0,
 ) -> RopeSpec:
-    """Read the rotary part of a config.json. `heeded` are keys that `turning_size` and
-    `parse_query_growth` read, or that have no effect here. Raises ConfigError with the key.
+    """Read the rotary positions from a config.json. `heeded` has keys that `turning_size` and
+    `parse_query_growth` read, or that have no effect for text. Raises ConfigError with the key that
+    has an unusable value.
 
-    If both spellings are given, a non-empty `rope_scaling` wins, as in transformers.
+    If config.json has both forms, a non-empty `rope_scaling` is used, as in transformers.
     """
     fields = _rope_fields(config)
     theta = config.number("rope_theta", default_theta)
@@ -71,7 +73,7 @@ def parse_rope(
 
 
 def turning_size(config: JsonFields, head_dim: int, default: float = 1.0) -> int:
-    """Read how many elements of a head rotate, counted from the first."""
+    """Read how many elements of a head rotate; these are the first elements of the head."""
     fields = _rope_fields(config)
     source = fields if fields.has(PARTIAL) else config
     share = source.number(PARTIAL, default, at_most=1.0)
@@ -82,7 +84,8 @@ def turning_size(config: JsonFields, head_dim: int, default: float = 1.0) -> int
 
 
 def parse_query_growth(config: JsonFields, rope: RopeSpec) -> float | None:
-    """Read the growth of queries by position, for `ModelSpec.query_growth`; None without one."""
+    """Read the factor by which queries grow with their position, for `ModelSpec.query_growth`; None
+    if config.json has none."""
     fields = _rope_fields(config)
     if not fields.has(GROWTH):
         return None
@@ -100,12 +103,14 @@ def _rope_fields(config: JsonFields) -> JsonFields:
 def parse_two_ropes(
     config: JsonFields, head_dim: int, max_positions: int, thetas: tuple[float, float]
 ) -> tuple[RopeSpec, RopeSpec]:
-    """Read the rotary positions of layers that see all tokens, and of layers with a window.
-    `thetas` are their defaults. Raises ConfigError with the key.
+    """Read the rotary positions of layers with full attention, and of layers with a window.
+    `thetas` has the default `rope_theta` of both kinds of layers, in this order. Raises ConfigError
+    with the key that has an unusable value.
 
-    In the newer spelling `rope_parameters` has an object for each kind of layer. In the older one
-    `rope_theta` and `rope_scaling` are for layers that see all tokens, and `rope_local_base_freq`
-    is the theta of the others. A `rope_scaling` beside the newer spelling overrides its fields.
+    In the newer form, `rope_parameters` has an object for each of the two kinds of layers. In the
+    older form, `rope_theta` and `rope_scaling` are for layers with full attention, and
+    `rope_local_base_freq` is the theta of layers with a window. If config.json has a `rope_scaling`
+    and the newer form, the fields of `rope_scaling` override those of full attention.
     """
     new = config.inner("rope_parameters")
     for name in new.values:
@@ -134,7 +139,8 @@ def _parse_fields(
     max_positions: int,
     heeded: Collection[str] = (),
 ) -> RopeSpec:
-    """Read the rotary positions in `fields`. `config` is the whole config.json, with `theta`."""
+    """Read one kind of rotary positions from `fields`. `config` is the whole config.json, and
+    `theta` is the default of `rope_theta`."""
     kind = fields.text("rope_type", fields.text("type", "default"))
     kind = _OLD_KINDS.get(kind, kind)
     if kind not in ROPE_KINDS:
@@ -224,11 +230,12 @@ def _refuse_partial(config: JsonFields, fields: JsonFields, kind: str) -> None:
 
 
 def stable_length(rope: RopeSpec, max_positions: int) -> int:
-    """Return the length up to which a token's rotation does not depend on later tokens.
+    """Return the length, in tokens, up to which a token's rotation does not depend on later tokens.
 
-    Beyond it, `dynamic` and `longrope` rotate a token by the length of its sequence at the time of
-    the step. K would then depend on the chunks of the prompt, and could not be shared. `yarn`
-    stretches the original length by its factor, even if `max_position_embeddings` is lower.
+    In a longer sequence, `dynamic` and `longrope` rotate a token by the length that the sequence
+    has in this step. K would then depend on how the prompt is divided into chunks, and could not be
+    shared. `yarn` stretches the original length by its factor, and the result counts even if
+    `max_position_embeddings` is lower.
     """
     if rope.kind == STILL.kind:
         return MAX_COUNT

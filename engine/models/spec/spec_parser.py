@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a ModelSpec from a Hugging Face directory's config.json.
 
-Models that this project cannot compute as they were trained are refused, with the name of the key.
+Models that this project cannot compute as they were trained raise ConfigError with the key.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _SPELT = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 
 
 def load_model_spec(path: Path) -> ModelSpec:
-    """Read config.json and, if it exists, generation_config.json of a model directory.
+    """Read the ModelSpec from config.json and, if it exists, generation_config.json.
 
     Raises ConfigError, with file and key, for missing and unsupported values.
     """
@@ -99,8 +99,8 @@ def load_model_spec(path: Path) -> ModelSpec:
 
 
 def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
-    """Make the specification of the model under `path` from its config.json, `whole`. Raises
-    ConfigError like `load_model_spec`."""
+    """Make the `ModelSpec` of the model under `path` from `whole`, the fields of its config.json.
+    Raises ConfigError like `load_model_spec`."""
     config = _text_part(whole)
     architecture = _architecture(config)
     family = FAMILIES[architecture]
@@ -176,8 +176,8 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
 
 
 def refuse_unsupported(config: JsonFields, family: Family) -> None:
-    """Raise ConfigError for the first key with an unsupported value. Keys that the family's code
-    reads are skipped."""
+    """Raise ConfigError for the first key of config.json with an unsupported value. Keys that the
+    family's code reads are skipped."""
     heeded = _heeded_keys(family)
     known = _NEUTRAL | {
         family.activation_key: family.activation.value,
@@ -222,8 +222,8 @@ def _heeded_keys(family: Family) -> set[str]:
 
 
 def _text_part(whole: JsonFields) -> JsonFields:
-    """Return the fields of the text part if the model has other parts, else all fields. Raises
-    ConfigError."""
+    """Return the fields of the text part if the model is multimodal, else all fields. Raises
+    ConfigError if the text part is missing, or if a top-level key has an unsupported value."""
     kind, names = whole.values.get("model_type"), whole.values.get("architectures")
     for name, part in TEXT_PARTS.items():
         if names == [name] or (not names and kind == part.model_type):
@@ -249,7 +249,7 @@ def _text_part(whole: JsonFields) -> JsonFields:
 
 
 def _architecture(config: JsonFields) -> str:
-    """Find the row of FAMILIES by the architecture's name, or else by model_type."""
+    """Return the model's key in FAMILIES, by the architecture's name or else by model_type."""
     kind = config.values.get("model_type")
     known = "this version serves " + ", ".join((*ARCHITECTURES, *TEXT_PARTS))
     names = config.values.get("architectures") or [
@@ -284,15 +284,15 @@ def _num_kv_heads(config: JsonFields, family: Family, num_heads: int) -> int:
 
 
 def _integer(config: JsonFields, name: str, default: int | None) -> int:
-    """Read a count. If `default` is None, config.json must have it."""
+    """Read a whole number. If `default` is None, config.json must have the key."""
     return config.integer(name) if default is None else config.integer(name, default)
 
 
 def _ropes(
     config: JsonFields, family: Family, head_dim: int, max_positions: int
 ) -> tuple[RopeSpec, RopeSpec | None]:
-    """Read the rotary positions of layers that see all tokens and, in families with two kinds, of
-    layers with a window."""
+    """Read the rotary positions of layers with full attention and, in families with two kinds of
+    positions, those of layers with a window."""
     if family.never_turns:
         return RopeSpec(), None
     if family.default_thetas is not None:
@@ -315,7 +315,7 @@ def _query_scalar(config: JsonFields, family: Family) -> float | None:
 
 
 def _softcaps(config: JsonFields, family: Family) -> tuple[float | None, float | None]:
-    """Read the caps of logits and of attention scores."""
+    """Read the softcaps of logits and of attention scores; None for an absent cap."""
     if not family.softcaps_logits:
         return None, None
     names, given = ("final_logit_softcapping", "attn_logit_softcapping"), family.default_softcaps
@@ -349,8 +349,8 @@ def _scales(
 
 
 def _still_layers(config: JsonFields, family: Family, num_layers: int) -> tuple[int, ...] | None:
-    """Return the layers without rotary positions: layers with a 0 in config.json's no_rope_layers,
-    or each n-th layer."""
+    """Return the layers without rotary positions, or None if all layers have them. By the family
+    these are all layers, those with a 0 in `no_rope_layers`, or each n-th layer."""
     if family.never_turns:
         return tuple(range(num_layers))
     if family.is_still:
@@ -376,7 +376,7 @@ def _still_layers(config: JsonFields, family: Family, num_layers: int) -> tuple[
 def _intermediate_size(
     config: JsonFields, family: Family, experts: ExpertSpec | None, num_layers: int
 ) -> int:
-    """Read the size of a layer's MLP: the rows of its gate."""
+    """Read the size of an MLP: the number of rows of its gate matrix."""
     if not family.adjusts_mlp:
         default = family.default_mlp_size or _unused_size(experts, num_layers)
         return _integer(config, family.mlp_size_key, default)
@@ -401,7 +401,7 @@ def _is_tied(config: JsonFields, family: Family) -> bool:
 
 
 def _unused_size(experts: ExpertSpec | None, num_layers: int) -> int | None:
-    """Return the default of intermediate_size, which is unused if every layer has experts."""
+    """Return a default for `intermediate_size`, which is unused if every layer has experts."""
     return experts.size if experts is not None and len(experts.layers) == num_layers else None
 
 
@@ -425,7 +425,7 @@ def _head_dim(config: JsonFields, family: Family, hidden_size: int, num_heads: i
 def _special_ids(
     path: Path, config: JsonFields, vocab_size: int
 ) -> tuple[tuple[int, ...], int | None]:
-    """Read the end and begin ids. generation_config.json overrides config.json."""
+    """Read the ids of end and begin tokens. generation_config.json overrides config.json."""
     sources = [config]
     if is_there(path / GENERATION_CONFIG):
         sources.insert(0, read_json(path / GENERATION_CONFIG))
@@ -441,7 +441,7 @@ def _special_ids(
 
 
 def _eos_ids(source: JsonFields, vocab_size: int) -> tuple[int, ...]:
-    """Read the end tokens, without -1 and ids beyond the vocabulary, which no model can choose."""
+    """Read the end tokens, without -1 and ids beyond the vocabulary, which cannot be sampled."""
     value = source.values["eos_token_id"]
     given = value if isinstance(value, list) else [value]
     ids = [each for each in given if type(each) is int]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StateFamily: a family's layers that carry a state. The parser makes a StateSpec."""
+"""StateFamily: the layers of a model family that carry a state; the parser makes a `StateSpec` from
+config.json."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _EXPANDED = "mamba_expand * hidden_size"
 
 
 class Projections(Enum):
-    """The form in which the matrices into a layer with a state are stored."""
+    """The form in which a checkpoint stores the input matrices of a layer with a state."""
 
     ONE = "one"
     BY_GROUP = "by group"  # two matrices, with all rows of a key head together
@@ -27,7 +28,8 @@ class Projections(Enum):
 
 
 class MambaKeys(Enum):
-    """The names of Mamba-2's sizes in config.json."""
+    """The form of the names of Mamba-2's sizes in config.json: with or without the prefix
+    `mamba_`."""
 
     PREFIXED = "mamba_"
     BARE = "bare"
@@ -35,8 +37,8 @@ class MambaKeys(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StateFamily:
-    """A family's layers with a state: facts of its code, and defaults for keys that config.json
-    lacks."""
+    """The layers of a family that carry a state: constants of its code, and defaults for keys that
+    config.json lacks."""
 
     kind: StateKind
     state_names: tuple[str, ...]  # names of layers with a state in layer_types
@@ -64,8 +66,9 @@ def parse_states(
     num_layers: int,
     listed: tuple[int, ...] | None = None,
 ) -> StateSpec | None:
-    """Read a model's state; None if no layer carries one. `listed` are the layers with a state, if
-    known. Raises ConfigError with the key."""
+    """Read the `StateSpec` of a model; None if no layer carries a state. `listed` has the layers
+    with a state, if the caller knows them. Raises ConfigError with the key that has an unusable
+    value."""
     layers = _state_layers(config, family, num_layers) if listed is None else listed
     if len(layers) == num_layers and not family.is_beside_attention:
         names = " or ".join(family.attention_names)
@@ -92,7 +95,7 @@ def _state_layers(config: JsonFields, family: StateFamily, num_layers: int) -> t
 
 
 def _layers_by_number(config: JsonFields, family: StateFamily, num_layers: int) -> tuple[int, ...]:
-    """Return the layers with a state for a config.json without layer_types."""
+    """Return the layers with a state for a config.json without a list of layer types."""
     key = family.attention_layers_key
     given = None if key is None else config.values.get(key)
     if key is None or given is None:
@@ -182,7 +185,8 @@ def _parse_mamba2(
 
 
 def _has_biases(config: JsonFields, family: StateFamily) -> bool:
-    """Whether the matrices into a layer and out of it have biases: both or neither."""
+    """Whether the input and output matrices of a layer have biases; either both have one, or
+    neither."""
     has_bias = config.boolean("mamba_proj_bias", False)
     key = "projectors_bias"  # of the output matrix
     if family.is_beside_attention and config.boolean(key, False) != has_bias:
@@ -202,7 +206,8 @@ def _output_norm(config: JsonFields, family: StateFamily) -> OutputNorm:
 def _parse_bare_mamba2(
     config: JsonFields, family: StateFamily, layers: tuple[int, ...]
 ) -> StateSpec:
-    """Read the sizes of Mamba-2 by bare names. Some keys have an older name, which wins."""
+    """Read the sizes of Mamba-2 whose names in config.json have no prefix. Some sizes also have a
+    key with an older name; if config.json has the older key, its value is used."""
 
     def spelt(older: str, name: str) -> str:
         return older if config.has(older) else name
@@ -232,7 +237,7 @@ def _parse_bare_mamba2(
 
 
 def _time_steps(config: JsonFields, key: str = "time_step_limit") -> tuple[float, float] | None:
-    """Read the bounds of time steps; None if they limit nothing."""
+    """Read the lower and upper bound of Mamba-2's time steps; None if they limit nothing."""
     if not config.has(key):
         return None
     given = config.values[key]
@@ -246,7 +251,8 @@ def _time_steps(config: JsonFields, key: str = "time_step_limit") -> tuple[float
 
 
 def _unpacked(value: object) -> object:
-    """Return infinity for the object by which newer files write it, since JSON has no infinity."""
+    """Return infinity for the JSON object that stands for it in newer files, since JSON has no
+    infinity; return other values unchanged."""
     if isinstance(value, dict) and value == {"__float__": "Infinity"}:
         return inf
     return value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TextPart: models with other parts than text, of which the text part alone is served."""
+"""TextPart: multimodal models, of which only the text part is served."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """The text part of a model with other parts; only this part is served. Its config.json is under
-    `text_config`, and its tensors have a prefix (`checkpoint/tensor_shapes.py`)."""
+    """The text part of a multimodal model. Its configuration is `text_config` in config.json; its
+    tensors' names have a prefix (`checkpoint/tensor_shapes.py`)."""
 
     model_type: str  # of the whole model
     architectures: tuple[str, ...]  # rows of FAMILIES; the first if text_config names none

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that carry a state: the state's shape, its slots, its use in a step, and the mixers."""
+"""Layers that carry a state (Mamba-2, gated delta rule, convolution) and their state's slots."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CausalConv: a separate convolution for each channel, over the rows of a sequence.
+"""CausalConv: a convolution over the rows of a sequence, for each channel separately.
 
-It adds the columns of its window always in the same order. So its numbers are the same to the last
-bit, however a sequence is divided into steps.
+The products with the columns of its window are always added in the same order. So the results of a
+sequence are equal to the last bit, however it is divided into steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class CausalConv:
     __slots__ = ("_bias", "_columns", "_width")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` is `[channels, 1, width]`, `bias` `[channels]` or None."""
+        """`weight` is `[channels, 1, width]`; `bias` is `[channels]` or None."""
         wide = torch.promote_types(weight.dtype, torch.float32)
         # One contiguous vector for each column of the window.
         self._columns = weight[:, 0].to(wide).t().contiguous()
@@ -27,8 +27,9 @@ class CausalConv:
         self._bias = None if bias is None else bias.to(wide)
 
     def __call__(self, x: Tensor, plan: StatePlan, states: Tensor) -> Tensor:
-        """Return `[rows, channels]` for `x` `[rows, channels]`, in float32 or wider. Rows of no
-        sequence are zeros. Writes the new states to `states` `[slots, channels, width - 1]`."""
+        """Compute the convolution of `x` `[rows, channels]`, and return `[rows, channels]` in
+        float32 or wider. The results for rows that belong to no sequence are zeros. The new states
+        are written to `states` `[slots, channels, width - 1]`."""
         if len(plan.long) == 1 and plan.long[0].rows == slice(0, len(x)):
             return self._sequence(x, plan.long[0], states)
         out = x.new_zeros(x.shape, dtype=self._columns.dtype)
@@ -41,7 +42,7 @@ class CausalConv:
         return out
 
     def _batch(self, x: Tensor, batch: RowBatch, states: Tensor) -> Tensor:
-        """Compute a batch's rows, `[batch, channels]`."""
+        """Compute the rows of a batch, and return `[batch, channels]`."""
         before = states.index_select(0, batch.sources)
         if batch.fresh is not None:
             before[batch.fresh] = 0
@@ -50,7 +51,7 @@ class CausalConv:
         return self._sum([window[:, :, column] for column in range(self._width)])
 
     def _sequence(self, x: Tensor, sequence: LongSequence, states: Tensor) -> Tensor:
-        """Compute the rows of one sequence, `[rows, channels]`."""
+        """Compute the rows of one sequence, and return `[rows, channels]`."""
         kept = self._width - 1
         if sequence.source is None:
             before = x.new_zeros((kept, x.shape[1]))
@@ -65,7 +66,7 @@ class CausalConv:
         return self._sum([padded[column : column + len(x)] for column in range(self._width)])
 
     def _sum(self, columns: list[Tensor]) -> Tensor:
-        """Add the window's columns, each times its weights, and the bias."""
+        """Multiply each column of the window by its weights, and add all columns and the bias."""
         out = columns[0] * self._columns[0]
         for column, weight in zip(columns[1:], self._columns[1:], strict=True):
             out.addcmul_(column, weight)

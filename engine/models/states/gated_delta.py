@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GatedDelta: a layer whose state is a matrix for each head, which each token corrects.
+"""GatedDelta: a layer whose state is a matrix for each head, which is corrected at each token.
 
-The matrix S of a head maps keys to values. For each token S decays; then the value that S gives for
-the token's key is compared with the token's value, and the difference is written:
+The matrix S of a head maps keys to values. At each token, S decays. Then the layer compares the
+token's value with the value that S gives for the token's key, and adds the difference to S:
 
     S = exp(decay) * S
     S = S + key (beta * (value - key S))        out = query S
 
-`take_row` does this for one row. `scan_rows` does it for chunks of rows: within a chunk all
-corrections are the solution of one triangular system, which is linear in the chunk's first state.
+`take_row` updates S for one row. `scan_rows` updates S for chunks of rows: the corrections within a
+chunk are the solution of one triangular system, which is linear in the state before the chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NORM_EPS = 1e-6
 
 
 class GatedDelta:
-    """The mixer of one layer."""
+    """The mixer of a layer with a gated delta rule."""
 
     __slots__ = ("_conv", "_decay", "_dt_bias", "_eps", "_in", "_layer", "_norm", "_rule", "_state")
 
@@ -71,8 +71,8 @@ class GatedDelta:
 
 
 def split_heads(mixed: Tensor, state: StateSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Split `mixed` `[rows, channels]`, which is overwritten, into normed queries and keys `[rows,
-    groups, state_size]` and values `[rows, heads, head_dim]`."""
+    """Split `mixed` `[rows, channels]` into normed queries and keys `[rows, groups, state_size]`
+    and values `[rows, heads, head_dim]`. The memory of `mixed` is overwritten."""
     keys = state.num_groups * state.state_size
     q, k, v = mixed.split_with_sizes((keys, keys, state.inner_size), -1)
     heads = (len(mixed), state.num_groups, state.state_size)
@@ -84,9 +84,9 @@ def split_heads(mixed: Tensor, state: StateSpec) -> tuple[Tensor, Tensor, Tensor
 
 
 class DeltaRule:
-    """The recurrence. Its rows are queries and keys `[rows, groups, state_size]`, values `[rows,
-    heads, head_dim]`, the logarithm of the decay, and beta, the last two `[rows, heads]`. A state
-    is `[heads, state_size, head_dim]`."""
+    """The recurrence of a gated delta rule. The inputs (`rows`) of the rule are queries and keys
+    `[rows, groups, state_size]`, values `[rows, heads, head_dim]`, and the logarithm of the decay
+    and beta, both `[rows, heads]`. A state is `[heads, state_size, head_dim]`."""
 
     def take_row(self, state: Tensor, rows: Sequence[Tensor], /) -> Tensor:
         q, k, v, decay, beta = rows

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba2: a layer whose state is a matrix for each head; each token adds an outer product to it.
+"""Mamba2: a layer whose state is a matrix for each head, to which each token adds an outer product.
 
     S = exp(decay) * S + x B        out = S C + D * x
 
-x is a head's part of the token times its time step; B and C are the same for all heads of a group.
-`take_row` does this for one row. `scan_rows` does it for chunks of rows: the rows of a chunk affect
-each other by one product with a triangular matrix, and the state is read once per chunk.
+x is the head's part of the token, multiplied by the head's time step; B and C are the same for all
+heads of a group. `take_row` updates S for one row. `scan_rows` updates S for chunks of rows: one
+product with a triangular matrix gives the effect of a chunk's rows on each other, and S is read
+once per chunk.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CHUNK_ROWS = 64
 
 
 class Mamba2:
-    """The mixer of one layer."""
+    """The mixer of a Mamba-2 layer."""
 
     __slots__ = (
         "_conv", "_decay", "_dt_bias", "_eps", "_gate_factor", "_in", "_layer", "_norm",
@@ -81,15 +82,15 @@ class Mamba2:
         return self._norm_groups(out * gate, self._norm).to(normed.dtype)
 
     def _norm_groups(self, out: Tensor, weight: Tensor) -> Tensor:
-        """Apply the norm to `[rows, inner]`, to each group of a row separately."""
+        """Apply the RMS norm to `[rows, inner]`, to each group of a row separately."""
         groups = out.view(len(out), self._state.num_groups, -1)
         return F.rms_norm(groups, groups.shape[-1:], None, self._eps).flatten(1) * weight
 
 
 class OuterProducts:
-    """The recurrence. Its rows are x `[rows, heads, head_dim]`, the logarithm of the decay `[rows,
-    heads]`, and B and C, both `[rows, groups, state_size]`. A state is `[heads, head_dim,
-    state_size]`."""
+    """The recurrence of Mamba-2. The inputs (`rows`) of the rule are x `[rows, heads, head_dim]`,
+    the logarithm of the decay `[rows, heads]`, and B and C, both `[rows, groups, state_size]`. A
+    state is `[heads, head_dim, state_size]`."""
 
     def take_row(self, state: Tensor, rows: Sequence[Tensor], /) -> Tensor:
         x, decay, b, c = rows

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrence: the rule by which a token changes the recurrent part of a state, applied in a
-step."""
+"""Recurrence: the rule by which each token changes the recurrent part of a state, and its
+computation for the rows of a step."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ MOST_ROWS = 1024
 
 
 class Recurrence(Protocol):
-    """A rule. Its rows are the inputs of each token, in the type of the state."""
+    """A rule by which tokens change states. `rows` are the inputs of the tokens, in the type of the
+    state."""
 
     def take_row(self, state: Tensor, rows: Sequence[Tensor], /) -> Tensor:
-        """Advance each `state` `[batch, *shape]` by one row, in place. Return the outputs `[batch,
+        """Change each `state` `[batch, *shape]` by one row, in place. Return the outputs `[batch,
         heads, head_dim]`."""
 
     def scan_rows(self, state: Tensor, rows: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
-        """Return the outputs `[rows, heads, head_dim]` of the rows of one sequence, and the state
-        after them. The first state, `state` `[*shape]`, stays unchanged; `rows` may be
-        overwritten."""
+        """Compute the rows of one sequence. Return the outputs `[rows, heads, head_dim]` and the
+        state after the last row. `state` `[*shape]`, the state before the first row, is not
+        changed; `rows` may be overwritten."""
 
 
 def run_recurrence(
@@ -36,8 +37,9 @@ def run_recurrence(
     states: Tensor,
     shape: tuple[int, int],
 ) -> Tensor:
-    """Compute the outputs `[rows, *shape]` of all rows of a step; rows of no sequence are zeros.
-    The plan says which of `states` `[slots, *state]` are read and written."""
+    """Compute the outputs `[rows, *shape]` of all rows of a step; outputs of rows that belong to no
+    sequence are zeros. The plan says which of `states` `[slots, *state]` are read and which are
+    written."""
     out = states.new_zeros((plan.num_rows, *shape))
     for batch in plan.batches:
         state = states.index_select(0, batch.sources)
@@ -64,7 +66,7 @@ def run_recurrence(
 
 
 def split_chunks(rows: Tensor, length: int) -> Tensor:
-    """Turn `[rows, heads, size]` into `[heads, chunks, length, size]`, padded with rows of
+    """Reshape `[rows, heads, size]` to `[heads, chunks, length, size]`, padded with rows of
     zeros."""
     if missing := -len(rows) % length:
         rows = F.pad(rows, (0, 0, 0, 0, 0, missing))

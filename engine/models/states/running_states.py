@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RunningStates: the states of requests in slots; a slot is one run of bytes."""
+"""RunningStates: the states of running requests, each in a slot of contiguous bytes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from .state_spec import StatePart, StateSpec
 
 
 class LayerState(NamedTuple):
-    """A layer's part of every slot: views into `RunningStates.raw`."""
+    """A layer's part of every slot, as views into `RunningStates.raw`."""
 
     conv: Tensor  # [slots, channels, conv_width - 1], in the type of the computation
     recurrent: Tensor | None  # [slots, *recurrent_shape], float32 or float64
 
 
 class RunningStates:
-    """Slots of states. `raw` is uint8 `[slots, slot_bytes]`, zeros at first. A slot holds a
-    request's state after some token. The caller knows which token, and which slots are in use."""
+    """A number of slots, each for one state of all layers. `raw` is uint8 `[slots, slot_bytes]`,
+    with zeros at first. A slot has a request's state after one of its tokens. The caller records
+    which token, and which slots are in use."""
 
     __slots__ = ("layers", "raw", "spec")
 
@@ -36,7 +37,7 @@ class RunningStates:
         *,
         slot_bytes: int | None = None,
     ) -> None:
-        """`slot_bytes`: the size of a slot with padding after its states; None: no padding."""
+        """`slot_bytes` is the size of a slot, with padding at its end; None means no padding."""
         name = dtype_name(dtype)
         self.spec = spec
         shape = (num_slots, slot_bytes or spec.slot_bytes(name))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ShortConv: a layer whose state is only the last columns of a gated convolution.
+"""ShortConv: a layer whose state is only the last columns of the input of a gated convolution.
 
 in ──► B | C | x        out = C * convolution(B * x)
 """
@@ -17,7 +17,7 @@ from .causal_conv import CausalConv
 
 
 class ShortConv:
-    """The mixer of one layer."""
+    """The mixer of a layer with a short convolution."""
 
     __slots__ = ("_conv", "_in", "_layer")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the mixer of a layer that carries a state, by the kind of the state."""
+"""Chooses the class of the mixer for a layer that carries a state."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ _KINDS: dict[StateKind, Callable[[ModelSpec, int, StateWeights], Mixer]] = {
 
 
 def make_state_mixer(spec: ModelSpec, layer: int, weights: StateWeights) -> Mixer:
-    """Make the mixer of layer number `layer` of a model, by the kind of the model's states."""
+    """Make the mixer of layer `layer`, by the kind of the model's states."""
     assert spec.state is not None
     return _KINDS[spec.state.kind](spec, layer, weights)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StatePlan: the rows of a step that change each request's state, and the slots of the states.
+"""StatePlan: the rows of a step that change the state of each request, and the slots that they read
+and write.
 
     few rows, with a save after each    ──► batches: row 0 of all sequences, then row 1 of all, …
     all other sequences                 ──► pieces, which end at the saves
 
-A decode is a sequence of the first kind with one row, so all decodes of a step are one batch.
-Drafts to verify are also of this kind, since any prefix of them may be accepted. The plan is made
-once per step and is the same for every layer.
+A decode is a sequence with one row and a save after it, so all decodes of a step are one batch.
+Drafts to verify have a save after each row too, since any prefix of the drafts may be accepted. The
+plan is made once per step and is the same for every layer.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ MOST_SINGLE_ROWS = 16
 
 
 class StateSequence(NamedTuple):
-    """Rows [start, end) of a step that belong to one request.
+    """The rows [start, end) of a step, which belong to one request.
 
-    Its state is read from the slot `source`; None: it begins with zeros. `saves` has (row, slot)
-    pairs with ascending rows in (start, end]: the state after all rows before `row` is written to
-    `slot`. `source` may be one of these slots. Other sequences of the step must not use them.
+    The state before the first row is read from the slot `source`; None means a state of zeros.
+    `saves` has (row, slot) pairs, with ascending rows in (start, end]. The state after all rows
+    before `row` is written to `slot`. `source` may be one of the slots in `saves`. Other sequences
+    of the step must not use the slots of this sequence.
     """
 
     start: int
@@ -38,7 +40,7 @@ class StateSequence(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """A row of each of several sequences; they are computed together."""
+    """One row of each of several sequences, which are computed together."""
 
     rows: Tensor | None  # int64 [batch]; None: all rows of the step, in order
     sources: Tensor  # int64 [batch]: slots to read; any value for `fresh` rows
@@ -47,7 +49,7 @@ class RowBatch(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Rows [start, end) of a sequence."""
+    """The rows [start, end) of a sequence."""
 
     start: int
     end: int
@@ -55,7 +57,7 @@ class Piece(NamedTuple):
 
 
 class LongSequence(NamedTuple):
-    """A sequence that is computed separately."""
+    """A sequence that is computed separately from the others."""
 
     source: int | None
     pieces: tuple[Piece, ...]
@@ -66,14 +68,15 @@ class LongSequence(NamedTuple):
 
 
 class StatePlan:
-    """The sequences of a step, and the batches and pieces made from them."""
+    """The sequences of a step, and the batches and separate sequences made from them."""
 
     __slots__ = ("batches", "long", "num_rows", "sequences")
 
     def __init__(
         self, sequences: Sequence[StateSequence], num_rows: int, device: torch.device
     ) -> None:
-        """`num_rows`: the rows of the step. Raises ValueError for an invalid sequence."""
+        """`num_rows` is the number of rows in the step. Raises ValueError for a sequence with
+        invalid rows."""
         self.sequences, self.num_rows = tuple(sequences), num_rows
         self.long: list[LongSequence] = []
         single: list[StateSequence] = []
@@ -91,7 +94,7 @@ class StatePlan:
 
 
 class StateStep(NamedTuple):
-    """The plan of a step, and the states that it changes."""
+    """The plan of a step, and the states that the step changes."""
 
     plan: StatePlan
     running: RunningStates
@@ -112,7 +115,7 @@ def _check_sequence(sequence: StateSequence, num_rows: int) -> None:
 
 
 def _is_single(sequence: StateSequence) -> bool:
-    """Whether each row has a save after it, and there are at most MOST_SINGLE_ROWS."""
+    """Whether the sequence has a save after each row, and at most MOST_SINGLE_ROWS rows."""
     count = sequence.end - sequence.start
     return len(sequence.saves) == count <= MOST_SINGLE_ROWS
 
@@ -131,7 +134,7 @@ def _pieces_of(sequence: StateSequence) -> tuple[Piece, ...]:
 def _batch_of(
     sequences: list[StateSequence], number: int, num_rows: int, device: torch.device
 ) -> RowBatch:
-    """Make a batch of row `number` of each of these sequences."""
+    """Make a batch of row number `number` of each of these sequences."""
     rows = [each.start + number for each in sequences]
     slots = [each.saves[number][1] for each in sequences]
     fresh: list[int] = []

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """StateSpec: the sizes of the state that some layers of a model carry from token to token.
 
-Only in some families a layer with a state has K and V too. A state has up to two parts: the last
-columns that its convolution reads, in the type of the computation, and a recurrent part, in float32
-(in float64 if the computation is). Needs no torch, so plans and refusals need none either.
+A layer with a state mostly has no K and V; only some families have layers with both. A state has up
+to two parts: the last columns that its convolution reads, in the type of the computation, and a
+recurrent part, in float32 (or float64 if the computation is in float64). This module needs no
+torch, so memory plans and error messages need none either.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ALIGNMENT = 64
 
 
 class StateKind(StrEnum):
-    """The rule by which a token changes a state."""
+    """The rule by which each token changes a state."""
 
     SHORT_CONV = "short convolution"
     GATED_DELTA = "gated delta rule"
@@ -28,7 +29,7 @@ class StateKind(StrEnum):
 
 
 class OutputNorm(StrEnum):
-    """The norm of the output of Mamba-2's recurrence."""
+    """The position of the norm in a Mamba-2 layer's output: before or after the gate, or none."""
 
     BEHIND_GATE = "behind the gate"
     BEFORE_GATE = "before the gate"
@@ -36,7 +37,7 @@ class OutputNorm(StrEnum):
 
 
 class StatePart(NamedTuple):
-    """A part of one layer's state in a slot."""
+    """A part of one layer's state within a slot."""
 
     layer: int
     is_recurrent: bool  # False: the convolution's part
@@ -48,10 +49,11 @@ class StatePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The layers with a state, all of the same shape. The convolution treats each channel
-    separately. A gated delta rule has `num_heads` heads of values of `head_dim` numbers, and
-    `num_groups` heads of queries and keys of `state_size`. Mamba-2 has `num_heads` heads of
-    `head_dim`; its B and C, of `state_size`, are the same for all heads of one of `num_groups`."""
+    """The layers that carry a state, and the sizes of the state, which are the same for all of
+    them. The convolution treats each channel separately. A gated delta rule has `num_heads` heads
+    of values with `head_dim` elements, and `num_groups` heads of queries and keys with `state_size`
+    elements. Mamba-2 has `num_heads` heads with `head_dim` elements; its B and C have `state_size`
+    elements and are the same for all heads of a group."""
 
     kind: StateKind
     layers: tuple[int, ...]  # their numbers, ascending
@@ -68,12 +70,12 @@ class StateSpec:
 
     @property
     def inner_size(self) -> int:
-        """Numbers per token at the input of the layer's output matrix."""
+        """Number of elements per token in the input of the layer's output matrix."""
         return self.num_heads * self.head_dim or self.conv_channels
 
     @property
     def in_size(self) -> int:
-        """Numbers per token at the output of the matrix into the layer."""
+        """Number of elements per token in the output of the layer's input matrix."""
         if self.kind is StateKind.SHORT_CONV:
             return 3 * self.conv_channels
         scalars = 2 if self.kind is StateKind.GATED_DELTA else 1
@@ -85,7 +87,7 @@ class StateSpec:
 
     @property
     def recurrent_shape(self) -> tuple[int, int, int] | None:
-        """Shape of one layer's recurrent part; None without one."""
+        """Shape of one layer's recurrent part; None if the layer has no such part."""
         if self.kind is StateKind.SHORT_CONV:
             return None
         if self.kind is StateKind.GATED_DELTA:
@@ -93,7 +95,7 @@ class StateSpec:
         return (self.num_heads, self.head_dim, self.state_size)
 
     def parts(self, dtype: str) -> tuple[StatePart, ...]:
-        """Return the parts of a slot in order, for a computation in `dtype`."""
+        """Return the parts of a slot by ascending offset, for a computation in `dtype`."""
         wide = "float64" if dtype == "float64" else "float32"
         shapes: list[tuple[bool, tuple[int, ...], str]] = [(False, self.conv_shape, dtype)]
         if self.recurrent_shape is not None:
@@ -108,7 +110,7 @@ class StateSpec:
         return tuple(parts)
 
     def slot_bytes(self, dtype: str) -> int:
-        """Return the bytes of all layers' states, for a computation in `dtype`."""
+        """Return the size in bytes of all layers' states, for a computation in `dtype`."""
         last = self.parts(dtype)[-1]
         return last.offset + _aligned(last.num_bytes)
 

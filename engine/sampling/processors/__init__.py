@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits processors: they change logits before the draw, and import no scheduler and no API."""
+"""Logits processors, which change logits before sampling. None imports the scheduler or the API."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits processors of one callable for each request, inside the batch interface.
+"""An adapter from one logits callable per request to the batch interface of logits processors.
 
     class Mine(AdapterLogitsProcessor):
         def new_req_logits_processor(self, params):
@@ -7,8 +7,7 @@
 
 A callable takes (output token ids, logits) or (prompt token ids, output token ids, logits) and
 returns the logits, `[vocab]`. The adapter calls it row by row, so each request costs a Python call
-in each step. A `StatefulProcessor` treats all requests at once.
-"""
+in each step. A `StatefulProcessor` can process all requests together."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ class BoundCallable:
     prompt_token_ids: list[int] | None = None  # None: the callable takes the output alone
 
     def __call__(self, drafts: list[int], logits: Tensor) -> Tensor:
-        """Call it with `logits` `[vocab]` and these draft tokens behind the output. Raises what the
-        callable raises, and TypeError for a wrong result."""
+        """Call the callable with `logits` `[vocab]` and with these draft tokens after the output.
+        Raises what the callable raises, and TypeError for a wrong result."""
         output = self.output_token_ids
         if drafts:
             output = [*output, *drafts]
@@ -57,15 +56,14 @@ class AdapterLogitsProcessor(StatefulProcessor[BoundCallable]):
     """A processor with one callable for each request. Subclass it, define
     `new_req_logits_processor`, and load the subclass like any processor.
 
-    A callable that raises fails only its own request. It may be called more than once for one
-    position, and with draft tokens that are rejected later, so state that it keeps between calls
-    may be wrong. It must not change the lists that it gets.
-    """
+    If a callable raises, only its own request fails. A callable may be called more than once for a
+    position, and with draft tokens that are rejected later, so it must not rely on state from
+    earlier calls. A callable must not change its list arguments."""
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
         """Return the callable of one request, or None if the request needs none. Called once, when
-        the request takes a row of the batch. An exception fails that request."""
+        the request enters the batch. If it raises, the request fails."""
 
     def apply(
         self,
@@ -117,7 +115,8 @@ def _raising(error: Exception) -> Callable[..., Any]:
 
 
 def _takes_prompt(call: object) -> bool:
-    """Whether a callable takes three arguments, not two. Raises TypeError for any other number."""
+    """Whether a callable takes three arguments instead of two. Raises TypeError for any other
+    number."""
     if not callable(call):
         raise TypeError(
             f"new_req_logits_processor returned {type(call).__name__}; return a callable or None"

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a logits processor. It changes the logits of a whole batch at once.
+"""The interface of a logits processor, which changes the logits of a whole batch at once.
 
     made once for a sampler ──► update_state with every BatchUpdate ──► apply in every step
 
-A processor keeps state by row of the persistent batch. Only BatchUpdates tell it which request is
-in which row (`RowStates` and `RowValues` in row_states.py follow them).
+A processor keeps its state by row of the persistent batch. Only BatchUpdates tell it which request
+is in which row; `RowStates` and `RowValues` (row_states.py) apply these updates.
 
-A row of logits is not a request. With speculation a request has several: one after its newest
-token, one after each of its draft tokens. `offsets` and `drafts` of `apply` tell them apart:
+With speculation a request has several rows of logits: one after its newest token, and one after
+each of its draft tokens. The arguments `offsets` and `drafts` of `apply` distinguish these rows:
 
     output so far    a b c
     draft tokens           x y
     rows of logits        0 1 2        the offsets: draft tokens that lie before
 
-`LogitsProcessor`, `StatefulProcessor`, `ProcessorContext` and the BatchUpdate are the public
-interface (`docs/logits-processors.md`), frozen since 0.1.0: names, arguments and their meaning
-stay; every later addition has a default.
-"""
+`LogitsProcessor`, `StatefulProcessor`, `ProcessorContext` and BatchUpdate are the public interface
+(`docs/logits-processors.md`), frozen since 0.1.0. Names, arguments and their meaning do not change;
+every later addition has a default."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ Drafts = Sequence[Sequence[int]]
 
 
 def drafted(index: int, offsets: IntArray | None, drafts: Drafts | None) -> Sequence[int]:
-    """Return the draft tokens before the row of logits `index`."""
+    """Return the draft tokens before the row of logits with this index."""
     if offsets is None or drafts is None:
         return ()
     return drafts[index][: offsets[index]]
@@ -47,7 +46,7 @@ def drafted(index: int, offsets: IntArray | None, drafts: Drafts | None) -> Sequ
 
 @dataclass(frozen=True, slots=True)
 class ProcessorContext:
-    """Facts about the engine for processors."""
+    """Properties of the engine that processors may need."""
 
     max_rows: int
     vocab_size: int
@@ -55,10 +54,10 @@ class ProcessorContext:
 
 
 class RowsFailed(Exception):
-    """`apply` has failed for some rows and has treated all other rows. `errors` are by row of the
-    batch; `logits` are the result that `apply` would have returned. Only the requests in these rows
-    fail. After any other exception `apply` is tried request by request; each request for which it
-    raises fails."""
+    """Raised by `apply` if it failed for some rows but processed all others. `errors` are by row of
+    the batch; `logits` are the result that `apply` would have returned. Only the requests in these
+    rows fail. After any other exception `apply` is called again for each request alone, and each
+    request for which it raises fails."""
 
     def __init__(self, errors: Mapping[int, Exception], logits: Tensor) -> None:
         super().__init__("; ".join(f"row {row}: {error}" for row, error in errors.items()))
@@ -68,17 +67,23 @@ class RowsFailed(Exception):
 class LogitsProcessor(ABC):
     """A logits processor.
 
-    A caller may rely on: rows of the batch outside `rows` stay as they are; a row whose request
-    does not use the processor comes back unchanged, bit for bit; a row's result depends on its own
-    request alone, not on its index nor on other rows; a row behind draft tokens gets the result as
-    if they were the end of the output; the processor keeps no state of removed rows or draft
-    tokens; token ids of a request outside the vocabulary are ignored.
+    A caller may rely on these properties:
 
-    A processor may rely on: one thread calls it; every BatchUpdate arrives before the next `apply`;
-    an output list only grows while its request holds a row, and has every token sampled before;
-    draft tokens are never in it; a request that returns after preemption is added again. It must
-    change no argument except `logits`, and keep no argument after `apply`.
-    """
+    - Rows of the batch outside `rows` stay as they are.
+    - A row whose request does not use the processor comes back unchanged, bit for bit.
+    - A row's result depends on its own request alone, not on its index or on other rows.
+    - A row after draft tokens gets the result as if these tokens ended the output.
+    - The processor keeps no state of removed rows or draft tokens.
+    - Token ids of a request outside the vocabulary are ignored.
+
+    A processor may rely on these properties:
+
+    - One thread calls it, and every BatchUpdate arrives before the next `apply`.
+    - An output list only grows while its request holds a row, and has every token sampled before.
+    - Draft tokens are never in an output list.
+    - A request that returns after preemption is added again.
+
+    A processor must change no argument except `logits`, and keep no argument after `apply`."""
 
     # Whether `apply` takes draft tokens into account. If not, requests to which the processor
     # applies get no draft tokens.
@@ -89,14 +94,14 @@ class LogitsProcessor(ABC):
 
     @classmethod  # noqa: B027 - most have nothing to refuse
     def validate_params(cls, params: SamplingParams) -> None:
-        """Raise ValueError, in a sentence for the client, for parameters that this processor cannot
-        follow. Called once, in the process in which the request arrives, maybe not the
+        """Raise ValueError, with a text for the client, for parameters that this processor does not
+        support. Called once, in the process that receives the request, which may not be the
         sampler's."""
 
     @classmethod
     def applies_to(cls, params: SamplingParams) -> bool:
         """Whether the processor may ever change the logits of a request with these parameters.
-        `apply` gets only rows of such requests, and its faults fail only such requests."""
+        `apply` gets only rows of such requests, and its exceptions fail only such requests."""
         return True
 
     def concerns(self, rows: IntArray) -> IntArray:
@@ -106,8 +111,8 @@ class LogitsProcessor(ABC):
     @property
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether the likeliest token always stays the likeliest; constant. If so, the processor is
-        applied after the temperature, and only to rows that draw at random."""
+        """Whether the most likely token always stays the most likely; a constant. If so, the
+        processor is applied after the temperature, and only to rows that are sampled at random."""
 
     @property
     @abstractmethod
@@ -116,7 +121,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def update_state(self, update: BatchUpdate) -> None:
-        """Apply one step's changes: rows removed, then added, then moved."""
+        """Apply the batch changes of one step: rows removed, then added, then moved."""
 
     @abstractmethod
     def apply(
@@ -128,11 +133,11 @@ class LogitsProcessor(ABC):
     ) -> Tensor:
         """Change `logits` `[len(rows), vocab]`, float32 or float64, in place or not, and return
         them with the same shape and type. `rows` are the batch rows of these logits, in any order;
-        some rows of the batch may be missing. A logit of -inf is a banned token and must stay so.
+        some rows of the batch may be missing. A logit of -inf is a banned token and must stay -inf.
 
         With drafts, row i of the logits follows the draft tokens `drafts[i][: offsets[i]]` of its
-        request; `drafts[i]` may have more tokens behind these. A row of the batch may then occur in
-        `rows` several times. Without drafts `offsets` `[len(rows)]` and `drafts` are None."""
+        request; `drafts[i]` may have further tokens. A row of the batch may then occur in `rows`
+        several times. Without drafts `offsets` `[len(rows)]` and `drafts` are None."""
 
 
 State = TypeVar("State")
@@ -141,10 +146,9 @@ State = TypeVar("State")
 class StatefulProcessor(LogitsProcessor, Generic[State]):
     """A logits processor that keeps a state for each request that uses it.
 
-    It may change the likeliest token. It does not change rows without a state. A subclass defines
+    It may change the most likely token. It does not change rows without a state. A subclass defines
     the state of a request and the effect of the state on the logits. In `apply`,
-    `self._states.of(rows)` returns the states of the rows.
-    """
+    `self._states.of(rows)` returns the states of the rows."""
 
     def __init__(self, context: ProcessorContext) -> None:
         super().__init__(context)
@@ -166,7 +170,7 @@ class StatefulProcessor(LogitsProcessor, Generic[State]):
 
     @abstractmethod
     def _state_of(self, added: AddedRow) -> State | None:
-        """Return the state to keep for a request; None for a request that needs none."""
+        """Return the state to keep for a request; None if the request needs no state."""
 
 
 class Entries(NamedTuple):
@@ -177,7 +181,7 @@ class Entries(NamedTuple):
 
 
 def entries_of(parts: Sequence[tuple[int, IntArray]], device: torch.device) -> Entries:
-    """Return the positions of `parts`, pairs of a row's index and its token ids, on `device`."""
+    """Return the positions of `parts`, pairs of a row index and its token ids, on `device`."""
     sizes = [len(ids) for _, ids in parts]
     indices = np.repeat(np.array([index for index, _ in parts], np.int64), sizes)
     token_ids = np.concatenate([np.empty(0, np.int64), *(ids for _, ids in parts)])
@@ -193,5 +197,5 @@ def ban(logits: Tensor, parts: Sequence[tuple[int, IntArray]]) -> Tensor:
 
 
 def known_ids(token_ids: Iterable[int], vocab_size: int) -> IntArray:
-    """Return the ids that are in the vocabulary, ascending, each once."""
+    """Return the ids that are in the vocabulary, ascending and without duplicates."""
     return np.array(sorted({i for i in token_ids if 0 <= i < vocab_size}), np.int64)

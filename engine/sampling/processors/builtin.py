@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logits processors of the engine: minimum length, bad words, biases, penalties, min-p.
+"""The built-in logits processors: minimum length, bad words, biases, penalties, min-p.
 
-The repetition penalty concerns tokens of the prompt and the output: it divides a positive logit and
+The repetition penalty affects tokens of the prompt and the output: it divides a positive logit and
 multiplies any other. The frequency penalty (for each occurrence) and the presence penalty (once)
-concern only the output and are subtracted afterwards. The cost of a step grows with the number of
-new tokens and of distinct tokens, not with the length of the text.
-"""
+affect tokens of the output only and are subtracted afterwards. The cost of a step grows with the
+number of new tokens and of distinct tokens, not with the length of the text."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from .base import (
 
 
 class Minimum(NamedTuple):
-    """The state of `min_tokens`: the ids that end the request are banned until the output has
+    """The state of `min_tokens`: the end tokens of the request are banned until the output has
     `length` tokens."""
 
     length: int
@@ -43,7 +42,8 @@ class Minimum(NamedTuple):
 
 
 class MinTokens(StatefulProcessor[Minimum]):
-    """Bans stop ids, and the model's own end ids unless the request ignores them."""
+    """Bans the request's stop token ids, and the model's end tokens unless the request ignores
+    them."""
 
     def apply(
         self,
@@ -71,11 +71,10 @@ class MinTokens(StatefulProcessor[Minimum]):
 
 
 class MinP(LogitsProcessor):
-    """Bans tokens whose probability, after the temperature, is below `min_p` times the likeliest
-    token's probability.
+    """Bans tokens whose probability, after the temperature, is below `min_p` times the probability
+    of the most likely token.
 
-    That ratio is a difference of `-log(min_p)` between logits, so no softmax is needed.
-    """
+    In terms of logits, this ratio is a difference of `-log(min_p)`, so no softmax is needed."""
 
     def __init__(self, context: ProcessorContext) -> None:
         super().__init__(context)
@@ -122,14 +121,14 @@ def _log_share(added: AddedRow) -> float:
 
 
 class Biases(NamedTuple):
-    """A request's biases: token ids, and the numbers to add to their logits."""
+    """A request's biases: token ids, and the values to add to their logits."""
 
     token_ids: IntArray
     values: npt.NDArray[np.float64]
 
 
 class LogitBias(StatefulProcessor[Biases]):
-    """Adds biases to logits. A token named twice gets both numbers."""
+    """Adds biases to logits. A token listed twice gets the sum of both values."""
 
     def apply(
         self,
@@ -161,8 +160,7 @@ class BadSequences:
     """Bad words: token sequences that one request's output must not complete.
 
     The last token of a sequence is banned when the sequence's other tokens are the newest tokens of
-    prompt and output. A sequence of one token is always banned.
-    """
+    prompt and output. A sequence of one token is always banned."""
 
     def __init__(self, sequences: list[tuple[int, ...]], added: AddedRow) -> None:
         by_prefix: dict[tuple[int, ...], set[int]] = {}
@@ -234,7 +232,7 @@ class Strengths(NamedTuple):
 
 
 class SeenTokens:
-    """The distinct tokens of one request, and how often its output has each."""
+    """The distinct tokens of one request, and the number of their occurrences in its output."""
 
     def __init__(
         self,
@@ -243,7 +241,7 @@ class SeenTokens:
         output_token_ids: list[int],
         vocab_size: int,
     ) -> None:
-        """`prompt_token_ids` has each id once."""
+        """`prompt_token_ids` must have no duplicates."""
         self.strengths = strengths
         self._vocab_size = vocab_size
         self._output_token_ids = output_token_ids
@@ -259,7 +257,7 @@ class SeenTokens:
 
     @property
     def counts(self) -> IntArray:
-        """Occurrences in the output; 0 for tokens of the prompt only."""
+        """The number of occurrences in the output; 0 for tokens that only the prompt has."""
         return self._counts[: self._size]
 
     def count_new(self) -> None:
@@ -274,7 +272,8 @@ class SeenTokens:
         self._num_counted = len(output)
 
     def after(self, drafts: Sequence[int]) -> tuple[IntArray, IntArray]:
-        """Return ids and counts as if these draft tokens followed the output. Keeps no drafts."""
+        """Return ids and counts as if these draft tokens followed the output. The drafts are not
+        stored."""
         if not drafts:
             return self.token_ids, self.counts
         counts = self.counts.copy()
@@ -302,7 +301,7 @@ class SeenTokens:
 
 
 class Penalties(StatefulProcessor[SeenTokens]):
-    """Applies all three penalties to all rows at once."""
+    """Applies the three penalties to all rows at once."""
 
     def apply(
         self,
@@ -352,7 +351,7 @@ class Penalties(StatefulProcessor[SeenTokens]):
 def _by_entry(
     strengths: Sequence[Strengths], counts_by_row: Sequence[IntArray]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return for each token of each row the repetition penalty, and the amount that the other two
+    """Return, for each token of each row, the repetition penalty and the amount that the other two
     penalties subtract."""
     sizes = [len(counts) for counts in counts_by_row]
     repetition, frequency, presence = np.repeat(np.array(strengths, np.float64), sizes, axis=0).T

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guard around a logits processor of another package: its faults fail only its own requests.
+"""A guard around a logits processor of another package: an exception fails only the request that
+caused it.
 
-The processor gets copies of the logits of the requests to which it applies, and no others. When the
-processor raises, the guard makes it anew and passes it its requests one by one, then their logits
-one by one. This works because its state and the result of a row depend on one request only.
-Requests for which it raises again fail with its name; all others get their normal result. Faults of
-a device that appear after the call cannot be attributed, and fail the whole step.
-"""
+The processor gets copies of the logits of the requests to which it applies, and no others. If the
+processor raises, the guard makes a new one and passes it its requests one by one, then their logits
+one by one. The retry is correct because the state and the result of a row depend on one request
+only. Requests for which the new processor raises fail, with its name in the error; all others get
+their normal result. Device errors that appear after the call cannot be attributed to a request, and
+fail the whole step."""
 
 from __future__ import annotations
 
@@ -43,11 +44,10 @@ class _LogitsRows(NamedTuple):
 
 
 class GuardedProcessor(LogitsProcessor):
-    """A processor of another package. It calls `note_failure(row, error)` for each request that
-    it fails; the receiver must end the request.
+    """A wrapper of a processor of another package. It calls `note_failure(row, error)` for each
+    failed request; the receiver of the call must end the request.
 
-    The constructor raises what the processor's constructor raises. No other method raises.
-    """
+    The constructor raises what the processor's constructor raises. No other method raises."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class GuardedProcessor(LogitsProcessor):
             return False
 
     def concerns(self, rows: IntArray) -> IntArray:
-        """Return the processor's answer, or, if it raises, all rows to which it applies."""
+        """Return the processor's result or, if it raises, all rows to which the processor
+        applies."""
         indices = np.array([index for index, _ in self._added.of(rows)], np.int64)
         if self._processor is None or len(indices) == 0:
             return indices
@@ -208,7 +209,7 @@ class GuardedProcessor(LogitsProcessor):
 
 
 def _update_of(rows: Sequence[AddedRow]) -> BatchUpdate:
-    """Return an update that adds all these requests at once."""
+    """Return a BatchUpdate that adds all these requests at once, and changes nothing else."""
     return BatchUpdate(max((one.row for one in rows), default=-1) + 1, (), tuple(rows), ())
 
 

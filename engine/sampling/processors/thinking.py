@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A budget for the tokens of a thought. Once it is used up, the end mark is forced, token by token.
+"""A budget for the tokens of reasoning. Once it is used up, the end mark is forced, token by token.
 
-A request sets it with `thinking_token_budget`; it has no effect without the token ids of both
-marks. Only the tokens before a row, draft tokens included, determine its forced token:
+A request sets the budget with `thinking_token_budget`; it has no effect without the token ids of
+both reasoning marks. The forced token of a row depends only on the tokens before the row, draft
+tokens included:
 
-    outside a thought                           none
-    fewer tokens in the thought than the budget none
+    outside reasoning                           none
+    fewer tokens of reasoning than the budget   none
     otherwise                                   the next token of the end mark
 
-So a rejected draft or forced token leaves no state to undo. A thought has at most as many tokens as
-the budget and the end mark together, and each thought has a budget of its own.
-"""
+So a rejected draft or forced token leaves no state to undo. Each reasoning section has its own
+budget, and at most as many tokens as the budget and the end mark together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORCED_LOGIT = 1e9
 
 
 class Thinking:
-    """The thoughts of one request in its prompt and its output so far."""
+    """The reasoning in the prompt and the output of one request."""
 
     __slots__ = ("_budget", "_end", "_num_seen", "_output_token_ids", "_tracker")
 
@@ -45,14 +45,15 @@ class Thinking:
         prompt_token_ids: TokenArray,
         output_token_ids: list[int],
     ) -> None:
-        """`output_token_ids` is the request's own growing list."""
+        """`output_token_ids` is the request's own list, which grows."""
         self._budget, self._end = budget, end
         self._tracker = ThoughtTracker.behind(prompt_token_ids, start, end)
         self._output_token_ids = output_token_ids
         self._num_seen = 0
 
     def forced_after(self, drafts: Sequence[int]) -> int | None:
-        """Return the token that must follow the output and these draft tokens; None: any may."""
+        """Return the token that must follow the output and these draft tokens; None if any token
+        may."""
         output, tracker = self._output_token_ids, self._tracker
         if self._num_seen < len(output):
             tracker.extend(output[self._num_seen :])
@@ -73,7 +74,7 @@ class Forced(NamedTuple):
 
 class ThinkingBudget(StatefulProcessor[Thinking]):
     """Forces end marks. It is the last processor before the choice, so no other processor weakens a
-    forced token. A banned token stays banned: no token is forced in its row then."""
+    forced token. If the token is banned, it stays banned, and no token is forced in its row."""
 
     def apply(
         self,
@@ -107,8 +108,8 @@ class ThinkingBudget(StatefulProcessor[Thinking]):
 
 def _force(logits: Tensor, forced: Sequence[Forced]) -> Tensor:
     """Force the token of each of these rows, in place, unless it is banned. The other tokens keep a
-    finite logit of at most 0. Works row by row: copies of many rows at once would take far longer
-    than the greedy choice."""
+    finite logit of at most 0. The rows are changed one by one, because copies of many rows would
+    take far longer than the greedy choice."""
     rows, token_ids = to_device(np.array(forced, np.int64).T.copy(), logits.device)
     is_banned = logits[rows, token_ids] == -torch.inf
     highest = torch.where(is_banned, torch.inf, 0.0).to(logits.dtype)

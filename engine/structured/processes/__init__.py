@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars in processes and threads with limits: if one hangs, it is killed or left behind, and
-replaced."""
+"""Processes and threads with time limits for grammar work: if one hangs, it is killed or abandoned,
+and replaced."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of several tenants for the same threads. The tenant that has used least time is next,
-however many jobs other tenants have queued.
+"""A queue of several tenants' jobs for the same threads. The tenant that has used the least time is
+served next, however many jobs other tenants have queued.
 
-The queue has no limit of its own. Callers limit it with `Shares`, which finds the largest tenant.
-"""
+The queue has no length limit. Callers limit the length with `Shares`, which finds the largest
+tenant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_NAMES = 1024
 
 
 class FairQueue(Generic[Job]):
-    """Jobs by tenant. Any thread may call it."""
+    """Jobs by tenant. Any thread may call the methods."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()  # ordered by turns
@@ -30,7 +30,7 @@ class FairQueue(Generic[Job]):
         return self._size
 
     def put(self, tenant: str, job: Job, *, is_first: bool = False) -> None:
-        """Add a job behind the tenant's others, or before them with `is_first`."""
+        """Add a job after the tenant's other jobs; with `is_first`, before them."""
         with self._condition:
             if self._jobs and tenant not in self._jobs:
                 # A tenant with few jobs comes first; an absent tenant saves up one second at most.
@@ -42,7 +42,7 @@ class FairQueue(Generic[Job]):
             self._condition.notify()
 
     def get(self) -> Job | None:
-        """Wait for the next job; None: the calling thread must end."""
+        """Wait for the next job, and return it. None means that the calling thread must end."""
         with self._condition:
             while not self._jobs and not self._num_ends:
                 self._condition.wait()
@@ -67,7 +67,7 @@ class FairQueue(Generic[Job]):
                 self._used = {name: each for name, each in self._used.items() if name in self._jobs}
 
     def discard(self, tenant: str, job: Job) -> None:
-        """Take out a job, if it is still there."""
+        """Remove a job, if it is still queued."""
         with self._condition:
             jobs = self._jobs.get(tenant)
             if jobs is not None and job in jobs:
@@ -77,16 +77,16 @@ class FairQueue(Generic[Job]):
                     del self._jobs[tenant]
 
     def stop_threads(self, num_threads: int) -> None:
-        """End `num_threads` threads: so many calls of `get` return None, ahead of queued jobs."""
+        """Make the next `num_threads` calls of `get` return None, before any queued jobs."""
         with self._condition:
             self._num_ends += num_threads
             self._condition.notify_all()
 
 
 class Shares:
-    """Counts by tenant, with a limit of `most` for all together. One tenant may have all places
-    while no other tenant wants any. A tenant that comes later takes a place from the tenant with
-    most. One thread calls this."""
+    """Counts of entries by tenant, with a common limit of `most`. A single tenant may use the whole
+    limit while no other tenant needs any. A later tenant displaces an entry of the tenant with the
+    most. One thread makes all calls."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -104,11 +104,13 @@ class Shares:
             del self._counts[tenant]
 
     def is_over(self, tenant: str) -> bool:
-        """Whether this tenant gets no place: all are taken, and no tenant has more than it."""
+        """Whether this tenant may add no entry: the limit is reached, and no tenant has more than
+        this one."""
         return self._are_full and self._counts[tenant] >= max(self._counts.values(), default=0)
 
     def who_gives_way(self) -> str | None:
-        """The tenant that must give up its last place to another tenant; None: there is room."""
+        """Return the tenant whose last entry must be removed for a new one; None if there is
+        room."""
         if not self._are_full or not self._counts:
             return None
         return max(self._counts, key=lambda tenant: self._counts[tenant])

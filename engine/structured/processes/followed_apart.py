@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars that the engine does not take over. The process that compiled a grammar makes its rows.
+"""Grammars that run in the process that compiled them, instead of in the engine process.
 
-A row costs a message to the process and back, so accepted tokens go along with the next request for
-a row. The caller waits. Beyond a limit on processor time the process is killed, and only the
-answers of its grammar end with an error.
-"""
+A mask row takes a message to the process and back, so accepted tokens are sent together with the
+next request for a row. The caller waits. A process over its limit on CPU time is killed, and only
+requests with its grammar end with an error."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from .limited_thread import Limit
 
 
 class GrammarApart(Grammar):
-    """A grammar that a process follows. Any thread may call it. To free it ends the process, so it
-    must be freed on a thread that no step waits for."""
+    """A grammar whose matchers run in a separate process. Any thread may call the methods. Freeing
+    the grammar ends the process, so it must be freed on a thread for which no step waits."""
 
     num_bytes = LARGE_BYTES
     is_apart = True
@@ -45,13 +44,13 @@ class GrammarApart(Grammar):
         return _MatcherApart(self, next(self._numbers))
 
     def note_matcher(self, change: int) -> None:
-        """Count a matcher that begins (+1) or ends (-1)."""
+        """Count a new matcher (+1) or one that ends (-1)."""
         with self._counting:
             self.num_matchers += change
             self.used = time.monotonic()
 
     def is_idle(self, seconds: float) -> bool:
-        """Whether it has no matcher, and has had no matcher for the last `seconds`."""
+        """Whether the process runs and has had no matcher for the last `seconds`."""
         return not (self.is_gone or self.num_matchers) and time.monotonic() - self.used > seconds
 
     def end_process(self) -> None:
@@ -62,7 +61,7 @@ class GrammarApart(Grammar):
 
 
 class _MatcherApart(Matcher):
-    """A matcher whose position is in the process. One thread at a time may call it."""
+    """A matcher whose position is stored in the process. One thread at a time may call it."""
 
     def __init__(self, grammar: GrammarApart, number: int) -> None:
         self._grammar = grammar
@@ -110,8 +109,8 @@ class _MatcherApart(Matcher):
         words[:] = self._row
 
     def _query_process(self, *, is_wanted: bool) -> RowAnswer:
-        """Ask the process about the present position. `is_wanted`: the row is needed too. Raises
-        GrammarError."""
+        """Send the pending tokens to the process, and return its answer for the present position.
+        With `is_wanted` the answer has the mask row. Raises GrammarError."""
         if not is_wanted and len(self._pending) > 1:  # only the last may be refused
             last = self._pending.pop()
             self._ask_with(self._pending, is_wanted=False)

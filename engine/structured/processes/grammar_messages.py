@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages to the processes of grammars, and their answers: MessagePack over socket pairs. The
-first process gets packets, with descriptors. The other processes have a stream: each message
-follows its length (u32, little-endian).
+"""Messages to the grammar processes, and their answers: MessagePack over socket pairs. Messages to
+the first process are packets, some with file descriptors. The other processes use a stream, in
+which each message follows its length (u32, little-endian).
 
     engine ── Start, Fork, Reap ──► the first process, which forks the others and never compiles
-           ── Ask, Row, Leave   ──► one of those: it compiles, or follows what it has compiled
+           ── Ask, Row, Leave   ──► a forked process: it compiles grammars and makes mask rows
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Message = TypeVar("Message")
 
 
 class Start(msgspec.Struct):
-    """The first message: the model, the backend and the limit on memory."""
+    """The first message: the model, the backend and the memory limit."""
 
     backend: str
     model_path: str
@@ -41,38 +41,39 @@ class Start(msgspec.Struct):
 
 
 class Started(msgspec.Struct):
-    """The answer to Start; `error` says why the backend cannot be opened."""
+    """The answer to Start. A nonempty `error` says why the backend cannot be opened."""
 
     error: str = ""
 
 
 class Fork(msgspec.Struct, tag=True):
-    """Fork a process; its end of a socket pair comes along. With `is_last` the new process runs
-    only while no other thread wants the processor."""
+    """Fork a process; the packet carries its end of a socket pair. With `is_last` the new process
+    runs only while no other thread needs the CPU (SCHED_IDLE)."""
 
     is_last: bool
 
 
 class Forked(msgspec.Struct):
-    """The answer to Fork: the process's id. Its pidfd comes along."""
+    """The answer to Fork: the process's id. The packet carries its pidfd."""
 
     pid: int
 
 
 class Reap(msgspec.Struct, tag=True):
-    """Wait for a process that has ended or was killed; its id is not used again before that."""
+    """Wait for a process that has ended or was killed. The kernel does not reuse its id before
+    that."""
 
     pid: int
 
 
 class Reaped(msgspec.Struct):
-    """The answer to Reap: an exit status, or a signal as a negative number."""
+    """The answer to Reap: an exit status, or a negative signal number."""
 
     status: int
 
 
 class Ask(msgspec.Struct, tag=True):
-    """Compile a grammar. `is_second`: the backend of first choice took too long."""
+    """Compile a grammar. `is_second`: the preferred backend took too long."""
 
     kind: Kind
     text: str
@@ -83,8 +84,8 @@ class Ask(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct):
-    """The answer to Ask: the grammar's form, the row at the beginning of an answer and the
-    processor time of that row; or an error."""
+    """The answer to Ask: the grammar's form, the mask row at the beginning of an answer and the CPU
+    time of that row; or an error."""
 
     form: Form | None = None
     error: str = ""
@@ -93,8 +94,8 @@ class Answer(msgspec.Struct):
 
 
 class Row(msgspec.Struct, tag=True):
-    """Move a matcher of the grammar that was compiled last: take back `rollback` tokens, accept
-    `tokens`, and make a row if `is_wanted`. A new number begins a new matcher."""
+    """Move a matcher of the last compiled grammar: undo `rollback` tokens, accept `tokens`, and
+    make a mask row if `is_wanted`. An unused number makes a new matcher."""
 
     matcher: int
     rollback: int
@@ -105,7 +106,7 @@ class Row(msgspec.Struct, tag=True):
 
 class RowAnswer(msgspec.Struct):
     """The answer to Row. `num_accepted` counts the tokens before the first refused token. The
-    refused token and later tokens change nothing, and no row is made then."""
+    refused token and later ones change nothing, and then no row is made."""
 
     num_accepted: int = 0
     may_end: bool = False
@@ -114,7 +115,7 @@ class RowAnswer(msgspec.Struct):
 
 
 class Leave(msgspec.Struct, tag=True):
-    """Drop a matcher. It has no answer."""
+    """Drop a matcher. `Leave` has no answer."""
 
     matcher: int
 
@@ -130,7 +131,7 @@ def receive_packet(
     kind: type[Message] | Any,
     look: Callable[[], None] | None = None,
 ) -> tuple[Message, list[int]]:
-    """Return the next message, like `receive`, and the descriptors that came with it."""
+    """Return the next message, like `receive`, and the file descriptors that came with it."""
     control.settimeout(None if look is None else LOOK_SECONDS)
     while True:
         try:
@@ -148,7 +149,7 @@ def receive_packet(
 
 
 def send(connection: socket.socket, message: Any) -> None:
-    """Send a message behind its length. Raises OSError."""
+    """Send a message after its length. Raises OSError."""
     body = msgspec.msgpack.encode(message)
     head = _LENGTH.pack(len(body))
     connection.settimeout(SEND_SECONDS)
@@ -164,8 +165,8 @@ def receive(
     kind: type[Message] | Any,
     look: Callable[[], None] | None = None,
 ) -> Message:
-    """Return the next message. During the wait it calls `look` every LOOK_SECONDS; `look` may
-    raise. Without `look` it waits for ever. Raises EOFError if the other end is gone."""
+    """Return the next message. While waiting, call `look` every LOOK_SECONDS; `look` may raise.
+    Without `look`, wait for ever. Raises EOFError if the other end is closed."""
     connection.settimeout(None if look is None else LOOK_SECONDS)
     size = _LENGTH.unpack(_read(connection, _LENGTH.size, look))[0]
     if size > MOST_BYTES:

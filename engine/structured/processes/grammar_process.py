@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry of the processes of grammars: `python -m … DESCRIPTOR`.
+"""The entry point of the grammar processes: `python -m … DESCRIPTOR`.
 
-    the first one ── opens the backend and forks ──► one that compiles, one grammar after the other
-                                                     └─► and follows the last, where the engine does
-                                                         not take that over
-The first process reads no data of clients, so no grammar blocks it, and it replaces a killed
-process within milliseconds. The engine measures and kills processes. The forked processes also
-limit their own memory and processor time; these limits hold without the engine.
-"""
+    first process ── opens the backend and forks ──► a process that compiles grammars in sequence
+                                                     └─► and makes the masks of its last grammar, if
+                                                         the engine process does not
+
+The first process reads no client data, so no grammar blocks it, and it replaces a killed process
+within milliseconds. The engine measures and kills the forked processes. Each forked process also
+limits its own memory and CPU time, in case the engine does not."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ _STOOD_IN = ("torch", "transformers")
 
 
 def main() -> int:
-    """Run the first process, and in its children `_serve`, until the other end is closed. Return
-    the exit status."""
+    """Run the first process, and `_serve` in its children, until the engine closes its socket.
+    Return the exit status."""
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal stops background writers by it
     os.nice(_NICENESS)
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -93,8 +93,8 @@ def main() -> int:
 
 
 def _fork_children(control: socket.socket) -> tuple[socket.socket, bool]:
-    """Fork and reap children in the first process. Raises EOFError when the other end is gone.
-    Returns only in a child: its socket, and whether it `is_last`."""
+    """Fork and reap children in the first process. Raises EOFError when the engine has closed its
+    socket. Returns only in a child: the child's socket, and whether it `is_last` (SCHED_IDLE)."""
     parent = os.getpid()
     while True:
         message: Fork | Reap
@@ -116,7 +116,7 @@ def _fork_children(control: socket.socket) -> tuple[socket.socket, bool]:
 
 
 def _serve(connection: socket.socket, backend: Backend, start: Start, *, is_last: bool) -> None:
-    """Answer messages in a child. Raises EOFError when the other end is closed."""
+    """Answer messages in a child. Raises EOFError when the engine has closed its socket."""
     aside: Callable[[], AbstractContextManager[None]] = nullcontext
     if is_last:
         aside = _standing_aside
@@ -153,7 +153,7 @@ class _Follower:
         self._matchers: dict[int, Matcher] = {}
 
     def compute_row(self, asked: Row) -> RowAnswer:
-        """Make the answer to `asked`. Raises GrammarError."""
+        """Return the answer to `asked`. Raises GrammarError."""
         matcher = self._matchers.get(asked.matcher)
         if matcher is None:
             matcher = self._matchers[asked.matcher] = self._grammar.matcher()
@@ -173,7 +173,8 @@ class _Follower:
 
 
 def _try_out(backend: Backend, ask: Ask, vocab_size: int) -> tuple[Answer, Grammar | None]:
-    """Compile a grammar. Return the answer and the grammar; the grammar is None if that failed."""
+    """Compile a grammar. Return the answer and the grammar, or None in its place if compiling
+    failed."""
     made: list[Grammar] = []
 
     def run() -> Answer:
@@ -191,7 +192,7 @@ def _try_out(backend: Backend, ask: Ask, vocab_size: int) -> tuple[Answer, Gramm
 
 
 def _told(run: Callable[[], Told], kind: Callable[..., Told]) -> Told:
-    """Return the result of `run`, or an answer of `kind` with the error that it raised."""
+    """Return the result of `run`. If it raises, return an answer of `kind` with the error."""
     try:
         return run()
     except (GrammarError, MemoryError, RecursionError) as error:
@@ -202,15 +203,14 @@ def _told(run: Callable[[], Told], kind: Callable[..., Told]) -> Told:
 
 @contextmanager
 def _standing_aside() -> Iterator[None]:
-    """Sleep for 0.06 ms after each millisecond; the kernel then wakes this process on a free
-    processor. SCHED_IDLE alone is not enough. A process that has waited for its processor is owed
-    time: it runs from one tick of the clock to the next, and the other process there waits for 4
-    ms, even if another processor is idle. This process instead sleeps at once, at a signal that
+    """Sleep for 0.06 ms after each millisecond, so that the kernel then wakes this process on a
+    free CPU. SCHED_IDLE alone is not enough: the scheduler owes time to a process that has waited
+    for its CPU. Such a process runs from one clock tick to the next, and another process on that
+    CPU waits for 4 ms even if a CPU is idle. This process instead sleeps at once, at a signal that
     came while it waited.
 
-    The handler is the C library's `usleep`: Python would call no handler before a backend returns.
-    Its argument (microseconds) is the number of the signal.
-    """
+    The signal handler is the C library's `usleep`, because Python would run no handler before a
+    backend returns. The signal number is its argument, in microseconds."""
     library = ctypes.CDLL(None)
     library.signal(int(signal.SIGALRM), library.usleep)
     signal.setitimer(signal.ITIMER_REAL, _ASIDE_SECONDS, _ASIDE_SECONDS)
@@ -231,9 +231,9 @@ def _open(start: Start) -> Backend:
 
 
 def _stand_in() -> None:
-    """Import xgrammar with stand-ins for torch and transformers. xgrammar imports both, at a cost
-    of 8 of 9 processor seconds and 200 MiB, and needs neither here. The real packages are used if
-    torch is loaded already, or if xgrammar fails with the stand-ins."""
+    """Import xgrammar with stand-ins for torch and transformers. xgrammar imports both, which takes
+    8 of its 9 CPU seconds and 200 MiB, but needs neither here. The real packages are used if torch
+    is loaded already, or if the import fails with the stand-ins."""
     if importlib.util.find_spec("xgrammar") is None or "torch" in sys.modules:
         return
     # tvm_ffi, through which xgrammar calls C, would use torch if it could import it.
@@ -251,7 +251,7 @@ def _stand_in() -> None:
 
 
 class _StandIn(ModuleType):
-    """A module with an empty class for each name."""
+    """A module that has an empty class for each name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -264,7 +264,7 @@ class _StandIn(ModuleType):
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Limit the address space to `more_bytes` beyond its present size, and dump no core."""
+    """Limit the address space to `more_bytes` beyond its present size, and disable core dumps."""
     _lower(resource.RLIMIT_CORE, 0)
     with suppress(OSError):  # only Linux tells the size
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
@@ -278,7 +278,7 @@ def _limit_time(cpu_seconds: float) -> None:
 
 
 def _lower(limit: int, most: int) -> None:
-    """Lower a limit of this process to `most`, or to the hard limit if that is less."""
+    """Lower a resource limit of this process to `most`, or to the hard limit if that is less."""
     hard = resource.getrlimit(limit)[1]
     soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(limit, (soft, hard))

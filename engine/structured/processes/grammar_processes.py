@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes compile the grammars. A process can be killed, so no client's grammar ever blocks a
-thread of the engine.
+"""Compiles grammars in processes, which can be killed, so that no grammar blocks an engine thread.
 
-    spec ──► try_out ──► a process compiles it ──► Tried: a form that is built here, within bounds,
-                               │                          or the process, which follows it
-                               └─ takes too long, too much memory, dies: killed, and another one is
-                                  forked; the grammar is refused, or may have longer elsewhere
+    spec ──► try_out ──► a process compiles it ──► Tried: a form, built in the engine process, or
+                               │                          the process, which then makes the masks
+                               └─ too slow, too much memory, crashed: killed, and a new process is
+                                  forked; the grammar is refused, or tried again with more time
 
 The first process opens the backend and forks all other processes (`grammar_process.py`), so a
-killed process is replaced within milliseconds. It starts with the first grammar. The forked
-processes run only on processors that are otherwise idle (SCHED_IDLE), so steps and their masks find
-a processor at once. If they get almost no time, processes without SCHED_IDLE, but with a low
-priority (`os.nice`), replace them for a while.
-"""
+killed process is replaced within milliseconds. The first process starts with the first grammar. The
+forked processes run only on CPUs that are otherwise idle (SCHED_IDLE), so steps and their masks
+find a CPU at once. If a forked process gets almost no CPU time, processes with a low `os.nice`
+priority instead of SCHED_IDLE are forked for a while."""
 
 from __future__ import annotations
 
@@ -82,11 +80,11 @@ GONE = "the process that followed this grammar has ended; ask again"
 
 
 class TooSlow(GrammarError):
-    """The grammar took too much processor time or, as TooLate, too much time by the clock."""
+    """The grammar took too much CPU time, or (TooLate) too much wall-clock time."""
 
 
 class Tried(NamedTuple):
-    """A compiled grammar, the row at the beginning of an answer, and that row's processor time."""
+    """A compiled grammar, its first mask row, and the CPU time of that row."""
 
     form: Form
     first_words: bytes
@@ -95,8 +93,8 @@ class Tried(NamedTuple):
 
 
 class GrammarProcesses:
-    """The processes for one model and one backend, by name: one for each thread in `try_out`, and
-    one for each grammar that a process follows."""
+    """The grammar processes for one model and one named backend: one process for each thread in
+    `try_out`, and one for each grammar that stays in its process."""
 
     def __init__(
         self,
@@ -118,9 +116,9 @@ class GrammarProcesses:
         self.trusts_threads = True  # False: the engine takes over no more grammars
 
     def try_out(self, spec: GrammarSpec, limit: Limit, *, is_second: bool = False) -> Tried:
-        """Compile a grammar in a process. Any thread may call this, and waits. Raises GrammarError
-        for a grammar that cannot be compiled, TooSlow if it takes longer than the limit, and NotNow
-        if the cause may lie outside the grammar."""
+        """Compile a grammar in a process, and wait for it. Any thread may call this. Raises
+        GrammarError for a grammar that cannot be compiled, TooSlow if it takes longer than the
+        limit, and NotNow if the cause may lie outside the grammar."""
         # A process that may have to follow the grammar is never SCHED_IDLE.
         may_follow = self._start.backend == "xgrammar" and bool(why_untamed(spec))
         process = self._acquire_process(is_last=self._are_last and not may_follow)
@@ -150,12 +148,13 @@ class GrammarProcesses:
         return Tried(form, answer.first_words, answer.first_seconds, following)
 
     def start_first_process(self) -> None:
-        """Start the process that forks the others, unless it runs already, and wait until it is
-        ready. Raises NotNow, and GrammarError where it cannot open the backend."""
+        """Start the first process, unless it runs already, and wait until it can fork. Raises
+        NotNow, and GrammarError if it cannot open the backend."""
         self._open_first()
 
     def close(self) -> None:
-        """End the processes; a thread that waits for a process gets a GrammarError. Idempotent."""
+        """End the processes; a thread that waits for one gets a GrammarError. Does nothing when
+        repeated."""
         with self._lock:
             self._is_closed = True
             processes = self._idle + self._busy
@@ -182,8 +181,8 @@ class GrammarProcesses:
 
     @property
     def _are_last(self) -> bool:
-        """Whether processes forked now are SCHED_IDLE; after a process has starved, False for a
-        while."""
+        """Whether new processes are forked with SCHED_IDLE: not for a while after one of them got
+        almost no CPU time."""
         return time.monotonic() >= self._busy_until
 
     def _is_taken_over(self, form: Form) -> bool:
@@ -239,8 +238,8 @@ class GrammarProcesses:
             return process
 
     def _open_first(self) -> _FirstProcess:
-        """Return the process that forks the others; start it if there is none. Raises NotNow, and
-        GrammarError where it cannot open the backend."""
+        """Return the first process, which forks the others; start it if it does not run. Raises
+        NotNow, and GrammarError if it cannot open the backend."""
         with self._starting:
             with self._lock:
                 if self._is_closed:
@@ -263,7 +262,7 @@ class GrammarProcesses:
             return first
 
     def _drop_first(self, first: _FirstProcess) -> None:
-        """Drop a first process that has failed; its children end with it."""
+        """Kill a first process that has failed; its children end with it."""
         with self._lock:
             if self._first is first:
                 self._first = None
@@ -278,7 +277,7 @@ class GrammarProcesses:
         self._end_process(process)
 
     def _end_process(self, process: _Process) -> int | None:
-        """End a process. Return its exit status, or a signal below zero; None: unknown."""
+        """Kill a process. Return its exit status, a negative signal number, or None if unknown."""
         status = process.kill_and_reap()
         with self._lock:
             if process in self._busy:
@@ -300,7 +299,7 @@ class GrammarProcesses:
 
 
 class FollowingProcess:
-    """A process that follows the grammar that it has compiled. Any thread may call it."""
+    """A process that makes mask rows of the grammar that it compiled. Any thread may call it."""
 
     def __init__(self, processes: GrammarProcesses, process: _Process) -> None:
         self._processes = processes
@@ -311,7 +310,7 @@ class FollowingProcess:
 
     def fetch_row(self, asked: Row, limit: Limit) -> RowAnswer:
         """Return the process's answer. Raises GrammarError. A process that takes too long is
-        killed, and its grammar ends with it."""
+        killed, and its grammar fails."""
         with self._turn:
             if self.is_gone:
                 raise GrammarError(GONE)
@@ -325,7 +324,7 @@ class FollowingProcess:
                 raise GrammarError(GONE) from None
 
     def release_matcher(self, matcher: int) -> None:
-        """Drop a matcher, without waiting."""
+        """Make the process drop a matcher. Does not wait."""
         # While another thread has its turn no message is sent. The matcher then keeps its memory
         # until the process ends.
         if self._turn.acquire(blocking=False):
@@ -338,17 +337,17 @@ class FollowingProcess:
                 self._turn.release()
 
     def discard_process(self) -> None:
-        """End the process. Idempotent."""
+        """End the process. A second call does nothing."""
         self.is_gone = True
         self._processes._end_process(self._process)
 
 
 class _Starved(Exception):
-    """The process gets almost no processor time."""
+    """The process gets almost no CPU time."""
 
 
 class _FirstProcess:
-    """The process that forks the others. It serves one call at a time."""
+    """The process that forks the other processes. It serves one call at a time."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
@@ -395,14 +394,14 @@ class _FirstProcess:
         return _Process(self, forked.pid, descriptors[0], ours, is_last=is_last)
 
     def reap(self, pid: int) -> int | None:
-        """Return how a child has ended; None: unknown. Call it once for each child."""
+        """Return the exit status of a child; None if unknown. Called once for each child."""
         with suppress(EOFError, OSError):  # the first process has ended itself
             reaped: Reaped = self._exchange_packets(Reap(pid), Reaped)[0]
             return reaped.status
         return None
 
     def kill_and_wait(self) -> None:
-        """Kill the process, and wait for its end. Idempotent."""
+        """Kill the process, and wait for its end. A second call does nothing."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
@@ -420,12 +419,12 @@ class _FirstProcess:
 
 
 class _Process:
-    """A forked process. One thread at a time may call it, with one question at a time."""
+    """A forked process. One thread at a time may call it, with one request at a time."""
 
     def __init__(
         self, first: _FirstProcess, pid: int, descriptor: int, ours: socket.socket, *, is_last: bool
     ) -> None:
-        """`descriptor` is the process's pidfd, `ours` this end of its socket pair."""
+        """`descriptor` is the process's pidfd, and `ours` the engine's end of its socket pair."""
         self.is_last = is_last
         self.pid = pid
         self._first = first
@@ -436,7 +435,7 @@ class _Process:
 
     def compile(self, spec: GrammarSpec, limit: Limit, *, is_second: bool) -> Answer:
         """Compile a grammar, and wait. Raises GrammarError for a refused grammar, TooSlow,
-        _Starved, and EOFError or OSError if the process is gone."""
+        _Starved, and EOFError or OSError if the process has ended."""
         send(self._connection, Ask(*spec, is_second, limit.cpu_seconds))
         answer: Answer = receive(self._connection, Answer, self._make_watchdog(limit, "compile"))
         if answer.form is None:
@@ -444,7 +443,7 @@ class _Process:
         return answer
 
     def request_row(self, asked: Row, limit: Limit) -> RowAnswer:
-        """Fetch a row, and wait. Raises like `compile`, but never _Starved."""
+        """Fetch a mask row, and wait. Raises like `compile`, but never _Starved."""
         send(self._connection, asked)
         answer: RowAnswer = receive(
             self._connection, RowAnswer, self._make_watchdog(limit, "follow")
@@ -454,7 +453,7 @@ class _Process:
         return answer
 
     def send_leave(self, matcher: int) -> None:
-        """Tell the process to drop a matcher. Raises OSError."""
+        """Make the process drop a matcher. Raises OSError."""
         send(self._connection, Leave(matcher))
 
     @property
@@ -464,7 +463,8 @@ class _Process:
         return bool(poll.poll(0))
 
     def kill_and_reap(self) -> int | None:
-        """Kill the process, wait for its end, and return how it ended. Idempotent."""
+        """Kill the process, wait for its end, and return its exit status. A second call does
+        nothing."""
         with self._ending:
             if self._has_ended:
                 return None
@@ -506,7 +506,7 @@ class _Process:
 
 
 class TooLate(TooSlow, NotNow):
-    """The grammar took too long by the clock; the machine may be busy."""
+    """The grammar took too much wall-clock time; the machine may be busy."""
 
 
 def _until(deadline: float) -> Callable[[], None]:

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread for work that should be bounded but could not be stopped. The thread that waits for the
-work can read how long the present piece has taken, and can leave the working thread behind.
+"""A thread for work that should end soon but could not be stopped. Another thread can read how long
+the present piece of work has taken, and can abandon the working thread.
 
-The limit counts processor time, so a busy machine fails no piece; a second limit, far larger,
-counts time by the clock. A thread that was left behind ends after its present piece, and has the
-lowest priority until then.
+The limit counts CPU time, so that a busy machine fails no piece; a second, far larger limit counts
+wall-clock time. An abandoned thread ends after its present piece, and has the lowest priority until
+then.
 
-A thread that gives way runs only while other threads leave a processor free (SCHED_IDLE). A thread
-that wakes up takes its place at once; with a niceness alone it would wait for the end of a slice.
-Giving way lasts for one job, so threads started in the next job do not inherit it. A thread that
-gets almost no processor time stops giving way for good: it may hold the interpreter's lock. Linux
-lets a thread come back from SCHED_IDLE only with CAP_SYS_NICE or a large RLIMIT_NICE. Without
-either no thread gives way.
-"""
+A thread that gives way runs only while a CPU is free (SCHED_IDLE). On waking, any other thread
+preempts it at once; with a low `nice` priority alone the other thread would wait for the end of a
+time slice. Giving way lasts for one job, so that threads started in the next job do not inherit it.
+A thread that gets almost no CPU time stops giving way for good, because it may hold the
+interpreter's lock. Linux lets a thread leave SCHED_IDLE only with CAP_SYS_NICE or a large
+RLIMIT_NICE. Without either permission, no thread gives way."""
 
 from __future__ import annotations
 
@@ -40,21 +39,21 @@ _TRY_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Limits of one piece of work."""
+    """The time limits of one piece of work."""
 
     cpu_seconds: float
     seconds: float = 120.0  # by the clock, for a piece that waits (none should)
 
 
 class Jobs(Protocol):
-    """The source of a thread's jobs; None ends the thread."""
+    """A source of jobs for a thread. None ends the thread."""
 
     def get(self) -> Job | None: ...
 
 
 class LimitedThread:
-    """A thread that does the jobs of a queue; threads may share the queue. A job calls `next_piece`
-    between its pieces. Each piece has the whole limit."""
+    """A thread that does the jobs of a queue, which several threads may share. A job calls
+    `next_piece` between its pieces of work. The limit applies to each piece separately."""
 
     def __init__(self, name: str, jobs: Jobs) -> None:
         self._jobs = jobs
@@ -76,8 +75,8 @@ class LimitedThread:
         return self._thread.is_alive()
 
     def give_way(self) -> None:
-        """Run only while no other thread wants the processor, until the job ends. The job calls
-        this. From then on the job must wait for nothing but a processor."""
+        """Run with SCHED_IDLE until the job ends. The job calls this, and from then on must wait
+        for nothing but a CPU."""
         if self._gave_way is None and not self._starved.is_set() and _may_come_back():
             self._gave_way = time.thread_time() - self._had[0], time.monotonic() - self._had[1]
             _schedule(threading.get_native_id(), "SCHED_IDLE")
@@ -86,7 +85,7 @@ class LimitedThread:
 
     def next_piece(self, note: Callable[[], None] = lambda: None) -> bool:
         """Begin another piece of the job. The job calls this; `note` records the piece. If the
-        thread was left behind, return False without a call of `note`: the job must end."""
+        thread was abandoned, return False without calling `note`: the job must end."""
         with self._lock:
             if self._is_left:
                 return False
@@ -95,8 +94,8 @@ class LimitedThread:
             return True
 
     def is_over(self, limit: Limit) -> bool:
-        """Whether the present piece has taken longer than it may. Takes no lock: each step calls
-        this, and a thread without a processor may hold the lock."""
+        """Whether the present piece has taken longer than the limit. The check takes no lock: each
+        step makes it, and a thread that gets no CPU time may hold the lock."""
         began = self._began
         if began is None or self._clock is None or not self._thread.is_alive():
             return False
@@ -113,8 +112,8 @@ class LimitedThread:
         return cpu > limit.cpu_seconds or seconds > limit.seconds
 
     def abandon_if_over(self, limit: Limit) -> bool:
-        """Leave the thread behind if its present piece is over the limit, and return whether it
-        was. Its later results are ignored."""
+        """Abandon the thread if its present piece is over the limit, and return whether it was.
+        Later results of the thread are ignored."""
         if not self.is_over(limit):
             return False
         with self._lock:
@@ -143,7 +142,7 @@ class LimitedThread:
                 self._began = None
 
     def _come_back(self) -> None:
-        """Stop giving way at the end of a job, and add up the processor time of the job."""
+        """Stop giving way at the end of a job, and add up the CPU time of the job."""
         if self._gave_way is None:
             return
         _schedule(threading.get_native_id(), "SCHED_OTHER")
@@ -155,9 +154,9 @@ class LimitedThread:
 
 
 def _put_last(thread_id: int | None) -> None:
-    """Give a thread the lowest priority. On Linux each thread has a niceness, and it can always be
-    raised. Only for threads that were left behind: any other could hold the interpreter's lock
-    without getting a processor."""
+    """Give a thread the lowest priority. The thread must be abandoned, because any other thread
+    could then hold the interpreter's lock without getting a CPU. On Linux each thread has its own
+    `nice` value, which can always be raised."""
     if thread_id is not None and sys.platform.startswith("linux"):
         with suppress(OSError):  # the thread has ended
             os.setpriority(os.PRIO_PROCESS, thread_id, LAST_OF_ALL)
@@ -168,7 +167,7 @@ def _is_next_to_nothing(cpu: float, seconds: float) -> bool:
 
 
 def _schedule(thread_id: int | None, policy: str) -> bool:
-    """Schedule a thread by this policy of Linux, and return whether the system allows that."""
+    """Set a thread's Linux scheduling policy, and return whether the system allowed it."""
     if thread_id is not None and hasattr(os, policy):
         with suppress(OSError):  # the thread has ended, or this is not allowed
             os.sched_setscheduler(thread_id, getattr(os, policy), os.sched_param(0))
@@ -178,8 +177,8 @@ def _schedule(thread_id: int | None, policy: str) -> bool:
 
 @cache
 def _may_come_back() -> bool:
-    """Whether a SCHED_IDLE thread may become SCHED_OTHER again. A separate thread tries it: the
-    capabilities alone do not tell."""
+    """Whether a SCHED_IDLE thread may become SCHED_OTHER again. A separate thread tries it, because
+    the process's capabilities alone do not show it."""
     tried: list[bool] = []
 
     def attempt() -> None:

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a parser of tool calls: a model's text in, content and calls out.
+"""The interface of a tool-call parser, which splits a model's text into content and calls.
 
-    parser = Parser(names)        names: those of the tools that the request offers
-    parser.push(text) ──► Found   the certain part of the text so far, any number of times
-    parser.finish()   ──► Found   the rest, once
+    parser = Parser(names)        names: the names of the request's tools
+    parser.push(text) ──► Found   the certain part of the text so far; called for each piece
+    parser.finish()   ──► Found   the rest; called once
 
-The joined results are the same for any division of the text into pieces. Calls are numbered from 0
-and come one after the other. Only the first piece of a call has the call's name. Marks are neither
-content nor arguments.
+The joined results are the same for any division of the text into pieces. Calls are numbered from 0,
+and one ends before the next begins. Only the first piece of a call has the call's name. Marks such
+as `<tool_call>` are neither content nor arguments.
 
 An implementation must accept any text without raising. Text that is not a call is content, and
-arguments come out as the model wrote them, JSON or not. One thread uses a parser.
-"""
+arguments are returned as the model wrote them, JSON or not. A parser is used by one thread only."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ WHITESPACE = " \t\r\n"
 
 
 class CallPiece(NamedTuple):
-    """An addition to a call."""
+    """An addition to a call: the name, or more text of the arguments."""
 
     number: int  # number of the call, from 0
     name: str = ""  # set in the first piece
@@ -32,15 +31,15 @@ class CallPiece(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The findings in a piece of text: content, and at most one piece for each call."""
+    """The results for a piece of text: content, and at most one piece for each call."""
 
     content: str
     calls: list[CallPiece]
 
 
 class ToolCallParser(ABC):
-    """A parser of one answer. `MARKS` are the texts of its form that may be special tokens of a
-    tokenizer. Answers without a parser leave special tokens out."""
+    """A parser of one answer. `MARKS` are the marks of the model's format, which a tokenizer may
+    treat as special tokens. Without a parser, special tokens are left out of the answer's text."""
 
     MARKS: ClassVar[tuple[str, ...]] = ()
 
@@ -49,11 +48,11 @@ class ToolCallParser(ABC):
 
     @abstractmethod
     def push(self, text: str) -> Found:
-        """Add text, and return the findings that are certain now."""
+        """Add text, and return the content and call pieces that are certain now."""
 
     @abstractmethod
     def finish(self) -> Found:
-        """End the text, and return the findings that were held back."""
+        """End the text, and return the content and call pieces that were held back."""
 
     @staticmethod
     def new_id() -> str:
@@ -62,8 +61,8 @@ class ToolCallParser(ABC):
 
 
 class Output:
-    """The findings of a parser since the last `pop_found`. White space counts as content only
-    between two words, not beside a call."""
+    """A parser's results since the last `pop_found`. White space counts as content only between two
+    words, not next to a call."""
 
     __slots__ = ("_calls", "_content", "_count", "_follows_call", "_has_content", "_space")
 
@@ -75,7 +74,7 @@ class Output:
         self._follows_call = self._has_content = False
 
     def add_content(self, text: str) -> None:
-        """Add text that is no part of a call."""
+        """Add text that is not part of a call."""
         kept = text.rstrip(WHITESPACE)
         if not kept:  # a model may write white space without end
             self._space += text
@@ -100,7 +99,7 @@ class Output:
             self._calls[number] = piece._replace(arguments=piece.arguments + text)
 
     def pop_found(self, *, is_last: bool = False) -> Found:
-        """Take out all findings. With `is_last` held white space is included."""
+        """Remove and return all results. With `is_last`, include white space that was held back."""
         if is_last:
             self._content.append("" if self._follows_call else self._space)
             self._space = ""
@@ -121,7 +120,7 @@ def merged(pieces: Iterable[CallPiece]) -> list[CallPiece]:
 
 
 def num_begun(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that is a proper beginning of `mark`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:length]):
             return length

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of the forms in which a call is a JSON object, with or without marks around it.
+"""Parsers of formats in which a call is a JSON object, with or without marks around it.
 
     Hermes, Qwen   <tool_call>{"name": "f", "arguments": {…}}</tool_call>
     Llama 3, 4     <|python_tag|>{"name": "f", "parameters": {…}}; {…}     or without the mark
     Mistral        [TOOL_CALLS][{"name": "f", "arguments": {…}}, {…}]      or [TOOL_CALLS]f{…}
 
-Text between marks that is no call becomes content; the marks are dropped.
-"""
+Text between marks that is not a call becomes content; the marks are dropped."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ _MOST_HEAD_CHARACTERS = 256  # limit of a head, or of white space before a call
 
 
 class _StepParser(ToolCallParser):
-    """A parser that is in one state at a time. A state is a method that works on the remaining
-    text, `_rest`, and returns whether the next state can go on at once."""
+    """A parser that is a state machine. A state is a method that processes the remaining text,
+    `_rest`, and returns whether the next state can continue at once."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
@@ -91,7 +90,8 @@ class _StepParser(ToolCallParser):
         return True
 
     def _between(self, separators: str, then: Callable[[], bool]) -> bool:
-        """Work behind an object: after a separator or at `{` another object follows, else text."""
+        """Process the text after an object. After a separator or before `{`, expect another object;
+        otherwise continue as text."""
         rest = self._rest.lstrip(WHITESPACE)
         has_separator = rest[:1] in tuple(separators)
         bare = rest[1:].lstrip(WHITESPACE) if has_separator else rest
@@ -110,7 +110,7 @@ class _StepParser(ToolCallParser):
 
 
 class HermesParser(_StepParser):
-    """The parser of Hermes 2 and 3, and of Qwen 2.5 and 3."""
+    """The parser for Hermes 2 and 3, and for Qwen 2.5 and 3."""
 
     MARKS: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
 
@@ -119,7 +119,7 @@ class HermesParser(_StepParser):
             self._expect_object(self._closing)
 
     def _closing(self) -> bool:
-        """Skip to the end mark; some models write a surplus brace before it."""
+        """Skip to the end mark; some models write an extra brace before it."""
         end, rest = self.MARKS[1], self._rest.lstrip(WHITESPACE + "}]")
         is_begun = rest != end and end.startswith(rest)
         if is_begun and not self._has_ended:
@@ -131,8 +131,8 @@ class HermesParser(_StepParser):
 
 
 class Llama3Parser(_StepParser):
-    """The parser of Llama 3.1 to 4. Without a mark an answer is a call if it begins with an object
-    that names one of the tools and has parameters."""
+    """The parser for Llama 3.1 to 4. Without a mark, an answer is a call if it begins with an
+    object that has parameters and the name of one of the request's tools."""
 
     MARKS: ClassVar[tuple[str, ...]] = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
 
@@ -160,14 +160,14 @@ class Llama3Parser(_StepParser):
 
 
 class MistralParser(_StepParser):
-    """The parser of Mistral's models, older and newer."""
+    """The parser for Mistral's older and newer models."""
 
     MARKS: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     _value: ValueEnd
 
     @staticmethod
     def new_id() -> str:
-        """Return nine letters and digits, the only form that Mistral's templates accept."""
+        """Return nine letters and digits, the only form that Mistral's chat templates accept."""
         return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
     def _handle_mark(self, mark: str) -> None:
@@ -175,7 +175,7 @@ class MistralParser(_StepParser):
             self._state = self._head
 
     def _head(self) -> bool:
-        """Work behind the mark, where a list or a name with arguments follows."""
+        """Process the text after the mark: a list, an object, or a name with arguments."""
         rest = self._rest.lstrip(WHITESPACE)
         if rest.startswith("["):
             self._rest = rest[1:]
@@ -213,8 +213,8 @@ class MistralParser(_StepParser):
 
 
 class ListParser(MistralParser):
-    """The parser of an answer that is a JSON list of calls; the grammar of required calls makes
-    this form. A call that is cut off before its arguments is left out."""
+    """The parser of an answer that is a JSON list of calls, as the grammar of required tool calls
+    makes it. A call that ends before its arguments is left out."""
 
     MARKS: ClassVar[tuple[str, ...]] = ()
 
@@ -230,7 +230,7 @@ class ListParser(MistralParser):
 
 
 class ArgumentsParser(ToolCallParser):
-    """The parser of an answer that consists of the arguments of the only allowed tool."""
+    """The parser of an answer that is the arguments of the only allowed tool."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads one call written as a JSON object, `{"name": "f", "arguments": {…}}`, while it grows.
+"""Reads one call that is a JSON object, `{"name": "f", "arguments": {…}}`, piece by piece.
 
     {"name": "f", "arguments": {"a": 1}}
                                ^ the call begins: name and arguments are certain
-                               ^^^^^^^^ comes out piece by piece, unchanged
+                               ^^^^^^^^ is returned piece by piece, unchanged
 
-The JSON is checked only as far as needed to find the end of each part.
-"""
+The JSON is checked only as far as needed to find the end of each part."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _KNOWN_KEYS = ("name", "type", "id", *_ARGUMENTS)
 
 
 class ValueEnd:
-    """The search for the end of a JSON value. The value begins with the first character scanned."""
+    """Finds the end of a JSON value. The value begins with the first character scanned."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "is_done")
 
@@ -32,7 +31,7 @@ class ValueEnd:
         self.is_done = False
 
     def scan_value(self, text: str, start: int) -> int:
-        """Return the end of the value in `text`; the value goes on at `start`. Return the length of
+        """Return the end of the value in `text`, which continues at `start`. Return the length of
         `text` if the value does not end in it."""
         for at in range(start, len(text)):
             char = text[at]
@@ -77,12 +76,12 @@ _STEPS = {
 
 
 class CallObject:
-    """A JSON object that may be a call. It begins a call at `output` once the name and the
-    arguments are certain, and adds the arguments.
+    """A JSON object that may be a call. When name and arguments are certain, it begins a call in
+    `output` and adds the arguments.
 
-    `only_known`: no mark says that the object is a call, so it must have a name in `names`, only
-    the keys of a call, and arguments. Otherwise a name is enough, and missing arguments are `{}`.
-    """
+    `only_known`: no mark shows that the object is a call, so it must have a name in `names`, only
+    the keys of a call, and arguments. Without `only_known` a name is enough, and missing arguments
+    are `{}`."""
 
     def __init__(self, output: Output, names: Collection[str], *, only_known: bool = False) -> None:
         self._output = output
@@ -114,7 +113,7 @@ class CallObject:
         return at
 
     def close_truncated(self) -> None:
-        """End the text within the object: arguments that were held back come out unchanged."""
+        """End the text within the object. Arguments that were held back are output unchanged."""
         if self._part is not None and self._key in _ARGUMENTS and not self._streams:
             self._arguments = self._written
         if not self.has_begun and self._name and self._arguments:
@@ -122,8 +121,8 @@ class CallObject:
         self.is_over = True
 
     def _scan_char(self, char: str) -> int:
-        """Go on by a character between parts. Return 1, or 0 if it begins a part or ends the
-        search."""
+        """Process a character between keys and values. Return 1, or 0 if the character begins a key
+        or value or ends the search."""
         step = _STEPS.get((self._next, char))
         if step is not None:
             self._next = step
@@ -155,7 +154,7 @@ class CallObject:
         return end
 
     def _take_part(self) -> None:
-        """Use a key or a value that has ended."""
+        """Process a key or a value that has ended."""
         if self._next is not _Next.VALUE:
             self._key = _text_of(self._written) or ""
             self._next = _Next.COLON
@@ -187,7 +186,7 @@ class CallObject:
 
 
 def _text_of(written: str) -> str | None:
-    """Return the text of a JSON string; None for another value."""
+    """Return the text of a JSON string; None for another JSON value."""
     try:
         value = json.loads(written)
     except (ValueError, RecursionError):
@@ -196,7 +195,8 @@ def _text_of(written: str) -> str | None:
 
 
 def _as_arguments(written: str) -> str:
-    """Return complete arguments. Some models write them in a string, or null for no arguments."""
+    """Return complete arguments as JSON. Some models write the arguments inside a string, or write
+    null for no arguments."""
     text = _text_of(written)
     if text is not None:
         return text

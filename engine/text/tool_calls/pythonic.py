@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of calls as a Python list: `[f(city="Bonn", days=3), g()]`.
+"""The parser of calls written as a Python list: `[f(city="Bonn", days=3), g()]`.
 
-Llama 3.2, Llama 4 and ToolACE write this form. Values are read as literals and never run. Text that
-is no literal becomes a string. Arguments come out one after the other, as JSON.
-"""
+Llama 3.2, Llama 4 and ToolACE use this format. Values are parsed as literals and never executed. A
+value that is not a literal becomes a string. Arguments are output one after another, as JSON."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ _START, _END = "<|python_start|>", "<|python_end|>"
 
 
 class PythonicParser(ToolCallParser):
-    """The parser of lists of calls, at the start of an answer or behind a mark. The list is content
-    unless its first call is one of the tools."""
+    """The parser of lists of calls, at the start of an answer or after a mark. The list is content
+    unless its first call names one of the request's tools."""
 
     MARKS: ClassVar[tuple[str, ...]] = (_START, _END)
 
@@ -52,7 +51,7 @@ class PythonicParser(ToolCallParser):
         return self._output.pop_found(is_last=True)
 
     def _consume_text(self, text: str) -> str:
-        """Use some of the text, and return the rest."""
+        """Process some of the text, and return the rest."""
         if self._state == self._in_text:
             return self._take_text(text)
         for at, char in enumerate(text):
@@ -137,7 +136,7 @@ class PythonicParser(ToolCallParser):
         return True
 
     def _in_word(self, char: str, allowed: re.Pattern[str]) -> bool:
-        """Add a character of a name; a name may have white space around it."""
+        """Add a character of a name, which may have white space around it."""
         if char in WHITESPACE:
             self._word_ended = bool(self._word)
             return True
@@ -149,7 +148,7 @@ class PythonicParser(ToolCallParser):
         self._state = state
 
     def _begin_call(self) -> None:
-        """Begin the call: it is certain now."""
+        """Output the beginning of the call, which is certain now."""
         if not self._begun:
             self._begun = True
             self._num_calls += 1
@@ -163,7 +162,7 @@ class PythonicParser(ToolCallParser):
 
 
 class _ValueScan:
-    """The search for the end of a Python literal among the arguments of a call."""
+    """Finds the end of a Python literal among the arguments of a call."""
 
     __slots__ = ("_depth", "_escaped", "_quote")
 
@@ -193,7 +192,7 @@ class _ValueScan:
 
 
 def _as_json(written: str) -> str:
-    """Return a literal as JSON, and any other text as a JSON string."""
+    """Return a literal as JSON; return any other text as a JSON string."""
     written = written.strip()
     # Models break lines inside quotes; Python wants `\n` there.
     for source in (written, written.replace("\n", "\\n")):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the parser of a model's tool calls: a built-in parser by name, a parser of another
-package by entry point, or the parser whose form the model's chat template shows.
+"""The choice of the parser for a model's tool calls: a built-in parser by name, a parser of another
+package by entry point, or the parser whose format the model's chat template shows.
 
     [project.entry-points."stratakv.tool_parsers"]
     myform = "mypackage.parser:MyParser"      # a subclass of base.ToolCallParser
@@ -47,8 +47,8 @@ _SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 
 
 class ToolFormat(NamedTuple):
-    """The form of a model's tool calls. `hidden_token_ids` are the special tokens to leave out of a
-    text in which calls and thoughts are searched; None: all special tokens, as usual."""
+    """The format of a model's tool calls. `hidden_token_ids` are the special tokens to leave out of
+    text that is searched for calls and reasoning; None means all special tokens, as usual."""
 
     parser: type[ToolCallParser]
     hidden_token_ids: frozenset[int] | None = None
@@ -57,7 +57,7 @@ class ToolFormat(NamedTuple):
 def make_tool_format(
     parser: type[ToolCallParser] | None, tokenizer: Tokenizer | None, marks: ReasoningMarks | None
 ) -> ToolFormat | None:
-    """Return the format that this parser reads; None without a parser or a tokenizer."""
+    """Return the format of this parser; None without a parser or a tokenizer."""
     if parser is None or tokenizer is None:
         return None
     special = tokenizer.special_token_ids
@@ -70,9 +70,9 @@ def make_tool_format(
 
 
 def find_tool_parser(name: str, template: str | None) -> type[ToolCallParser] | None:
-    """Return the parser of this name or, if the name is empty, the parser that fits the source of
-    the chat template. None if no parser fits, and for the name `none`. Raises ConfigError for an
-    unknown name, and for a parser that cannot be loaded."""
+    """Return the parser with this name. If the name is empty, return the parser that fits the
+    source of the chat template. Return None if no parser fits, and for the name `none`. Raises
+    ConfigError for an unknown name, and for a parser that cannot be loaded."""
     if name == NONE:
         return None
     if not name:

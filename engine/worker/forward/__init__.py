@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass of a step: its inputs on the device, its attention, its recorded graphs."""
+"""The forward pass of a step: its inputs on the device, its attention, and its CUDA graphs."""

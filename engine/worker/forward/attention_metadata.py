@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans the attention of one step, once for all layers, from the scheduled rows.
+"""Plans the attention of one step from the scheduled rows; all layers share the plan.
 
-The planning takes a few numpy calls for the whole batch, and Python code for each chunk and bucket,
-but not for each token.
+The planning takes a few numpy calls for the whole batch, and a Python loop over chunks and buckets,
+but not over tokens.
 
     count > 1, nothing computed     fresh chunk
     count > 1, something computed   context chunk
@@ -10,8 +10,9 @@ but not for each token.
                                     at least half the blocks of the longest, so that padding never
                                     doubles the work
 
-With a window, only the part of the context that the next token sees is read. It begins in the first
-block that the window reaches, and lengths are counted from the beginning of this block.
+With a sliding window, only the part of the context that the window reaches is read. The read part
+of the context begins in the first block that the window reaches, and lengths are counted from the
+beginning of this block.
 
     blocks of the table   | before, not read | b | b | b | b |
     tokens                                   |   | window  |n|    n: computed in this step
@@ -44,7 +45,7 @@ SMALL_BUCKET_BLOCKS = 8  # below this, a separate bucket costs more than padding
 
 @dataclass(slots=True)
 class _Chunk:
-    """A context chunk that is in no group yet."""
+    """A context chunk that is not yet part of a `GatherGroup`."""
 
     blocks: npt.NDArray[np.int32]
     start: int  # row of the step
@@ -54,7 +55,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Decodes that are padded to the same number of blocks."""
+    """Several decodes, padded to the same number of blocks."""
 
     blocks: npt.NDArray[np.int32]  # [batch, width]
     starts: IntArray  # [batch] rows of the step
@@ -62,7 +63,7 @@ class _Bucket:
 
 
 class AttentionPlanner:
-    """A planner for layers with one window over one pool."""
+    """Plans attention for the layers that have the same window, over one KV pool."""
 
     def __init__(
         self,
@@ -71,7 +72,8 @@ class AttentionPlanner:
         max_model_len: int,
         window: int | None = None,
     ) -> None:
-        """`window`: the number of positions that a token sees, including its own; None: all."""
+        """`window` is the number of positions that a token sees, including its own; None means
+        all."""
         self._block_size = layout.block_size
         self._rows_per_block = 2 * layout.num_layers
         self._dtype = dtype
@@ -90,8 +92,9 @@ class AttentionPlanner:
         counts: IntArray,
         slots: IntArray,
     ) -> AttentionPlan:
-        """Plan a step: `rows` of the batch compute `counts` tokens each after `computed` ones. The
-        tokens of the step, and the `slots` of their K and V, are in this order."""
+        """Plan a step in which each of `rows` of the batch has `computed` tokens already and
+        computes `counts` tokens. The tokens of the step and the `slots` of their K and V are in the
+        order of `rows`."""
         ends = np.cumsum(counts)
         starts = ends - counts
         single = counts == 1
@@ -121,7 +124,8 @@ class AttentionPlanner:
         return _Chunk(blocks, start, computed - first * size, count)
 
     def _places(self, slots: IntArray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the block and the offset of each slot; slots of -1 are left out."""
+        """Return the block and the offset of each slot, without slots of -1. If there are such
+        slots, the third value has the indices of the other slots; else it is None."""
         written = None
         if len(slots) and slots.min() < 0:
             kept = np.flatnonzero(slots >= 0)
@@ -167,7 +171,7 @@ class AttentionPlanner:
         return work
 
     def _groups(self, work: list[_Chunk | _Bucket]) -> list[GatherGroup]:
-        """Pack the work into as few gathers as the buffer size allows."""
+        """Divide the chunks and buckets into as few gathers as the buffer's size allows."""
         groups: list[GatherGroup] = []
         pending: list[_Chunk | _Bucket] = []
         size = 0
@@ -202,7 +206,8 @@ class AttentionPlanner:
         return group
 
     def _tiles(self, start: int, computed: int, count: int) -> list[Tile]:
-        """Return the tiles of the rows from `start` on: `count` tokens after `computed` ones."""
+        """Return the tiles of the `count` rows that begin at row `start`; the request has
+        `computed` tokens before them."""
         tiles = []
         for done in range(0, count, TILE_ROWS):
             rows = min(TILE_ROWS, count - done)
@@ -223,8 +228,9 @@ class AttentionPlanner:
         return DecodeBatch(offset, keys, torch.from_numpy(bucket.starts), mask[:, None, None])
 
     def _stale(self, bucket: _Bucket, offset: int, keys: int) -> list[IntArray]:
-        """Return the gathered tokens to ignore: between a request's length and the end of its last
-        block, and before its window. Null blocks after them are not included."""
+        """Return the gathered tokens to ignore: those between a request's last token and the end of
+        its last block, and those before its window. The null blocks that pad the request are not
+        included."""
         rows = offset + np.arange(len(bucket.lengths)) * keys
         stale = [ranges(rows + bucket.lengths, -bucket.lengths % self._block_size)]
         if self._window is not None:
@@ -233,12 +239,14 @@ class AttentionPlanner:
 
 
 class _CausalMasks:
-    """Masks for the rows of a tile after any context. All are views of one tensor.
+    """Attention masks for the rows of a tile, for any number of tokens before the tile. All masks
+    are views of one tensor.
 
-    The tensor has `_width` columns for contexts, then the columns of a tile. Row i is 0 up to and
-    including column `_width + i`, and -inf after it. The mask for `context` tokens begins at column
-    `_width - context`. With a window of w tokens only the last w of the 0 columns stay 0, and the
-    columns before are -inf; contexts are then shorter than the window.
+    The tensor has `_width` columns for the tokens before the tile, then the columns of the tile.
+    Row i is 0 up to and including column `_width + i`, and -inf after it. The mask for `context`
+    tokens before the tile begins at column `_width - context`. With a window of w tokens, only the
+    last w of these zeros stay 0, and the columns before them are -inf; `context` is then always
+    less than the window.
     """
 
     def __init__(self, dtype: torch.dtype, max_context: int, window: int | None) -> None:
@@ -248,7 +256,7 @@ class _CausalMasks:
         self._mask = self._make(0)
 
     def tile(self, rows: int, context: int) -> torch.Tensor:
-        """Return the mask `[rows, context + rows]`; at most TILE_ROWS rows."""
+        """Return the mask `[rows, context + rows]`; `rows` is at most TILE_ROWS."""
         if context > self._width:
             # Twice the needed width, so that a growing request does not rebuild it at every step.
             self._width = max(context, min(2 * context, self._max_context))

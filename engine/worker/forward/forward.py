@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface between a step and the attention that computes it.
+"""The interface of the classes that compute a step's forward pass. They differ in their attention.
 
-    in place   the CPU library's kernels read the pool where it lies: `in_place_forward.py`
-    gather     torch's attention over gathered blocks, on a CPU without the library (here)
+    in place   the CPU library's kernels read the pool without a copy: `in_place_forward.py`
+    gather     torch's attention over gathered blocks, on a CPU without the library (this module)
     kernels    the kernels of `kernels/` over permanent buffers: `kernel_forward.py`
-All three take the same steps and return the same hidden states.
+All three take the same `StepInputs` and return the same hidden states.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .grouped_attention import LayerViews
 
 
 class HostEmbeds(NamedTuple):
-    """Rows of a step whose input is embeddings, in host memory."""
+    """Input embeddings, in host memory, that replace the token ids of some rows of a step."""
 
     rows: IntArray
     values: EmbedArray  # [rows, hidden]
@@ -45,14 +45,14 @@ class HostEmbeds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LateTokens:
-    """Tokens of a step whose ids only the device knows: the previous step has chosen them."""
+    """Tokens whose ids only the device has, since the previous step still samples them."""
 
     places: IntArray  # [n] their places in the step
     chosen: Tensor  # int64, on the device
     index: IntArray  # [n] their indices in `chosen`
 
     def put(self, token_ids: Tensor) -> None:
-        """Write the ids to the step's `token_ids`, queued after the work that chooses them."""
+        """Queue a write of the ids to the step's `token_ids`, after the work that chooses them."""
         index, places = (to_device(array, token_ids.device) for array in (self.index, self.places))
         token_ids.index_copy_(0, places, self.chosen.index_select(0, index))
 
@@ -60,7 +60,8 @@ class LateTokens:
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """The input of one forward pass, in host memory. `[requests]` arrays are in the order of the
-    step, `[tokens]` arrays request by request.
+    step; `[tokens]` arrays have the tokens of the first request, then those of the second, and so
+    on.
 
     Requests with one token come first, then short chunks, then long chunks, so that each kind is
     contiguous.
@@ -91,7 +92,8 @@ class StepInputs:
 
 
 def step_order(rows: IntArray, counts: IntArray) -> IntArray:
-    """Return the order of a step: single tokens, then short chunks, then long ones; else by row."""
+    """Return the order of the requests in a step: single tokens, short chunks, long chunks, each by
+    row."""
     return np.lexsort((rows, counts >= MIN_ROWS, counts > 1))
 
 
@@ -99,15 +101,17 @@ Launch = Callable[[], Tensor]
 
 
 class StepForward(Protocol):
-    """A model over one pool."""
+    """A model over one KV pool."""
 
     def prepare_step(self, step: StepInputs) -> Launch:
-        """Plan a step. Return its launch, to be called once, before the next `prepare_step`. It
-        returns hidden states `[len(step.wanted), hidden]`, of all tokens if `wanted` is None."""
+        """Plan a step, and return a function that launches it. The function must be called once,
+        before the next `prepare_step`. The function returns hidden states `[len(step.wanted),
+        hidden]`, or those of all tokens if `wanted` is None."""
 
 
 class GatherForward:
-    """Torch's attention over gathered blocks. Its tensors share the memory of the step's arrays."""
+    """A model whose attention torch computes over gathered blocks. The input tensors share memory
+    with the step's arrays."""
 
     def __init__(
         self,
@@ -151,7 +155,8 @@ class GatherForward:
 def launch_of(
     model: Decoder, attention: Attention[Plan] | CpuNetwork, plan: Plan, step: StepInputs
 ) -> Launch:
-    """Return the launch of a step on the CPU. Its tensors share the memory of the step's arrays."""
+    """Return the function that launches a step on the CPU. Input tensors share memory with the
+    step's arrays."""
     token_ids = torch.from_numpy(step.token_ids)
     if step.late is not None:
         step.late.put(token_ids)

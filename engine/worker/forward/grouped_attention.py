@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention for models whose layers differ in cache group or window: each layer reads the plan of
-its view, at its place within a page.
+"""Attention for models whose layers differ in cache group or window. Each layer reads its part of a
+page, by the attention plan of its view:
 
     view = (cache group, window)     one plan for each view; most models have one view
 """
@@ -19,19 +19,19 @@ from ...models.layer_attention import LayerAttention
 
 
 class View(NamedTuple):
-    """The cache group and the window that the layers with one plan have in common."""
+    """The cache group and the window of the layers that share an attention plan."""
 
     group: int
     window: int | None  # positions that a token sees, including its own; None: all
 
 
 class LayerViews:
-    """The views of a model, and each layer's view and place in a page."""
+    """The views of a model, and for each layer the index of its view and of its part of a page."""
 
     def __init__(self, places: Sequence[LayerPlace], attention: Sequence[LayerAttention]) -> None:
-        """`places` and `attention` have an entry for each layer; layers of one group may differ in
-        attention. Layers without K and V have no view. Raises ValueError for a kind of attention
-        that the worker does not compute."""
+        """`places` and `attention` have an entry for each layer. Layers of one cache group may
+        differ in their attention. Layers without K and V have no view. Raises ValueError for a kind
+        of attention that the worker cannot compute."""
         of_layers = []
         for place, kind in zip(places, attention, strict=True):
             if kind.has_kv and not kind.is_full and kind.window is None:
@@ -47,16 +47,17 @@ class LayerViews:
         self._is_plain = self.places == [(0, layer) for layer in range(len(self.places))]
 
     def attention_over(self, attention: Attention[Plan]) -> Attention[Any]:
-        """Return the attention that computes steps with the plans of `plan_of`."""
+        """Return an attention whose plan is the result of `plan_of`."""
         return attention if self._is_plain else GroupedAttention(attention, self)
 
     def plan_of(self, plans: Sequence[Plan]) -> Plan | Sequence[Plan]:
-        """Combine the plans of the views, in order, to the plan of a step."""
+        """Combine the plans of all views, in the order of `views`, to the plan of a step."""
         return plans[0] if self._is_plain else plans
 
 
 class GroupedAttention(Generic[Plan]):
-    """Attention that picks each layer's plan. `attention` covers the pages of all groups."""
+    """Attention that passes to each layer the plan of its view. `attention` computes over the pages
+    of all groups."""
 
     def __init__(self, attention: Attention[Plan], views: LayerViews) -> None:
         self._attention = attention
@@ -71,7 +72,7 @@ class GroupedAttention(Generic[Plan]):
 
     @property
     def of_qkv(self) -> QkvAttention[Sequence[Plan]] | None:
-        """Attention that includes the rotation; None if `attention` does not."""
+        """The function that also rotates queries and keys; None if `attention` has none."""
         return None if self._of_qkv is None else self._attend_qkv
 
     def _attend_qkv(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps on the CPU whose attention reads the pool in place, by the library of `kernels/cpu/`.
+"""Forward passes on the CPU whose attention reads the KV pool without gathering, by the library of
+`kernels/cpu/`.
 
-It gathers no blocks and needs no padding: a request has its row of the block table, its length and
-its rows of the step. One call computes all layers. If the library lacks a part of the model, one
-call for each layer writes new K and V and computes attention.
+This attention needs no padding: for each request it reads a row of the block table, the length, and
+the request's rows of the step. One call computes all layers of a model. If the library cannot
+compute a part of the model, each layer calls it to write new K and V and to compute attention.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from .grouped_attention import LayerViews
 
 
 def reason_against_in_place(layout: BlockLayout, compute: torch.dtype) -> str | None:
-    """Explain why attention over a pool of this layout cannot run here; None if it can."""
+    """Explain why the library cannot compute attention over such a pool here; None if it can."""
     return reason_against(compute, layout.head_dim, pool_dtype=pool_dtype(layout.kv_dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class InPlacePlan:
-    """The plan of a step, the same for every layer."""
+    """The attention plan of a step, for all layers of a view."""
 
     step: CpuAttentionStep
 
 
 class InPlacePlanner:
-    """A planner of steps over one pool."""
+    """Plans the attention of steps over one KV pool."""
 
     def __init__(
         self,
@@ -51,9 +52,10 @@ class InPlacePlanner:
         softcap: float | None = None,
         workspace: Workspace | None = None,
     ) -> None:
-        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`. `window`:
-        the number of positions that a token sees, including its own. `softcap` bounds scores.
-        Planners may share a workspace, since layers are computed one after the other."""
+        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`. `window` is
+        the number of positions that a token sees, including its own; None means all. `softcap` is
+        the bound of attention scores; None means no bound. Several planners may share a workspace,
+        since layers are computed one by one."""
         self._layer = pool[:, 0]
         self._num_heads, self._scale = num_heads, scale
         self._window, self._softcap = window, softcap
@@ -67,8 +69,9 @@ class InPlacePlanner:
         counts: IntArray,
         slots: IntArray,
     ) -> InPlacePlan:
-        """Plan a step: `rows` of the batch compute `counts` tokens each after `computed` ones. The
-        tokens of the step, and the `slots` of their K and V, are in this order."""
+        """Plan a step in which each of `rows` of the batch has `computed` tokens already and
+        computes `counts` tokens. The tokens of the step and the `slots` of their K and V are in the
+        order of `rows`."""
         lengths = computed + counts
         width = -(-int(lengths.max()) // table.block_size)
         starts = np.zeros(len(rows) + 1, np.int32)
@@ -92,7 +95,7 @@ class InPlacePlanner:
 
 
 class InPlaceAttention:
-    """Attention of one model over one pool."""
+    """The attention of one model over one KV pool, by one call of the library for each layer."""
 
     def __init__(self, pool: Tensor) -> None:
         """`pool` has the shape `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`"""
@@ -107,7 +110,8 @@ class InPlaceAttention:
 
 
 class InPlaceForward:
-    """A model over one pool, in place. Its tensors share the memory of the step's arrays."""
+    """A model whose attention reads the KV pool without gathering. The input tensors share memory
+    with the step's arrays."""
 
     def __init__(self, model: Decoder, pages: ModelPages) -> None:
         self._model = model

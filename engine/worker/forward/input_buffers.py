@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buffers of a step's input on the device: allocated once, filled for every step.
+"""InputBuffers: the buffers of a step's input on the device, which are allocated once and filled
+for every step.
 
     step's arrays ──► staging memory of the host ──► buffers of the device ──► model and kernels
     changes of block tables ──► tables of the device, rows of the step ──►
 
-A recorded graph keeps the addresses of its buffers, so these never move. There are two sets of
-staging memory: the host fills one while the other waits to be copied. The host writes to a set only
-after the device has copied its old content. Rows of padding belong to no request: they have length
-0, slot -1 (not written) and the null block.
+A CUDA graph keeps the addresses of its buffers, so the buffers never move. There are two sets of
+staging memory: the host can fill one set while the device still has to copy the other. The host
+writes to a set only after the device has copied the set's old content. Padding rows belong to no
+request: they have length 0, slot -1 (not written) and the null block.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _TURNS = 2
 
 
 class InputBuffers:
-    """Buffers for steps of up to `max_tokens` tokens of up to `max_requests` requests."""
+    """Input buffers for steps of up to `max_tokens` tokens of up to `max_requests` requests."""
 
     def __init__(
         self,
@@ -50,8 +51,9 @@ class InputBuffers:
         views: Sequence[View] = (View(0, None),),
         split_planner: SplitPlanner | None = None,
     ) -> None:
-        """`max_blocks` is the least width of the block tables, one for each cache group. `views`
-        are the model's views. `split_planner` plans its decodes; None: they need no split plan.
+        """`max_blocks` is the minimum width of the block tables; there is one table for each cache
+        group. `views` are the model's views (see `grouped_attention.py`). `split_planner` plans how
+        programs share the contexts of decodes; None means that no plan is needed.
         """
         self._runtime = runtime
         self._views = tuple(views)
@@ -103,14 +105,15 @@ class InputBuffers:
 
     @property
     def wanted(self) -> Tensor:
-        """Rows whose hidden states are returned: int64 `[max_tokens + max_requests]`, on the
-        device."""
+        """Rows of the step whose hidden states are returned: int64 `[max_tokens + max_requests]`,
+        on the device."""
         return self._wanted.there
 
     def fill(self, step: StepInputs | None, num_rows: int, num_requests: int | None = None) -> None:
-        """Send a step to the device, padded to `num_rows` tokens. The padding is requests of one
-        token each. With `num_requests` (for chunks) it lies in the last of so many requests
-        instead. A step of None is all padding."""
+        """Copy a step's input to the device, padded to `num_rows` tokens. By default, each padding
+        token is a request of its own. With `num_requests`, which is given for chunks, the step has
+        this number of requests instead, and the padding follows the last one's tokens. If `step` is
+        None, all rows are padding."""
         self._turn = (self._turn + 1) % _TURNS
         if (copied := self._copied[self._turn]) is not None:
             copied.wait()
@@ -134,7 +137,8 @@ class InputBuffers:
         self._copied[self._turn] = self._runtime.mark()
 
     def decode_plans(self, num_requests: int) -> list[KernelPlan]:
-        """Return each view's plan of a step with one token for each of the first `num_requests`."""
+        """Return the plan of each view for a step with one token for each of the first
+        `num_requests` requests."""
         plans = []
         for view, (group, window) in enumerate(self._views):
             slots, table = self._groups[group]
@@ -143,7 +147,7 @@ class InputBuffers:
         return plans
 
     def chunk_plans(self, num_tokens: int) -> list[KernelPlan]:
-        """Return each view's plan of a step with one chunk of up to `num_tokens`."""
+        """Return the plan of each view for a step with one chunk of up to `num_tokens` tokens."""
         lengths, starts = self._seq_lens.there[:1], self._query_starts.there[:2]
         plans = []
         for group, window in self._views:
@@ -153,7 +157,7 @@ class InputBuffers:
         return plans
 
     def plans(self, step: StepInputs) -> list[KernelPlan]:
-        """Return each view's plan for the step that `fill` has sent last."""
+        """Return the plan of each view for the step that the last `fill` copied."""
         decodes, requests = step.num_decodes, len(step.rows)
         if decodes == requests:
             return self.decode_plans(requests)
@@ -214,13 +218,13 @@ class InputBuffers:
             table.lay_down(rows, width, padded)
 
     def _copy_to_device(self, buffer: _Buffer, count: int) -> None:
-        """Queue the copy of the first `count` values, in one piece."""
+        """Queue one copy of the first `count` values to the device."""
         staged = buffer.staged[self._turn]
         buffer.there[:count].copy_(staged[:count], non_blocking=True)
 
 
 class _Buffer(NamedTuple):
-    """An array in staging memory, one for each turn, and its buffer on the device."""
+    """A buffer on the device, and its arrays in staging memory, one for each of the two sets."""
 
     arrays: tuple[npt.NDArray[np.integer], ...]
     staged: tuple[Tensor, ...]
@@ -228,7 +232,8 @@ class _Buffer(NamedTuple):
 
 
 class _DeviceTable:
-    """The block table of one cache group on the device, by row of the batch and of the step."""
+    """The block table of one cache group on the device, by rows of the batch and by rows of the
+    step."""
 
     def __init__(self, device: torch.device, max_requests: int, max_blocks: int) -> None:
         shape = max_requests, max_blocks
@@ -236,23 +241,23 @@ class _DeviceTable:
         self._batch = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def upload_changes(self, table: BlockTable) -> None:
-        """Copy the changes of the host's table to the device."""
+        """Copy the changed entries of the host's table to the device."""
         rows, places, blocks = table.take_changes(self)
         if len(rows):
             there = [to_device(array, self._batch.device) for array in (rows, places, blocks)]
             self._batch.index_put_((there[0], there[1]), there[2])
 
     def lay_down(self, rows: Tensor, width: int, padded: int) -> None:
-        """Copy the first `width` blocks of these rows of the batch to the rows of the step. Zero
-        the rows from there up to `padded`."""
+        """Copy the first `width` blocks of the batch's `rows` to the first rows of the step. Set
+        the following rows of the step, up to `padded`, to zero."""
         # Kernels read no block after a request's own blocks.
         self.rows[: len(rows), :width].copy_(self._batch[:, :width].index_select(0, rows))
         self.rows[len(rows) : padded].zero_()
 
 
 class _Splits:
-    """The split plan of one view. It is sent again only when a request of the batch needs another
-    tile."""
+    """The split plan of one view: how programs share the contexts of decodes. The plan is copied to
+    the device again only if the number of tiles of a request changes."""
 
     def __init__(
         self,
@@ -267,7 +272,8 @@ class _Splits:
         self._tiles = b""  # of the plan on the device
 
     def lay_down(self, lengths: npt.NDArray[np.integer], turn: int) -> bool:
-        """Stage the plan for these request lengths. Return False if the device has it already."""
+        """Write the plan for these request lengths to staging memory. Return False if the device
+        has the same plan already."""
         tiles = self._planner.tiles(lengths, self._window)
         if tiles.tobytes() == self._tiles:
             return False

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a model by the kernels of `kernels/`: write new K and V, then attend to the pool. If
-the kernel can, the launch that writes also rotates queries and keys.
+"""Attention of a model by the kernels of `kernels/`: they write new K and V to the KV pool, then
+compute attention over the pool. If the `rotate_write` kernel can run, it also rotates queries and
+keys in the launch that writes K and V.
 
     rows of q, k, v   0 … num_decodes    one row for each request: paged decode
                       short chunks       several rows for each request: paged prefill
                       long chunks        the same, or a library over gathered K and V
 
-Kernels are chosen once for a model. A plan's arguments are checked in the first layer only, since
-the tensors of all layers have the same shapes. This code reads no value of a tensor. So it never
-waits for a device, and a plan over permanent buffers can be recorded in a graph.
+The kernels of a model are chosen once, when the attention is made. A plan's arguments are checked
+in the first layer only, since the tensors have the same shapes in all layers. The attention code
+does not read the values of tensors on the device. So attention never waits for the device, and a
+CUDA graph can capture a step whose plan is over permanent buffers.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from ...models.decoder import QkvAttention
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """Requests with one new token each."""
+    """The requests of a step that have one new token each."""
 
     block_tables: Tensor  # int32 [requests, max_blocks]
     seq_lens: Tensor  # int32 [requests], including the new token; 0: padding, the result is zeros
@@ -51,7 +53,7 @@ class Decodes:
 
 
 class ChunkSize(NamedTuple):
-    """The size of a chunk, on the host."""
+    """The size of a chunk, in host memory."""
 
     rows: int  # new tokens
     length: int  # all tokens, including the new ones
@@ -59,7 +61,7 @@ class ChunkSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Requests with several new tokens."""
+    """The requests of a step that have several new tokens each."""
 
     block_tables: Tensor  # int32 [requests, max_blocks]
     seq_lens: Tensor  # int32 [requests], including the new tokens
@@ -69,7 +71,7 @@ class Chunks:
 
 
 class LongChunk(NamedTuple):
-    """A chunk that a library computes."""
+    """A chunk whose attention a library (`GatheredPrefill`) computes."""
 
     rows: slice  # among the rows of the chunks
     table: Tensor  # int32 [max_blocks]
@@ -77,7 +79,7 @@ class LongChunk(NamedTuple):
 
 
 class SplitChunks(NamedTuple):
-    """The chunks of a plan: the first ones for the kernel, the last ones for a library."""
+    """The chunks of a plan: the first are for the prefill kernel, the last for a library."""
 
     by_kernel: Chunks | None
     num_rows: int  # rows of `by_kernel`
@@ -86,7 +88,7 @@ class SplitChunks(NamedTuple):
 
 @dataclass(slots=True)
 class KernelPlan:
-    """The plan of a step for all layers of a cache group with the same window."""
+    """The attention plan of a step, for all layers of a cache group that have the same window."""
 
     slots: Tensor  # int64 [tokens]; -1: not written
     decodes: Decodes | None
@@ -106,13 +108,15 @@ class Kernels(NamedTuple):
 
     @property
     def can_record_decodes(self) -> bool:
-        """Whether a step of decodes never waits. Plain kernels copy lengths and slots to the host,
-        which a device refuses while it records."""
+        """Whether a CUDA graph can capture a step of decodes, that is, whether the step never waits
+        for the device. Plain kernels copy lengths and slots to the host, which CUDA does not allow
+        during a capture."""
         return self.write == self.decode == TRITON
 
     @property
     def can_record_chunks(self) -> bool:
-        """Whether a step of chunks never waits, so that a device can record it."""
+        """Whether a CUDA graph can capture a step of chunks, that is, whether the step never waits
+        for the device."""
         return self.write == self.prefill == TRITON
 
 
@@ -125,8 +129,8 @@ def choose_kernels(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> Kernels:
-    """Choose the kernels for queries like `q` `[any, heads, head_dim]` over the pool of one layer.
-    Raises KernelRefused like `choose_kernel`."""
+    """Choose the kernels for queries like `q` `[any, heads, head_dim]` and the pool `kv` of one
+    layer. Raises KernelRefused like `choose_kernel`."""
     return Kernels(
         choose_write_kernel(q, kv, kernel=kernel, strict=strict),
         choose_decode_kernel(q, kv, scale, kernel=kernel, strict=strict),
@@ -136,8 +140,9 @@ def choose_kernels(
 
 
 def split_chunks(chunks: Chunks, gathered: GatheredPrefill | None, num_rows: int) -> SplitChunks:
-    """Split off the longest run of last chunks that `gathered` can compute. The chunks before it
-    have the first rows of `num_rows`; the kernel's `query_starts` begin at 0 there."""
+    """Divide the chunks: as many of the last chunks as `gathered` can compute are for the library,
+    the chunks before them for the kernel. The kernel's chunks have the first of the `num_rows`
+    rows, and their `query_starts` begin at 0."""
     long: list[LongChunk] = []
     end, index = num_rows, len(chunks.sizes)
     while gathered is not None and index and gathered.takes(*chunks.sizes[index - 1]):
@@ -161,8 +166,9 @@ def split_chunks(chunks: Chunks, gathered: GatheredPrefill | None, num_rows: int
 
 
 class KernelAttention:
-    """Attention of one model over one pool. `gathered` computes long chunks of layers without a
-    window, instead of the prefill kernel; None: the kernel computes all chunks."""
+    """Attention of one model over one KV pool, by kernels. `gathered` is the library that computes
+    long chunks of layers without a window; None means that the prefill kernel computes all
+    chunks."""
 
     def __init__(
         self,
@@ -178,9 +184,10 @@ class KernelAttention:
         kernel: str = AUTO,
     ) -> None:
         """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`. Queries have
-        `num_heads` heads of `dtype`; their scores are multiplied by `scale`, then bounded by
-        `softcap` if given. `kv_scales` are the scales of a float8 pool. Under `strict` raises
-        KernelRefused if a kernel cannot run; otherwise its plain twin is used."""
+        `num_heads` heads of type `dtype`. The attention scores are multiplied by `scale`, then
+        bounded by `softcap` if it is given. `kv_scales` are the scales of a float8 pool. If a
+        kernel cannot run, KernelRefused is raised under `strict`; otherwise the plain kernel in
+        torch is used instead."""
         self.layers = [pool[:, layer] for layer in range(layout.num_layers)]
         self.scale, self.softcap = scale, softcap
         self.gathered: GatheredPrefill | None = None
@@ -195,7 +202,7 @@ class KernelAttention:
 
     @property
     def of_qkv(self) -> QkvAttention[KernelPlan] | None:
-        """Attention that includes the rotation; None if its kernel does not run."""
+        """The function that also rotates queries and keys; None if its kernel cannot run."""
         return self._attend_qkv if self.kernels.rotate_write == TRITON else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: KernelPlan) -> Tensor:

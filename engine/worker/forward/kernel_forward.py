@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps computed by the kernels of `kernels/` over permanent buffers on the device.
+"""Forward passes by the kernels of `kernels/`, over permanent buffers on the device.
 
-    only decodes       replay the record of the next larger batch size, if there is one
-    one small chunk    as the only request: replay the record of the next larger chunk size
+    only decodes       replay the CUDA graph of the next larger batch size, if there is one
+    one small chunk    as the only request: replay the CUDA graph of the next larger chunk size
     other steps        launch kernel by kernel
 
-This code reads no results back.
+This code copies no results to the host.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ WARM_CHUNKS = (2, 128)
 
 
 def batch_buckets(max_requests: int) -> tuple[int, ...]:
-    """Return the sizes to record, ascending, for batches of up to `max_requests`."""
+    """Return the batch sizes for which CUDA graphs are captured, ascending, for batches of up to
+    `max_requests`."""
     sizes = [
         *_FIRST_SIZES,
         *range(_FINE, _FINE_UP_TO, _FINE),
@@ -54,32 +55,36 @@ def batch_buckets(max_requests: int) -> tuple[int, ...]:
 
 
 def bucket_for(num_requests: int, buckets: Sequence[int]) -> int | None:
-    """Return the smallest of the ascending `buckets` that holds a batch; None: it is too large."""
+    """Return the smallest of the ascending `buckets` that is at least `num_requests`; None if all
+    are smaller."""
     index = bisect_left(buckets, num_requests)
     return buckets[index] if index < len(buckets) else None
 
 
 class StepGraphs:
-    """Recorded steps of one kind, of one model over one set of buffers: one record for each size.
+    """The CUDA graphs of one kind of step, for one model over one set of buffers: one graph for
+    each size.
 
-    A small step is hundreds of small launches, whose Python code takes longer than the device's
-    work. A record over permanent buffers is one launch. A step uses the smallest recorded size that
-    holds it, padded with unused rows.
+    A small step is hundreds of small kernel launches, whose Python code takes longer than the
+    device's work. A graph over permanent buffers needs only one launch. A step uses the graph of
+    the smallest size that is not less than the step's, padded with unused rows.
     """
 
     def __init__(
         self, runtime: DeviceRuntime, work_of: Callable[[int], Work], buckets: Sequence[int]
     ) -> None:
-        """`work_of(bucket)` is a step of so many rows over the buffers. It must read no other data
-        that changes, because a record keeps the old values."""
+        """`work_of(bucket)` returns a function that computes a step of `bucket` rows over the
+        buffers. The returned function must read no other data that changes, because a graph would
+        read the old values."""
         self._runtime = runtime
         self._work_of = work_of
         self._buckets = tuple(buckets)
         self._recorded: dict[int, Work] = {}
 
     def record_all(self, prepare: Callable[[int], None]) -> int:
-        """Record all sizes, and return their number. `prepare(bucket)` makes the buffers safe to
-        run on. The largest size comes first; the smaller ones then fit into its memory.
+        """Capture the graphs of all sizes, and return their number. `prepare(bucket)` fills the
+        buffers with padding, on which the step can run safely. The largest size is captured first;
+        the smaller ones then fit into its memory.
         """
         for bucket in reversed(self._buckets):
             prepare(bucket)
@@ -87,8 +92,8 @@ class StepGraphs:
         return len(self._buckets)
 
     def find_recorded(self, num_rows: int) -> tuple[int, Work] | None:
-        """Return the size to which the buffers must be padded, and the recorded step; None without
-        one."""
+        """Return the size to which the buffers must be padded, and the function that replays the
+        graph; None if there is no graph."""
         bucket = bucket_for(num_rows, self._buckets)
         if bucket is None or bucket not in self._recorded:
             return None
@@ -96,7 +101,7 @@ class StepGraphs:
 
 
 class KernelForward:
-    """A model over one pool and one set of buffers."""
+    """The forward pass of a model over one KV pool and one set of input buffers."""
 
     def __init__(
         self,
@@ -126,8 +131,8 @@ class KernelForward:
         self._chunk_graphs = StepGraphs(runtime, self._chunk_work, chunks)
 
     def warm_up(self) -> None:
-        """Compile the kernels of decodes and chunks, so that no request waits for a compiler. Short
-        and long chunks have different launches."""
+        """Compile the kernels of decodes and chunks before the first request, so that no request
+        waits for the compiler. Short and long chunks use different launches, so both are run."""
         buffers = self._buffers
         buffers.fill(None, 1)
         plans = self._plan_of(buffers.decode_plans(1))
@@ -145,8 +150,8 @@ class KernelForward:
         return lone_step(model.spec.state, model.dtype, device, num_tokens)
 
     def record_steps(self, progress: Callable[[str], None]) -> None:
-        """Record decode steps, and small chunks if their kernels can be recorded. Without this call
-        every step is launched kernel by kernel."""
+        """Capture the CUDA graphs of decode steps, and those of small chunks if their kernels allow
+        it. If this method is not called, every step is launched kernel by kernel."""
         fill = self._buffers.fill
         sizes = self._graphs.record_all(partial(fill, None))
         progress(f"recorded decode steps of {sizes} batch sizes")

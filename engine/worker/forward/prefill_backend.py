@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice for long chunks: the prefill kernel, or a library over gathered K and V.
+"""PrefillChoice: chooses what computes the attention of long chunks, the prefill kernel or a
+library over gathered K and V.
 
     auto        the kernel, unless a library was MIN_GAIN times as fast on this device at the start
-    sdpa, fa3   this library; refused if it can compute no chunk of the engine
+    sdpa, fa3   this library; ConfigError if it can compute no chunk of the engine
     the others  the kernel
 
-The kernel still computes the chunks that a library does not take: short chunks, chunks whose
+The kernel still computes the chunks that a library cannot compute: short chunks, chunks whose
 context does not fit into the buffers, and chunks of layers with a window.
 """
 
@@ -49,11 +50,11 @@ MOST_DIFFERENCE = 0.02
 
 
 class SampleChunk:
-    """A long chunk with random K and V in blocks of the pool, for the kernel or a library. `close`
-    zeroes the blocks."""
+    """A long chunk with random K and V in blocks of the pool, to be computed by the kernel and by a
+    library. `close` sets these blocks to zero."""
 
     def __init__(self, attention: KernelAttention, rows: int, length: int) -> None:
-        """The chunk is the last `rows` of `length` tokens."""
+        """The chunk has the last `rows` tokens of a context of `length` tokens."""
         self.rows, self.length = rows, length
         self._attention = attention
         self._layers = attention.layers[:SAMPLE_LAYERS]
@@ -77,7 +78,7 @@ class SampleChunk:
             layer.index_fill_(0, self._blocks, 0)
 
     def by_kernel(self, run: int) -> Tensor:
-        """Compute attention by the kernel, over the layer of this run."""
+        """Compute attention by the prefill kernel. `run` selects the layer of the pool."""
         return run_prefill(
             self._attention.kernels.prefill, self._q, self._layer(run), self._table[None],
             self._lengths, self._starts, max_query_len=self.rows, scale=self._attention.scale,
@@ -85,7 +86,7 @@ class SampleChunk:
         )  # fmt: skip
 
     def by_library(self, gathered: GatheredPrefill, run: int) -> Tensor:
-        """Compute attention by a library, over the same layer as the kernel."""
+        """Compute attention by a library, over the same layer as `by_kernel` with this `run`."""
         layer, scale = self._layer(run), self._attention.scale
         return gathered.run(self._q, layer, self._table, self.length, scale, self._out)
 
@@ -94,7 +95,8 @@ class SampleChunk:
 
 
 class Measured(NamedTuple):
-    """A library that can compute long chunks, and its time for one chunk."""
+    """A library that can compute long chunks, and the times that the library and the kernel took
+    for one chunk."""
 
     gathered: GatheredPrefill
     rows: int
@@ -110,7 +112,7 @@ class Measured(NamedTuple):
 
 
 class PrefillChoice:
-    """Chooses the backend of long chunks for one engine."""
+    """Chooses the library or the kernel that computes the attention of long chunks in an engine."""
 
     def __init__(
         self,
@@ -121,15 +123,16 @@ class PrefillChoice:
         max_model_len: int,
         max_tokens: int,
     ) -> None:
-        """`kinds` is the attention of each layer; a step has up to `max_tokens` tokens."""
+        """`kinds` has the attention of each layer; `max_tokens` is the largest number of tokens in
+        a step."""
         self.attention, self._runtime, self._kinds = attention, runtime, kinds
         pool = attention.layers[0]
         self._longest = min(max_model_len, (len(pool) - 1) * pool.shape[2])
         self._most_rows = min(max_tokens, self._longest)
 
     def choose(self, backend: str) -> GatheredPrefill | None:
-        """Return the library for long chunks, or None. Raise ConfigError if `backend` names a
-        library that can compute no chunk."""
+        """Return the library for long chunks, or None for the prefill kernel. Raise ConfigError if
+        `backend` names a library that can compute no chunk."""
         if backend in LIBRARIES:
             return self._named(backend)
         # Only a device that records measures its own time.
@@ -162,7 +165,8 @@ class PrefillChoice:
         return chosen
 
     def _try(self, name: str, *, is_measured: bool) -> Measured:
-        """Return a library after it has computed a chunk. Raise KernelRefused if it cannot."""
+        """Run a library on a sample chunk, and return it with the measured times. Raise
+        KernelRefused if the library cannot compute the chunk."""
         if reason := self._reason_against(name):
             raise KernelRefused(reason)
         chunk = None
@@ -195,8 +199,8 @@ class PrefillChoice:
         return reason_against_library(name, self.attention.q, self.attention.layers[0])
 
     def _measure(self, chunk: SampleChunk, gathered: GatheredPrefill) -> tuple[float, float]:
-        """Return the seconds of kernel and library, each the least of RUNS. Raise KernelRefused if
-        their results differ."""
+        """Return the seconds of the kernel and of the library, each the shortest of RUNS runs.
+        Raise KernelRefused if their results differ by more than MOST_DIFFERENCE."""
         right = chunk.by_kernel(0).float()
         off = (chunk.by_library(gathered, 0).float() - right).norm() / right.norm()
         if not off <= MOST_DIFFERENCE:
@@ -212,7 +216,7 @@ class PrefillChoice:
         return kernel, library
 
     def _rest(self, gathered: GatheredPrefill) -> str:
-        """Return text about the chunks that the kernel still computes."""
+        """Return a text for the log about the chunks that the kernel still computes."""
         kept = [f"shorter than {gathered.min_rows} tokens"]
         if gathered.max_tokens < self._longest:
             kept.append(f"of contexts beyond {gathered.max_tokens} tokens")
@@ -224,8 +228,8 @@ class PrefillChoice:
 def library_bytes(
     placement: Placement, spec: ModelSpec, layout: BlockLayout, max_tokens: int
 ) -> int:
-    """Return the bytes that a library may take on a device beside a step: for buffers and
-    result."""
+    """Return the largest number of bytes that a library takes on the device in addition to a step,
+    for its buffers and its result."""
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(layout.kv_dtype)
     is_full = any(kind.is_full for kind in spec.layer_attention)
     if not placement.may_use_library or dtype is None or not is_full or max_tokens < MIN_ROWS:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device of the worker: its memory, its queue, and the size of the pool that fits on it."""
+"""The device of the worker: its stream, its memory, and the size of the KV pool that fits on it."""

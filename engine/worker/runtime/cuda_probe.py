@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether this machine's GPUs can compute, and gives the reason if they cannot.
+"""Checks whether this machine's GPUs can compute, and explains why if they cannot.
 
 The probe (`probe_cuda`) and the decision (`choose_gpu`) are separate, so that decisions can be
 tested without a GPU.
@@ -24,7 +24,7 @@ _TENTHS = 10  # CUDA writes 12.8 as 12080
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device as torch reports it."""
+    """A GPU as torch reports it."""
 
     name: str
     capability: tuple[int, int]
@@ -32,8 +32,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaState:
-    """The result of the probe. `driver_version` is None without a driver, `runtime_version` is None
-    without a CUDA build of torch. Both are (major, minor) of CUDA."""
+    """The result of `probe_cuda`. `driver_version` is None if there is no driver, and
+    `runtime_version` is None if torch has no CUDA. Both fields are CUDA versions as (major,
+    minor)."""
 
     driver_version: tuple[int, int] | None
     runtime_version: tuple[int, int] | None
@@ -44,7 +45,8 @@ class CudaState:
 
 
 def probe_cuda() -> CudaState:
-    """Probe CUDA. It is started only if there are a driver and a CUDA build of torch."""
+    """Find the driver's and torch's CUDA versions and the GPUs. CUDA is initialised only if there
+    are a driver and a CUDA build of torch, and the driver supports its major version."""
     from ....kernels.kernel_choice import probe_hardware
 
     driver, runtime = _driver_version(), _runtime_version()
@@ -72,7 +74,8 @@ def probe_cuda() -> CudaState:
 
 
 def choose_gpu(placement: Placement, state: CudaState) -> Gpu:
-    """Return the GPU of a placement. Raises ConfigError with the missing part and a remedy."""
+    """Return the GPU of a placement. Raises ConfigError with the missing part and a remedy if the
+    GPU cannot compute."""
     if state.runtime_version is None:
         raise ConfigError(
             "--device cuda needs a CUDA build of torch, and this one is for the CPU; install one "
@@ -111,8 +114,8 @@ def choose_gpu(placement: Placement, state: CudaState) -> Gpu:
 
 
 def _check_strict(placement: Placement, state: CudaState, gpu: Gpu) -> None:
-    """Raise ConfigError for kernels that the first step would refuse. Runs before the weights are
-    read."""
+    """Raise ConfigError if the first step would fail because the kernels cannot run on this GPU.
+    This check runs before the weights are read."""
     if not state.has_triton:
         raise ConfigError(
             "--strict-kernels needs triton, which is not installed; run `pip install '.[cuda]'` "
@@ -128,7 +131,7 @@ def _check_strict(placement: Placement, state: CudaState, gpu: Gpu) -> None:
 
 
 def _driver_version() -> tuple[int, int] | None:
-    """Return the newest CUDA version that the driver supports, without starting CUDA."""
+    """Return the newest CUDA version that the driver supports, without initialising CUDA."""
     try:
         driver = ctypes.CDLL(_DRIVER)
         version = ctypes.c_int()

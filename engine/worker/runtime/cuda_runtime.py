@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA version of `device_runtime.py`: a stream, staging memory, events, graphs, free memory.
+"""CudaRuntime: the CUDA implementation of `device_runtime.py`, with a stream, staging memory,
+events, graphs and free memory.
 
-All work runs in one stream, with a higher priority than the streams that copy blocks. In CUDA,
-device and stream belong to a thread. An engine may be built in one thread and run steps in another,
-so a thread must call `enter_thread` first. Imported only for a GPU.
+All work runs in one stream, whose priority is higher than that of the streams that copy blocks. In
+CUDA, each thread has its own current device and stream. An engine may be built in one thread and
+run its steps in another, so the second thread must call `enter_thread` first. This module is
+imported only if the worker uses a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ PRIORITY = -1
 
 
 class CudaRuntime:
-    """A GPU and its stream."""
+    """A GPU and the stream of the worker."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = with_index(device)
@@ -86,7 +88,7 @@ class CudaRuntime:
 
 
 class CudaMeter:
-    """The memory of one GPU."""
+    """Reports the memory of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device's services beside arithmetic: its queue, staging memory, marks, graphs.
+"""DeviceRuntime: the services of a device other than arithmetic: its queue, staging memory, marks
+(CUDA events) and graphs.
 
-`HostRuntime` is the CPU, which has no queue and records no work; `cuda_runtime.py` is CUDA.
+`HostRuntime` is for the CPU, which has no queue and no graphs; `cuda_runtime.py` is for CUDA.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _LOST_WORDS = (
 
 
 def is_device_lost(error: BaseException | None) -> bool:
-    """Whether an error, or one of its causes, makes all later calls on the device fail until this
-    process ends. Exhausted memory does not."""
+    """Whether an error, or one of its causes, means that all later calls on the device will fail
+    until this process ends. Exhausted memory is not such an error."""
     seen: set[BaseException] = set()
     while error is not None and error not in seen:
         seen.add(error)
@@ -48,48 +49,50 @@ def is_device_lost(error: BaseException | None) -> bool:
 
 
 class Mark(Protocol):
-    """A point in the device's queue."""
+    """A point in the device's queue, like a CUDA event."""
 
     def wait(self) -> None:
         """Wait until all work that was queued before the mark is done."""
 
 
 class DeviceRuntime(Protocol):
-    """A device and its queue of work."""
+    """A device and its queue of work (in CUDA, a stream)."""
 
     device: torch.device
     can_record: bool
 
     def enter_thread(self) -> None:
-        """Put the calling thread's later work into the device's queue."""
+        """Make the device's queue the current one of the calling thread."""
 
     def entered(self) -> AbstractContextManager[None]:
-        """Return a context whose body runs as in an entered thread; its end restores the previous
-        state."""
+        """Return a context whose body runs as in a thread that has called `enter_thread`. At the
+        end of the body, the thread's previous queue is current again."""
 
     def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return zeroed host memory, which the device can copy while the host goes on."""
+        """Return zeroed host memory (pinned memory in CUDA), from which the device can copy while
+        the host continues."""
 
     def mark(self) -> Mark:
-        """Return a mark after all work that was queued before."""
+        """Return a mark that is reached after all work that was queued before it."""
 
     def record_work(self, work: Work) -> Work:
-        """Run `work` and record its device operations. The result repeats these without Python
-        code, on the present content of the buffers, and returns the same tensor each time."""
+        """Run `work` and capture its device operations in a graph. The returned function replays
+        these operations without their Python code, on the present content of the buffers. Each
+        replay returns the same tensor."""
 
     def seconds_of(self, work: Callable[[], object]) -> float:
-        """Return the seconds that the device takes for `work`; waits for the end."""
+        """Return the seconds that the device takes for `work`, after waiting for its end."""
 
 
 class _Passed:
-    """A mark in a queue that is always empty."""
+    """A mark that has already been reached, for a device without a queue."""
 
     def wait(self) -> None:
         return
 
 
 class HostRuntime:
-    """The CPU: work is done when its call returns."""
+    """The CPU as a device: work is done when its call returns."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

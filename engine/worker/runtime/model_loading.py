@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelLoader: loads the weights of a worker's model and of its draft model."""
+"""ModelLoader: loads the weights of the worker's model and those of its draft model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .runtimes import check_kernels, check_room, choose_layer_parts
 
 
 class ModelLoader:
-    """Loads models. Its constructor makes all checks that need no weights."""
+    """Loads the model and the draft model. The constructor makes all checks without weights."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class ModelLoader:
         placement: Placement,
         compute: torch.dtype,
     ) -> None:
-        """Raises ConfigError if no kernel can compute a model, or if the weights do not fit into a
-        GPU's memory."""
+        """Raises ConfigError if no allowed kernel can compute a model, or if the weights do not fit
+        into a GPU's memory."""
         self._sources = [ModelSource(path, spec), *([] if draft is None else [draft])]
         self._placement, self._compute = placement, compute
         for source in self._sources:
@@ -39,7 +39,7 @@ class ModelLoader:
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's operators compute the layers, rather than the kernels of `kernels/`."""
+        """Whether torch's operators compute the layers, instead of the kernels of `kernels/`."""
         return self._parts[0].is_plain
 
     def allow_adapters(self, num_slots: int, max_rank: int) -> None:
@@ -48,7 +48,8 @@ class ModelLoader:
 
     def load_models(self, max_model_len: int) -> tuple[Decoder, Decoder | None]:
         """Load the model for a context of `max_model_len` tokens, and the draft model or EAGLE head
-        for as many of these as it supports. Raises ConfigError if weights do not fit."""
+        for the same context or, if that is shorter, the longest it supports. Raises ConfigError if
+        the weights do not fit a specification."""
         found: list[Decoder] = []
         for source, parts in zip(self._sources, self._parts, strict=True):
             length = min(max_model_len, source.spec.max_context)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device and the kernels of a model: the settings of the worker itself.
+"""Placement: the settings of the worker, which are the device of the model and its kernels.
 
-`engine/core/` fills them in.
+`engine/core/` makes the placement from the engine's settings.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ AUTO, GATHER, KERNELS = "auto", "gather", "kernels"
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return the device with its number, which parts of torch need: `cuda` becomes `cuda:0`."""
+    """Return the device with its index, which parts of torch need: `cuda` becomes `cuda:0`."""
     return device if device.type == "cpu" else torch.device(device.type, device.index or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The device and the kernels of a model. The defaults are the CPU's."""
+    """The device of a model and its kernels. The defaults are for a CPU."""
 
     device: torch.device = CPU
     kv_cache_dtype: str = AUTO  # auto: the type of the computation
@@ -41,15 +41,16 @@ class Placement:
 
     @property
     def uses_kernels(self) -> bool:
-        """Whether kernels or their plain twins compute attention: on a GPU, if the setting says so,
-        and for a float8 pool, which other attention cannot read."""
+        """Whether `KernelAttention` computes attention, by Triton kernels or by plain ones.
+        `attention_backend` decides; `auto` means on a GPU, and on a CPU for a float8 pool, which
+        other attention cannot read."""
         if self.attention_backend != AUTO:
             return self.attention_backend != GATHER
         return self.device.type != "cpu" or self.kv_cache_dtype == FP8_KV
 
     @property
     def may_use_library(self) -> bool:
-        """Whether a library may compute long chunks: on a GPU, unless the setting names our
-        kernels."""
+        """Whether a library may compute the attention of long chunks: on a GPU, if
+        `attention_backend` is `auto` or names a library."""
         is_open = self.attention_backend in (AUTO, *LIBRARIES)
         return is_open and self.device.type != "cpu"

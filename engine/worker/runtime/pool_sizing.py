@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes how many blocks a machine's memory holds beside the model. Arithmetic only.
+"""Computes how many KV pool blocks fit into a machine's memory together with the model. This module
+only computes; `PoolSizer` measures.
 
 On a GPU:
 
@@ -9,10 +10,10 @@ total * share                                       the engine's budget
     - the reserve                                   records of decode steps, kernels' scratch
 = the KV pool
 
-On the CPU other processes use the same memory, and a pool is zeroed at the start. So the pool takes
-at most half of the memory that weights, steps and the cpu tier leave, and no more than is useful:
-`DEFAULT_POOL_BYTES` for small models; `WEIGHTS_IN_POOL` times the weights for large models, if
-enough requests may run; and always one request of the whole context.
+On the CPU, other processes use the same memory, and the pool is set to zero at the start. So the
+pool takes at most half of the memory that weights, steps and the cpu tier leave, and no more than
+is useful: `DEFAULT_POOL_BYTES` for small models; for large models `WEIGHTS_IN_POOL` times the size
+of the weights, if enough requests may run; and always enough for one request of the whole context.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """The free memory of a host, and the engine's needs beside the pool, in bytes."""
+    """The free memory of a host, and the memory that the engine needs in addition to the pool, in
+    bytes."""
 
     available_bytes: int
     weight_bytes: int
@@ -56,9 +58,10 @@ class HostMemory:
 def host_pool_blocks(
     memory: HostMemory, demand: PoolDemand, context: int, max_requests: int, *, is_asked: bool
 ) -> int:
-    """Return the blocks of a pool on the host, including the null block. `context` is the longest
-    request in tokens. If the user has set it (`is_asked`), the pool takes memory for one such
-    request, up to HOST_SHARE_AT_MOST. Raises ConfigError if no pool fits."""
+    """Return the number of blocks of a pool on the host, including the null block. `context` is the
+    length of the longest request in tokens. If the user has set this length (`is_asked`), the pool
+    takes enough memory for one such request, up to HOST_SHARE_AT_MOST of the remaining memory.
+    Raises ConfigError if the memory is too small for any pool."""
     request = demand.blocks(context) * demand.block_bytes
     useful = min(WEIGHTS_IN_POOL * memory.weight_bytes, max_requests * request)
     size = min(max(DEFAULT_POOL_BYTES, request, useful), int(HOST_SHARE * memory.left_bytes))
@@ -82,15 +85,16 @@ def host_pool_blocks(
 
 
 def longest_context(demand: PoolDemand, num_blocks: int, context: int) -> int:
-    """Return the longest request, in tokens, that a pool holds, up to `context`; `context` itself
-    if the pool holds no request, which `check_pool_size` refuses."""
+    """Return the length in tokens of the longest request, up to `context`, that a pool of
+    `num_blocks` blocks can hold. If the pool cannot hold any request, return `context`;
+    `check_pool_size` then raises the error."""
     fits = demand.longest(num_blocks, context)
     return context if fits < MIN_CONTEXT else fits
 
 
 def context_that_fits(demand: PoolDemand, num_blocks: int, context: int) -> int:
-    """Return the longest request, in tokens, for a pool without a set length: `context`, or less if
-    the pool holds less. The second case is logged."""
+    """Return the longest request, in tokens, if the user has set no length: `context`, or what the
+    pool can hold if that is less. A warning is logged if the result is less than `context`."""
     fits = longest_context(demand, num_blocks, context)
     if fits == context:
         return context
@@ -107,7 +111,7 @@ def context_that_fits(demand: PoolDemand, num_blocks: int, context: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes of one device, measured before and after a run of the largest step."""
+    """The memory of one device in bytes, measured before and after a run of the largest step."""
 
     total_bytes: int
     free_before_bytes: int  # before this process took any memory
@@ -123,8 +127,8 @@ class MemoryUse:
 
 
 def check_free(total_bytes: int, free_bytes: int, share: float) -> None:
-    """Raise ConfigError if other processes hold so much of the device that the share is not free.
-    Call it before the weights are read."""
+    """Raise ConfigError if less than `share` of the device's memory is free, because other
+    processes use it. This check must come before the weights are read."""
     budget = int(total_bytes * share)
     if budget > free_bytes:
         fits = int(100 * free_bytes / total_bytes) / 100
@@ -136,7 +140,7 @@ def check_free(total_bytes: int, free_bytes: int, share: float) -> None:
 
 
 def check_weights(weight_bytes: int, free_bytes: int) -> None:
-    """Raise ConfigError if the free memory cannot hold the model's weights."""
+    """Raise ConfigError if the model's weights do not fit into the free memory."""
     if weight_bytes > free_bytes:
         raise ConfigError(
             f"the weights take {_gib(weight_bytes)} and {_gib(free_bytes)} of the GPU's memory are "
@@ -146,8 +150,9 @@ def check_weights(weight_bytes: int, free_bytes: int) -> None:
 
 
 def pool_blocks(use: MemoryUse, demand: PoolDemand, max_model_len: int, share: float) -> int:
-    """Return the blocks of the pool, including the null block. Raise ConfigError, with the needed
-    memory and helpful flags, if one request of `max_model_len` tokens does not fit."""
+    """Return the number of blocks of a GPU's pool, including the null block. Raise ConfigError if
+    one request of `max_model_len` tokens does not fit; the text has the needed memory and flags
+    that help."""
     budget = int(use.total_bytes * share)
     taken = use.outside_bytes + use.peak_bytes + RESERVE_BYTES
     blocks = min(max(0, budget - taken) // demand.block_bytes, MAX_BLOCKS)

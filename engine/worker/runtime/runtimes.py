@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the parts that compute on a placement: runtime, memory meter, forward pass.
+"""Makes the objects that compute on the device of a `Placement`: the runtime, the memory meter, the
+forward pass.
 
-CUDA is imported and used only if a placement names it.
+CUDA is imported and used only if the placement's device is a GPU.
 """
 
 from __future__ import annotations
@@ -44,38 +45,39 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryMeter(Protocol):
-    """Reports a device's memory."""
+    """Reports the memory of a device, in bytes."""
 
     def total_bytes(self) -> int: ...
 
     def free_bytes(self) -> int: ...
 
     def held_bytes(self) -> int:
-        """Bytes held by torch's allocator in this process."""
+        """Bytes that torch's allocator in this process has reserved."""
 
     def peak_bytes(self) -> int:
-        """The most that torch's allocator held since `reset_peak`."""
+        """The most bytes that torch's allocator had reserved since `reset_peak`."""
 
     def reset_peak(self) -> None: ...
 
 
 class _NoAttention:
-    """An attention that allocates its result but computes nothing."""
+    """An attention that allocates its result and computes nothing."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: None) -> Tensor:
         return torch.zeros((len(q), q[0].numel()), dtype=q.dtype, device=q.device)
 
 
 class PoolSizer:
-    """Measures how much of a device's memory a model leaves for its pool. It must be made before
-    the weights are loaded, and used afterwards.
+    """Measures how much of a device's memory remains for the KV pool. The sizer must be made before
+    the weights are loaded, and used after they are loaded.
 
-    It runs the largest step of the model without a pool and without attention. Attention kernels
-    take no memory except for their result, which is counted.
+    The sizer runs the largest step of the model without a pool and without computing attention.
+    Attention kernels allocate only their result, which this run allocates too.
     """
 
     def __init__(self, placement: Placement, meter: MemoryMeter) -> None:
-        """Raises ConfigError if the placement's share of the memory is not free."""
+        """Raises ConfigError if the share of the device's memory that the placement gives is not
+        free."""
         self._placement, self._meter = placement, meter
         self._free_before_bytes = meter.free_bytes()
         check_free(meter.total_bytes(), self._free_before_bytes, placement.memory_share)
@@ -90,8 +92,8 @@ class PoolSizer:
         max_requests: int,
         most_drafts: int = 0,
     ) -> int:
-        """Return the blocks of the pool. Raise ConfigError if one request does not fit, or if the
-        kernels of a step cannot be compiled."""
+        """Return the number of blocks of the pool. Raise ConfigError if one request does not fit
+        into the pool, or if the kernels of a step cannot be compiled."""
         with naming_triton():
             use = self.measure(model, max_tokens, max_requests)
         beside = library_bytes(self._placement, model.spec, demand.groups.layout, max_tokens)
@@ -111,8 +113,9 @@ class PoolSizer:
 
     @torch.inference_mode()
     def measure(self, model: Decoder, max_tokens: int, max_requests: int) -> MemoryUse:
-        """Run a prompt step of `max_tokens` with `max_requests` logits and log-probabilities,
-        twice: the second run happens while the first run's results are still held."""
+        """Run a prompt step of `max_tokens` tokens twice, with logits and log-probabilities for
+        `max_requests` rows. The results of the first run are still in memory during the second
+        run."""
         meter, device = self._meter, self._placement.device
         meter.reset_peak()
         weight_bytes = meter.held_bytes()
@@ -139,7 +142,8 @@ class PoolSizer:
 
 @contextmanager
 def naming_triton() -> Iterator[None]:
-    """Turn errors of Triton in the body into ConfigError, with a hint for the user."""
+    """Convert errors that Triton raises in the `with` body to ConfigError, with a remedy for the
+    user."""
     try:
         yield
     except Exception as error:
@@ -164,8 +168,8 @@ def open_runtime(placement: Placement) -> DeviceRuntime:
 
 
 def check_room(specs: Iterable[ModelSpec], placement: Placement, compute: torch.dtype) -> None:
-    """Raise ConfigError if the weights do not fit into a GPU's memory. This is not checked on the
-    CPU, where weights share memory with the mapped file."""
+    """Raise ConfigError if the weights do not fit into a GPU's memory. The CPU is not checked,
+    because weights may be views of the mapped file there."""
     if placement.device.type == "cpu":
         return
     from .cuda_runtime import CudaMeter
@@ -176,8 +180,9 @@ def check_room(specs: Iterable[ModelSpec], placement: Placement, compute: torch.
 
 
 def check_kernels(spec: ModelSpec, placement: Placement, compute: torch.dtype) -> None:
-    """Raise ConfigError, before the weights are read, if no kernel takes the model's heads and the
-    plain twin is not allowed: under `strict_kernels`, or if the setting names Triton."""
+    """Raise ConfigError if no Triton kernel can compute the model's heads and a plain kernel is not
+    allowed. Plain kernels are not allowed under `strict_kernels`, or if `attention_backend` is
+    `triton`. The check comes before the weights are read."""
     wanted = _wanted_kernel(placement)
     flag = "--strict-kernels" if wanted == AUTO_KERNEL else "--attention-backend triton"
     if not placement.uses_kernels or (wanted == AUTO_KERNEL and not placement.strict_kernels):
@@ -207,15 +212,16 @@ def _wanted_kernel(placement: Placement) -> str:
 
 
 def open_sizer(placement: Placement) -> PoolSizer:
-    """Make the object that sizes a GPU's pool. Call it before the weights are loaded."""
+    """Return the `PoolSizer` of a GPU. The sizer must be made before the weights are loaded."""
     from .cuda_runtime import CudaMeter
 
     return PoolSizer(placement, CudaMeter(placement.device))
 
 
 def choose_layer_parts(spec: ModelSpec, placement: Placement, compute: torch.dtype) -> Elementwise:
-    """Choose the elementwise parts of a layer: kernels if they run, unless torch.compile makes
-    them. Under `strict_kernels` raise KernelRefused if kernels should run and cannot."""
+    """Choose the elementwise functions of a layer: kernels if they can run, or functions compiled
+    by torch.compile if the placement says so. Under `strict_kernels`, raise KernelRefused if
+    kernels should run but cannot."""
     if placement.compile_elementwise:
         return Elementwise.compiled()
     chosen = choose_elementwise(
@@ -236,7 +242,8 @@ def make_forward(
     max_requests: int,
     progress: Callable[[str], None],
 ) -> StepForward:
-    """Make the forward pass of a model over its pages. Record its decode steps if possible."""
+    """Make the forward pass of a model over its pages of the KV pool. Compile the kernels and
+    capture the CUDA graphs, if the device and the model allow it."""
     layout = pages.layout
     if not placement.uses_kernels:
         if placement.attention_backend == AUTO and not reason_against_in_place(layout, compute):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft tokens: the proposers, and the check of drafts by the model."""
+"""Speculative decoding: the proposers of draft tokens, and the check of drafts by the model."""

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DraftModel: a small model with the same vocabulary proposes the next tokens.
+"""DraftModel: a small model with the same vocabulary that proposes draft tokens.
 
-Its K and V lie in the blocks of the main model (`cache/group_spec.py`), so a block that is found,
-copied or loaded has the K and V of both. The draft model computes
+The K and V of the draft model are in the same blocks as those of the main model
+(`cache/group_spec.py`), so a block that is found in the cache, copied or loaded has the K and V of
+both. The draft model computes
 
     prompts     the tokens that the main model computes, in the same step
     answers     each block when it is full; and the missing tokens, to make drafts
 
-It skips an answer if no drafts were requested for its last block. The draft model's K and V in
-the full blocks then become zeros, so a request that finds them never reads data of another text.
-Slots after the draft model's own context are never computed, and become zeros too.
+The draft model skips the tokens of an answer if no drafts were requested for the answer's last
+block. The draft model's K and V in the skipped full blocks are set to zero, so a request that finds
+such a block never reads data of another text. Slots beyond the draft model's own context length are
+never computed, and are set to zero too.
 
     tokens      a b c d e f g h i        `i` was chosen last
     K and V     of the model up to h, of the draft model up to f
     propose     g h i ──► j    j ──► k    k ──► l       drafts: j k l
 
-For drafts the draft model writes after the newest token, to blocks that the scheduler has reserved
-(`Speculation.looks_ahead`). With fewer such blocks there are fewer drafts.
+To make several drafts, the draft model writes K and V after the newest token, to blocks that the
+scheduler has reserved (`Speculation.looks_ahead`). If fewer blocks are reserved, fewer drafts are
+made.
 """
 
 from __future__ import annotations
@@ -49,9 +52,9 @@ StatesBefore = tuple[Tensor, IntArray]  # hidden states, and the indices of the 
 
 
 class DraftRows(NamedTuple):
-    """Rows of the batch whose tokens the draft model computes at once, in the order of a step.
-    `before` has the hidden states of the previous drafts; None: the main model computed the
-    previous tokens."""
+    """Rows of the batch whose tokens the draft model computes in one forward pass, in the order of
+    a step. For an EAGLE head, `before` has the hidden states of the previous drafts. If `before` is
+    None, the main model computed the tokens before."""
 
     rows: IntArray  # [requests]
     starts: IntArray  # [requests] number of tokens before the computed ones
@@ -62,7 +65,7 @@ class DraftRows(NamedTuple):
 
 
 class DraftModel(Proposer):
-    """A draft model over the pages of the main model's pool."""
+    """A draft model, whose K and V are in the pages of the main model's pool."""
 
     def __init__(
         self,
@@ -74,8 +77,8 @@ class DraftModel(Proposer):
         vocab_size: int,
         max_tokens: int,
     ) -> None:
-        """`forward` computes this model over these pages, up to `max_tokens` at once. All token ids
-        are below `vocab_size`."""
+        """`forward` computes this model over `pages`, at most `max_tokens` tokens at once. All
+        proposed token ids are below `vocab_size`."""
         self._model, self._forward, self._batch = model, forward, batch
         self._table = batch.tables[pages.places[0].group]
         # For each cache group: its block table, and the pages of the draft's layers.
@@ -89,7 +92,8 @@ class DraftModel(Proposer):
         self._vocab_size = min(vocab_size, model.spec.vocab_size)
 
     def follow_step(self, step: ComputedStep) -> None:
-        """Compute the prompts of the step, and the blocks that become full."""
+        """Compute K and V for the prompt tokens of the step, and for the answers' blocks that
+        become full."""
         self._clear_bare_slots(step)
         batch, rows, size = self._batch, step.rows, self._table.given_size
         known, ends = batch.num_draft_computed, step.computed + step.counts
@@ -142,18 +146,19 @@ class DraftModel(Proposer):
         return drafts
 
     def _leaves(self, rows: IntArray, ends: IntArray) -> BoolArray:
-        """Return `[rows]`: whether an answer, whose last block is full, is skipped."""
+        """Return bool `[rows]`: whether the tokens of an answer whose last block is full are
+        skipped."""
         behind = ends - self._batch.drafts_asked_at[rows]
         return behind > _FOLLOWED_BLOCKS * self._table.given_size
 
     def _known_behind(self, lengths: IntArray, most: IntArray) -> IntArray:
-        """Return, for rows of these lengths that got `most` drafts each, how many tokens need not
-        be computed again if the drafts are confirmed."""
+        """Return, for rows of these lengths that got `most` drafts each, the number of tokens whose
+        K and V stay valid if all drafts are accepted."""
         return lengths + most - 1
 
     def _catch_up(self, rows: IntArray, ends: IntArray, chosen: Tensor | None) -> None:
-        """Compute the missing tokens among the first `ends` of these rows. The last token may be
-        one that the device has `chosen`."""
+        """Compute K and V for the missing tokens among the first `ends` tokens of these rows. The
+        last token of a row may be one that only the device has, in `chosen`."""
         known = self._batch.num_draft_computed
         if chosen is not None:
             chosen = chosen.clamp(max=self._vocab_size - 1)
@@ -169,7 +174,7 @@ class DraftModel(Proposer):
             rows, ends = rows[left], ends[left]
 
     def _leave_blocks(self, rows: IntArray, firsts: IntArray, ends: IntArray) -> None:
-        """Zero K and V of the blocks `firsts` to `ends` (exclusive) of these rows."""
+        """Set K and V of the blocks `firsts` to `ends` (exclusive) of these rows to zero."""
         known, size = self._batch.num_draft_computed, self._table.given_size
         known[rows] = np.minimum(known[rows], firsts * size)
         each = size // self._table.block_size
@@ -180,12 +185,12 @@ class DraftModel(Proposer):
             pages.index_fill_(0, blocks, 0)
 
     def _is_bare(self, positions: IntArray) -> BoolArray:
-        """Return `[tokens]`: whether the slot at this position is never computed."""
+        """Return bool `[tokens]`: whether the slot at each position is never computed."""
         return positions >= self._max_model_len
 
     def _clear_bare_slots(self, step: ComputedStep) -> None:
-        """Zero K and V of the step's slots that are never computed, so that they keep no data of
-        the block's previous text."""
+        """Set K and V to zero in those slots of the step that are never computed, so that they keep
+        no data of the text that used the block before."""
         rows, positions = np.repeat(step.rows, step.counts), ranges(step.computed, step.counts)
         is_bare = self._is_bare(positions)
         if not is_bare.any():
@@ -198,14 +203,14 @@ class DraftModel(Proposer):
             pages.view(torch.uint8)[blocks, :, :, offsets] = nothing
 
     def _room(self, rows: IntArray) -> IntArray:
-        """Return the number of drafts for which each row's blocks and the draft model's context
-        have room."""
+        """Return the number of drafts that fit into each row's blocks and into the draft model's
+        context."""
         slots = self._table.num_entries[rows].astype(np.int64) * self._table.block_size
         return np.minimum(slots, self._max_model_len) - self._batch.num_tokens[rows] + 1
 
     def _read_newest(self, rows: IntArray, lengths: IntArray) -> Tensor:
-        """Compute the missing tokens of each row. Return the hidden state `[rows, hidden]` of its
-        newest token."""
+        """Compute the missing tokens of each row. Return the hidden state of each row's newest
+        token, `[rows, hidden]`."""
         starts = self._batch.num_draft_computed[rows]
         counts = lengths - starts
         hidden = []
@@ -215,7 +220,7 @@ class DraftModel(Proposer):
         return torch.cat(hidden)
 
     def _compute(self, step: DraftRows) -> Tensor:
-        """Compute a step, and return its hidden states `[wanted, hidden]`."""
+        """Compute a forward pass, and return the hidden states `[wanted, hidden]`."""
         return self._forward.prepare_step(self._inputs(step))()
 
     def _inputs(self, step: DraftRows) -> StepInputs:
@@ -235,7 +240,8 @@ class DraftModel(Proposer):
         return self._model.logits(hidden)[:, : self._vocab_size].argmax(-1)
 
     def _pieces(self, rows: IntArray, counts: IntArray) -> Iterator[IntArray]:
-        """Yield the rows in the order of a step, as many at a time as one step can compute."""
+        """Yield the rows in the order of a step, in pieces of as many rows as one forward pass can
+        compute."""
         order = step_order(rows, counts)
         ends = np.cumsum(counts[order])
         start = 0

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DraftedRows: the rows of logits of a step that checks draft tokens, and the accepted tokens.
+"""DraftedRows: the rows of logits in a step that checks draft tokens, and the accepted tokens.
 
     output so far    a b c
     draft tokens           x y z
     rows of logits        0 1 2 3       chosen there: x y v _
 
-Each row gets the token that its request would choose there without drafts. If this token equals the
-draft, the next row is valid. The first different token replaces the draft, and later rows are
-dropped. So the answer is the same as without drafts: the same tokens if it is greedy or has a seed,
-otherwise tokens with the same probabilities.
+At each row the sampler chooses the token that the request would get there without drafts. If the
+chosen token equals the draft, the next row is valid too. The first token that differs from its
+draft replaces the draft, and the rows after it are dropped. So drafts do not change the answer: the
+tokens are the same if sampling is greedy or has a seed; otherwise they have the same probabilities.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _NO_DRAFTS: Sequence[int] = ()
 
 @dataclass(frozen=True, slots=True)
 class DraftedRows:
-    """Rows of logits, request by request: one after the newest token and one after each draft."""
+    """The rows of logits, request by request: one after the newest token and one after each
+    draft."""
 
     rows: IntArray  # [rows of logits] their rows of the batch
     offsets: IntArray  # [rows of logits] number of drafts before each
@@ -40,7 +41,7 @@ class DraftedRows:
     def of(
         cls, batch: InputBatch, rows: IntArray, drafts: Mapping[str, Sequence[int]]
     ) -> DraftedRows:
-        """Make the rows for requests in these rows of the batch, which choose in this order."""
+        """Make the rows of logits for the requests in `rows` of the batch, in this order."""
         own = []
         for row in rows.tolist():
             request = batch.requests[row]
@@ -52,18 +53,18 @@ class DraftedRows:
         return cls(np.repeat(rows, counts), offsets, of_rows, firsts, counts)
 
     def places_of(self, last: IntArray) -> IntArray:
-        """Return the index of each row of logits among the tokens of a step. `last` has the index
-        of each request's last token."""
+        """Return the index of each row of logits among the tokens of the step. `last` has the index
+        of each request's last token in the step."""
         return np.repeat(last - self.counts + 1, self.counts) + self.offsets
 
     def known_index(self) -> IntArray:
-        """Index of each request's token among the chosen ones, `[requests]`; -1 if it depends on
-        the request's drafts."""
+        """Return the index of each request's token among the sampled tokens, `[requests]`; -1 if it
+        depends on which drafts are accepted."""
         return np.where(self.counts == 1, self.firsts, _UNKNOWN)
 
     def accept(self, sampled: Sampled) -> list[list[int]]:
-        """Return, for each request, its confirmed drafts and the token after them. The list ends
-        before the first row without a token, so it may be empty."""
+        """Return, for each request, its accepted drafts and the token after them. The list ends
+        before the first row that has no token, so it may be empty."""
         tokens, is_finite, has_choice = sampled.token_ids, sampled.is_finite, sampled.has_choice
         accepted = []
         for first, count in zip(self.firsts.tolist(), self.counts.tolist(), strict=True):

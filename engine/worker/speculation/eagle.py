@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EagleDrafts: an EAGLE head proposes the model's next tokens from the model's hidden states.
+"""EagleDrafts: an EAGLE head that proposes draft tokens from the model's hidden states.
 
-Its K and V lie in the blocks of the model, like a draft model's (`draft_model.py`), and so do the
-model's hidden states. Slot i belongs to token i and the hidden state before it:
+The head's K and V are in the blocks of the model, like those of a draft model (`draft_model.py`),
+and the model's hidden states are in these blocks too. Slot i belongs to token i and to the hidden
+state of the token before:
 
     slot           0         1          2          3
     token          t0        t1         t2         t3
@@ -10,15 +11,16 @@ model's hidden states. Slot i belongs to token i and the hidden state before it:
     K and V of     nothing   t1, h0     t2, h1     t3, h2     slot 0 holds zeros
     proposes                 t2         t3         t4
 
-The content of a slot depends only on the tokens up to this slot. So the content of a block depends
-only on the tokens that name the block, and a found block needs no recomputed token: the hidden
-state for the next slot is in the block's last slot. Other engines pair token i + 1 with hidden
-state i in slot i; the last slot of a block then depends on a token after the block. The drafts are
-the same, since rotary positions matter only by their distances.
+The content of a slot depends only on the tokens up to its own token. So a block's content depends
+only on the tokens that its key covers. After a cache hit no token is computed again, because the
+hidden state for the next slot is in the block's last slot. Other engines combine token i + 1 and
+hidden state i in slot i; the last slot of a block then depends on a token after the block. The
+drafts are the same with either pairing, since only distances between rotary positions matter.
 
-The first draft comes from a hidden state of the model, later drafts from hidden states of the head.
-When the model has confirmed drafts, their K and V are computed again from the model's states. The
-head computes every block of an answer, unlike a draft model, because it is small.
+The first draft is computed from a hidden state of the model, later drafts from hidden states of the
+head. After the model has accepted drafts, their K and V in the head are computed again from the
+model's hidden states. The head computes every block of an answer, because it is small; a draft
+model skips blocks.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _FIRST_SLOTS = 1  # slots without a hidden state before them
 
 
 class EagleDrafts(DraftModel):
-    """An EAGLE head over the pages of its model's pool."""
+    """An EAGLE head, whose K and V are in the pages of its model's pool."""
 
     reads_hidden = True
 
@@ -59,12 +61,12 @@ class EagleDrafts(DraftModel):
         vocab_size: int,
         max_tokens: int,
     ) -> None:
-        """`pages` are for the head's layers; `states` has the hidden states of the model."""
+        """`pages` are those of the head's layers; `states` stores the model's hidden states."""
         super().__init__(head, forward, batch, pages, vocab_size=vocab_size, max_tokens=max_tokens)
         self._head, self._states = head, states
 
     def follow_step(self, step: ComputedStep) -> None:
-        """Store the step's hidden states. Compute missing tokens of prompts and full blocks."""
+        """Store the hidden states, and compute the missing tokens of prompts and of full blocks."""
         if step.hidden is None:
             raise ValueError("an EAGLE head follows steps by their hidden states; none were given")
         rows, positions = np.repeat(step.rows, step.counts), ranges(step.computed, step.counts)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HiddenPages: the hidden states of a model, kept in the blocks of the pool beside its K and V.
+"""HiddenPages: the hidden states of a model, stored in the blocks of the pool next to its K and V.
 
-The states have the type of the computation, whatever the type of K and V. A state lies in the slot
-of its token, divided over as many places as it needs:
+The states have the type of the computation, even if K and V have another type. A state is in the
+slot of its token, divided over as many layer places of the page as it needs:
 
     place    | block_size slots of part 0 |    place    | block_size slots of part 1, zeros |
 """
@@ -24,8 +24,8 @@ from ..kv_pool import ModelPages
 
 
 class HiddenPages:
-    """Hidden states of `hidden_size` numbers of `dtype`, stored in parts in the places of `pages`.
-    The tensor of `pages` has all places of a page."""
+    """Storage for hidden states of `hidden_size` elements of type `dtype`, divided over the layer
+    places `pages.places`. `pages.tensor` has all layer places of a page."""
 
     def __init__(
         self, pages: ModelPages, tables: MultiGroupBlockTable, hidden_size: int, dtype: torch.dtype
@@ -47,7 +47,8 @@ class HiddenPages:
         self._rest = start - hidden_size  # numbers of padding in the last part
 
     def write_states(self, rows: IntArray, positions: IntArray, hidden: Tensor) -> None:
-        """Store `hidden` `[tokens, hidden]` for tokens at these rows and positions of the batch."""
+        """Store `hidden` `[tokens, hidden]` for the tokens at these rows and positions of the
+        batch."""
         # Padding is written too, because pages of another cache group may have left data.
         hidden = F.pad(hidden, (0, self._rest))
         for table, parts in self._parts:
@@ -56,7 +57,8 @@ class HiddenPages:
                 part[index] = hidden[:, start : start + part.shape[-1]]
 
     def read_states(self, rows: IntArray, positions: IntArray) -> Tensor:
-        """Return `[tokens, hidden]` for tokens at these stored rows and positions."""
+        """Return the stored states `[tokens, hidden]` of the tokens at these rows and positions of
+        the batch."""
         shape = len(rows), self._hidden_size + self._rest
         found = torch.empty(shape, dtype=self._dtype, device=self.device)
         for table, parts in self._parts:

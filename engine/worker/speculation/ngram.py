@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NgramProposer: proposes the tokens that followed an earlier copy of a request's last tokens.
+"""NgramProposer: proposes the tokens that followed an earlier occurrence of a request's last
+tokens.
 
-It helps answers that quote their prompt or themselves: edits of code, quotations, tables.
+The proposer helps with answers that quote the prompt or themselves: code, quotations, tables.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ _MOST_PLACES = 16  # most earlier copies that are compared, the newest first
 
 
 class NgramProposer(Proposer):
-    """Finds the longest run of tokens at the end of a request that has occurred in it before: at
-    least `least` tokens; at most `most` are compared."""
+    """Finds an earlier occurrence of the tokens at the end of a request, with the longest match of
+    at least `least` tokens. At most the last `most` tokens are compared."""
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
@@ -49,7 +50,7 @@ class NgramProposer(Proposer):
 
 
 def following(token_ids: TokenArray, place: int, count: int) -> list[int]:
-    """Return `count` tokens after a place; at the end of the sequence they repeat from there."""
+    """Return `count` tokens after position `place`, repeated if the sequence ends before."""
     found: list[int] = token_ids[place + 1 : place + 1 + count].tolist()
     period = len(found)
     while len(found) < count:

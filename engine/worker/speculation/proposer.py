@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of proposers, which guess the next tokens for the model to check.
+"""The interface of proposers, which guess a request's next tokens (drafts) for the model to check.
 
     tokens of a step are known ──► propose ──► drafts, checked in the request's next step
 
-Drafts change the number of steps of an answer, never its tokens. So a proposer may make any guesses
-from its data, but it must not use texts of other tenants.
+Drafts change the number of steps that an answer takes, but not its tokens. So a proposer may guess
+in any way, but must not use texts of other tenants.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...request.request import TokenArray
 
 
 class DraftQuery(NamedTuple):
-    """A request that needs drafts."""
+    """A request for which drafts are wanted."""
 
     request_id: str
     token_ids: TokenArray  # int32 [num_tokens]: prompt and output; a view, valid for this call
@@ -31,7 +31,7 @@ class DraftQuery(NamedTuple):
 
 
 class ComputedStep(NamedTuple):
-    """The rows of a step that the model computes, in its order."""
+    """The rows of a step that the model computes, in the order of the step."""
 
     rows: IntArray  # [requests] of the batch
     computed: IntArray  # [requests] number of earlier tokens
@@ -43,17 +43,18 @@ class ComputedStep(NamedTuple):
 
 
 class Proposer(ABC):
-    """A source of drafts. The worker's thread calls it. An exception fails the step."""
+    """A source of draft tokens. The worker's thread calls its methods. An exception fails the
+    step."""
 
     reads_hidden = False  # whether `follow_step` gets the hidden states of all tokens
 
     def follow_step(self, step: ComputedStep) -> None:  # noqa: B027 - most read tokens alone
-        """Note a step of the model; called after the launch of its forward pass."""
+        """Process a step of the model. The caller has already launched the step's forward pass."""
 
     @abstractmethod
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
-        """Return up to `most` draft tokens for each query, in order; none without a basis for a
-        guess. A preempted request may come again with fewer tokens."""
+        """Return up to `most` draft tokens for each query, in the order of the queries. A list is
+        empty if the proposer finds no guess. After a preemption a request may have fewer tokens."""
 
     def remove_request(self, request_id: str) -> None:  # noqa: B027 - most keep nothing
-        """Forget an ended request; an unknown id is ignored."""
+        """Drop the data of an ended request. An unknown id is ignored."""

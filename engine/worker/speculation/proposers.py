@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes proposers: `make_proposer` by settings, `make_drafter` from a draft model."""
+"""Makes proposers: `make_proposer` from the settings, `make_drafter` for a draft model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from .suffix import SuffixProposer
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer | None:
-    """Make the worker's proposer by the settings; None if they ask for no drafts."""
+    """Make the worker's proposer by the settings; None if they enable no drafts. If there is a
+    draft model, `make_drafter` replaces it."""
     if not config.is_on:
         return None
     kind = SuffixProposer if config.method == "suffix" else NgramProposer
@@ -38,8 +39,8 @@ def make_drafter(
     max_tokens: int,
     dtype: str,
 ) -> Proposer:
-    """Make the proposer of a draft model or an EAGLE head, which computes in `dtype` over its part
-    of the pool's pages. `make` makes a model's forward pass over pages."""
+    """Make the proposer for a draft model or an EAGLE head, which computes in type `dtype` over its
+    part of the pool's pages. `make` makes the forward pass of a model over pages."""
     sizes = {"vocab_size": vocab_size, "max_tokens": max_tokens}
     if not isinstance(model, EagleHead):
         return DraftModel(model, make(model, pages, max_tokens=max_tokens), batch, pages, **sizes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepDrafts: writes, checks and proposes the draft tokens of a worker's steps."""
+"""StepDrafts: the draft tokens of the worker's steps, from the proposer to the check."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from .proposer import ComputedStep, DraftQuery, Proposer
 
 
 class StepDrafts:
-    """The draft tokens of steps. The worker's thread calls it. Without a `proposer` it proposes no
-    drafts, but still checks the drafts of the scheduler's steps."""
+    """Writes the draft tokens of a step to the batch, takes the accepted tokens, and asks the
+    proposer for new drafts. All calls come from the worker's thread. Without a `proposer` there are
+    no new drafts, but drafts in the scheduler's steps are still checked."""
 
     def __init__(self, batch: InputBatch, sampler: Sampler, proposer: Proposer | None) -> None:
         self._batch, self._sampler, self._proposer = batch, sampler, proposer
@@ -28,13 +29,13 @@ class StepDrafts:
         return self._proposer is not None and self._proposer.reads_hidden
 
     def remove_request(self, request_id: str) -> None:
-        """Let the proposer forget an ended request. An unknown id is ignored."""
+        """Drop the proposer's data of an ended request. An unknown id is ignored."""
         if self._proposer is not None:
             self._proposer.remove_request(request_id)
 
     def put_drafts(self, drafts: Mapping[str, Sequence[int]], rows: IntArray) -> IntArray:
-        """Write the draft tokens of a step after the tokens of their rows. Return each row's number
-        of drafts, `[rows]`."""
+        """Write the draft tokens of a step to the batch, after the tokens of their rows. Return the
+        number of drafts of each row, `[rows]`."""
         num_drafts = np.zeros(len(rows), np.int64)
         if drafts:
             index_of = {row: index for index, row in enumerate(rows.tolist())}
@@ -51,9 +52,10 @@ class StepDrafts:
         sampled: Sampled,
         result: ModelRunnerOutput,
     ) -> list[tuple[WorkerRequest, int]]:
-        """Write the tokens of a step to the batch and to its result. Return the requests without
-        drafts that got no token, with their rows of logits. Requests with drafts and no token are
-        left out: a draft may be the cause, so they compute the token again without drafts."""
+        """Write the accepted tokens of a step to the batch and to the step's result. Return the
+        requests without drafts that got no token, each with its row of logits. Requests that had
+        drafts and got no token are left out: a draft may be the cause, so the token is computed
+        again without drafts."""
         accepted, firsts = drafted.accept(sampled), drafted.firsts.tolist()
         checked = list(zip(expected.requests, accepted, firsts, strict=True))
         for request, tokens, place in checked:
@@ -71,7 +73,7 @@ class StepDrafts:
         return [(checked[index][0], firsts[index]) for index in lost if counts[index] == 1]
 
     def follow_step(self, step: ComputedStep) -> None:
-        """Tell the proposer of a step whose forward pass has been launched."""
+        """Pass a step whose forward pass has been launched to the proposer."""
         if self._proposer is not None:
             self._proposer.follow_step(step)
 
@@ -81,9 +83,9 @@ class StepDrafts:
         requests: Sequence[WorkerRequest],
         result: ModelRunnerOutput,
     ) -> None:
-        """Propose drafts after the new tokens of a step's requests. A request that has left the
-        batch gets none, even if a new request has its id. Blocks after a request's tokens, which
-        old drafts used, are dropped."""
+        """Add new drafts to the result, for requests that got tokens in this step. A request that
+        has left the batch gets no drafts, even if a new request has its id. Blocks after a
+        request's last token, which old drafts used, are removed from its row."""
         if self._proposer is not None and output.wanted_drafts:
             self._propose(self._proposer, output.wanted_drafts, requests, result)
         given = output.wanted_drafts.keys() | output.draft_token_ids.keys()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """SuffixProposer: proposes the tokens that most often followed a request's last tokens, in the
-request itself and in earlier answers of its tenant.
+request itself and in earlier answers of the same tenant.
 
-It helps answers that resemble each other: agents that call tools, forms that are filled in. It
-proposes more drafts if the found run is longer and if more places agree on the next tokens.
+The proposer helps with answers that resemble each other: tool calls of agents, filled-in forms. The
+number of drafts is higher if the matching run of tokens is longer, and if more of its occurrences
+agree on the next tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LEAST_SHARE = 0.3  # least share of the occurrences that must agree on all draf
 
 
 class _Place(NamedTuple):
-    """A place where the last tokens of a request were found."""
+    """An occurrence of a request's last tokens in a text."""
 
     token_ids: TokenArray
     last: int
@@ -35,7 +36,7 @@ class _Place(NamedTuple):
 
 
 class _Text:
-    """A growing sequence of tokens, and its runs."""
+    """A growing sequence of tokens, and the places of the runs in it."""
 
     def __init__(self, size: int, room: int) -> None:
         self.runs = TokenRuns(size)
@@ -54,8 +55,8 @@ class _Text:
 
 
 class _Memory:
-    """The newest answers of a tenant, in two halves. When the newer half is full, the older half is
-    dropped."""
+    """The newest answers of a tenant, in two halves of a fixed size. When the newer half is full,
+    the older half is dropped and a new half begins."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -63,7 +64,7 @@ class _Memory:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all its texts, including the borders."""
+        """Number of tokens in both halves, including the borders between answers."""
         return sum(text.num_tokens for text in self.texts)
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -74,8 +75,8 @@ class _Memory:
 
 
 class SuffixProposer(Proposer):
-    """Finds the last tokens of a request again: at least `least` tokens; at most `most` are
-    compared."""
+    """Finds earlier occurrences of the last tokens of a request, with a match of at least `least`
+    tokens. At most the last `most` tokens are compared."""
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
@@ -127,8 +128,10 @@ class SuffixProposer(Proposer):
 
 
 def agreed(places: Sequence[_Place], most: int) -> list[int]:
-    """Return the tokens after the places on which these agree. Each token is the choice of most
-    places that agreed so far; the first place decides ties. The list ends when too few agree."""
+    """Return the tokens after the occurrences `places` on which they agree, at most `most`. Each
+    token is the most frequent next token among the places that agreed on all tokens before it; the
+    first place decides ties. The list ends when fewer than the share `_LEAST_SHARE` of the places
+    agree."""
     left = [place.token_ids[place.last + 1 : place.last + 1 + most].tolist() for place in places]
     least = _LEAST_SHARE * len(left)
     drafts: list[int] = []

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TokenRuns: the places of runs of tokens in a sequence. RequestRuns: TokenRuns of all requests."""
+"""TokenRuns: the positions at which each run of tokens occurs in a sequence. RequestRuns: one
+`TokenRuns` for each request."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ MOST_TOKENS = 1 << 20  # of all requests together; they take some 150 MB
 
 
 class TokenRuns:
-    """The places of each run of `size` tokens in a growing sequence. Runs are identified by 64 bits
-    of a hash, so the caller must compare the tokens as well."""
+    """The positions of each run of `size` tokens in a growing sequence; the position of a run is
+    that of its last token. Runs are compared by 64 bits of a hash, so the caller must compare the
+    tokens too."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -27,7 +29,7 @@ class TokenRuns:
         return len(self._before)
 
     def extend(self, token_ids: TokenArray) -> None:
-        """Add the tokens of the whole sequence `token_ids` after the first `len(self)`."""
+        """Add the tokens of `token_ids`, the whole sequence, after its first `len(self)` tokens."""
         start, size = len(self._before), self._size
         newest, before = self._newest, self._before
         first = max(start, size - 1)
@@ -37,12 +39,12 @@ class TokenRuns:
             newest[run] = place
 
     def places(self, most: int) -> list[int]:
-        """Return up to `most` earlier places of the sequence's last run, the newest first."""
+        """Return up to `most` earlier positions of the sequence's last run, the newest first."""
         return self._chain(self._before[-1] if self._before else _NOWHERE, most)
 
     def places_of(self, token_ids: TokenArray, most: int) -> list[int]:
-        """Return up to `most` places, the newest first, of the run `token_ids`, which must have
-        `size` tokens."""
+        """Return up to `most` positions of the run that the last `size` tokens of `token_ids` form,
+        the newest first. `token_ids` must have at least `size` tokens."""
         [run] = self._hashes(token_ids, len(token_ids) - 1)
         return self._chain(self._newest.get(run, _NOWHERE), most)
 
@@ -54,7 +56,7 @@ class TokenRuns:
         return found
 
     def _hashes(self, token_ids: TokenArray, first: int) -> list[int]:
-        """Return the hashes of the runs that end at `first` or later."""
+        """Return the hashes of the runs whose last token is at position `first` or later."""
         if first >= len(token_ids):
             return []
         if len(token_ids) - first == 1:
@@ -72,8 +74,8 @@ class TokenRuns:
 
 
 class RequestRuns:
-    """The runs of all requests that get drafts. At MOST_TOKENS together, a new request gets no runs
-    until other requests have ended."""
+    """The runs of all requests that get drafts. If all requests together have MOST_TOKENS tokens, a
+    new request gets no runs until other requests have ended."""
 
     def __init__(self, size: int, most_tokens: int = MOST_TOKENS) -> None:
         self._size, self._most_tokens = size, most_tokens
@@ -81,7 +83,8 @@ class RequestRuns:
         self._num_tokens = 0
 
     def update(self, query: DraftQuery) -> TokenRuns | None:
-        """Return the runs of a request, updated to its present tokens; None if there is no room."""
+        """Return the runs of a request, updated to its present tokens; None if there is no space
+        for a new request."""
         runs, token_ids = self._runs.get(query.request_id), query.token_ids
         if runs is not None and len(runs) > len(token_ids):
             self.remove_request(query.request_id)
@@ -95,14 +98,14 @@ class RequestRuns:
         return runs
 
     def remove_request(self, request_id: str) -> None:
-        """Forget the runs of a request; an unknown id is ignored."""
+        """Drop the runs of a request. An unknown id is ignored."""
         runs = self._runs.pop(request_id, None)
         if runs is not None:
             self._num_tokens -= len(runs)
 
 
 def common_length(left: TokenArray, right: TokenArray) -> int:
-    """Return the number of equal tokens at the beginning."""
+    """Return the number of equal tokens at the beginning of both arrays."""
     size = min(len(left), len(right))
     differ = np.flatnonzero(left[:size] != right[:size])
     return int(differ[0]) if len(differ) else size

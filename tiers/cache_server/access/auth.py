@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Authentication of calls: it finds a call's tenant, which the call's handler then reads here.
+"""Authentication of calls: finds the tenant of a call. Handlers call `current_tenant`.
 
 Credentials are a token in `authorization: Bearer ...` or a client certificate that TLS has verified
-(TLS refuses expired certificates). If a call has both, they must belong to one tenant.
+(TLS refuses expired certificates). If a call has both, both must belong to one tenant.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _CALLER: ContextVar[Caller] = ContextVar("caller")
 
 
 class Caller(NamedTuple):
-    """The tenant of a call, and a record of its credentials that cannot be used as credentials."""
+    """The tenant of a call, with the digest of its token or the names in its certificate."""
 
     tenant: Tenant
     token_digest: bytes = b""
     certificate_names: tuple[str, ...] = ()
 
     def is_known_to(self, tenants: Tenants) -> bool:
-        """Whether these credentials still belong to the tenant, after a reload."""
+        """Whether these credentials belong to the same tenant in `tenants`, after a reload."""
         if self.token_digest:
             found = tenants.by_digest(self.token_digest)
         elif self.certificate_names:
@@ -69,8 +69,8 @@ class Authenticator:
         metadata: Iterable[tuple[str, str | bytes]],
         peer: Mapping[str, Sequence[bytes]],
     ) -> Caller:
-        """Return the caller, from the call's metadata and grpc's data of the connection, `peer`.
-        Raises Unauthenticated, whose message does not tell what is wrong with the credentials."""
+        """Return the caller. `metadata` is the call's metadata, `peer` is grpc's `auth_context`.
+        Raises Unauthenticated if the credentials are unknown or belong to two tenants."""
         tenants = self._tenants
         if tenants.anyone is not None:
             return Caller(tenants.anyone)
@@ -90,7 +90,7 @@ class Authenticator:
 
 
 def _token(headers: Sequence[str | bytes]) -> bytes:
-    """The bearer token of the only header. Otherwise empty, which is no tenant's token."""
+    """The bearer token of the only header; empty without one. No tenant has the empty token."""
     header = headers[0]
     raw = header if isinstance(header, bytes) else header.encode("utf-8", "surrogateescape")
     scheme, _, token = raw.partition(b" ")

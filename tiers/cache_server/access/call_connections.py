@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on gRPC connections: a connection without valid credentials is shut down after a time.
+"""Limits on gRPC connections. A connection without valid credentials is shut down after a time.
 
-grpc does not expose its connections, but they are descriptors of this process. A few times a
-second, a thread looks at the connections of the calls' port, and shuts down
+grpc does not expose its connections, but they are file descriptors of this process. A few times a
+second, a thread lists the connections of the gRPC port, and shuts down
 
-    strangers        connections on which no call has had valid credentials: after a time, and the
-                     oldest if one address, or all together, have too many
-    tenants' newest  connections of a tenant that has more than its share
+    strangers        connections on which no call has had valid credentials: after a time; and the
+                     oldest ones if one address, or all addresses together, have too many
+    tenants' newest  the newest connections of a tenant that has more than its share
 
-grpc closes the connections that were shut down. The thread knows a connection by its inode, and
-compares the inode of a duplicate descriptor before it shuts that down: it hits no other connection.
+grpc then closes these connections. The thread identifies a connection by its inode. Before a
+shutdown it compares the inode of a duplicate descriptor, so that it shuts down no other connection.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 # too many strangers in all; more connections than the tenant's share.
 SILENT, ADDRESS, STRANGERS, SHARE = REASONS = ("silent", "address", "strangers", "share")
 
-LOOK_SECONDS = 0.2  # between two looks
+LOOK_SECONDS = 0.2  # between two rounds of the thread
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _OWN_FILES = "/proc/self/fd"
 
@@ -44,16 +44,16 @@ Peer = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    """A connection of the calls' port."""
+    """A connection of the gRPC port."""
 
     fd: int
     inode: int
     peer: Peer
-    seen_at: float  # the time of the first look that saw it
+    seen_at: float  # the time when the thread first saw it
 
 
 class CallConnections:
-    """Limits connections from `start` to `close`. Each authenticated call calls `note_tenant`."""
+    """Limits connections from `start` to `close`. `CallGuard` calls `note_tenant` for each call."""
 
     def __init__(
         self, limits: Limits, num_tenants: int, count: Callable[[str], None] = lambda _why: None
@@ -74,11 +74,11 @@ class CallConnections:
 
     @property
     def most_known(self) -> int:
-        """The most connections of all tenants together; the rest is left for strangers."""
+        """The most connections of all tenants together. The rest is for strangers."""
         return max(1, self._limits.max_connections - self._limits.max_strangers)
 
     def start(self, port: int) -> None:
-        """Start to limit the connections of this port."""
+        """Start to limit the connections of the gRPC port `port`."""
         self._port = port
         self._thread = threading.Thread(
             target=self._look_for_ever, name="stratakv-connections", daemon=True
@@ -92,7 +92,7 @@ class CallConnections:
             self._thread.join(10 * LOOK_SECONDS)
 
     def note_tenant(self, peer: str, tenant: str) -> None:
-        """Note that a call from `peer`, in grpc's form, had credentials of `tenant`."""
+        """Record that a call from `peer`, as grpc writes it, had credentials of `tenant`."""
         if self._tenants.get(peer) != tenant:
             with self._lock:
                 self._tenants[peer] = tenant
@@ -105,12 +105,12 @@ class CallConnections:
                 log.exception("the connections of calls could not be looked at")
 
     def look_once(self) -> None:
-        """Look once, and shut down the connections beyond the limits."""
+        """List the connections once, and shut down those beyond the limits."""
         with self._lock:
             known = {_peer(text): (text, tenant) for text, tenant in self._tenants.items()}
         connections = self._connections()
         here = {connection.peer for connection in connections}
-        with self._lock:  # forget closed peers; `known` lacks peers noted since this look began
+        with self._lock:  # forget closed peers; `known` lacks peers noted since this round began
             for peer, (text, _) in known.items():
                 if peer not in here:
                     del self._tenants[text]
@@ -124,7 +124,7 @@ class CallConnections:
         self._turn_away_strangers(strangers)
 
     def _turn_away_strangers(self, strangers: list[_Connection]) -> None:
-        """Shut down the strangers beyond the limits. `strangers` are the oldest first."""
+        """Shut down the strangers beyond the limits. `strangers` begins with the oldest."""
         limits = self._limits
         begun = time.monotonic() - limits.stranger_seconds
         late = [each for each in strangers if each.seen_at <= begun]
@@ -140,7 +140,7 @@ class CallConnections:
         self._turn_away(rest[limits.max_strangers :], STRANGERS)
 
     def _connections(self) -> list[_Connection]:
-        """The open connections of the calls' port."""
+        """The open connections of the gRPC port."""
         now = time.monotonic()
         seen: dict[int, _Connection | None] = {}
         for name in os.listdir(_OWN_FILES):
@@ -181,14 +181,15 @@ class CallConnections:
                     duplicate.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     continue  # it has gone by itself
-            # If grpc closes it late, the next look must not shut it down and count it again.
+            # If grpc closes the socket late, the next round must not shut it down and count it
+            # again.
             self._seen[connection.inode] = None
             self.turned_away[why] += 1
             self._count(why)
 
 
 def _duplicate(fd: int, inode: int) -> socket.socket | None:
-    """The socket at `fd`, if it is still the one with this inode."""
+    """A duplicate of the socket at `fd`, or None if its inode is not `inode`."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -203,13 +204,13 @@ def _duplicate(fd: int, inode: int) -> socket.socket | None:
 
 
 def _peer(text: str) -> Peer:
-    """Parse grpc's name of a peer, such as `ipv4:127.0.0.1:80` or `ipv6:%5B::1%5D:80`."""
+    """Parse a peer as grpc writes it, such as `ipv4:127.0.0.1:80` or `ipv6:%5B::1%5D:80`."""
     host, _, port = urllib.parse.unquote(text).partition(":")[2].rpartition(":")
     return _plain(host.strip("[]")), int(port) if port.isdecimal() else 0
 
 
 def _plain(host: str) -> str:
-    """The canonical form of an address: without its zone, IPv4 in IPv6 as plain IPv4."""
+    """The canonical text of an IP address, without a zone. Turns IPv4-mapped IPv6 into IPv4."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interceptor around every call: it authenticates the call, sets its deadline, takes one of its
-tenant's places, turns an error into a status of `wire/status.py`, and counts the call.
+"""The interceptor around every call. It authenticates the call, sets its deadline, limits the calls
+of its tenant, turns an error into a status of `wire/status.py`, and counts the call.
 
-Calls of grpc.health.v1 pass unchanged: they need no credentials.
+Calls of grpc.health.v1 need no credentials and are not intercepted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ENDLESS = frozenset(method.path for method in METHODS if method.name == "Watch"
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Reports each call's tenant to `connections`, and its outcome to `metrics`."""
+    """Intercepts calls. Reports a call's tenant to `connections` and its outcome to `metrics`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         return self._running
 
     def set_tenants(self, tenants: Tenants) -> None:
-        """Admit these tenants from now on; running calls go on."""
+        """Admit calls of these tenants from now on. Running calls continue."""
         self._shares.set_tenants(len(tenants))
         self._authenticator.set_tenants(tenants)
 
@@ -66,7 +66,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         self._draining = True
 
     async def wait_until_idle(self, seconds: float) -> bool:
-        """Wait until no call runs; False if a call still runs after `seconds`."""
+        """Wait until no call runs. Return False if a call still runs after `seconds`."""
         deadline = time.monotonic() + seconds
         while self._running and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -75,7 +75,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
-        """Wrap the handler of a call with `_around`; grpc calls this method for each call."""
+        """Wrap the handler of a call with `_around`. grpc calls this method for each call."""
         handler = await continuation(handler_call_details)
         path: str = handler_call_details.method
         if handler is None or path.startswith(_OPEN_PREFIX):
@@ -132,7 +132,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
 
 
 async def _end_call(context: Any, ending: Ending) -> None:
-    """Send the client its call's status. Raises CancelledError if the client has left."""
+    """Send the call's status. Raises CancelledError if the client has closed the call."""
     reason = ((REASON_KEY, ending.reason),)
     try:
         await context.abort(ending.code, ending.message, trailing_metadata=reason)
@@ -141,7 +141,7 @@ async def _end_call(context: Any, ending: Ending) -> None:
 
 
 def _log(path: str, error: Exception, ending: Ending) -> None:
-    """Log an error of this server with its traceback, and an error of the caller at debug level."""
+    """Log an internal error with its traceback, and any other error at debug level."""
     if ending.code is grpc.StatusCode.INTERNAL:
         log.error("%s failed", path, exc_info=error)
     else:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places that tenants take: some are kept for each tenant, the rest is shared in order of arrival.
+"""Shares: divides a limited number of places (calls, connections or watchers) among tenants.
 
     most    places in all; never fewer than one for each tenant
     kept    for each tenant: half an equal share, and at least one; no other tenant can take them
     cap     of one tenant: an equal share, and at least an eighth of all places
 
-A tenant that takes all it can leaves the kept places of other tenants free. Thread-safe.
+Some places are kept for each tenant, and the rest go to the first tenants that ask. A tenant at its
+cap leaves the kept places of other tenants free. Thread-safe.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _MOST_SHARES = 8
 
 
 class Shares:
-    """`most` places for `num_tenants`."""
+    """Divides `most` places among `num_tenants` tenants."""
 
     def __init__(self, most: int, num_tenants: int) -> None:
         self._wanted = most
@@ -27,7 +28,7 @@ class Shares:
         self.set_tenants(num_tenants)
 
     def set_tenants(self, num_tenants: int) -> None:
-        """Change the number of tenants. A tenant that has more than its new share keeps it."""
+        """Change the number of tenants. A tenant with more places than its new cap keeps them."""
         with self._lock:
             self.most = max(self._wanted, num_tenants)
             self.kept = max(1, self.most // (2 * num_tenants))
@@ -36,7 +37,7 @@ class Shares:
             self._beyond = sum(max(0, has - self.kept) for has in self._taken.values())
 
     def take_place(self, tenant: str) -> bool:
-        """Take a place, if there is one for this tenant."""
+        """Take a place for this tenant. Return False if there is none."""
         with self._lock:
             has = self._taken[tenant]
             if has >= self.kept:
@@ -47,7 +48,7 @@ class Shares:
             return True
 
     def give_back_place(self, tenant: str) -> None:
-        """Return a place that was taken."""
+        """Give back a place that `take_place` took."""
         with self._lock:
             self._taken[tenant] -= 1
             self._beyond -= self._taken[tenant] >= self.kept

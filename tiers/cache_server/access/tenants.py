@@ -9,8 +9,8 @@
     ssd_bytes = "1TiB"
     pool = "everyone"                       # tenants that name one pool share their blocks in it
 
-Without a file there is one tenant, which gets everything. A file never holds a token, only its
-hash, which cannot be used as a token. `auth.py` compares the credentials of calls.
+Without a file there is one tenant with the whole quota. The file has the hash of a token and not
+the token; the hash cannot be used as a token. `auth.py` checks the credentials of calls.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _FIELDS = ("name", "token_sha256", "certificate_names", "cpu_bytes", "ssd_bytes", "pool")
 
-# Reads a size such as 64 or "64GiB"; takes its name for messages, and raises for anything else.
+# Reads a size such as 64 or "64GiB". The first argument is the name for messages. Raises for any
+# other value.
 SizeReader = Callable[[str, Any], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant. Tenants that name one `pool` share the tenant store of this pool; a tenant without
-    a pool has a store of its own."""
+    """A tenant. Tenants with the same `pool` share one tenant store; a tenant without a pool has
+    its own store."""
 
     name: str
     cpu_bytes: int
@@ -57,13 +58,14 @@ class Tenant:
 
     @property
     def tenant_store(self) -> str:
-        """The name of the tenant's store. The names of pools and of tenants' own stores differ."""
+        """The name of the tenant's store. A pool and a tenant of the same name have different
+        stores."""
         return f"pool:{self.pool}" if self.pool else f"tenant:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The sizes of a tenant store: the sums over its tenants."""
+    """The sizes of a tenant store: the sums of the sizes of its tenants."""
 
     cpu_bytes: int
     ssd_bytes: int
@@ -105,7 +107,7 @@ class Tenants:
         return result
 
     def with_fewer_credentials(self, after: Tenants) -> set[str]:
-        """Names of tenants that are gone in `after`, or lost a token or a certificate name."""
+        """The names of tenants that are missing in `after` or have fewer credentials in it."""
         found = set()
         for tenant in self._all:
             later = after.by_name(tenant.name)
@@ -123,8 +125,8 @@ class Tenants:
         return self._by_name.get(name)
 
     def by_token(self, token: bytes) -> Tenant | None:
-        """The tenant of a token. Only whole hashes are compared, so the time that this takes tells
-        a caller nothing about other tokens."""
+        """The tenant of a token, or None. Only whole hashes are compared, so the time of the
+        comparison reveals nothing about other tokens."""
         return self.by_digest(hashlib.sha256(token).digest()) if token else None
 
     def by_digest(self, digest: bytes) -> Tenant | None:
@@ -133,8 +135,9 @@ class Tenants:
         return tenant if hmac.compare_digest(known, digest) else None
 
     def by_certificate(self, names: Iterable[str]) -> Tenant | None:
-        """The tenant of a verified client certificate. If its names fit no tenant, the tenant that
-        takes any certificate, or None. If they fit two tenants, None."""
+        """The tenant of a verified client certificate. If no tenant has its names, the result is
+        the tenant that takes any certificate, or None. If two tenants have its names, it is
+        None."""
         found = {
             self._by_certificate[name.lower()].name: self._by_certificate[name.lower()]
             for name in names
@@ -150,8 +153,8 @@ def new_token() -> str:
 
 
 def token_digest(token: str, called: str = "the token") -> bytes:
-    """The SHA-256 of a token, as a tenants file has it. Raises TierConfigError for a token that a
-    header cannot carry or that could be guessed. Messages never contain the token."""
+    """The SHA-256 of a token, as in a tenants file. Raises TierConfigError for a token that a
+    header cannot carry or that is too short. Messages never contain the token."""
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise TierConfigError(
             f"{called} holds a space, a line break or a letter beyond ASCII, which clients cannot "
@@ -168,8 +171,8 @@ def token_digest(token: str, called: str = "the token") -> bytes:
 def only_tenant(
     cpu_bytes: int, ssd_bytes: int, token: str | None, *, has_client_ca: bool
 ) -> Tenants:
-    """The one tenant of a server without a tenants file. It takes any caller if there is neither a
-    token nor a client CA."""
+    """The only tenant of a server without a tenants file. Without a token and without a client CA,
+    the tenant accepts every caller."""
     return Tenants(
         [
             Tenant(
@@ -185,8 +188,8 @@ def only_tenant(
 
 
 def read_tenants(text: str, called: str, size: SizeReader) -> Tenants:
-    """The tenants of a file's text; `called` names the file in messages. Raises TierConfigError,
-    or the errors of `size`."""
+    """Parse the text of a tenants file. `called` is the file's name for messages. Raises
+    TierConfigError, or the errors of `size`."""
     if len(text) > _MAX_FILE_CHARACTERS:
         raise TierConfigError(f"{called} is longer than {_MAX_FILE_CHARACTERS} characters")
     try:
@@ -269,7 +272,7 @@ def _positive(number: int, where: str) -> int:
 
 
 def _texts(value: Any, where: str) -> list[str]:
-    """The texts of a field that holds one text or a list of them."""
+    """The texts in a field whose value is one text or a list of texts."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise TierConfigError(f"{where}: expected a text or a list of texts")

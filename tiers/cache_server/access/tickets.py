@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets for the data connection: each opens one connection of a tenant, once, for a short time.
+"""Tickets for the data connection. A ticket opens one connection of a tenant and soon expires.
 
-A ticket identifies the caller, so that the data connection needs no other credentials; while it is
-valid it must be kept as secret as a token. Thread-safe.
+A ticket identifies the caller, so the data connection needs no other credentials. A valid ticket
+must be kept as secret as a token. Thread-safe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .auth import Caller
 
 
 class Tickets:
-    """The issued, unused tickets: at most `most` of one tenant, each valid for `seconds`."""
+    """The unused tickets: at most `most` of each tenant. A ticket is valid for `seconds`."""
 
     def __init__(
         self, most: int, seconds: float, clock: Callable[[], float] = time.monotonic
@@ -27,7 +27,7 @@ class Tickets:
         self._seconds = seconds
         self._clock = clock
         self._lock = threading.Lock()
-        # In the order of their ends, because all tickets last equally long.
+        # In the order of expiry, because all tickets are valid for the same time.
         self._open: dict[bytes, tuple[Caller, float]] = {}
         self._count: dict[str, int] = {}
 
@@ -36,7 +36,7 @@ class Tickets:
             return len(self._open)
 
     def issue_ticket(self, caller: Caller) -> bytes:
-        """A new ticket. Raises TooMuch if the tenant has too many unused ones."""
+        """Make a ticket. Raises TooMuch if the tenant has too many unused tickets."""
         tenant = caller.tenant.name
         with self._lock:
             now = self._clock()
@@ -52,7 +52,8 @@ class Tickets:
             return ticket
 
     def use_ticket(self, ticket: bytes) -> Caller | None:
-        """Use up a ticket; return the caller that it was issued to, None if it is not valid."""
+        """Invalidate a ticket. Return the caller that got the ticket, or None if it was not
+        valid."""
         with self._lock:
             self._expire(self._clock())
             return self._remove(ticket)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's TLS: one pair of files, for gRPC and for the data connection.
+"""The server's TLS files, which gRPC and the data connection use.
 
-With a client CA every client must show its certificate; an expired certificate ends the handshake.
-`LiveTls` replaces the files of a running server: later handshakes use them, open connections stay.
+With a client CA every client must send a certificate; an expired certificate fails the handshake.
+`LiveTls` replaces the files of a running server: later handshakes use the new files, and open
+connections stay open.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ _SEQUENCE, _VERSION, _UTC_TIME, _LONG_TIME = 0x30, 0xA0, 0x17, 0x18
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files: the server's chain, its key, and the CA of clients if they need certificates."""
+    """PEM files: the server's chain, its key, and the client CA if clients need certificates."""
 
     cert: Path
     key: Path
     client_ca: Path | None = None
 
     def ends_at(self) -> dict[Path, datetime]:
-        """The files that hold certificates, with their earliest end. Raises TierConfigError."""
+        """The certificate files, each with the earliest end of its certificates. Raises
+        TierConfigError."""
         files = {self.cert: "--tls-cert"}
         if self.client_ca is not None:
             files[self.client_ca] = "--tls-client-ca"
@@ -47,7 +49,7 @@ class TlsFiles:
         return {path: end for path, end in ends.items() if end is not None}
 
     def configuration(self) -> Any:
-        """The configuration for gRPC. Raises TierConfigError."""
+        """The certificate configuration for gRPC. Raises TierConfigError."""
         self.context()  # raises for unusable files, with a reason that grpc does not give
         client_ca = None if self.client_ca is None else _read(self.client_ca, "--tls-client-ca")
         return grpc.ssl_server_certificate_configuration(
@@ -56,7 +58,7 @@ class TlsFiles:
         )
 
     def context(self) -> ssl.SSLContext:
-        """The context for sockets. Raises TierConfigError."""
+        """The SSL context for sockets. Raises TierConfigError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         for path, flag in ((self.cert, "--tls-cert"), (self.key, "--tls-key")):
@@ -93,7 +95,8 @@ class LiveTls:
         self.look_at_ends()
 
     def credentials(self) -> Any:
-        """The credentials for gRPC, which asks at each handshake for a newer configuration."""
+        """The server credentials for gRPC. At each handshake gRPC fetches a new configuration, if
+        any."""
         return grpc.dynamic_ssl_server_credentials(
             self._first,
             self._take_fresh,
@@ -102,7 +105,7 @@ class LiveTls:
 
     def prepared(self, files: TlsFiles) -> LiveTls:
         """Read and check these files, so that `take_over` cannot fail. Raises TierConfigError, also
-        for a certificate that has ended."""
+        for an expired certificate."""
         if (files.client_ca is None) != (self.files.client_ca is None):
             raise TierConfigError(
                 "whether clients need certificates (--tls-client-ca) cannot be changed while the "
@@ -121,7 +124,7 @@ class LiveTls:
         self._fresh = other._first
 
     def look_at_ends(self) -> None:
-        """Warn of certificates that end soon or have ended."""
+        """Log certificates that expire soon or have expired."""
         now = datetime.now(UTC)
         for path, end in self.ends.items():
             if end <= now:
@@ -137,11 +140,11 @@ class LiveTls:
 
     @property
     def first_end(self) -> float:
-        """The earliest end of a certificate, in seconds since 1970; 0 if no end is known."""
+        """The earliest end of all certificates, in seconds since 1970; 0 if no end is known."""
         return min((end.timestamp() for end in self.ends.values()), default=0.0)
 
     def _take_fresh(self) -> Any:
-        """Return a new configuration once, else None, to keep the last. gRPC's threads call it."""
+        """Return each new configuration once, and otherwise None. gRPC's threads call this."""
         fresh, self._fresh = self._fresh, None
         return fresh
 
@@ -158,8 +161,8 @@ def end_of(pem: bytes) -> datetime | None:
 
 
 def _not_after(der: bytes) -> datetime:
-    """The end of an X.509 certificate in DER. Its inner sequence has version, serial number,
-    algorithm, issuer and validity (two times). Raises ValueError, IndexError for other bytes."""
+    """The end (notAfter) of an X.509 certificate in DER. Its inner sequence has version, serial
+    number, algorithm, issuer and validity (two times). Raises ValueError, IndexError otherwise."""
     _, certificate, _ = _element(der, _SEQUENCE)
     _, rest, _ = _element(certificate, _SEQUENCE)
     if rest[0] == _VERSION:
@@ -178,7 +181,7 @@ def _not_after(der: bytes) -> datetime:
 
 
 def _element(data: bytes, wanted: int | None = None) -> tuple[int, bytes, bytes]:
-    """Tag and content of the first element, and the bytes after it."""
+    """The tag and content of the first DER element, and the bytes after the element."""
     tag, length, start = data[0], data[1], 2
     if length & 0x80:
         start += length & 0x7F

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's slab, served to other engines."""
+"""Serves an engine's slab to other engines."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that an engine serves its blocks with: token, certificate, key, authority of clients.
+"""The files for serving an engine's blocks: token, certificate, key and client CA.
 
-The serving process reads them at its start, and again when one of them changes, so that renewed
+The serving process reads the files when it starts and again when a file changes, so that renewed
 files need no restart.
 """
 
@@ -24,7 +24,7 @@ _MAX_TOKEN_BYTES = 4096
 
 
 class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Paths as text, which the serving process gets as JSON; None for an unused file."""
+    """The paths of these files as text (they are sent as JSON); None for an unused file."""
 
     token_file: str | None = None
     tls_cert: str | None = None
@@ -32,7 +32,7 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
     tls_client_ca: str | None = None
 
     def check_flags(self) -> None:
-        """Raise TierConfigError for flags that do not go together, or an invalid token."""
+        """Raise TierConfigError for an invalid combination of flags, or an invalid token."""
         from ..access.tenants import token_digest
 
         cert, key, client_ca = self.tls_cert, self.tls_key, self.tls_client_ca
@@ -46,11 +46,12 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
             token_digest(token, f"the token in {self.token_file} (--kv-serve-token-file)")
 
     def token(self) -> str | None:
-        """The token. Raises TierConfigError if the file is unreadable or open to other users."""
+        """Read the token. Raises TierConfigError if the file is unreadable or open to other
+        users."""
         return None if self.token_file is None else _read_token(Path(self.token_file))
 
     def tls(self) -> TlsFiles | None:
-        """The paths for TLS. Reads no file."""
+        """The paths of the TLS files, or None without TLS. Reads no file."""
         from ..access.tls import TlsFiles
 
         if self.tls_cert is None or self.tls_key is None:
@@ -68,7 +69,7 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def in_flags_of_serve(message: str) -> str:
-    """Replace a cache server's flags in a message by the engine's corresponding flags."""
+    """Replace the flags of a cache server in a message by the engine's flags (`--kv-serve-...`)."""
     message = re.sub(r"--(tls-|token-file|insecure)", r"--kv-serve-\1", message)
     return re.sub(r"--(data-)?(port|host)\b", "--kv-serve", message).replace("--tenants, ", "")
 

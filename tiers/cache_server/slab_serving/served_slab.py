@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's slab, served to other engines through the cache service. They load its blocks, and
-cannot store or delete any.
+"""PeerStore: serves an engine's slab to other engines through the cache service. The other engines
+can load blocks, but cannot store or delete any.
 
-Blocks are sent from their slots. While a block is sent, or a lease holds it, the engine does not
-evict the block (`slab/slab_index.py`). A block that was evicted just before is a miss.
+Blocks are sent from their slots. The engine does not evict a block while it is sent or leased
+(`slab/slab_index.py`). A block that was evicted just before that is a miss.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _CLOSE_SECONDS = 1.0
 
 
 class PeerStore(ServedStore):
-    """A store over an engine's slab: `slab_fd` is the slab's memory, `reader` reads its index, and
-    its blocks have `layout`. `tags` makes the tags that the engine's peers expect. Owns the
-    reader."""
+    """A store over an engine's slab. `slab_fd` is the slab's memory, `reader` reads the slab's
+    index, and `layout` is the layout of its blocks. `tags` makes the tags that other engines
+    expect."""
 
     is_read_only = True
 
@@ -91,7 +91,7 @@ class PeerStore(ServedStore):
         return [State.HIT if there else State.MISS for there in self._reader.lookup(keys)]
 
     def begin_load(self, keys: Sequence[bytes]) -> ReadLease:
-        """Hold the blocks that the slab has. Does not wait."""
+        """Protect the blocks that the slab has from eviction. Does not wait."""
         self._check_open()
         with self._lock:
             self._refresh()
@@ -109,7 +109,7 @@ class PeerStore(ServedStore):
         return read_lease
 
     def wait_loaded(self, read_lease: ReadLease, deadline: float) -> None:
-        """Do nothing: a block is in the slab from the start, or a miss."""
+        """Do nothing, because a block is already in the slab or is a miss."""
 
     def end_load(self, read_lease: ReadLease) -> None:
         self._release_slots(self._reads.pop(id(read_lease), ()))
@@ -127,7 +127,7 @@ class PeerStore(ServedStore):
         return proofs
 
     def begin_store(self, keys: Sequence[bytes]) -> WriteLease:
-        """Reserve no slot: every block is KEPT or NO_ROOM."""
+        """Reserve no slot. The state of every block is KEPT or NO_ROOM."""
         states = [
             State.KEPT if state is State.HIT else State.NO_ROOM for state in self.lookup(keys)
         ]
@@ -143,7 +143,7 @@ class PeerStore(ServedStore):
         return []
 
     def restore_slots(self, slots: Sequence[int]) -> None:
-        """Do nothing: this store withholds no slots."""
+        """Do nothing, because this store withholds no slots."""
 
     def check_digests(self, write_lease: WriteLease, proofs: Proofs) -> list[Proof | None]:
         return list(proofs)
@@ -151,7 +151,7 @@ class PeerStore(ServedStore):
     def pin(
         self, keys: Sequence[bytes], seconds: float, deadline: float, owner: str = ""
     ) -> Lease[list[bytes]]:
-        """Lease the leading run of blocks in the slab. Raises the errors of `ServedStore.pin`."""
+        """Lease the leading blocks that are in the slab. Raises the errors of `ServedStore.pin`."""
         self._check_open()
         with self._lock:
             self._refresh()
@@ -183,14 +183,14 @@ class PeerStore(ServedStore):
         return len(self._leases)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Do nothing: reads of peers do not change the engine's eviction order."""
+        """Do nothing, because reads by other engines do not change the engine's eviction order."""
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Raises ReadOnly."""
+        """Refuse the deletion. Raises ReadOnly."""
         raise ReadOnly("these blocks are an engine's own, which alone deletes them")
 
     def clear(self) -> None:
-        """Raises ReadOnly."""
+        """Refuse to clear the slab. Raises ReadOnly."""
         self.drop(())
 
     def subscribe(self, listener: Listener) -> None:
@@ -214,7 +214,7 @@ class PeerStore(ServedStore):
         return {SLAB: stats}
 
     def close(self, timeout_seconds: float) -> bool:
-        """End the watch of the index. The process's end frees the memory."""
+        """Stop watching the index. The memory is freed when the process ends."""
         self._closed.set()
         if self._watcher is not None:
             self._watcher.join(min(timeout_seconds, _CLOSE_SECONDS))
@@ -224,7 +224,7 @@ class PeerStore(ServedStore):
         self._reader.release_slots([each.slot for each in found if each is not None])
 
     def _refresh(self) -> None:
-        """Read the engine's changes, and report them to the listeners."""
+        """Read the changes in the engine's index, and report them to the listeners."""
         changes = self._reader.refresh()
         for listener in self._listeners:
             if changes.cleared:
@@ -235,7 +235,7 @@ class PeerStore(ServedStore):
                 listener.stored(changes.stored)
 
     def _watch_index(self) -> None:
-        """Refresh from the index until there are no listeners, or until `close`."""
+        """Read the index at intervals until there are no listeners, or until `close`."""
         while not self._closed.wait(_LOOK_SECONDS):
             with self._listening:
                 if not self._listeners:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serving of an engine's slab to other engines, by a process of its own (`slab_process.py`).
+"""SlabServing: runs the process (`slab_process.py`) that serves an engine's slab to other engines.
 
-A thread watches the process. If the process ends, or is silent for `SILENT_SECONDS`, the thread
-starts a new one, after growing pauses. Meanwhile other engines get misses, and no call waits.
+A thread watches the process. If the process ends, or writes nothing for `SILENT_SECONDS`, the
+thread starts a new process after a pause, which grows with each failure. Until then other engines
+get misses without waiting.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _MODULE = "stratakv.tiers.cache_server.slab_serving.slab_process"
 
 
 class SlabServing:
-    """The serving of `slab`, from construction to `close`. The slab has an index, and the engine's
-    peers use `namespace`. Raises TierConfigError if these settings cannot serve the slab."""
+    """Serves `slab` from construction to `close`. The slab must have an index, and other engines
+    must use the same `namespace`. Raises TierConfigError if the slab cannot be served."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class SlabServing:
         return self._ready.is_set() and self._process is not None
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and current values, about a second old."""
+        """Counters since the start, and gauges. The values are about a second old."""
         blocks, size = (a + b for a, b in zip(self._sent_before, self._sent, strict=True))
         return {
             "serving_up": float(self.is_up),
@@ -91,7 +92,7 @@ class SlabServing:
         }
 
     def close(self, timeout_seconds: float) -> None:
-        """End the process, within about that time. Idempotent."""
+        """End the process within about `timeout_seconds`. Idempotent."""
         with self._lock:
             self._closing.set()
             process = self._process
@@ -205,8 +206,9 @@ class SlabServing:
 
 
 def _lines(stream: IO[bytes], first_seconds: float, silent_seconds: float) -> Iterator[bytes]:
-    """The lines of a pipe until its end. Raises TimeoutError after `first_seconds` without a first
-    byte, or `silent_seconds` without a later one. A line past _MAX_LINE_BYTES comes in pieces."""
+    """Yield the lines of a pipe until its end. Raises TimeoutError after `first_seconds` without a
+    first byte, or `silent_seconds` without a later byte. A line longer than _MAX_LINE_BYTES comes
+    in pieces."""
     held, wait = b"", first_seconds
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
@@ -231,7 +233,7 @@ def _start_of(
     settings: ServeSettings,
     namespace: bytes,
 ) -> dict[str, Any]:
-    """The fields of `slab_process.Start` without the descriptors. Raises TierConfigError."""
+    """The fields of `slab_process.Start` except the descriptors. Raises TierConfigError."""
     from ..access.tenants import new_token
 
     paths = (settings.token_file, settings.tls_cert, settings.tls_key, settings.tls_client_ca)

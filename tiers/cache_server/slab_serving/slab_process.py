@@ -5,8 +5,8 @@
     standard output    lines of JSON: {"ready": port}, {"error": why}, {"log": [level, text]},
                        {"sent": [blocks, bytes], "held": blocks}
 
-The process can read the slab's memory, and read and hold slots in the index. It runs at a lower
-priority than the engine, and the engine's step waits for no lock of this process.
+The process can read the slab's memory and its index, and can protect slots from eviction. It runs
+at a lower priority than the engine, and no engine step waits for a lock of this process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logging.getLogger("stratakv.tiers.cache_server.slab_serving.slab_process")
 
 
 class Start(msgspec.Struct, kw_only=True):
-    """The settings of this process. It inherits the descriptors."""
+    """The settings of this process. It inherits the file descriptors `slab_fd` and `index_fd`."""
 
     slab_fd: int
     index_fd: int
@@ -66,14 +66,14 @@ class Start(msgspec.Struct, kw_only=True):
 
 
 class PeerStores(ServedStores):
-    """The engine's store, the same for every authenticated caller."""
+    """Gives the one store of the engine to every authenticated caller."""
 
     def __init__(self, store: PeerStore, names: list[str]) -> None:
         self._store = store
         self._names = names
 
     def start(self) -> None:
-        """Do nothing: the store exists."""
+        """Do nothing, because the store is open already."""
 
     def attach(self, name: str, layout: BlockLayout) -> ServedStore:
         if layout != self._store.layout:
@@ -96,7 +96,7 @@ class PeerStores(ServedStores):
 
 
 class _LinesOfJson(logging.Handler):
-    """A handler that sends log records to the engine, which logs them as its own."""
+    """A handler that sends log records to the engine, whose logger writes them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -109,7 +109,7 @@ _telling = threading.Lock()
 
 
 def tell(what: Mapping[str, object]) -> None:
-    """Write a line to the engine. Thread-safe."""
+    """Write a line of JSON to standard output, for the engine. Thread-safe."""
     line = msgspec.json.encode(what) + b"\n"
     with _telling:
         try:
@@ -147,7 +147,7 @@ def main() -> int:
 
 
 def make_server(start: Start) -> CacheServer:
-    """The server, not started. Raises TierConfigError."""
+    """Make the server without starting it. Raises TierConfigError."""
     layout = BlockLayout(*start.layout)
     reader = SlabReader(start.index_fd, start.num_slots, HELD_SHARE)
     tags = Tags(layout, None, start.namespace)
@@ -168,7 +168,7 @@ def make_server(start: Start) -> CacheServer:
 
 
 def _tenants(start: Start) -> Tenants:
-    """The one tenant, with the current token of the file. Raises TierConfigError."""
+    """The only tenant, with the present token in the file. Raises TierConfigError."""
     token = start.files.token()
     return only_tenant(
         start.num_slots * BlockLayout(*start.layout).slot_bytes,
@@ -179,7 +179,7 @@ def _tenants(start: Start) -> Tenants:
 
 
 class RenewedFiles:
-    """The watch on the files of token and TLS, which reloads the server when they change."""
+    """Reloads the server when the files of its token or TLS change."""
 
     def __init__(self, server: CacheServer, start: Start, seen: tuple[object, ...]) -> None:
         self._server = server
@@ -187,7 +187,7 @@ class RenewedFiles:
         self._seen = seen  # the state of the files before they were read
 
     async def reload_changed(self) -> None:
-        """Look once. Unusable files have no effect; they are read again when they change."""
+        """Reload the server if a file has changed. Unusable files are logged and have no effect."""
         state = self._start.files.state()
         if state == self._seen:
             return
@@ -204,7 +204,7 @@ class RenewedFiles:
             log.info("the files that this engine serves its blocks with were read anew")
 
     async def look_for_ever(self) -> None:
-        """Look every few seconds, until cancelled."""
+        """Call `reload_changed` every few seconds, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             try:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transports of blocks in and out of the cache server: gRPC streams, sockets, shared memory."""
+"""The cache server's ways to move blocks: gRPC streams, sockets, shared memory."""

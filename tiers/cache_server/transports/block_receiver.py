@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiver of one Store: it writes pieces to slots of the tenant store, and hashes them there.
+"""BlockReceiver: writes the pieces of one Store call to slots of the tenant store and hashes them.
 
     pieces of one block, in order ──► its slot ──► its digest ──► end of the store, in groups
 
-The payload of a block that the tenant store does not want is discarded.
+The payload of a block that is already stored, or has no slot, is discarded.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class _Block:
 
 
 class BlockReceiver:
-    """A receiver of blocks. Call `begin_block` with the first piece of a block, `take_piece` with
-    every piece, `store_whole` when `is_full`, `finish_store` at the end, and `close` in any case.
-    These methods, except `take_piece`, call the tenant store."""
+    """Receives the blocks of one call. Call `begin_block` with the first piece of a block,
+    `take_piece` with every piece, `store_whole` when `is_full`, `finish_store` at the end, and
+    `close` in any case. These methods, except `take_piece`, call the tenant store."""
 
     def __init__(self, tenant_store: ServedStore) -> None:
         self._tenant_store = tenant_store
@@ -51,7 +51,7 @@ class BlockReceiver:
         self._groups = 0
 
     def take_piece(self, piece: Piece) -> None:
-        """Copy the next piece. Raises WireError if it does not follow the piece before."""
+        """Copy the next piece to its slot. Raises WireError if a piece before it is missing."""
         block = self._current
         if block is None or (piece.index, piece.offset) != (block.index, block.received):
             raise WireError(
@@ -67,7 +67,7 @@ class BlockReceiver:
             )
         if block.target is not None:
             block.target[block.received : end] = piece.payload
-            # Hash the slot and not the message: clients will load the slot.
+            # Hash the slot and not the message, because clients will load the slot.
             block.hasher.update(block.target[block.received : end])
         block.received = end
         if end == self._tenant_store.page_bytes:
@@ -75,12 +75,13 @@ class BlockReceiver:
             self._end_current()
 
     def finish_store(self) -> list[State]:
-        """Store the remaining blocks; return the state of every block, in the order of arrival."""
+        """Store the remaining blocks. Return the state of every block, in the order of arrival."""
         if self._current is not None:
             self._end_current()
         self.store_whole()
         if self._groups > 1:
-            # Groups were stored head first. Without this touch the head would be evicted first.
+            # Groups were stored in prompt order. Without this touch the prompt's first blocks would
+            # be evicted first.
             self._tenant_store.touch(self._kept)
         return self._states
 
@@ -97,7 +98,7 @@ class BlockReceiver:
         return len(self._whole) * self._tenant_store.page_bytes >= GROUP_BYTES
 
     def begin_block(self, piece: Piece) -> None:
-        """Reserve a slot for the block whose first piece this is. Raises WireError."""
+        """Reserve a slot for the block whose first piece is `piece`. Raises WireError."""
         if self._current is not None:
             self._end_current()  # the sender left it incomplete
         count = len(self._states) + len(self._whole)
@@ -123,7 +124,8 @@ class BlockReceiver:
         self._current = None
 
     def store_whole(self) -> None:
-        """Store the whole blocks, the last one first, so that a chain is evicted from its tail."""
+        """Store the received blocks, the last one first: a prompt's last blocks are evicted
+        first."""
         stored: list[tuple[bytes, State]] = []
         while self._whole:
             block = self._whole.pop()
@@ -131,7 +133,8 @@ class BlockReceiver:
             (state,) = self._tenant_store.end_store(block.write_lease, [proof])
             stored.append((block.write_lease.keys[0], state))
         stored.reverse()
-        # A MISS was PENDING: sent twice, or stored by another call, which may have ended by now.
+        # A MISS was PENDING: the block was sent twice, or another call, which may have ended,
+        # stored it.
         unsure = [i for i, (_, state) in enumerate(stored) if state is State.MISS]
         found = self._tenant_store.lookup([stored[i][0] for i in unsure])
         for i, state in zip(unsure, found, strict=True):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bound on bytes in flight: a stream waits in line until others have returned enough bytes. A
-budget belongs to one event loop.
-A budget belongs to one event loop.
+"""ByteBudget: limits the bytes in flight. A stream waits in a queue until other streams have given
+back enough bytes. Only one event loop may use a budget.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from collections import deque
 
 
 class ByteBudget:
-    """`total` bytes, granted in order: a small request does not overtake a large one."""
+    """Grants up to `total` bytes in order of arrival: a small request does not overtake a large
+    one."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -23,7 +23,8 @@ class ByteBudget:
         return self._total - self._free
 
     async def take_bytes(self, wish: int) -> int:
-        """Wait for `wish` bytes, at most the total. Return the number to give back later."""
+        """Wait for `wish` bytes, or for the total if that is less. Return the number to give
+        back."""
         wish = min(wish, self._total)
         if not self._line and wish <= self._free:
             self._free -= wish
@@ -40,7 +41,7 @@ class ByteBudget:
             raise
 
     def resize(self, total: int) -> None:
-        """Change the total. Bytes in use beyond it stay taken until they are given back."""
+        """Change the total. Bytes already taken stay taken until they are given back."""
         self._free += total - self._total
         self._total = total
         self._serve()

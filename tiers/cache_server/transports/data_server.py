@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data connection's port: TCP, with TLS if the service has it. The kernel chooses the sizes of
-socket buffers, because its choice is better than any fixed size.
+"""DataServer: accepts data connections on a TCP port, with TLS if the gRPC service uses TLS. The
+kernel chooses the sizes of socket buffers, because its choice is better than any fixed size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .session_server import SessionServer, SessionSettings
 
 
 class DataServer(SessionServer):
-    """The server of data connections on `host` and `port`; port 0 takes any free one."""
+    """Accepts data connections on `host` and `port`. Port 0 means any free port."""
 
     def __init__(
         self, settings: SessionSettings, host: str, port: int, tls: ssl.SSLContext | None = None

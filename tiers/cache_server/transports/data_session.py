@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session of LOAD and STORE: it moves blocks between the slab's slots and the connection.
+"""DataSession: serves LOAD and STORE, which move blocks between slots and the connection.
 
-While one part of a LOAD is sent, the disk reads the next part. The tenant store gets all slots
-back, however the connection ends.
+While one part of a LOAD is sent, the disk reads the next part. All slots are released however the
+connection ends.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class DataSession(Session):
         tenant_store = self._tenant_store
         sizes = tenant_store.page_bytes, tenant_store.num_slots
         most = part_blocks(*sizes, MOST_PART_BYTES)
-        # The first part from a disk is small, because sending starts once the part is read. Later
-        # parts grow, because each part costs a millisecond of a busy processor.
+        # The first part from a disk is small, because sending starts when the part has been read.
+        # Later parts grow, because each part costs a millisecond of a busy CPU.
         size = most if self._is_in_memory else part_blocks(*sizes)
         start = parts = 0
         read_leases: deque[ReadLease] = deque()
@@ -52,7 +52,8 @@ class DataSession(Session):
                 self._send_part(request, read_leases[0], deadline)
                 tenant_store.end_load(read_leases.popleft())
             if parts > 1:
-                # Parts were used head first. Without this touch the head would be evicted first.
+                # Parts were read in prompt order. Without this touch the first blocks would be
+                # evicted first.
                 tenant_store.touch(keys)
         finally:
             for read_lease in read_leases:
@@ -85,7 +86,7 @@ class DataSession(Session):
             payloads = tenant_store.buffers(slots)
             receive_blocks(self._connection, payloads, None, PROOF_BYTES, deadline, arrived)
         finally:
-            # Keep blocks that came whole, even if the client left after them.
+            # Keep blocks that were received whole, even if the connection ended after them.
             for index, (trailer, hasher) in zip(wanted, arrived, strict=False):
                 proof = unpack_proof(trailer)
                 proofs[index] = proof if proof.digest == hasher.digest() else None

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Unix socket that shares a tenant store's memory with the same user's processes on this host.
+"""MemoryServer: shares a tenant store's memory with this user's processes over a Unix socket.
 
-The socket is in a folder of its own that only the user can enter, and the kernel names the user of
-each client. The client's ticket selects the tenant store, so no client gets another's memory. The
-server locks its folder; a later server removes unlocked folders, which killed servers left.
+The socket is in its own folder, which only this user can enter, and the server refuses clients of
+other users (SO_PEERCRED). The client's ticket selects the tenant store, so no client gets another
+tenant's memory. The server locks its folder; a later server removes unlocked folders, which killed
+servers left.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _PREFIX, _SOCKET = "stratakv-memory-", "socket"
 
 
 class MemoryServer(SessionServer):
-    """The server of memory sessions, on a new path."""
+    """Accepts memory sessions on a Unix socket at a new path."""
 
     _folder: str | None = None
     _folder_lock: int | None = None
@@ -98,7 +99,8 @@ class MemoryServer(SessionServer):
 
 
 def _lock(folder: str) -> int | None:
-    """Lock a folder; return a descriptor, None if another process holds it. May raise OSError."""
+    """Lock a folder. Return a descriptor, or None if another process has the lock. May raise
+    OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,15 +114,16 @@ def _lock(folder: str) -> int | None:
 
 
 def _parents() -> list[str]:
-    """The parents to try for the folder, in order. The server uses the first writable one."""
+    """The parent folders to try for the socket's folder, in order. The first writable one is
+    used."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     named = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - the folder in it is 0700 and new
     return list(dict.fromkeys((named, "/tmp", runtime, "/dev/shm")))  # noqa: S108 - likewise
 
 
 def _remove_left_folders(parent: str) -> None:
-    """Remove the folders that this user's killed servers left. A folder without a socket stays:
-    another server is making it. May raise OSError."""
+    """Remove the folders that this user's killed servers left. A folder without a socket stays,
+    because another server may be making it. May raise OSError."""
     for entry in os.scandir(parent):
         with contextlib.suppress(OSError):
             if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):

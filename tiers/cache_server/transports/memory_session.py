@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session of PIN, UNPIN, RESERVE and COMMIT on slots of memory that the client has mapped.
+"""MemorySession: serves PIN, UNPIN, RESERVE and COMMIT for memory that the client has mapped.
 
-A lease ends at its deadline or with its connection, so a killed client holds no slots. A client
-that was stopped during a copy writes on when it runs again. Slots that it reserved therefore stay
-out of use until the client sends COMMIT or its connection ends. Until then the server does not end
-the connection for silence. If the client writes to a slot later, the tag of the block reveals it.
+A lease ends at its deadline or with its connection, so a killed client keeps no slots. A client
+that is stopped during a copy continues to write when it runs again. The slots that it reserved
+therefore stay unused until the client sends COMMIT or its connection ends. Until then the server
+does not close the connection as idle. If a client writes to a slot after that, other clients notice
+that the block's tag does not match.
 """
 
 from __future__ import annotations

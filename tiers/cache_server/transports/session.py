@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's side of one data-plane connection: it reads requests and answers them in order.
-`DataSession` and `MemorySession` implement the verbs.
+"""Session: the server's side of one data connection. It answers requests in order. `DataSession`
+and `MemorySession` implement the verbs.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ..served_store import ServedStore
 
 
 class Draining:
-    """A flag that the server is going down. `fd` wakes the threads that wait for a socket."""
+    """A flag that the server is shutting down. `fd` wakes the threads that wait for a socket."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.has_begun = False
 
     def begin_drain(self) -> None:
-        """Begin the drain. Any thread may call it. Idempotent."""
+        """Set the flag. Any thread may call this. Idempotent."""
         self.has_begun = True
         os.eventfd_write(self.fd, 1)
 
     def close(self) -> None:
-        """Close the descriptor, once no thread waits for it."""
+        """Close `fd`. No thread may still wait for it."""
         os.close(self.fd)
 
 
@@ -67,7 +67,7 @@ class Session(ABC):
 
     @abstractmethod
     def _answers(self) -> Mapping[Verb, Callable[[RequestFrame, float], None]]:
-        """The method that answers each verb; it takes a deadline."""
+        """The methods that answer the verbs. Each takes the request and a deadline."""
 
     def run(self) -> None:
         """Answer requests until the connection ends or is silent for too long. Raises
@@ -90,10 +90,10 @@ class Session(ABC):
                 raise
 
     def close(self) -> None:  # noqa: B027 - most sessions hold nothing
-        """Release all blocks and slots that the client holds."""
+        """Release all blocks and slots that the client has leased."""
 
     def _wait_for_request(self) -> bool:
-        """Wait for a request; False after `idle_seconds` of silence, or when the server drains."""
+        """Wait for a request. False after `idle_seconds` without one, or when the server drains."""
         silent_until = time.monotonic() + self._limits.idle_seconds
         return self._connection.wait_readable(silent_until, self._draining.fd)
 

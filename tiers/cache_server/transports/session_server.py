@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptor of data-plane connections; a thread for each checks its ticket and serves it.
+"""SessionServer: accepts data connections. A thread for each connection serves it.
 
-The number of connections is bounded, in total and for each tenant. A stranger (a connection that
-has not shown a ticket) has a short time to show one. If all places are taken, the oldest stranger
-is shut down. `DataServer` and `MemoryServer` are the two implementations.
+The number of connections is limited, in total and for each tenant. A stranger (a connection that
+has not sent a ticket) has a short time to send one. If the total is reached, the oldest stranger is
+shut down. `DataServer` and `MemoryServer` are the two implementations.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PAUSE_SECONDS = 0.5  # before another try, and for threads to end after an abor
 
 
 class Opened(NamedTuple):
-    """The tenant store and tenant that a ticket opens."""
+    """The tenant and the tenant store to which a ticket gives access."""
 
     tenant_store: ServedStore
     tenant: str
@@ -60,7 +60,7 @@ Resolve = Callable[[bytes], Opened | None]
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """The settings that the servers of the data plane share."""
+    """The settings that `DataServer` and `MemoryServer` share."""
 
     boot_id: bytes
     resolve: Resolve
@@ -70,7 +70,7 @@ class SessionSettings:
 
 
 class SessionServer(ABC):
-    """The acceptor on a listening socket that a subclass makes."""
+    """Accepts connections on a listening socket, which a subclass makes."""
 
     def __init__(self, settings: SessionSettings) -> None:
         self._resolve = settings.resolve
@@ -97,8 +97,8 @@ class SessionServer(ABC):
 
     @abstractmethod
     def _wrap(self, sock: socket.socket) -> Connection:
-        """Make a connection of an accepted socket, on the connection's thread. Raises OSError, or
-        ConnectionLost for a client that is refused."""
+        """Make a connection from an accepted socket, on the connection's thread. Raises OSError, or
+        ConnectionLost if the client is refused."""
 
     @abstractmethod
     def _session(self, connection: Connection, tenant_store: ServedStore) -> Session:
@@ -118,7 +118,8 @@ class SessionServer(ABC):
         self._acceptor.start()
 
     def close(self, timeout_seconds: float) -> None:
-        """Accept no more connections, give requests the time to end, then end all. Idempotent."""
+        """Accept no more connections. After `timeout_seconds` abort those still open.
+        Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -147,7 +148,7 @@ class SessionServer(ABC):
             except OSError as error:
                 if self._draining.has_begun:
                     return
-                # Causes that pass: no free descriptor, or a client that has already left.
+                # Temporary causes: no free descriptor, or a client that has already disconnected.
                 log.warning("a data connection could not be taken: %s", error)
                 time.sleep(_PAUSE_SECONDS)
                 continue
@@ -158,7 +159,8 @@ class SessionServer(ABC):
                 sock.close()
 
     def _begin_session(self, sock: socket.socket) -> None:
-        """Give a connection a thread, or end it. Raises OSError, RuntimeError."""
+        """Start the thread of a connection, or close it if there are too many. Raises OSError,
+        RuntimeError."""
         thread = threading.Thread(
             target=self._serve, args=(sock,), name="stratakv-data", daemon=True
         )
@@ -177,7 +179,7 @@ class SessionServer(ABC):
             raise
 
     def _make_way(self) -> bool:
-        """Whether there is a place. Shuts down the oldest stranger if all places are taken."""
+        """Whether a connection may begin. At the limit, shuts down the oldest stranger for it."""
         most = self._shares.most
         if len(self._sessions) < most:
             return True
@@ -190,14 +192,14 @@ class SessionServer(ABC):
         return True
 
     def _mark_known(self, thread: threading.Thread) -> None:
-        """Remove a connection from the strangers: it showed a ticket, or ended."""
+        """Remove a connection from the strangers, because it has sent a ticket or has ended."""
         with self._lock:
             handle = self._strangers.pop(thread, None)
         if handle is not None:
             handle.close()
 
     def _serve(self, sock: socket.socket) -> None:
-        """Serve a connection to its end, on its thread."""
+        """Serve a connection until it ends. Runs on the connection's thread."""
         me = threading.current_thread()
         try:
             deadline = time.monotonic() + self._limits.handshake_seconds
@@ -234,8 +236,8 @@ class SessionServer(ABC):
                 known.close()
 
     def _level(self) -> int:
-        """The level of a log line about a client's fault: debug within _TELL_SECONDS of the last
-        warning, so that clients cannot fill the log."""
+        """The log level for a client's fault: DEBUG within _TELL_SECONDS of the last warning, so
+        that clients cannot fill the log, else WARNING."""
         now = time.monotonic()
         with self._lock:
             is_new = now - self._told_at >= _TELL_SECONDS
@@ -243,7 +245,7 @@ class SessionServer(ABC):
         return logging.WARNING if is_new else logging.DEBUG
 
     def _open_session(self, connection: Connection, deadline: float) -> tuple[Session, str] | None:
-        """Take the greeting; return the session and its tenant, None for a refused client."""
+        """Receive the greeting. Return the session and its tenant, or None for a refused client."""
         version, ticket = decode_greeting(connection.receive(GREETING.size, deadline))
         opened = self._resolve(ticket) if version == VERSION else None
         status = Status.BAD_VERSION if version != VERSION else Status.BAD_TICKET

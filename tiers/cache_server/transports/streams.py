@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks through gRPC, for clients in any language: the streams of Load and Store.
+"""Streams: the gRPC calls Load and Store, which move blocks for clients in any language.
 
-    Load    part 1: wait │ send        Each part of about 8 MiB; while one is sent the disk already
-            part 2:   wait │ send      reads the next.
-    Store   pieces straight into slots, hashed as they come
+    Load    part 1: wait │ send        Each part has about 8 MiB. While one part is sent, the disk
+            part 2:   wait │ send      reads the next part.
+    Store   Each piece is copied to its slot and hashed there as soon as it is received.
 
-Bytes in flight are bounded, in total and for each tenant. Each tenant has a reserve that no other
-tenant can take. A call that does not fit into it waits in line until its deadline. The server ends
-a call whose client stalls, so that the line moves.
+Bytes in flight are limited, in total and for each tenant. With several tenants, each has a reserve
+that no other tenant can use, for one call at a time; all other calls wait in a queue for the rest.
+The server ends a call whose client stalls, so that waiting calls can start.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Result = TypeVar("_Result")
 
 
 class Streams:
-    """The Load and Store streams of a server. `calls` runs their work on tenant stores."""
+    """The Load and Store streams of a server. `calls` runs the work on tenant stores."""
 
     def __init__(self, limits: Limits, calls: TenantStoreCalls, num_tenants: int) -> None:
         self._calls = calls
@@ -55,7 +55,7 @@ class Streams:
         self.set_tenants(num_tenants)
 
     def set_tenants(self, num_tenants: int) -> None:
-        """Change the number of tenants, and with it all shares."""
+        """Change the number of tenants, and compute the tenants' shares again."""
         # Each tenant keeps `_kept` bytes for one call at a time; all calls share the rest in order.
         self._kept = self._most // (2 * num_tenants) if num_tenants > 1 else 0
         self._share = self._most // min(num_tenants, _MOST_SHARES)
@@ -70,21 +70,22 @@ class Streams:
     async def load(
         self, tenant: str, tenant_store: ServedStore, keys: list[bytes], write: Write
     ) -> int:
-        """Write the pieces of all blocks, in order; return the bytes of payload."""
+        """Write the pieces of all blocks, in order. Return the number of payload bytes."""
         num = max(1, PART_BYTES // tenant_store.page_bytes)
         parts = [keys[start : start + num] for start in range(0, len(keys), num)]
         wish = min(len(keys), 2 * num) * tenant_store.page_bytes
         async with self._in_flight(tenant, wish):
             sent = await self._send_parts(tenant, tenant_store, parts, self._timely(write))
         if len(parts) > 1:
-            # Parts were read head first. Without this touch the head would be evicted first.
+            # Parts were read in prompt order. Without this touch the first blocks would be evicted
+            # first.
             await self._calls.run_quick(tenant, tenant_store, lambda: tenant_store.touch(keys))
         return sent
 
     async def store(
         self, tenant: str, tenant_store: ServedStore, pieces: AsyncIterator[Piece]
     ) -> tuple[list[State], int]:
-        """Receive blocks; return the state of each, and the bytes of payload."""
+        """Receive blocks. Return the state of each block, and the number of payload bytes."""
         receiver = BlockReceiver(tenant_store)
         turn = _Turn(self._calls, tenant, tenant_store)
         num_bytes = 0
@@ -170,7 +171,7 @@ class Streams:
 
 
 class _Turn:
-    """The calls of one stream to its tenant store, one after the other."""
+    """Makes the calls of one stream to its tenant store, one after the other."""
 
     def __init__(self, calls: TenantStoreCalls, tenant: str, tenant_store: ServedStore) -> None:
         self._calls = calls
@@ -179,7 +180,7 @@ class _Turn:
         self._last: Future[Any] | None = None
 
     async def run_quick(self, work: Callable[[], _Result]) -> _Result:
-        """Do `work` here if the tenant store's lock is free, else on a thread."""
+        """Do `work` on the event loop if the tenant store's lock is free, else on a thread."""
         if not self._tenant_store.try_hold():
             return await self.run(work)
         try:
@@ -188,23 +189,23 @@ class _Turn:
             self._tenant_store.let_go()
 
     async def run(self, work: Callable[[], _Result]) -> _Result:
-        """Do `work` on a thread. The thread continues if the stream is ended."""
+        """Do `work` on a thread. The thread continues even if the stream is cancelled."""
         future = await self._calls.submit(self._tenant, work)
         self._last = future
         return await asyncio.wrap_future(future)
 
     def end_turn(self, work: Callable[[], object]) -> None:
-        """Do `work` after the last call of `run`, without waiting for it."""
+        """Make `work` run after the last call of `run` has ended. Does not wait."""
         self._calls.run_later(self._tenant_store, work, self._last)
 
 
 def _begin_part(tenant_store: ServedStore, keys: list[bytes], read_leases: list[ReadLease]) -> None:
-    """Begin a load and append its read lease, even if the stream has ended meanwhile."""
+    """Begin a load and append its read lease, even if the stream has been cancelled."""
     read_leases.append(tenant_store.begin_load(keys))
 
 
 def _wait_part(tenant_store: ServedStore, read_lease: ReadLease) -> list[Proof | None]:
-    """Wait for the blocks of a read lease; return their proofs."""
+    """Wait for the blocks of a read lease. Return their proofs."""
     tenant_store.wait_loaded(read_lease, time.monotonic() + _READ_SECONDS)
     return tenant_store.proofs(read_lease)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transports of a client's blocks: data connection, shared memory, gRPC stream."""
+"""The ways in which a client moves blocks: data connection, shared memory, gRPC stream."""

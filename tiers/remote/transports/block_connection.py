@@ -3,13 +3,13 @@
 
 `DataConnection` moves blocks through a socket, `MemoryConnection` through memory that both ends
 map, `StreamConnection` through gRPC. A caller may rely on this:
-- a proof means that the buffer holds exactly the block that was stored under the key; a block that
-  differs is a miss, counted in `corrupt_blocks` and named in `corrupt_keys`;
-- a call uses the buffers until it ends, and not after it;
-- a call ends at its deadline (monotonic seconds), and then raises ConnectionLost.
-A caller must do this:
-- call from one thread at a time (`abort_call` from any), and close a connection that raised;
-- give at most `frames.MAX_BLOCKS` blocks.
+- if `load` returns a proof, the buffer holds exactly the block that was stored under the key; a
+  block with other bytes is a miss, counted in `corrupt_blocks` and listed in `corrupt_keys`;
+- a call uses the buffers only until it returns or raises;
+- a call raises ConnectionLost at its deadline (monotonic seconds) if it has not ended. A caller
+  must do this:
+- make one call at a time (except `abort_call`), and close a connection that raised;
+- pass at most `frames.MAX_BLOCKS` blocks to a call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...wire.sockets import ConnectionLost
 
 
 class Refused(ConnectionLost):
-    """The server refused to continue; `status` has the reason."""
+    """The server refused a request. `status` has the reason."""
 
     def __init__(self, status: Status) -> None:
         super().__init__(f"the server refused: {status.name}")
@@ -43,7 +43,7 @@ class BlockConnection(ABC):
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
     ) -> list[Proof | None]:
-        """Fill `buffers[i]` with the block of `keys[i]`; return the proofs, None for a miss."""
+        """Fill `buffers[i]` with the block of `keys[i]`. Return the proofs, None for a miss."""
 
     @abstractmethod
     def store(
@@ -53,8 +53,8 @@ class BlockConnection(ABC):
         proofs: Proofs,
         deadline: float,
     ) -> list[State | None]:
-        """Send the blocks that the server lacks. Returns the state of each block: KEPT, or why it
-        was not kept; None for a buffer that does not match its proof and was not stored."""
+        """Send the blocks that the server lacks. Return for each block its state: KEPT, or the
+        reason why it was not kept, or None if the buffer does not match its proof."""
 
     @abstractmethod
     def abort_call(self) -> None:
@@ -62,4 +62,4 @@ class BlockConnection(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of the data connection: blocks straight into and out of the caller's buffers."""
+"""The client's end of the data connection. It copies no block outside the caller's buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .socket_connection import SocketConnection, greet
 
 
 class DataConnection(SocketConnection):
-    """A connection over TCP, with TLS if the service has it."""
+    """A data connection over TCP, with TLS if the gRPC service uses TLS."""
 
     kind = "socket"
 
@@ -35,7 +35,7 @@ class DataConnection(SocketConnection):
         tag_key: bytes | None = None,
         namespace: bytes = b"",
     ) -> DataConnection:
-        """Connect and show the ticket. The server's certificate must name `server_name`, by default
+        """Connect and send the ticket. The server's certificate must name `server_name`, by default
         `host`. Raises ConnectionLost."""
         try:
             sock = connect(host, port, deadline)
@@ -101,8 +101,8 @@ class DataConnection(SocketConnection):
         proofs: Proofs,
         deadline: float,
     ) -> list[int]:
-        """Send each wanted payload with its proof, or with NO_PROOF if it differs from its given
-        proof. Returns the indices of these damaged payloads."""
+        """Send each wanted payload with its proof. A payload that differs from its proof in
+        `proofs` is damaged and is sent with NO_PROOF. Return the indices of damaged payloads."""
         payloads = [buffers[index][: self._page_bytes] for index in wanted]
         if self._is_plain and not any(payload.readonly for payload in payloads):
             names = self._tags.names([keys[index] for index in wanted])
@@ -111,7 +111,7 @@ class DataConnection(SocketConnection):
             found = self._connection.send_proven(payloads, names, digests, deadline)
             return [wanted[place] for place in found]
         damaged = []
-        # Hash each payload just before it is sent: it is in the processor's cache then.
+        # Hash each payload just before it is sent, so that it is in the CPU cache when it is sent.
         for index, payload in zip(wanted, payloads, strict=True):
             proof = self._tags.prove(keys[index], payload, proofs[index])
             if proof is None:
@@ -128,7 +128,8 @@ class DataConnection(SocketConnection):
         proofs: list[Proof | None],
         deadline: float,
     ) -> None:
-        """Fill the buffers and proofs of `hits`; count blocks whose tag does not match."""
+        """Receive the blocks `hits` into their buffers, and fill in their proofs. Count blocks
+        whose tag does not match."""
         if not hits:
             return
         tags = self._tags

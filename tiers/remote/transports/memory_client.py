@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of shared memory: it copies blocks between the tenant store's slots and buffers.
+"""The client's end of shared memory. It copies blocks between slots of the tenant store and
+buffers.
 
     load    PIN, copy and hash, UNPIN           store    RESERVE, hash and copy, COMMIT
 
-One call, without the interpreter lock, copies and hashes a block; with a tag key, the client copies
-and hashes it in parts. A block that is copied out after the end of its lease is a miss, because the
-slot may hold another block by then. The client reads the clock before each copy into a slot. If the
-process is stopped during such a copy, the server keeps the slot out of use after the lease.
+One call copies and hashes a block and releases the GIL meanwhile; with a tag key, the client does
+it in parts. If a lease ends before a block is copied out, the block is a miss, because its slot may
+hold another block by then. The client reads the clock before each copy into a slot. If the process
+is stopped during such a copy, the server does not reuse the slot until the client sends COMMIT or
+its connection ends.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ PARTS_AHEAD = 2  # parts of a store that the server reserves at a time
 
 
 class _Asked(NamedTuple):
-    """A PIN or RESERVE, and the end of its lease by this process's clock."""
+    """A PIN or RESERVE request, and the end of its lease by this process's clock."""
 
     request: RequestFrame
     words: bytes
@@ -59,7 +61,7 @@ class _Asked(NamedTuple):
 
 
 class _Reserved(NamedTuple):
-    """Slots to fill: `slots[i]` is for the block at `wanted[i]`."""
+    """The slots to fill: `slots[i]` is for the block at position `wanted[i]` of a part."""
 
     lease: int
     lease_ends: float
@@ -100,7 +102,7 @@ class MemoryConnection(SocketConnection):
         tag_key: bytes | None = None,
         namespace: bytes = b"",
     ) -> MemoryConnection:
-        """Connect, show the ticket and map the memory. Raises ConnectionLost."""
+        """Connect, send the ticket and map the memory. Raises ConnectionLost."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         fd: int | None = None
         try:
@@ -113,7 +115,7 @@ class MemoryConnection(SocketConnection):
             size = welcome.num_slots * welcome.slot_bytes
             if fd is None or not size or welcome.slot_bytes < layout.page_bytes:
                 raise ConnectionLost(f"the server at {path} handed out no memory")
-            # Touching a map beyond the end of its file would end this process.
+            # Access to a mapping beyond the end of its file would kill this process.
             if os.fstat(fd).st_size < size:
                 raise ConnectionLost(f"the server at {path} handed out too little memory")
             if not has_fixed_size(fd):
@@ -133,7 +135,7 @@ class MemoryConnection(SocketConnection):
 
     def close(self) -> None:
         super().close()
-        # A copy under way keeps the map open; the last view releases the map.
+        # A copy under way keeps the mapping open until its view is released.
         with contextlib.suppress(BufferError):
             self._view.release()
             self._memory.close()
@@ -203,7 +205,7 @@ class MemoryConnection(SocketConnection):
         return states
 
     def _parts(self, count: int, most_bytes: int) -> list[slice]:
-        """The parts of a batch, small ones first, so that copying starts early."""
+        """Divide a batch into parts. The first parts are small, so that copying starts early."""
         most = part_blocks(self._page_bytes, self._num_slots, most_bytes)
         size = max(1, most // FIRST_SHARE)
         parts, start = [], 0
@@ -225,7 +227,7 @@ class MemoryConnection(SocketConnection):
         done: list[Proof | None],
         deadline: float,
     ) -> bytes:
-        """Take the reply to a PIN, copy its blocks and return the UNPIN that ends its lease."""
+        """Receive the reply to a PIN, copy the blocks, and return the UNPIN that ends the lease."""
         lease = self._lease_of(asked, len(keys), deadline)
         states = self._take_states(len(keys), deadline)
         hits = [index for index, state in enumerate(states) if state is State.HIT]
@@ -247,7 +249,7 @@ class MemoryConnection(SocketConnection):
         return encode_request(self._next_request(Verb.UNPIN, 0, lease))
 
     def _take_reserved(self, asked: _Asked, count: int, deadline: float) -> _Reserved:
-        """Take the reply to a RESERVE, with the slots of the WANTED blocks."""
+        """Receive the reply to a RESERVE, which has the slots of the WANTED blocks."""
         lease = self._lease_of(asked, count, deadline)
         states = self._take_states(count, deadline)
         wanted = [index for index, state in enumerate(states) if state is State.WANTED]
@@ -263,8 +265,8 @@ class MemoryConnection(SocketConnection):
         proofs: Proofs,
         damaged: list[int],
     ) -> list[bytes]:
-        """Fill the slots of the part that begins at `first`. Returns the packed proof of each
-        block, NO_PROOF for a block that was not copied or is damaged."""
+        """Fill the slots of the part that begins at block `first`. Return the packed proof of each
+        block, or NO_PROOF for a block that was not copied or is damaged."""
         packed = []
         for place, slot in zip(reserved.wanted, reserved.slots, strict=True):
             index = first + place
@@ -288,8 +290,8 @@ class MemoryConnection(SocketConnection):
         return reply.argument
 
     def _lease(self, deadline: float) -> tuple[float, int]:
-        """The end of a lease by this process's clock, and its length in milliseconds. The lease
-        ends earlier here than at the server, which gets the request later."""
+        """The end of a new lease by this process's clock, and its length in milliseconds. It ends
+        earlier for the client than for the server, which receives the request later."""
         now = time.monotonic()
         seconds = min(max(0.001, deadline - now), MAX_LEASE_SECONDS)
         return now + seconds, max(1, int(seconds * 1000))
@@ -307,7 +309,7 @@ class MemoryConnection(SocketConnection):
     def _copy_out(
         self, key: bytes, source: memoryview, buffer: memoryview, tag: bytes
     ) -> Proof | None:
-        """Copy a block to `buffer`; return its proof, None if the block does not match `tag`."""
+        """Copy a block to `buffer`. Return its proof, or None if the block does not match `tag`."""
         if not self._tags.are_keyed:
             digest = copy_and_digest(buffer[: self._page_bytes], source)
             return self._tags.received(key, Hashed(digest), tag)
@@ -321,8 +323,8 @@ class MemoryConnection(SocketConnection):
     def _copy_in(
         self, key: bytes, buffer: memoryview, target: memoryview, lease_ends: float
     ) -> Any | None:
-        """Copy a block to `target` and hash it. Returns the hasher, None if the lease ended first.
-        The server hashes the copy again."""
+        """Copy a block to `target` and hash it. Return the hasher, or None if the lease ended. The
+        server hashes the copy again."""
         if time.monotonic() >= lease_ends:
             return None
         if not self._tags.are_keyed:

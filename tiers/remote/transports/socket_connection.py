@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common base of the client's two socket connections: greeting, requests, replies, states. A
-message from the server that the protocol does not allow raises ConnectionLost.
+"""SocketConnection: the base class of `DataConnection` and `MemoryConnection`. It sends requests
+and receives replies. A message that the protocol does not allow raises ConnectionLost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STATES = {int(state): state for state in State}
 
 
 class SocketConnection(BlockConnection):
-    """A client's connection that has received the server's welcome. Owns `connection`."""
+    """A client's connection after the server's welcome. `close` closes `connection`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class SocketConnection(BlockConnection):
         return RequestFrame(verb, blocks, self._number, argument)
 
     def _take_reply(self, request: RequestFrame, deadline: float) -> ReplyFrame:
-        """Receive a reply's head. Raises Refused, or ConnectionLost for another request's reply."""
+        """Receive the head of a reply. Raises Refused, or ConnectionLost for a wrong reply."""
         reply = decode(decode_reply, self._connection.receive(REPLY.size, deadline))
         if reply.verb is not request.verb or reply.number != request.number:
             raise ConnectionLost("the server answered something that was not asked")
@@ -79,7 +79,8 @@ def greet(connection: Connection, ticket: bytes, layout: BlockLayout, deadline: 
 
 
 def welcomed(raw: bytes, layout: BlockLayout) -> Welcome:
-    """Decode a welcome. Raises Refused for a bad status, ConnectionLost for another block size."""
+    """Decode a welcome. Raises Refused for a status that is not OK, ConnectionLost for a wrong
+    block size."""
     welcome = decode(decode_welcome, raw)
     if welcome.status is not Status.OK:
         raise Refused(welcome.status)
@@ -99,7 +100,7 @@ def to_states(raw: bytes) -> list[State]:
 
 
 def decode(decoder: Callable[[bytes], _Words], raw: bytes) -> _Words:
-    """Return `decoder(raw)`, with a WireError raised as ConnectionLost."""
+    """Return `decoder(raw)`. Raises ConnectionLost instead of WireError."""
     try:
         return decoder(raw)
     except WireError as error:

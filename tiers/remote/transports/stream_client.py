@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client's end of the gRPC streams, for servers whose data connection cannot be reached. The
-streams are slower than the other transports, and pass through any proxy.
+streams are slower than the other transports, but they pass through any proxy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STATES: dict[int, State] = {int(state): state for state in State}
 
 
 class StreamConnection(BlockConnection):
-    """A connection over a channel that the caller owns. Every call carries `metadata`."""
+    """A connection over the gRPC channel of `stub`. Every call sends `metadata`."""
 
     kind = "streams"
 
@@ -132,7 +132,7 @@ class StreamConnection(BlockConnection):
 
 
 class _Arriving:
-    """The blocks of a load, assembled from their pieces."""
+    """Assembles the blocks of a load from the received pieces."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class _Arriving:
         self._hasher: Any = None
 
     def take_piece(self, piece: Piece, page_bytes: int) -> None:
-        """Copy the next piece. Raises WireError if it does not follow the piece before."""
+        """Copy the next piece to its buffer. Raises WireError if a piece before it is missing."""
         if piece.state is State.MISS:
             return
         if piece.header is not None:

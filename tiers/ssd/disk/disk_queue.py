@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes of one thread that are under way at the same time.
+"""Queues with which one thread runs several reads and writes at the same time.
 
-A thread that waits for each call gives the disk one request at a time, and many such threads spend
-time on waking up and on the interpreter's lock for every record. So one thread hands the kernel
-many requests at once and collects the ended ones (`AioQueue`). Where the kernel lacks asynchronous
-I/O, `BlockingQueue` runs the requests one by one.
+A thread that waits for each call gives the disk only one request at a time. Many such threads would
+lose time on wake-ups and on the GIL for every record. So one thread submits many requests to the
+kernel together and collects the finished ones (`AioQueue`). If the kernel has no asynchronous I/O,
+`BlockingQueue` runs the requests one by one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EVENT = struct.Struct("<QQqq")  # data, request, result, a second result
 
 
 class _Numbers(NamedTuple):
-    """Numbers of the system calls."""
+    """The system call numbers of asynchronous I/O on one processor architecture."""
 
     setup: int
     destroy: int
@@ -48,7 +48,7 @@ _syscall.restype = ctypes.c_long
 
 class Pieces(NamedTuple):
     """The `num` writable buffers of a request. `laid` has the address and the length of each
-    buffer; `views` returns the buffers themselves, for a call that takes no addresses."""
+    buffer; `views` returns the buffers themselves, for `os.preadv` and `os.pwritev`."""
 
     laid: array[int]
     num: int
@@ -60,13 +60,13 @@ Vector = Sequence[memoryview] | Pieces
 
 class AioContext:
     """Linux asynchronous I/O by system calls (`io_setup`, `io_submit`, `io_getevents`), without a
-    library. Has room for `depth` requests, numbered 0 to `depth - 1`. Belongs to one thread.
+    library. It has room for `depth` requests, numbered 0 to `depth - 1`. Only one thread uses it.
 
-    One system call begins any number of direct reads and writes; another waits until one of them
-    ends. Both release the interpreter's lock. io_uring could do the same, but many containers
-    forbid it, and Python lacks the memory barriers for it. See io_submit(2) and <linux/aio_abi.h>.
+    One system call starts any number of direct reads and writes; another waits until requests have
+    ended. Both release the GIL. io_uring could do the same, but many containers forbid it, and
+    Python lacks the memory barriers for it. See io_submit(2) and <linux/aio_abi.h>.
 
-    Raises OSError where machine, kernel or a limit (`/proc/sys/fs/aio-max-nr`) allows no context.
+    Raises OSError if processor, kernel or the limit `/proc/sys/fs/aio-max-nr` allow no context.
     """
 
     def __init__(self, depth: int) -> None:
@@ -87,8 +87,8 @@ class AioContext:
     def prepare_request(
         self, number: int, descriptor: int, is_write: bool, vector: Vector, offset: int
     ) -> None:
-        """Prepare a request for the next `submit`. The buffers must be writable and must stay until
-        the request has ended. No request under way may have the same number."""
+        """Prepare a request for the next `submit`. The buffers must be writable and must stay
+        allocated until the request has ended. No running request may have the same number."""
         if isinstance(vector, Pieces):
             pieces, count = vector.laid, vector.num
         else:
@@ -119,7 +119,7 @@ class AioContext:
         self._prepared.append(self._first + place)
 
     def submit(self) -> None:
-        """Begin the prepared requests. A request that the kernel refuses ends with its error."""
+        """Start the prepared requests. A request that the kernel refuses ends with its error."""
         prepared, done = self._prepared, 0
         while done < len(prepared):
             first = prepared.buffer_info()[0] + done * prepared.itemsize
@@ -159,7 +159,7 @@ class AioContext:
         return ended
 
     def close(self) -> None:
-        """Give the context back to the kernel; no request may be under way."""
+        """Free the kernel's context (`io_destroy`). No request may be running."""
         self._call(self._numbers.destroy, self._context)
 
     def _call(self, number: int, *arguments: object) -> int:
@@ -175,33 +175,33 @@ Result = int | Exception
 
 
 class DiskQueue(Protocol):
-    """The requests of one thread to one file."""
+    """A queue of one thread's requests to one file."""
 
     @property
     def is_blocking(self) -> bool:
         """Whether `start` waits for the disk, so that one thread has one request at a time."""
 
     def start(self, number: int, is_write: bool, vector: Vector, offset: int) -> None:
-        """Fill the buffers from the file at `offset`, or write them to the file there. Where the
-        kernel allows, the call does not wait for the disk, and the request may begin only at
-        `submit`. The number is free again when `wait_completions` has returned it. The buffers must
-        stay until then; the queue holds them."""
+        """Read the file at `offset` into the buffers, or write the buffers to the file there.
+        Unless `is_blocking`, the call normally does not wait for the disk, and the request may
+        start only at `submit`. The request number may be used again when `wait_completions` has
+        returned it. Until then the queue holds references to the buffers."""
 
     def submit(self) -> None:
-        """Begin all requests that `start` has queued."""
+        """Start all requests that `start` has queued."""
 
     def wait_completions(self) -> list[tuple[int, Result]]:
         """Wait until at least one request has ended. Return the numbers and the results of all
-        ended requests. A request must be under way."""
+        ended requests. At least one request must be running."""
 
     def close(self) -> None:
-        """Free the kernel's resources for this queue; no request may be under way."""
+        """Free the kernel's resources for this queue. No request may be running."""
 
 
 def open_queue(direct: int | None, buffered: int, most: int) -> DiskQueue:
-    """Return a queue of at most `most` requests for a file that is open twice. `direct` bypasses
-    the page cache and refuses unaligned buffers; it is None where the file system has no direct
-    I/O. `buffered` goes through the page cache."""
+    """Return a queue of at most `most` requests for a file with two descriptors. `direct` bypasses
+    the page cache and refuses unaligned buffers; it is None if the file system has no direct I/O.
+    `buffered` goes through the page cache."""
     if direct is not None:
         try:
             return AioQueue(AioContext(most), direct, buffered)
@@ -211,7 +211,7 @@ def open_queue(direct: int | None, buffered: int, most: int) -> DiskQueue:
 
 
 class BlockingQueue:
-    """Runs each request to its end within `start`."""
+    """A queue whose `start` runs the whole request before it returns."""
 
     is_blocking = True
 
@@ -234,7 +234,7 @@ class BlockingQueue:
 
 
 class AioQueue:
-    """Hands each request to the kernel; `wait_completions` collects the ended requests."""
+    """Submits requests to the kernel, and collects finished ones in `wait_completions`."""
 
     is_blocking = False
 

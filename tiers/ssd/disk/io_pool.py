@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that move runs of neighbouring slots. Each thread has several runs under way; all threads
-together fill the queue of the disk.
+"""Threads that read and write runs of neighbouring slots. Each thread has several requests at the
+disk at the same time, so that the queue of the disk stays full.
 
     start ──► shares, each as large as a run ◄── taken by every thread that is awake and has room
           ──► a token for one thread that sleeps
 
-A thread begins as many runs as fit into its share of the bytes under way (its `IoLane`). While the
-disk works on these runs, the thread handles the ended ones and takes the next share. One thread can
-keep a disk busy with one batch, so a batch wakes one thread: more threads would take processors
+Each thread has an `IoLane`, which starts as many runs as the thread's limit of bytes allows. While
+the disk works on these runs, the thread processes finished runs and takes the next share. A batch
+wakes only one thread, because one thread can keep a disk busy. More threads would take processors
 from the engine and slow its steps as much as the writing itself does. Several batches wake several
-threads. One batch also wakes several threads if its blocks take long to prepare or to check, or if
-threads wait for each request. A `Work` defines the work on a run.
+threads. One batch also wakes several threads if its blocks take long to encode or verify
+(`spread`), or if every request blocks its thread (`BlockingQueue`). A `Work` says what to do with a
+run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 GRACE_SECONDS = 1.0  # extra time for requests under way at the deadline of `close`
 _MOST_LANES = 2  # lanes that may fail before the waiting shares fail too
-# Runs in hand: at most DEPTH with the disk, and as many that are prepared or finished.
+# Runs that a lane holds: at most DEPTH with the disk, and as many that are prepared or finished.
 _HELD = 2 * DEPTH
 
 # An ended run: its positions, its pages, its result. A failed run's pages have no meaning.
@@ -42,29 +43,30 @@ NO_PAGES = Scratch(1, 0)
 
 
 class Work(Protocol):
-    """The work on the runs of one batch; a run is a range of positions in the batch. Several
-    threads call it at once. An exception of `prepare_run` or `start` is the run's result."""
+    """The work on the runs of one batch. A run is a range of positions in the batch. Several
+    threads call this at once. An exception of `prepare_run` or `start` is the run's result."""
 
     def prepare_run(self, run: range, scratch: Scratch) -> None:
-        """Prepare the run, such as hash and encode, before its request."""
+        """Prepare the run before its disk request, for example hash and encode its blocks."""
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
-        """Start the request of this number for a run that is prepared."""
+        """Start the disk request for a prepared run, under this request number."""
 
     def complete_runs(self, done: Sequence[Done]) -> Iterable[range]:
-        """Take the results of ended runs. Return the runs to begin anew. Must not raise."""
+        """Process the results of finished runs. Return runs to start again. Must not raise."""
 
 
 class IoLane:
-    """The runs that one thread has in hand, on their way through three stations:
+    """The runs that one thread works on. Each run passes through three stages:
 
         prepared ──► with the disk ──► finished
         headers and   at most DEPTH,    checked,
         checksums     `most_bytes`      answered
 
-    A disk may return all its runs at once (the disk of a small virtual machine does so whenever it
-    runs dry). So the lane first hands prepared runs to the disk, then looks at ended runs: disk and
-    thread work at once. The disk has at most `most_bytes` at a time, or one larger run."""
+    A disk may finish all its runs at the same moment (the disk of a small virtual machine does so
+    whenever its queue runs empty). So the lane first submits prepared runs to the disk, and then
+    processes finished runs while the disk works. At most `most_bytes` are with the disk at a time,
+    or one larger run."""
 
     def __init__(self, slot_file: SlotFile, most_bytes: int) -> None:
         self._slot_file = slot_file
@@ -83,7 +85,7 @@ class IoLane:
 
     @property
     def is_blocking(self) -> bool:
-        """Whether the disk has one run of this lane at a time."""
+        """Whether each request blocks the thread until the disk has finished the request."""
         return self._disk.is_blocking
 
     @property
@@ -95,12 +97,12 @@ class IoLane:
         return not self._waiting and self._has_room()
 
     def submit_runs(self, work: Work, found: Iterable[range]) -> None:
-        """Queue these runs, and begin those that fit."""
+        """Queue these runs, and start as many as the lane has room for."""
         self._waiting.extend((work, run) for run in found)
         self._prepare()
 
     def turn(self) -> None:
-        """Wait until a run ends, and move each run to its next station. The lane must be busy."""
+        """Wait until a run ends, and move runs to their next stages. The lane must be busy."""
         ended: list[tuple[int, Result]] = []
         if self._flying and not self._failed:
             ended = self._disk.wait_completions()
@@ -115,18 +117,18 @@ class IoLane:
         self._prepare()
 
     def in_hand(self) -> list[tuple[Work, range]]:
-        """Return every run that the lane was given and has not handed back, for a caller that
-        closes the lane early. The disk may move bytes of these runs until the lane is closed."""
+        """Return every run that the lane was given and has not completed, for a caller that closes
+        the lane early. The disk may still read or write these runs until the lane is closed."""
         held = [(work, run) for work, (run, _, _), _ in [*self._done, *self._failed]]
         held += ((work, run) for _, work, run in self._ready)
         return [*held, *self._flying.values(), *self._waiting]
 
     def close(self) -> None:
-        """Close the queue, which waits for the requests with the disk."""
+        """Close the disk queue. This waits for requests that the disk has not finished."""
         self._disk.close()
 
     def _prepare(self) -> None:
-        """Prepare waiting runs while there is room, and hand them to the disk if it has room."""
+        """Prepare waiting runs while the lane has room, and submit them if the disk has room."""
         while self._waiting and self._has_room():
             work, run = self._waiting.popleft()
             number, scratch = self._free.pop(), NO_PAGES
@@ -143,7 +145,7 @@ class IoLane:
         self._launch()
 
     def _launch(self) -> None:
-        """Hand the disk as many runs as it has room for. The first run is submitted at once."""
+        """Start requests of prepared runs while the disk has room. Submit the first one at once."""
         unsent = RUN_BYTES
         while self._ready and self._fits(self._bytes_of(self._ready[0][2])):
             number, work, run = self._ready.popleft()
@@ -162,7 +164,7 @@ class IoLane:
         self._disk.submit()
 
     def _finish(self) -> None:
-        """Hand the runs that have ended to their `Work`, and free their numbers."""
+        """Pass the finished runs to their `Work`, and free their request numbers."""
         by_work: defaultdict[int, list[Done]] = defaultdict(list)
         works: dict[int, Work] = {}
         for work, each, _ in self._done:
@@ -193,9 +195,9 @@ class IoLane:
 
 
 class IoPool:
-    """`threads` threads, all started at once, so that no later call fails for want of a thread. All
-    threads together have about `flight_bytes` under way at a time. Raises RuntimeError where a
-    thread cannot be started; the threads that were started then end."""
+    """A pool of `threads` threads. The constructor starts them all, so that no later call fails
+    because a thread cannot be started. All threads together read or write about `flight_bytes` at a
+    time. Raises RuntimeError if a thread cannot be started, and ends those that were started."""
 
     def __init__(self, slot_file: SlotFile, threads: int, name: str, flight_bytes: int) -> None:
         self._slot_file = slot_file
@@ -218,8 +220,8 @@ class IoPool:
     def start(
         self, slots: Sequence[int], work: Work, *, singly: bool = False, spread: bool = False
     ) -> None:
-        """Start `work` on the runs of the ascending `slots`, or on each slot by itself (`singly`).
-        Wake one thread, or one for each share (`spread`). Never waits."""
+        """Start `work` on the runs of the ascending `slots`, or with `singly` on each slot by
+        itself. Wake one thread, or with `spread` one for each share. Never waits."""
         longest = self._slot_file.run_slots
         found = runs(slots, 1 if singly else longest)
         parts = shares(found, longest)
@@ -228,12 +230,12 @@ class IoPool:
             self._tokens.put(True)
 
     def stop_workers(self) -> None:
-        """Let the threads end when all started work is done. No `start` may follow."""
+        """End the threads when all started work is done. `start` must not be called afterwards."""
         for _ in self._threads:
             self._tokens.put(False)
 
     def close(self, deadline: float) -> bool:
-        """Let the threads end, and wait for them. False if one lives at `deadline` (monotonic)."""
+        """End the threads and wait. Return False if one still runs at `deadline` (monotonic)."""
         self.stop_workers()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -247,7 +249,7 @@ class IoPool:
             lane.close()
 
     def _serve(self, lane: IoLane | None) -> IoLane | None:
-        """Work until no share is left, also after errors. Return the lane for the next shares."""
+        """Process shares until none is left, also after errors. Return the lane to use next."""
         for _ in range(_MOST_LANES):
             lane = lane or self._try(self._open_lane)
             if lane is None:
@@ -268,7 +270,7 @@ class IoPool:
         return lane
 
     def _drain(self, lane: IoLane) -> bool:
-        """Work until there is no share to take and nothing in hand."""
+        """Process shares until none is left and all runs of the lane have ended."""
         while True:
             while lane.has_room and (share := self._next_share()) is not None:
                 lane.submit_runs(*share)
@@ -283,7 +285,7 @@ class IoPool:
             return None
 
     def _try(self, call: Callable[[], _T]) -> _T | None:
-        """Return `call`'s result. An exception is logged and gives None: the thread goes on."""
+        """Return the result of `call`. If it raises, log the exception and return None."""
         try:
             return call()
         except Exception as error:
@@ -292,7 +294,7 @@ class IoPool:
             return None
 
     def _give_up(self, held: list[tuple[Work, range]]) -> None:
-        """End these runs with the last error. A run that its work begins anew fails again."""
+        """Fail these runs with the last error, and also runs that `complete_runs` returns."""
         while held:
             work, run = held.pop()
             done = [(run, NO_PAGES, self._error)]
@@ -301,7 +303,7 @@ class IoPool:
 
 
 def shares(found: Sequence[range], longest: int) -> list[list[range]]:
-    """Runs in groups of about `longest` slots. No run is cut."""
+    """Group runs into shares of about `longest` slots each. No run is cut."""
     groups: list[list[range]] = []
     room = 0
     for run in found:
@@ -314,7 +316,7 @@ def shares(found: Sequence[range], longest: int) -> list[list[range]]:
 
 
 def runs(slots: Sequence[int], longest: int) -> list[range]:
-    """Positions of each run of neighbours in the ascending `slots`, at most `longest` in a run."""
+    """Positions of the runs of neighbours in the ascending `slots`, at most `longest` in a run."""
     found: list[range] = []
     start = 0
     for position in range(1, len(slots) + 1):

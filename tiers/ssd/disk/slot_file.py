@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slot file: records of one size, side by side, read and written in runs of neighbours.
+"""The slot file: records of equal size, read and written in runs of neighbouring records.
 
     record = header page (the 128 bytes of `tiers/record.py`, zero padded) | payload, zero padded
     slot i begins at byte i * record_bytes
 
-An encoded payload is shorter: the bytes behind its last page belong to an earlier record.
+An encoded payload is shorter than its slot; the bytes after it are left from an earlier record.
 
-Bytes go directly between the disk and the caller's buffers (O_DIRECT); the page cache would only
-hold a third copy. Only header pages and the last, partly filled page of a payload pass through a
-`Scratch`, so bytes in a buffer behind the payload are never read or written.
+Bytes go directly between the disk and the caller's buffers (O_DIRECT), because the page cache would
+only hold one more copy of a block. Only header pages and the last, partly filled page of a payload
+are copied through a `Scratch`. So bytes after a payload are never read or written.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from .space import HEADER_PAGE_BYTES
 
 log = logging.getLogger(__name__)
 
-# One call moves about this much. Several such calls keep a disk busy, and a sync or a read behind
-# them waits only briefly. Four blocks of 256 KiB with their header pages fit.
+# One call reads or writes about this many bytes. Several such calls keep a disk busy, and a sync or
+# a read that comes after them waits only briefly. Four blocks of 256 KiB with their header pages
+# fit.
 RUN_BYTES = 1024**2 + 64 * 1024
 _SHORTAGES = (errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ENOBUFS)
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
 class Scratch:
-    """Aligned pages for the headers and tails of one run that is under way."""
+    """Page-aligned memory for the header pages and the last, partly filled pages of one run."""
 
     def __init__(self, records: int, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
@@ -54,15 +55,15 @@ class Scratch:
 
     @cached_property
     def encoded(self) -> memoryview:
-        """Room for one encoded payload, allocated at the first use."""
+        """A buffer for one encoded payload, allocated when it is first used."""
         return memoryview(mmap.mmap(-1, self._slot_bytes))
 
 
 class SlotFile:
-    """`num_slots` records in one preallocated file, mode 0600. Thread-safe, but each scratch and
-    each queue belongs to one thread.
+    """A preallocated file of `num_slots` records, mode 0600. Thread-safe, but each scratch and each
+    queue must be used by one thread only.
 
-    Raises OSError where the file cannot be made or cannot get its full size.
+    Raises OSError if the file cannot be created or cannot get its full size.
     """
 
     def __init__(self, path: Path, layout: BlockLayout, num_slots: int) -> None:
@@ -89,7 +90,7 @@ class SlotFile:
         return Scratch(self.run_slots, self.record_bytes - HEADER_PAGE_BYTES)
 
     def open_queue(self, most: int) -> DiskQueue:
-        """A queue for one thread's requests to this file, at most `most` at once."""
+        """A queue for one thread's requests to this file, at most `most` at a time."""
         return open_queue(self._direct, self._buffered, most)
 
     def start_read(
@@ -100,13 +101,14 @@ class SlotFile:
         payloads: Sequence[memoryview],
         scratch: Scratch,
     ) -> None:
-        """Start to read neighbouring records from `slot` on: headers into the scratch, payloads
-        into the buffers. The buffers are whole only after `take_read`."""
+        """Start to read neighbouring records, the first from `slot`: headers into the scratch,
+        payloads into their buffers. The payloads are complete only after `take_read`."""
         disk.start(number, False, self._vector(payloads, scratch), slot * self.record_bytes)
 
     def take_read(self, num_bytes: int, payloads: Sequence[memoryview], scratch: Scratch) -> int:
-        """Return the number of whole records after a read of `num_bytes`: fewer than requested
-        where the file ends. Copy the tails of these records into their buffers."""
+        """Return how many whole records a read of `num_bytes` has brought, which is fewer than
+        requested at the end of the file. Copy each record's last, partly filled page to its
+        buffer."""
         whole = num_bytes // self.record_bytes
         if self._tail:
             for payload, tail in zip(payloads[:whole], scratch.tails, strict=False):
@@ -121,8 +123,8 @@ class SlotFile:
         payloads: Sequence[memoryview],
         scratch: Scratch,
     ) -> None:
-        """Start to write neighbouring records from `slot` on; the headers are in the scratch. The
-        records are on the disk only after `sync`."""
+        """Start to write neighbouring records, the first to `slot`; their headers are in the
+        scratch. The records are durable only after `sync`."""
         if self._tail:
             for payload, tail in zip(payloads, scratch.tails, strict=False):
                 tail[: self._tail] = payload[self._whole :]
@@ -137,38 +139,39 @@ class SlotFile:
     def start_read_encoded(
         self, disk: DiskQueue, number: int, slot: int, size: int, scratch: Scratch
     ) -> None:
-        """Start to read a record into the scratch: header and encoded payload of `size` bytes."""
+        """Start to read a record into the scratch: header and `size` bytes of encoded payload."""
         disk.start(number, False, _encoded_vector(size, scratch), slot * self.record_bytes)
 
     def start_write_encoded(
         self, disk: DiskQueue, number: int, slot: int, size: int, scratch: Scratch
     ) -> None:
-        """Start to write a record from the scratch: header and encoded payload of `size` bytes. The
-        rest of the last page is zeroed. The record is on the disk only after `sync`."""
+        """Start to write a record from the scratch: its header and `size` bytes of encoded payload.
+        The rest of the payload's last page is zeroed. The record is durable only after `sync`."""
         scratch.encoded[size : _whole_pages(size)] = bytes(_whole_pages(size) - size)
         disk.start(number, True, _encoded_vector(size, scratch), slot * self.record_bytes)
 
     def encoded_record_bytes(self, size: int) -> int:
-        """Bytes that move for an encoded payload of `size` bytes."""
+        """Bytes read or written for a record whose encoded payload has `size` bytes."""
         return HEADER_PAGE_BYTES + _whole_pages(size)
 
     def saved_bytes(self, size: int) -> int:
-        """Bytes of a slot that need not move for an encoded payload of `size` bytes; 0 without a
-        codec, where `size` is 0."""
+        """Bytes that need not be read or written because a payload is encoded in `size` bytes.
+        Without a codec, `size` and the result are 0."""
         return self.record_bytes - HEADER_PAGE_BYTES - _whole_pages(size) if size else 0
 
     def erase(self, slots: Sequence[int]) -> None:
-        """Zero the header pages of these slots, so that they hold no record. No write to them may
-        be under way. The change is on the disk only after `sync`. May raise OSError."""
+        """Zero the header pages of these slots, which erases their records. No write to these slots
+        may be running. The change is durable only after `sync`. May raise OSError."""
         for slot in slots:
             os.pwrite(self._buffered, bytes(HEADER_PAGE_BYTES), slot * self.record_bytes)
 
     def sync(self) -> None:
-        """Return when everything written is on the disk. May raise OSError."""
+        """Flush all finished writes to the disk (fdatasync). May raise OSError."""
         os.fdatasync(self._buffered)
 
     def can_be_read(self) -> bool:
-        """Whether any of up to four trial reads succeeds. Waits for the disk."""
+        """Whether one of up to four trial reads succeeds. An error of a temporary shortage, such as
+        of memory, counts as success. Waits for the disk."""
         descriptor = self._buffered if self._direct is None else self._direct
         page = Scratch(1, 0).headers[0]
         num_slots = os.fstat(self._buffered).st_size // self.record_bytes
@@ -183,13 +186,13 @@ class SlotFile:
         return False
 
     def close(self) -> None:
-        """Close both descriptors; no call may be under way."""
+        """Close both file descriptors. No other call may be running."""
         os.close(self._buffered)
         if self._direct is not None:
             os.close(self._direct)
 
     def _open_direct(self) -> int | None:
-        """A descriptor that bypasses the page cache, None where a trial read is refused."""
+        """A descriptor that bypasses the page cache. None if the file system refuses direct I/O."""
         descriptor = None
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)

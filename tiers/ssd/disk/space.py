@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the SSD tier's capacity between slot file and index, so that their sum is a hard bound.
+"""Divides the SSD tier's capacity between slot file and index, which their sum never exceeds.
 
-The plan counts every file that may lie on the disk:
+The plan counts every file that a store may have on the disk:
 
     slot file            slots * (header page + payload, padded)
     index                as large as it may ever become, allocated at once
@@ -43,12 +43,12 @@ class SpacePlan:
 
     @property
     def total_bytes(self) -> int:
-        """The most that the store ever has on the disk."""
+        """The most disk space that the store ever takes."""
         return self.slot_file_bytes + 2 * self.index_bytes + SMALL_FILES_BYTES
 
 
 def plan_space(layout: BlockLayout, capacity_bytes: int) -> SpacePlan:
-    """Plan the largest store within `capacity_bytes`; TierConfigError where not one block fits."""
+    """Plan the largest store within `capacity_bytes`. Raises TierConfigError if no block fits."""
     smallest = plan_slots(layout.slot_bytes, 1)
     if smallest.total_bytes > capacity_bytes:
         raise TierConfigError(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store's folder: opened, locked, identified, checked and reconciled."""
+"""Opens, locks, identifies, checks and repairs the folder of an SSD store."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of a store: made, checked, and locked against a second process.
+"""Creates and checks the directory of a store, and locks it against other processes.
 
     PATH/lock          held by flock while the store is open; holds the owner's process id
     PATH/identity      the layout, namespace, codec and key of the store
@@ -9,8 +9,8 @@
     PATH/index.bad-n/  an index that was damaged, kept for inspection
     PATH/format-n/     a store of another format (`other_formats.py`)
 
-Files are 0600 and folders 0700, also where they had other modes before; a PATH that existed before
-keeps its mode. No symbolic link below PATH is followed.
+Files get mode 0600 and folders mode 0700, even if they had other modes before. A PATH that existed
+before keeps its mode. No symbolic link below PATH is followed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ...settings.sizes import MIB, rough_size
 from ..disk.space import SpacePlan
 from ..index.index_file import DATA_FILE as INDEX_DATA
 
-# A killed owner may leave a child that it started for its scan (`guard.py`). The child keeps the
-# lock until it has become another program.
+# A killed owner may leave a child that it has forked for its scan (`guard.py`). The child keeps the
+# lock until its `exec`.
 LEFT_BEHIND_SECONDS = 2.0
 # A listing of stores (`inventory.py`) holds each lock for a shorter time.
 GLANCE_SECONDS = 0.1
@@ -45,10 +45,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class StoreDirectory:
-    """Holds the lock until `close`. Raises TierConfigError with cause and cure, or TierDown where
-    the path cannot be written to at present.
+    """The directory of a store, locked until `close`. Raises TierConfigError with cause and cure,
+    or TierDown if the path cannot be written to at present.
 
-    Without `create`, a directory that is no store is refused.
+    If `create` is false, a directory without a store is refused.
     """
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
@@ -86,10 +86,10 @@ class StoreDirectory:
             ) from error
 
     def check_free_space(self, plan: SpacePlan) -> None:
-        """Refuse a plan that does not fit on the file system; the store's own files count as room.
-        Raises TierConfigError where even the empty file system is too small, else TierDown. A store
-        with a complete slot file needs room for its index only: the plan's other files may never
-        exist."""
+        """Raise an error if the planned files do not fit on the file system. Space that the store's
+        own files take counts as free. Raises TierConfigError if even the empty file system is too
+        small, else TierDown. If the slot file is complete, only the index must fit, because the
+        plan's other files may never exist."""
         stat = os.statvfs(self.path)
         free, largest = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
         if _allocated(self.slot_file) >= plan.slot_file_bytes:
@@ -109,15 +109,15 @@ class StoreDirectory:
         return sum(each.lstat().st_blocks * 512 for each in self._ours())
 
     def note_opened(self) -> None:
-        """Note device and inode of the files open now, for `is_in_place`. May raise OSError."""
+        """Remember device and inode of the open files, for `is_in_place`. May raise OSError."""
         for each in (self.path / "lock", self.slot_file, self.index / INDEX_DATA):
             status = each.lstat()
             self._opened[each] = (status.st_dev, status.st_ino)
 
     def is_in_place(self) -> bool:
-        """Whether `path` still leads to the open files. False where the files or the directory were
-        removed or moved, a disk was unmounted, or another disk mounted. Takes microseconds where
-        the disk works."""
+        """Whether `path` still leads to the open files. False if the files or the directory were
+        removed or moved, a disk was unmounted, or another disk mounted. Takes microseconds if the
+        disk works."""
         for each, opened in self._opened.items():
             try:
                 there = each.lstat()
@@ -130,11 +130,11 @@ class StoreDirectory:
         return True
 
     def close(self) -> None:
-        """Give the lock back. Idempotent; does nothing in a forked process."""
+        """Release the lock. Idempotent; does nothing in a forked process."""
         self._lock.close()
 
     def _error(self, error: OSError) -> TierConfigError:
-        """The error for a directory that cannot be made or a lock file that cannot be opened."""
+        """The error to raise if the directory cannot be made or the lock file cannot be opened."""
         cure = lasting_cause(error, self.path)
         if cure is None:
             is_away = isinstance(error, FileExistsError)
@@ -151,8 +151,8 @@ class StoreDirectory:
         return TierConfigError(f"the SSD tier cannot be in {self.path}: {cure}")
 
     def _refuse_foreign_files(self) -> None:
-        """Raise TierConfigError where a slot file or an index exists without a lock file. A store
-        makes its lock file first, so these files are not a store's."""
+        """Raise TierConfigError if a slot file or an index exists without a lock file. A store
+        makes its lock file first, so such files do not belong to a store."""
         for each in (self.slot_file, self.index):
             if os.path.lexists(each) and not os.path.lexists(self.path / "lock"):
                 raise TierConfigError(
@@ -161,15 +161,15 @@ class StoreDirectory:
                 )
 
     def _ours(self) -> Iterator[Path]:
-        """The existing paths under the store's names."""
+        """The files and folders of the store that exist, the lock file included."""
         for name in ("lock", "identity", "identity.new", "blocks", *_FOLDERS):
             yield from self.path.glob(name)
         for name in _FOLDERS:
             yield from self.path.glob(f"{name}/*")
 
     def _refuse_wrong_kind(self, path: Path) -> None:
-        """Raise TierConfigError for a symbolic link, a hard link, or anything else than the file or
-        the folder that belongs at `path`."""
+        """Raise TierConfigError if `path` exists and is a symbolic link, has a second hard link, or
+        is not the kind of file or folder that belongs there."""
         if not os.path.lexists(path):
             return
         mode = path.lstat().st_mode
@@ -225,7 +225,7 @@ class StoreDirectory:
 
 
 def _is_gone(owner: str) -> bool:
-    """Whether no process has this id. A lock's owner in another container looks gone too."""
+    """Whether no process has this id. An owner in another container also counts as gone."""
     try:
         os.kill(int(owner), 0)
     except (ValueError, OverflowError, PermissionError):
@@ -236,7 +236,7 @@ def _is_gone(owner: str) -> bool:
 
 
 def _allocated(path: Path) -> int:
-    """Bytes that the file system has allocated to a file; 0 where there is no file."""
+    """Bytes that the file system has allocated to a file; 0 if there is no file."""
     try:
         return path.lstat().st_blocks * 512
     except FileNotFoundError:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protects the store from a damaged index: checks the index first, and moves a damaged one aside.
+"""Protects the store from a damaged index: checks it before use, and moves it aside if damaged.
 
-A damaged LMDB file ends the process that opens it, by SIGBUS or SIGABRT, so `scan.py` checks and
-reads it in a child process with a time limit. A lost index costs a cold cache; serving from a
-damaged one could end the engine.
+A damaged LMDB file can kill the process that opens it, by SIGBUS or SIGABRT. So `scan.py` checks
+and reads the file in a child process with a time limit. Without its index the store only starts
+empty, but a damaged index could kill the engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...processes.python_command import python_command
 from ..index.index_file import DATA_FILE, SLOT_BYTES, VALUE_BYTES, IndexDamaged, RowBatch
 from .scan import UNABLE
 
-# The read of a damaged file can cause these signals. Any other signal came from outside.
+# Signals that reading a damaged file can cause. Any other signal came from outside.
 _DEADLY_READS = ("SIGBUS", "SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL")
 _SCAN = Path(__file__).with_name("scan.py")
 # The scan runs as a module, whose bytecode is cached: a script would be compiled each time.
@@ -40,12 +40,12 @@ _PIPE_BYTES = 1024**2  # the child can write on while a batch is processed
 
 
 def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
-    """Yield all rows of the index in `folder`, then an empty batch: the caller can work on all rows
-    while the child reads the file a second time. Raises IndexDamaged, perhaps after some batches:
-    the rows are good only when the iteration has ended. Raises OSError where lack of memory or a
-    slow disk prevented the read; such an index may be sound and stays in place. `timeout_seconds`
-    bounds the wait for the first rows and for each next batch. After the last batch the bound grows
-    with the number of rows, because the child reads all of them again."""
+    """Yield all rows of the index in `folder`, then an empty batch. After the empty batch the
+    caller can work on all rows while the child reads the file a second time. Raises IndexDamaged,
+    perhaps after some batches, so the rows can be trusted only when the iteration has ended. Raises
+    OSError if lack of memory or a slow disk prevented the read; such an index may be undamaged and
+    stays in place. `timeout_seconds` bounds the wait for the first rows. Afterwards the bound grows
+    with the number of rows so far, because the child reads all of them again at the end."""
     words = [str(_SCAN.parent), str(folder), *filter(None, sys.path)]
     command = python_command("-S", "-c", _RUN_SCAN, *words)
     watch = _Watch(timeout_seconds)
@@ -89,8 +89,8 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
 
 
 class _Watch:
-    """Ends a child that gives no output for too long. All methods but `run` belong to the thread
-    that reads from the child."""
+    """Kills a child process that gives no output for too long. `run` runs on a thread of its own;
+    only the thread that reads from the child calls `saw`."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.over = threading.Event()
@@ -104,11 +104,11 @@ class _Watch:
         self._seen_at = time.monotonic()
 
     def max_wait_seconds(self) -> float:
-        """Seconds without output after which the child is ended; they grow with the rows seen."""
+        """Seconds without output after which the child is killed. They grow with the rows seen."""
         return self._timeout_seconds + self._rows / _SLOWEST_ROWS_PER_SECOND
 
     def run(self, child: subprocess.Popen[bytes]) -> None:
-        """Wait until `over`, or end the child when it has given no output for too long."""
+        """Wait until `over` is set, or kill the child when it gives no output for too long."""
         while True:
             left = self._seen_at + self.max_wait_seconds() - time.monotonic()
             if left <= 0:
@@ -120,7 +120,7 @@ class _Watch:
 
 
 def _batches(stream: IO[bytes]) -> Iterator[RowBatch]:
-    """Yield whole batches. Stop at a partial batch; the status of the child says why it ended."""
+    """Yield whole batches. Stop at an incomplete batch; the child's exit status tells the cause."""
     while len(head := stream.read(4)) == 4:
         count = int.from_bytes(head, "little")
         if count > _MOST_ROWS_IN_BATCH:
@@ -134,7 +134,7 @@ def _batches(stream: IO[bytes]) -> Iterator[RowBatch]:
 
 
 def move_aside(folder: Path) -> Path:
-    """Keep a damaged index for inspection as `<folder>.bad-<n>`. Remove the one kept before."""
+    """Rename a damaged index to `<folder>.bad-<n>`, for inspection. Remove earlier such indexes."""
     earlier = set_aside(folder)
     numbers = [int(path.name.rpartition("-")[2]) for path in earlier]
     aside = folder.with_name(f"{folder.name}.bad-{max(numbers, default=0) + 1}")
@@ -150,7 +150,7 @@ def set_aside(folder: Path) -> list[Path]:
 
 
 def remove_larger(folder: Path, limit_bytes: int) -> None:
-    """Remove kept indexes of a larger store: they would break the size bound of this store."""
+    """Remove set-aside indexes larger than `limit_bytes`: the store would exceed its capacity."""
     for path in set_aside(folder):
         data = path / DATA_FILE
         if not data.exists() or data.stat().st_size > limit_bytes:

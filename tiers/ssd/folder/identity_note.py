@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The identity of a store: its layout, namespace, codec and key.
+"""The identity of a store: its format version, block layout, namespace, lossy codec and MAC key.
 
-The namespace in an identity is the caller's namespace, then the lossy codec and the key of the
-seal. A StrataKV version without these features sees another store and does not use it. A store
-without them has the caller's namespace alone.
+The namespace in an identity is the caller's namespace, followed by the name of a lossy codec and
+the id of the MAC key, if the store has them. So a StrataKV version without codecs or keys takes
+such a store for the store of another model and does not use it.
 
-The identity is in the index and, a second time, in the file `identity`. The file has four uses. It
-tells a damaged identity in the index from another model's store. A lost index can be made again
-from the records, whose headers lack the namespace. No opening repeats the epoch of an earlier one.
-Cleared blocks stay forgotten though their rows and records remain. The file is one line of JSON and
-one line with its checksum. It is replaced as a whole, or written over on a full disk.
+The identity is in the index and, a second time, in the file `identity`. The file has four uses. The
+file distinguishes a damaged identity in the index from the store of another model. When a lost
+index is rebuilt from the records, the file gives the namespace, which record headers lack. The file
+has the last epoch, so that no opening repeats an epoch. The file has the generation of the last
+clear, so that cleared blocks stay forgotten although their rows and records remain. The file is one
+line of JSON and one line with its checksum. A change replaces the file by a rename, or overwrites
+it if the disk is full.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _SEAL = b"\0seal=hmac-sha256:"  # before the id of a key; always last
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The content of the file; bytes are in base64."""
+    """The content of the identity file; bytes are in base64."""
 
     format_version: int
     layout_id: bytes
@@ -58,7 +60,7 @@ def make_note(identity: Identity, page_bytes: int, epoch: int, cleared_up_to: in
 
 
 def read_note(folder: Path) -> Note | None:
-    """Read the file in `folder`. Return None where there is none or it is damaged."""
+    """Read the identity file in `folder`. Return None if the file is missing or damaged."""
     try:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(folder / NAME, flags)
@@ -77,7 +79,7 @@ def read_note(folder: Path) -> Note | None:
 
 
 def write_note(folder: Path, note: Note) -> None:
-    """Replace the file, durably. May raise OSError."""
+    """Write the identity file in `folder`, durably. May raise OSError."""
     fresh = folder / f"{NAME}.new"
     line = msgspec.json.encode(note)
     text = line + b"\n" + _checksum(line) + b"\n"
@@ -127,7 +129,7 @@ class FullNamespace(NamedTuple):
 
 
 def unpack(namespace: bytes) -> FullNamespace:
-    """Return the parts of an identity's namespace. The bytes are untrusted."""
+    """Split an identity's namespace into its parts. The bytes are not trusted."""
     rest, mark, key_id = namespace.rpartition(_SEAL)
     if not mark:
         rest, key_id = namespace, b""
@@ -136,14 +138,14 @@ def unpack(namespace: bytes) -> FullNamespace:
 
 
 def full_namespace(given: bytes, codec: Codec | None, key: MacKey | None) -> FullNamespace:
-    """Return the namespace of a store. Each lossy codec has its own namespace, so that only stores
-    with the same codec serve its blocks; sealed records have a namespace for each key."""
+    """Return the namespace of a store. It contains the name of a lossy codec and the id of the MAC
+    key, so that a store opens only with the same lossy codec and the same key."""
     lossy = codec.name if codec is not None and not codec.is_lossless else ""
     return FullNamespace(given, lossy, b"" if key is None else key.id)
 
 
 def identity_of(format_version: int, layout: BlockLayout, namespace: FullNamespace) -> Identity:
-    """The identity that index and identity file hold."""
+    """The identity to store in the index and in the identity file."""
     text = (
         f"{layout.num_layers} layers of {layout.num_kv_heads} KV heads of {layout.head_dim}, "
         f"blocks of {layout.block_size} tokens, {layout.kv_dtype}"
@@ -152,7 +154,7 @@ def identity_of(format_version: int, layout: BlockLayout, namespace: FullNamespa
 
 
 def refuse(path: Path, found: Identity, wanted: Identity) -> NoReturn:
-    """Raise TierConfigError with the found identity, the wanted one and the cure."""
+    """Raise TierConfigError that says how the two identities differ, and the cure."""
     theirs, ours = _difference(found, wanted)
     cure = "give the key file it was made with, " if "MAC key" in theirs + ours else ""
     raise TierConfigError(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the stores under a folder, and removes one, without opening them.
+"""Lists the stores below a folder and removes stores, without opening them.
 
-A folder with a lock file and any other file of a store counts as a store. Damaged stores are listed
-too and can be removed. A look reads a few pages of each store and follows no symbolic link below
-the given folders. Only `remove` changes anything.
+A folder with a lock file and at least one other file of a store counts as a store. Damaged stores
+are listed too and can be removed. Listing reads a few pages of each store and follows no symbolic
+link below the given folder. Only `remove` changes anything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FOLDERS = ("index", "index.new", "index.bad-*")
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """A store as it lies on the disk. A field is None where the files do not tell its value."""
+    """Facts about a store, from its files. A field is None if the files do not tell its value."""
 
     path: Path
     layout_text: str | None  # the layout of its blocks
@@ -62,7 +62,7 @@ def is_store(path: Path) -> bool:
 
 
 def look_at(path: Path) -> StoreEntry:
-    """The store in `path`. May raise OSError."""
+    """Read the facts about the store in `path`. May raise OSError."""
     note = read_note(path)
     files = [path / "lock", *_ours(path)]
     stats = [each.lstat() for each in files if os.path.lexists(each)]
@@ -79,8 +79,9 @@ def look_at(path: Path) -> StoreEntry:
 
 
 def remove(path: Path) -> int:
-    """Remove the store in `path`, and then `path` itself if it is empty. Return the store's bytes.
-    Raises TierConfigError where `path` is no store or the store is in use; may raise OSError."""
+    """Remove the store in `path`, and then `path` itself if it is empty. Return the bytes that were
+    allocated to the store. Raises TierConfigError if `path` is no store or the store is in use; may
+    raise OSError."""
     if not is_store(path):
         raise TierConfigError(f"{path} holds no SSD tier; give the directory of one")
     lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -122,7 +123,7 @@ def _search(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _ours(path: Path, *, contents: bool = True) -> list[Path]:
-    """The existing paths under a store's names but the lock."""
+    """The files and folders of the store in `path`, except the lock file."""
     found = [path / name for name in _FILES if os.path.lexists(path / name)]
     for pattern in _FOLDERS:
         for folder in path.glob(pattern):
@@ -135,8 +136,8 @@ def _ours(path: Path, *, contents: bool = True) -> list[Path]:
 
 
 def _owner(path: Path) -> str | None:
-    """The process id of the lock's holder; None while the lock is free. The look takes the lock for
-    a moment, and a store that is being opened waits for it."""
+    """The id of the process that holds the lock; None if the lock is free. This function takes the
+    lock for a moment; a store that opens then waits."""
     try:
         lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -154,7 +155,7 @@ def _owner(path: Path) -> str | None:
 
 
 def _num_rows(data: Path) -> int | None:
-    """The number of rows in an index's newest snapshot, from two pages; None where that fails."""
+    """The number of rows in an index's newest snapshot, from a few pages; None if that fails."""
     try:
         descriptor = os.open(data, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:

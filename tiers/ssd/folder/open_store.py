@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens a store: checks the directory, fits its files to the capacity, reads the index.
+"""Opens a store: checks its directory, reads its index and fits its files to the capacity.
 
-Reads no payload, so opening takes as long for large blocks as for small ones. The caller uses the
-`index` of the returned state under that state's lock.
+Opening reads no payloads unless the store shrinks, so it is as fast with large blocks as with
+small. The caller must hold the lock of the returned state to use the state's `index`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from .shrinking import num_slots_there, shrink
 
 log = logging.getLogger(__name__)
 
-# A store of more slots evicts by least recent use, which needs only the arrays of the index. A
-# policy has an object for each block, `adaptive` also for as many evicted ones: at this size up to
-# 160 MiB, and 0.2 s of the first prompt to take over the order.
+# A store with more slots evicts by least recent use, which needs only the arrays of the index. A
+# policy has an object for each block, `adaptive` also for evicted blocks: at this size up to 160
+# MiB, and the first prompt takes 0.2 s longer, to take over the order of use.
 MOST_POLICY_SLOTS = 131_072
 
 # Keys in `TierStats.errors`.
@@ -98,8 +98,9 @@ def open_store(
     *,
     create: bool = True,
 ) -> OpenedStore:
-    """Open the store in `path`. Without `create`, a directory without a store is refused. Raises
-    TierConfigError with cause and cure, TierDown if the disk causes it. No file is open then."""
+    """Open the store in `path`. If `create` is false, a directory without a store is refused.
+    Raises TierConfigError with cause and cure, or TierDown if the disk is the cause. After an
+    error, no file of the store is open."""
     make_policy = policy_factory(policy)  # first: an unknown policy must change nothing
     plan = plan_space(layout, capacity_bytes)
     stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=plan.num_slots)
@@ -169,8 +170,8 @@ def _read_store(
     stats: TierStats,
     scan_timeout_seconds: float,
 ) -> tuple[Note | None, SlotIndex | None]:
-    """Read identity file and index; None for a missing one. A store of another format and a damaged
-    index are moved aside. Raises TierConfigError, OSError."""
+    """Read the identity file and the index. Either result is None if its file is missing. Move a
+    store of another format or a damaged index aside. Raises TierConfigError, OSError."""
     path = directory.path
     other_formats.finish_moves(path, wanted)
     note = read_note(path)
@@ -203,8 +204,8 @@ def _read_store(
 
 
 def _choose_victims(index: SlotIndex, name: str, make: PolicyFactory) -> None:
-    """Let the policy choose the victims, if the store is small enough. Raises TierConfigError for a
-    policy that cannot be made."""
+    """Make the index evict by this policy, unless the store has more than `MOST_POLICY_SLOTS`
+    slots. Raises TierConfigError if the policy cannot be made."""
     if index.num_slots > MOST_POLICY_SLOTS:
         log.warning(
             "the SSD tier has %d slots and evicts by least recent use: with more than %d the "
@@ -218,8 +219,8 @@ def _choose_victims(index: SlotIndex, name: str, make: PolicyFactory) -> None:
 
 
 def _check_free_space(directory: StoreDirectory, plan: SpacePlan) -> None:
-    """Raise TierDown or TierConfigError if there is too little room. If needed, first remove a
-    damaged index and stores of other formats that were set aside."""
+    """Raise TierDown or TierConfigError if the disk has too little room. Before TierDown, remove
+    damaged indexes and stores of other formats that were set aside, and check again."""
     try:
         directory.check_free_space(plan)
     except TierDown:
@@ -240,8 +241,8 @@ def _read_index(
     note: Note | None,
     scan_timeout_seconds: float,
 ) -> SlotIndex | None:
-    """Read the index on the disk. Return None where there is none. Raises IndexDamaged, and
-    TierConfigError for the index of another store, which is left as it is."""
+    """Read the index on the disk. Return None if there is no index. Raises IndexDamaged. Raises
+    TierConfigError for the index of another store, which stays unchanged."""
     finish_rebuild(directory.index)
     if not (directory.index / DATA_FILE).exists():
         # A crash right after the folder was made leaves nothing worth keeping.
@@ -263,7 +264,7 @@ def _read_index(
 
 
 def read_identity(folder: Path) -> Identity | None:
-    """The identity in a sound index. Raises IndexDamaged."""
+    """The identity in an index that `guard.read_rows` has found undamaged. Raises IndexDamaged."""
     try:
         index = IndexFile(folder, 0)
     except _DAMAGE as error:
@@ -283,8 +284,8 @@ class _OtherFormat(Exception):
 
 
 def _check_format(path: Path, found: Identity, wanted: Identity) -> None:
-    """Raise _OtherFormat if only the format differs, TierConfigError if the model differs as well.
-    An index of another format is not read."""
+    """Raise _OtherFormat if only the format version differs. Raise TierConfigError if the layout or
+    the namespace differs as well."""
     if found.format_version == wanted.format_version:
         return
     if not found._replace(format_version=wanted.format_version).is_same(wanted):
@@ -295,7 +296,7 @@ def _check_format(path: Path, found: Identity, wanted: Identity) -> None:
 def _fit_index(
     directory: StoreDirectory, plan: SpacePlan, identity: Identity, index: SlotIndex
 ) -> IndexFile:
-    """Make the index on the disk fit the plan, and create it where there is none."""
+    """Open the index on the disk with the planned size. Create it if there is none."""
     data = directory.index / DATA_FILE
     if data.exists() and data.stat().st_size > plan.index_bytes:
         rebuild(directory.index, plan.index_bytes, identity, index.iter_by_use())

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of other formats, kept whole beside the one in use for the version that made them.
+"""Keeps stores of other formats beside the store in use, for the StrataKV version that made them.
 
     PATH/format-N/        the store of format N: identity, blocks, index, as they lay in PATH
     PATH/format-N.new/    a store that is being moved there
 
-So a rolled back upgrade finds its old blocks again, and a repeated upgrade finds the new ones.
-These stores are not counted in the tier's size. They stay while the disk has room for them and for
-the store in use. Their blocks cannot be forgotten one by one, so the first clear removes all these
-stores, and so does the first block that must stay forgotten.
+So after a rollback the old version finds its blocks again, and after a repeated upgrade the new
+version finds its blocks. These stores do not count towards the tier's size. They are kept while the
+disk has room for them and for the store in use. Single blocks cannot be removed from these stores,
+so the first `clear` or `wait_forgotten` removes them all.
 
-The caller holds the store's lock. Every call may raise OSError, and a move that a crash interrupted
-goes on at the next opening. No symbolic link is followed.
+The caller must hold the store's lock. Every function may raise OSError. The next opening finishes a
+move that a crash interrupted. No symbolic link is followed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAME = re.compile(r"format-\d{1,20}(\.new)?")
 
 
 def kept(path: Path) -> list[Path]:
-    """The folders of stores of other formats in `path`, also of stores that are half moved."""
+    """The folders in `path` with stores of other formats, also with partly moved stores."""
     try:
         names = sorted(os.listdir(path))
     except OSError:
@@ -39,8 +39,8 @@ def kept(path: Path) -> list[Path]:
 
 
 def keep(path: Path, format_version: int) -> Path:
-    """Move the store in `path` into the folder of its format; an earlier store there is removed. If
-    a crash interrupted the move of this store out of that folder, its files return there."""
+    """Move the store in `path` into the folder of its format, and remove an earlier store there. If
+    a crash interrupted moving this store out of that folder, move its files back there."""
     folder, moving = _folder(path, format_version), _moving(path, format_version)
     if _has_index(folder) and not os.path.lexists(folder / IDENTITY) and not _has_index(path):
         for name in (_BLOCKS, IDENTITY):  # in the reverse order of `_end_bringing`
@@ -59,7 +59,7 @@ def keep(path: Path, format_version: int) -> Path:
 
 
 def bring_back(path: Path, wanted: Identity) -> bool:
-    """Move the kept store of this identity into the empty `path`. False if none is kept."""
+    """Move the kept store of this identity into the empty `path`. Return False if there is none."""
     folder = _folder(path, wanted.format_version)
     note = read_note(folder) if _is_folder(folder) else None
     if note is None or not note.identity.is_same(wanted) or not _has_index(folder):
@@ -69,7 +69,7 @@ def bring_back(path: Path, wanted: Identity) -> bool:
 
 
 def finish_moves(path: Path, wanted: Identity) -> None:
-    """Finish the moves that a crash interrupted. `wanted` is the store that is being opened."""
+    """Finish moves that a crash interrupted. `wanted` is the identity of the store to be opened."""
     format_version = wanted.format_version
     for moving in kept(path):
         is_empty = not (os.path.lexists(path / IDENTITY) or _has_index(path))
@@ -108,8 +108,8 @@ def _end_keeping(path: Path, moving: Path) -> Path:
 
 
 def _take_back(path: Path, moving: Path, format_version: int) -> None:
-    """Move the files of the store that is being opened back into `path`: another version began to
-    move that store away, and crashed."""
+    """Move the files of the store that is being opened back into `path`, if another version crashed
+    while it moved that store away."""
     note = read_note(path)
     if not _is_folder(moving) or note is None or note.format_version != format_version:
         return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the records of a slot file with the rows of its index, for `ssd/store_check.py`.
 
-`RecordFile` reads a slot file from end to end and verifies every record against its own header.
-`Reconciler` compares the rows of an index with these records, in the order of the slots. Faults go
-into a `CheckResult`; the store is not changed.
+`RecordFile` reads a whole slot file and verifies every record against its own header. `Reconciler`
+compares the rows of an index with these records, in the order of the slots. Faults go into a
+`CheckResult`; the store is not changed.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _SLOT_BITS = 32
 
 
 def _of_group(key: bytes) -> str:
-    """Words that name the block's cache group, empty for the first one. A hit needs blocks of every
-    group."""
+    """Message text that names the block's KV cache group; empty for the first group. A hit on a
+    prompt needs blocks of every group."""
     group = unpack_key(key).group
     return f", a block of cache group {group}" if group else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A fault of a store: its kind, a text, and its slot if it has one."""
+    """A fault found in a store: its kind, a description, and the slot if it is about one slot."""
 
     kind: str
     text: str
@@ -57,7 +57,7 @@ class Problem:
 
 @dataclass(slots=True)
 class CheckResult:
-    """The findings of one check of one store, and its repairs."""
+    """The faults that one check of a store has found, and the repairs it made."""
 
     path: Path
     max_problems: int  # the most that `problems` keeps
@@ -75,11 +75,11 @@ class CheckResult:
 
     @property
     def is_clean(self) -> bool:
-        """True if no fault was found; False also if every fault was repaired."""
+        """Whether no fault was found. False also if all faults were repaired."""
         return not self.counts
 
     def add(self, kind: str, text: str, slot: int | None = None) -> None:
-        """Count a problem, and keep it while there is room."""
+        """Count a problem. Keep its text unless `max_problems` texts are kept already."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if len(self.problems) < self.max_problems:
             self.problems.append(Problem(kind, text, slot))
@@ -95,9 +95,10 @@ class Found(NamedTuple):
 
 
 class RecordFile:
-    """A slot file opened for reading only, past the page cache where possible.
+    """A slot file opened for reading only, with direct I/O if the file system has it.
 
-    `seal` is its records' seal. Without `verifies`, for an unknown seal, it checks headers only.
+    `seal` is the seal of the records. If `verifies` is false, because the seal is unknown, only
+    headers are checked.
     """
 
     def __init__(self, path: Path, seal: Seal | None = None, *, verifies: bool = True) -> None:
@@ -110,8 +111,8 @@ class RecordFile:
         os.close(self._descriptor)
 
     def block_bytes(self) -> int | None:
-        """The block size in the header of the first whole record; None where no record is whole.
-        Needed for a store without an identity file."""
+        """The block size in bytes, from the header of the first undamaged record; None if there is
+        no such record. Needed for a store without an identity file."""
         page = memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES))
         for offset in range(0, self.size - HEADER_PAGE_BYTES, HEADER_PAGE_BYTES):
             os.preadv(self._descriptor, [page], offset)
@@ -125,7 +126,7 @@ class RecordFile:
         return None
 
     def records(self, block_bytes: int) -> Iterator[Found]:
-        """The content of every slot, in order."""
+        """Yield the content of every slot, in the order of the slots."""
         size = record_bytes_of(block_bytes)
         total, step = self.size // size, max(1, _CHUNK_BYTES // size)
         local = threading.local()
@@ -145,8 +146,8 @@ class RecordFile:
                 yield from waiting.popleft().result()
 
     def _look(self, start: int, count: int, block_bytes: int, buffer: memoryview) -> list[Found]:
-        """Read neighbouring slots at once. If that fails, read them one by one, so that a bad
-        sector costs only its own record."""
+        """Read neighbouring slots with one call and check them. If the call fails, read the slots
+        one by one, so that a bad sector loses only its own record."""
         size = record_bytes_of(block_bytes)
         try:
             done = os.preadv(self._descriptor, [buffer[: count * size]], start * size)
@@ -176,7 +177,7 @@ class RecordFile:
 
 
 def record_bytes_of(block_bytes: int) -> int:
-    """Bytes in the file for a record of a block of `block_bytes`."""
+    """Bytes that the record of a block of `block_bytes` takes in the slot file."""
     return HEADER_PAGE_BYTES + -(-block_bytes // HEADER_PAGE_BYTES) * HEADER_PAGE_BYTES
 
 
@@ -191,8 +192,8 @@ def _open(path: Path) -> int:
 
 
 class Reconciler:
-    """Fills a result. Without an index every whole record counts as an orphan and is remembered, so
-    that an index can be made of these records."""
+    """Compares rows with records and adds faults to a result. Without an index, every undamaged
+    record counts as an orphan and is remembered, so that an index can be rebuilt."""
 
     def __init__(
         self,
@@ -213,7 +214,7 @@ class Reconciler:
         self._encoded_bytes: dict[int, int] = {}  # by slot, of orphans that a codec made
 
     def run(self, rows: Iterable[Row], records: Iterator[Found]) -> None:
-        """Walk through rows and records."""
+        """Compare rows and records, both in the order of their slots."""
         waiting = iter(rows)
         row = next(waiting, None)
         unreadable = 0
@@ -237,7 +238,7 @@ class Reconciler:
             self._result.notes.append(f"{unreadable} slots without a row cannot be read")
 
     def rows_of_records(self) -> Iterator[Row]:
-        """Yield a row for each key's latest record. The uses follow the order of the writes."""
+        """Yield a row for each key's latest record. The order of last use is that of writing."""
         for use, key in enumerate(sorted(self._latest, key=self._latest.__getitem__), 1):
             generation, slot = divmod(self._latest[key], 1 << _SLOT_BITS)
             yield Row(slot, key, generation, use, self._encoded_bytes.get(slot, 0))
@@ -288,7 +289,7 @@ class Reconciler:
             self._remember(header.key, header.generation, found.slot)
 
     def _remember(self, key: bytes, generation: int, slot: int) -> int | None:
-        """Keep the later of two records of a key. Return the other's slot, None for a new key."""
+        """Remember the later of two records of a key. Return the earlier record's slot, if any."""
         mine, known = generation << _SLOT_BITS | slot, self._latest.get(key)
         if known is None:
             self._latest[key] = mine
@@ -302,5 +303,5 @@ class Reconciler:
 
 
 def _encoded_bytes(header: RecordHeader) -> int:
-    """Length of the encoded payload as in a row: 0 without a codec."""
+    """Length of the encoded payload, as rows have it: 0 for a record without a codec."""
     return header.payload_bytes if header.codec else 0

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks an LMDB file for damage and reads it, in its own process: `main([FOLDER, *PATHS])`.
+"""Checks an LMDB file for damage and reads it. Runs as its own process: `main([FOLDER, *PATHS])`.
 
-LMDB trusts its file. A page that is missing, zeroed or out of bounds ends the process that reads or
-writes it. So this process first checks the structure of every page in use and of the list of free
-pages. Then it reads the file with LMDB, to find damage that the check missed. Rows are checked for
-length and order only; records are verified when they are read.
+LMDB hardly checks its file: a page that is missing, zeroed or out of bounds can kill the process
+that reads or writes it. So this process first checks the structure of every page in use and of the
+list of free pages. Then it reads the file with LMDB, to find damage that the check missed. Rows are
+checked only for length and order; the store verifies the records when it reads them.
 
-Rows go to standard output while the pages are checked. The reader can take them at once, but only
-the exit status says that they are good:
+Rows are written to standard output, in batches, while the pages are checked. The parent process can
+use them at once, but only exit status 0 says that they are undamaged:
     batch = number of rows u32 little-endian | the slots, 4 bytes each | the values, 64 bytes each
-The last batch is empty. It is sent before LMDB reads everything, so that the reader can work on all
-rows meanwhile. Exit status 0: sound, and every row was written. 1: damaged, the reason on standard
-error. 2: short of memory or descriptors; the file may be sound. Killed by a signal that reading can
-cause: damaged. PATHS become `sys.path`, where the Python package `lmdb` is. Every opening of a
-store waits for this process to start, so it imports no module of this project and few others.
+The last batch is empty. The empty batch is written before LMDB reads the file, so that the parent
+can work on all rows meanwhile. Exit status 0: the file is undamaged, and every row was written. 1:
+the file is damaged; standard error says why. 2: memory or file descriptors ran short; the file may
+be undamaged. If SIGBUS or a similar signal kills the process, the file is damaged too. PATHS become
+`sys.path`, so that the Python package `lmdb` is found. Every opening of a store waits for this
+process to start, so it imports no module of this project and few others.
 
 Page: pgno u64, pad u16, flags u16, lower u16, upper u16, offsets of nodes u16 each, ... nodes.
 Node: low u16, high u16, flags u16, key size u16, key, data. In a leaf low|high is the data size;
@@ -68,19 +69,19 @@ class Tree(
         "page_size flags depth branch_pages leaf_pages overflow_pages entries root",
     )
 ):
-    """Root record of a B-tree, all numbers; `page_size` is set only in a meta page's first tree."""
+    """The root record of an LMDB B-tree. `page_size` is set only in a meta page's first tree."""
 
     __slots__ = ()
 
 
 class Meta(namedtuple("Meta", "free main last_page transaction")):
-    """Page 0 or 1 of a file: the roots of two trees, the last page in use, the transaction."""
+    """A meta page (page 0 or 1): the roots of two trees, the last page in use, the transaction."""
 
     __slots__ = ()
 
 
 class RowStream:
-    """Writes rows in batches. The rows must come in the order of their slots."""
+    """Writes rows in batches. The rows must be added in the order of their slots."""
 
     def __init__(self, out: BinaryIO) -> None:
         self.count = 0  # rows written so far
@@ -123,14 +124,15 @@ class RowStream:
 
     @classmethod
     def slots_of(cls, raw: bytes | bytearray) -> array[int]:
-        """Convert the bytes of slots, as they lie in the file, to numbers."""
+        """Convert slot numbers from the big-endian bytes of the file."""
         slots = array("I", raw)
         cls._swap(slots)
         return slots
 
 
 class PageScan:
-    """Walks the newest snapshot of a file; raises Damage at the first fault. Rows go to `rows`."""
+    """Checks a file's newest snapshot. Adds its rows to `rows`. Raises Damage at the first
+    fault."""
 
     def __init__(self, data: mmap.mmap, rows: RowStream) -> None:
         self._data = data
@@ -157,8 +159,8 @@ class PageScan:
     def _check_tree(
         self, tree: Tree, *, free_list: bool = False, has_rows: bool = False
     ) -> list[tuple[int, int]]:
-        """Check a tree. Return offsets and sizes of all values for a free list, an empty list for
-        any other tree."""
+        """Check a tree. Return the offset and size of each value for the list of free pages, and an
+        empty list for any other tree."""
         if tree.root == _EMPTY:
             if tree.entries or tree.depth:
                 raise Damage("a tree without a root claims to have entries")
@@ -198,7 +200,7 @@ class PageScan:
         return children
 
     def _check_leaf(self, page: int) -> tuple[int, list[tuple[int, int]]]:
-        """Check a leaf. Return the number of its nodes; offset and size of each value."""
+        """Check a leaf page. Return the number of its nodes, and each value's offset and size."""
         base, offsets = self._check_page(page, _LEAF)
         values = []
         for offset in offsets:
@@ -222,9 +224,9 @@ class PageScan:
         return len(offsets), values
 
     def _take_rows(self, page: int) -> int:
-        """Check a leaf that holds only rows, as nodes of equal size side by side. Add the rows to
-        the stream and return their number. Each byte position is compared for all rows of a page at
-        once, because a loop over a million nodes takes too long."""
+        """Check a leaf page of rows, which are nodes of equal size side by side. Add the rows to
+        the stream and return their number. Each byte position is compared for all rows of a page
+        with one operation, because a Python loop over a million nodes takes too long."""
         base, offsets = self._check_page(page, _LEAF)
         count, first, size = len(offsets), min(offsets), _ROW.size
         if first + count * size != self._size:
@@ -252,7 +254,7 @@ class PageScan:
         return count
 
     def _check_page(self, page: int, kind: int) -> tuple[int, tuple[int, ...]]:
-        """Return the page's offset in the file, and its nodes' offsets, all within the page."""
+        """Check a page's header. Return the page's offset, and its nodes' offsets in the page."""
         self._claim(page)
         base = page * self._size
         number, _pad, flags, lower, upper = _PAGE.unpack_from(self._data, base)
@@ -267,7 +269,7 @@ class PageScan:
         return base, offsets
 
     def _check_overflow(self, page: int, size: int) -> int:
-        """Claim the pages of a large value. Return the offset of its bytes."""
+        """Check the overflow pages of a large value, mark them used. Return the value's offset."""
         if page > self._meta.last_page:
             raise Damage(f"page {page} is beyond the last page")
         base = page * self._size
@@ -319,8 +321,9 @@ def newest_meta(data: mmap.mmap | bytes, page_size: int) -> Meta:
 
 
 def count_rows(read: Callable[[int, int], bytes]) -> int:
-    """The number of rows in the newest snapshot. Reads a few pages by `read(size, offset)` and
-    checks little, so damage may give a wrong number. Raises Damage, ValueError, struct.error."""
+    """The number of rows in the newest snapshot. Reads a few pages with `read(size, offset)` and
+    checks little, so a damaged file may give a wrong number. Raises Damage, ValueError,
+    struct.error."""
     head = read(2 * _LARGEST_PAGE, 0)
     size = _page_size(head)
     root = newest_meta(head, size).main.root
@@ -339,7 +342,7 @@ def count_rows(read: Callable[[int, int], bytes]) -> int:
 
 
 def read_with_lmdb(folder: str, num_rows: int) -> None:
-    """Read everything as the store would. Raises Damage if LMDB finds other rows than the scan."""
+    """Read the whole file with LMDB. Raises Damage if LMDB finds another number of rows."""
     import lmdb  # found only where `main` has put its place
 
     try:

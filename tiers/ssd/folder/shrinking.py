@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a store smaller without losing its hottest blocks: these keep their slots, or move down
-into slots of colder blocks.
+"""Makes a store smaller and keeps its most recently used (hottest) blocks. Such a block keeps its
+slot, or moves to a slot below the new end that is free or has a colder block.
 
     slots   0 ............ new end ............ old end
                   cold  ◄──────────  hot
 
-No other opening moves payloads. The move takes `MOST_SECONDS` at most; blocks not moved by then are
-lost, the coldest first. Whenever a crash comes, each row names a slot that holds its record. First
-the row of a colder block is removed, then the record is copied and synced, then one commit gives
-the block its new slot and removes the old row. At the end the rows beyond the new end are removed,
-then the file's bytes there, so that a full disk has room for the smaller index.
+No other opening of a store moves payloads. Moving takes about `MOST_SECONDS` at most. Blocks not
+moved by then are lost; the hottest blocks are moved first. After a crash at any time, each row
+names a slot that holds its record: first the colder block's row is removed, then the hot block's
+record is copied and synced, and then one commit writes its new row and removes its old row. At the
+end, the rows beyond the new end are removed and the file is truncated there, so that a full disk
+has room for the smaller index.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _COMMIT_ROWS = 1024
 
 
 def num_slots_there(slot_file: Path, plan: SpacePlan) -> int:
-    """Slots that fit into the bytes allocated to the file; 0 where there is no file."""
+    """Slots that fit into the bytes allocated to the slot file; 0 if there is no file."""
     try:
         return slot_file.lstat().st_blocks * 512 // plan.record_bytes
     except FileNotFoundError:
@@ -44,9 +45,9 @@ def num_slots_there(slot_file: Path, plan: SpacePlan) -> int:
 
 
 def shrink(directory: StoreDirectory, plan: SpacePlan, index: SlotIndex) -> SlotIndex:
-    """Move the hottest blocks of the larger `index` into the first `plan.num_slots` slots, in the
-    files and in the returned index. A block that cannot be read is lost. May raise OSError and
-    lmdb.Error; only cold blocks are lost then."""
+    """Move the hottest blocks of `index` into the first `plan.num_slots` slots of the files. Return
+    the smaller index. A block that cannot be read is lost. May raise OSError and lmdb.Error; then
+    only cold blocks are lost."""
     began = time.monotonic()
     to_be_removed = [entry.slot for entry in index.take_leaving()]
     by_heat = list(index.iter_by_use())[::-1]
@@ -87,7 +88,7 @@ def shrink(directory: StoreDirectory, plan: SpacePlan, index: SlotIndex) -> Slot
 
 
 class _Mover:
-    """Moves records within the slot file, and changes their rows. Holds both files open."""
+    """Moves records within the slot file and changes their rows. Keeps both files open."""
 
     def __init__(self, directory: StoreDirectory, plan: SpacePlan) -> None:
         self._size = plan.record_bytes
@@ -111,8 +112,8 @@ class _Mover:
             self._index.delete(slots[start : start + _COMMIT_ROWS])
 
     def move(self, rows: Sequence[Row], slots: Sequence[int]) -> Iterable[Row]:
-        """Copy records to new slots. Return the rows of the records that could be read. Raises
-        OSError if none could be read: then the disk is lost, not a sector, and it may come back."""
+        """Copy the records of `rows` to `slots`. Return the new rows of the records that could be
+        read. Raises OSError if none could be read: then the disk has failed, not a sector."""
         self._index.delete(slots)
         new: list[Row] = []
         fault: OSError | None = None
@@ -133,7 +134,7 @@ class _Mover:
         return new
 
     def cut_off(self) -> None:
-        """Remove the rows beyond the new end, then the file's bytes there."""
+        """Remove the rows beyond the new end, then truncate the slot file there."""
         self._index.delete_from(self._num_slots)
         if os.fstat(self._file).st_size > self._num_slots * self._size:
             os.ftruncate(self._file, self._num_slots * self._size)

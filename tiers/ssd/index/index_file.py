@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index on disk: an LMDB environment that says which slot holds which block.
 
-The file is the durable copy of the index in memory. It is read once, at the start, and written in
-batches. A row's key is the slot, not the block. So the number of slots bounds the number of rows,
-two rows cannot claim one slot, and a batch of neighbouring slots changes one page of the tree
-instead of one page for each block.
+The file is the durable copy of the index in memory. The file is read once, at the start, and
+written in batches. A row's key is the slot number, not the block's key. So the number of slots
+bounds the number of rows, two rows cannot claim one slot, and a batch of neighbouring slots changes
+one page of the tree instead of one page for each block.
 
     store    name → value       the identity of the store, see `Identity`
     slots    slot u32 big-endian → block key (40) | generation u64 | last use u64
                                    | encoded bytes u64, 0 for a block without a codec
 
-Used by one thread at a time. `folder/guard.py` must have checked the files before, because LMDB can
-end the process on a damaged file.
+Only one thread at a time may use the index. `folder/guard.py` must check the file before it is
+opened, because LMDB can kill the process on a damaged file.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class IndexDamaged(Exception):
 
 
 class Row(NamedTuple):
-    """A block on the disk. `last_use` is no time; it only orders rows. `encoded_bytes` is the
-    length of the encoded block, 0 without a codec."""
+    """The row of a block on the disk. `last_use` is a counter that orders rows, not a time.
+    `encoded_bytes` is the length of the encoded block, 0 without a codec."""
 
     slot: int
     key: bytes
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Many rows: one sequence for each field."""
+    """Many rows as columns: one sequence for each field."""
 
     slots: array[int]
     keys: list[bytes]
@@ -73,14 +73,14 @@ class Columns(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """Many rows in the order of their slots, as they lie on the disk."""
+    """Many rows in the order of their slots, in the byte format of the disk."""
 
     slots: bytes
     values: bytes
 
     @classmethod
     def from_rows(cls, rows: Iterable[Row]) -> RowBatch:
-        """A batch of rows that come in the order of their slots."""
+        """Make a batch of `rows`, which must be in the order of their slots."""
         packed = [(_SLOT.pack(row.slot), _VALUE.pack(*row[1:])) for row in rows]
         return cls(b"".join(slot for slot, _ in packed), b"".join(value for _, value in packed))
 
@@ -91,7 +91,7 @@ class RowBatch(NamedTuple):
             yield Row(slot, *value)
 
     def columns(self, num_slots: int) -> Columns:
-        """The rows of slots below `num_slots`, as columns: a million row objects are slow."""
+        """The rows of slots below `num_slots` as columns: a million `Row` objects are slow."""
         slots, words = array("I", self.slots), array("Q", self.values)
         (slots if sys.byteorder == "little" else words).byteswap()
         count = bisect_left(slots, num_slots)
@@ -105,7 +105,7 @@ class RowBatch(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """Format, layout and namespace of a store. A change of any of them needs another store."""
+    """Format, layout and namespace of a store. A store can be used only if all three match."""
 
     format_version: int
     layout_id: bytes
@@ -117,7 +117,7 @@ class Identity(NamedTuple):
 
 
 class IndexFile:
-    """Rows and identity in `folder`. Every call that changes something is one durable commit.
+    """The index on disk in `folder`: rows and identity. Changes are durable when a call returns.
 
     Every call may raise lmdb.Error.
     """
@@ -131,7 +131,7 @@ class IndexFile:
         self._open_env()
 
     def reserve(self, map_bytes: int) -> None:
-        """Write zeros up to the file's full size. Later commits then neither fail on a full disk
+        """Extend the file with zeros to `map_bytes`. Later commits then neither fail on a full disk
         nor wait for the file system's journal. May raise OSError."""
         descriptor = os.open(self._data, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -144,7 +144,7 @@ class IndexFile:
             os.close(descriptor)
 
     def identity(self) -> Identity | None:
-        """Read the identity. Return None where the index is new. Raises IndexDamaged."""
+        """Read the identity. Return None if the index is new. Raises IndexDamaged."""
         with self._env.begin() as txn:
             version = txn.get(b"format", db=self._store)
             if version is None:
@@ -166,9 +166,10 @@ class IndexFile:
             txn.put(b"layout", identity.layout_text.encode())
 
     def next_epoch(self, last: int | None) -> int:
-        """Return a number below 2**32 that no earlier opening of the store had, and store it.
-        `last` is the previous number in the identity file; None: take the index's. A new index
-        begins with a random number, so that it repeats no number of a lost one."""
+        """Return an epoch, a number below 2**32 that no earlier opening of the store had, and store
+        it. `last` is the last epoch from the identity file; if it is None, the index gives the last
+        epoch. If both are missing, the epoch is random, so that it very probably differs from all
+        epochs of a lost index."""
         with self._env.begin(write=True, db=self._store) as txn:
             stored = txn.get(b"epoch", b"")
             if last is None and len(stored) == _NUMBER.size:
@@ -186,7 +187,7 @@ class IndexFile:
                     yield Row(_SLOT.unpack(slot)[0], *_VALUE.unpack(value))
 
     def put(self, rows: Iterable[Row], deleted: Sequence[int] = ()) -> None:
-        """Write each row over the old row of its slot, and remove the rows of `deleted` slots."""
+        """Write rows, replacing the old rows of their slots. Remove the rows of `deleted` slots."""
         slot_of, value_of = _SLOT.pack, _VALUE.pack
         items = [
             (slot_of(slot), value_of(key, generation, last_use, encoded_bytes))
@@ -202,7 +203,7 @@ class IndexFile:
             _delete(txn, slots)
 
     def delete_from(self, slot: int) -> None:
-        """Remove the rows of this slot and of all later slots, the last ones first. Very many rows
+        """Remove the rows of this slot and of all later slots, the last slot first. Very many rows
         take several commits, because LMDB bounds the pages that one commit may change."""
         first, left = _SLOT.pack(slot), True
         while left:
@@ -235,8 +236,9 @@ class IndexFile:
             raise
 
     def _change_rows(self) -> Any:
-        """Begin a transaction. After some disk errors LMDB refuses every transaction until the file
-        is opened anew. The next call here opens it, so the index works again with the disk."""
+        """Begin a write transaction on the rows. After some disk errors LMDB refuses all
+        transactions until the file is reopened. The next call reopens the file, so that the index
+        works again when the disk does."""
         if self._is_refused:
             self._env.close()
             self._open_env()
@@ -258,8 +260,8 @@ def _delete(txn: Any, slots: Iterable[int]) -> None:
 def rebuild(folder: Path, map_bytes: int, identity: Identity, rows: Iterable[Row]) -> None:
     """Replace the index in `folder` by a new one of `map_bytes` that holds `rows`.
 
-    LMDB files never shrink, so a smaller store needs a new one. A crash leaves either the old or
-    the new index. The new one gets its identity only when it is whole, see `finish_rebuild`.
+    LMDB files never shrink, so a smaller store needs a new file. A crash leaves either the old or
+    the new index. The old index is removed only after the new index has all rows and its identity.
     """
     fresh = fresh_folder(folder)
     shutil.rmtree(fresh, ignore_errors=True)
@@ -279,7 +281,7 @@ def rebuild(folder: Path, map_bytes: int, identity: Identity, rows: Iterable[Row
 
 
 def finish_rebuild(folder: Path) -> None:
-    """Finish `rebuild` after a crash: use the new index if the old one is gone, else remove it."""
+    """Finish `rebuild` after a crash: use the new index if the old is gone, else remove the new."""
     fresh = fresh_folder(folder)
     if not fresh.exists():
         return
@@ -291,7 +293,7 @@ def finish_rebuild(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the names in the folder are on the disk. May raise OSError."""
+    """Flush the names in a folder to the disk (fsync). May raise OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -300,7 +302,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def fresh_folder(folder: Path) -> Path:
-    """The folder of the index that is about to replace the one in `folder`."""
+    """The folder in which `rebuild` makes the index that will replace the index in `folder`."""
     return folder.with_name(folder.name + ".new")
 
 

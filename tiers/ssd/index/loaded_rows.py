@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of an index on the disk, loaded as the first content of the index in memory.
+"""Loads the rows of the index on disk as the initial content of the index in memory.
 
-A million rows are processed as columns, in C wherever possible.
+Rows are processed as columns, in C wherever possible, because there may be a million rows.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from .slot_sets import FREE, SlotList, scatter
 # The counting sort of uses at the start takes four bytes for each number between the oldest and the
 # newest use. Beyond this many numbers per block, an ordinary sort runs instead.
 _MOST_NUMBERS_PER_BLOCK = 16
-# The store writes no larger last use. Counting on from one would overflow the row.
+# The store writes no larger last use. Counting on from a larger number would overflow the row.
 _LARGEST_USE = 2**62
 
 
 class LoadedRows:
-    """The blocks of slots 0 to `num_slots - 1`. `batches` come in the order of their slots; rows
-    beyond the last slot are left out. An empty batch is the last one: the source has sent all rows
-    and still checks them. During that check the slots in use are added to the empty `recency`, the
-    coldest first."""
+    """The blocks in slots 0 to `num_slots - 1`. `batches` must be in the order of their slots; rows
+    of later slots are ignored. An empty batch is the last one: the source has sent all rows and
+    still checks them. During that check, the slots in use are added to the empty list `recency`,
+    least recently used first."""
 
     def __init__(self, num_slots: int, batches: Iterable[RowBatch], recency: SlotList) -> None:
         self.slots: dict[bytes, int] = {}
@@ -58,7 +58,7 @@ class LoadedRows:
             self._put_in_order(uses)
 
     def _put_in_order(self, uses: array[int]) -> None:
-        """Fill `recency` after the last row."""
+        """Fill `recency` in the order of last use, after the last row has come."""
         self._leave_older_rows(uses)
         order = _by_use(self.slots, uses)
         self._recency.extend(order)
@@ -85,7 +85,7 @@ class LoadedRows:
         scatter(self.free_flags, slots, repeat(0))
 
     def _leave_older_rows(self, uses: array[int]) -> None:
-        """Mark the older of two rows of one key for removal; an earlier removal has failed."""
+        """Mark the older of two rows with one key for removal. Its earlier removal has failed."""
         if self.free_flags.count(0) == len(self.slots):
             return
         rows = [(slot, key) for slot, key in enumerate(self.keys) if key is not None]
@@ -101,7 +101,7 @@ class LoadedRows:
 def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
     """The slots in use, least recently used first. `uses` is 0 for all other slots.
 
-    Last uses are small different numbers, so a counting sort works without comparisons. Damaged
+    Last uses are normally small distinct numbers, so a counting sort orders them quickly. Damaged
     rows may have large or equal numbers; then an ordinary sort runs.
     """
     last, unused = max(uses, default=0), len(uses)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the rows of the index to the disk in few commits: new blocks, removals, last uses.
+"""Writes changes of the index to the disk in few commits: new rows, removed rows, last uses.
 
-A commit is slow. So a full store also removes in it the rows that later batches will displace: a
-steady stream of batches then takes one commit for each batch instead of two. The caller has synced
-the records of new rows. Called by one thread.
+A commit is slow. So if the store is full, the commit of a batch also removes rows of blocks that
+later batches will replace. A steady stream of batches then takes one commit for each batch instead
+of two. The caller must have synced the records of new rows. One thread at a time uses this module.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from .index_file import IndexFile
 from .slot_index import Entry
 
 ROWS_PER_COMMIT = 4096
-# At most this share of the slots is freed before it is needed: a sixth, or a sixteenth of few
-# slots. A sixteenth may be less than a batch, which then takes a second commit.
+# At most this share of the slots is freed before it is needed: a sixth, or a sixteenth if there are
+# few slots. A sixteenth may be less than a batch, which then takes a second commit.
 _AHEAD_SHARE, _LARGER_SHARE = 16, 6
 _FEW_SLOTS = 1024
-# Last uses go with the rows of new blocks, but not with each commit, which would write a block in
-# use again and again. A power cut or a kill loses the uses of so many seconds, and no block.
+# Last uses are written with the rows of new blocks, but not in every commit, because a block in use
+# would be written again and again. A power cut or a kill loses the uses of so many seconds, but no
+# block.
 USES_SECONDS = 10.0
 SYNC_SECONDS = 2.0  # the most that a power cut or a kill loses
 
 
 class OfferedBlocks:
-    """Blocks of a store that is not durable: offered from memory and acknowledged, but not yet
-    synced and without a row. Many batches go to the disk together, at most `SYNC_SECONDS` after the
-    first block was offered. Used by one thread."""
+    """Blocks of a store that is not durable: look-ups find them and their `store` calls have ended,
+    but they are not yet synced and have no row. Many batches are synced and committed together, at
+    the latest about `SYNC_SECONDS` after the first block was added. Used by one thread."""
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}  # by slot; within a batch the head is last
@@ -50,13 +51,13 @@ class OfferedBlocks:
         return max(0.0, self._due_at - time.monotonic())
 
     def drain_entries(self) -> list[Entry]:
-        """Take all entries in the order of last use: newest batch first, its head first."""
+        """Remove and return all entries, last used first: newest batch first, its head first."""
         entries = list(reversed(self._entries.values()))
         self._entries.clear()
         return entries
 
     def slots_left(self, entries: Iterable[Entry]) -> None:
-        """Drop entries whose slots were freed: no row may be committed for them."""
+        """Drop entries whose slots were freed, so that no row is committed for them."""
         for entry in entries:
             held = self._entries.get(entry.slot)
             if held is not None and held.generation == entry.generation:
@@ -64,7 +65,7 @@ class OfferedBlocks:
 
 
 class RowWriter:
-    """Writes and removes rows. A block whose row is removed leaves `offered` too."""
+    """Writes and removes rows. Removes a block from `offered` when it removes the block's row."""
 
     def __init__(
         self,
@@ -80,8 +81,8 @@ class RowWriter:
         self._uses_at = 0.0  # when last uses are due (monotonic)
 
     def remove_leaving(self) -> bool:
-        """Remove the rows of all leaving blocks, which frees their slots. Return False if that
-        failed for some rows; a later call removes them."""
+        """Remove the rows of all evicted and dropped blocks, which frees their slots. Return False
+        if that failed for some rows; a later call removes them."""
         with self._state.lock:
             leaving = self._state.index.take_leaving()
         for start in range(0, len(leaving), ROWS_PER_COMMIT):
@@ -97,9 +98,9 @@ class RowWriter:
         return True
 
     def commit(self, entries: Sequence[Entry]) -> bool:
-        """Commit the rows of new entries, and remove rows in the same commit for later batches.
-        Last uses are written too if there are no entries or `USES_SECONDS` have passed. Return
-        False if the commit failed."""
+        """Commit the rows of new entries. The same commit removes rows, to free slots for later
+        batches. The commit also writes last uses if there are no entries or `USES_SECONDS` have
+        passed. Return False if the commit failed."""
         index, now = self._state.index, time.monotonic()
         with_uses = not entries or now >= self._uses_at
         num_ahead = min(len(entries), self._ahead)
@@ -122,7 +123,7 @@ class RowWriter:
         return True
 
     def write_last_uses(self, stop_at: float) -> None:
-        """Write the order of use to the disk, until `stop_at` (monotonic)."""
+        """Write the last uses of blocks to the disk, until `stop_at` (monotonic seconds)."""
         while True:
             with self._state.lock:
                 rows = self._state.index.touched_rows(ROWS_PER_COMMIT)

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index in memory: the block of each slot, the free slots, and the reads under way.
+"""The index in memory: the block in each slot, the free slots, and the slots being read.
 
-It answers every look-up of the store; the index on disk is its copy for the next start. A slot is
-never written while a row on the disk or a reader refers to its earlier block. Its states:
+Every look-up of the store uses this index; the index on disk is a copy for the next start. A slot
+is never written while a row on the disk or a reader refers to its earlier block. A slot's states:
 
     free → allocate → (written, row committed) → publish → in use ⇄ pin/unpin
       ↑                                                       │ forget (evicted, dropped, damaged)
       └── release: row gone from the disk, and no pins ←── leaving
 
-A million blocks would take gigabytes as objects. So arrays, by slot number, hold the fields of the
-slots, and one dict maps keys to slots.
+Arrays, indexed by slot, hold the fields of all blocks, and one dict maps keys to slots, because a
+million Python objects would take gigabytes.
 
-The order of last use is always kept, because the disk stores it. It is also the order of eviction,
-unless a policy chooses the victims (`choose_by`). A policy is told of each use, insert and removal.
+The index always keeps the order of last use, because the index on disk stores it. The order of last
+use is also the order of eviction, unless an eviction policy chooses the victims (`choose_by`). The
+index passes each use, insert and removal to the policy.
 
-In memory only; its owner calls it under one lock.
+The index does no I/O. Its owner calls all methods under one lock.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from .index_file import Row, RowBatch
 from .loaded_rows import LoadedRows
 from .slot_sets import FreeSlots, SlotList
 
-# Most blocks forgotten by name whose records `wait_forgotten` erases.
+# The most dropped blocks whose records `wait_forgotten` erases.
 _MOST_DROPPED = 16384
-# Share of the slots that blocks under a hold may take.
+# The largest share of the slots that held blocks may take.
 HELD_SHARE = 0.5
 LAST_GENERATION = 2**64 - 1  # the largest that fits into a row
 
 
 class Entry(NamedTuple):
-    """A block on the disk at the time of the call. `encoded_bytes` is as in its row."""
+    """A block on the disk when the entry was made. `encoded_bytes` is as in the block's row."""
 
     key: bytes
     slot: int
@@ -49,7 +50,7 @@ class Entry(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Rows to write, entries whose rows are to be removed, and the number of evicted blocks."""
+    """A planned commit: rows to write, entries whose rows to remove, number of evicted blocks."""
 
     rows: list[Row]
     leaving: list[Entry]
@@ -57,7 +58,7 @@ class Commit(NamedTuple):
 
 
 class SlotIndex:
-    """Blocks by key, over slots 0 to `num_slots - 1`. `rows`: see `LoadedRows`."""
+    """The blocks in slots 0 to `num_slots - 1`, by key. `LoadedRows` explains `rows`."""
 
     def __init__(self, num_slots: int, rows: Iterable[RowBatch] = ()) -> None:
         self._recency = SlotList(num_slots)  # in use, the coldest first
@@ -90,11 +91,11 @@ class SlotIndex:
 
     @property
     def has_leaving(self) -> bool:
-        """True while rows wait to be removed from the disk."""
+        """Whether rows of evicted or dropped blocks must still be removed from the disk."""
         return bool(self._leaving)
 
     def choose_by(self, policy: EvictionPolicy) -> None:
-        """Let this empty policy choose the victims from now on. Tell it all blocks by last use."""
+        """Evict by this empty policy from now on. Insert all blocks into it by last use."""
         policy.insert(self._keys[slot] or b"" for slot in self._recency)
         self._policy = policy
         self.learns = policy.learns
@@ -107,8 +108,9 @@ class SlotIndex:
         return list(self._slots)
 
     def retain_keys(self, keys: Sequence[bytes], until: float, now: float) -> int:
-        """Keep known blocks, given head first, from eviction until `until` (seconds, monotonic).
-        Return how many of the first blocks are kept. At most HELD_SHARE of the slots are held."""
+        """Protect known blocks, given head first, from eviction until `until` (monotonic seconds).
+        Return how many blocks, from the first on, are protected. At most HELD_SHARE of the slots
+        are held."""
         leading = list(takewhile(self._slots.__contains__, keys))
         held = self._holds.create_hold(leading, until, now).keys
         self.touch(held)  # so that the search for victims meets others first
@@ -119,7 +121,8 @@ class SlotIndex:
         return list(islice(self._recency, limit))
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Note uses of keys, head first: a chain's tail is evicted first. Ignores unknown keys."""
+        """Record a use of keys, given head first. The head counts as used last, so that a chain's
+        tail is evicted first. Unknown keys are ignored."""
         known = self._slots
         tail_first = [key for key in keys if key in known][::-1]
         slots = [known[key] for key in tail_first]
@@ -129,7 +132,7 @@ class SlotIndex:
             self._policy.touch(tail_first)
 
     def pin(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        """Entries whose slots stay as they are until `unpin`; None for unknown keys."""
+        """Return the keys' entries, or None, and keep their slots from reuse until `unpin`."""
         entries: list[Entry | None] = []
         for key in keys:
             slot = self._slots.get(key)
@@ -146,7 +149,7 @@ class SlotIndex:
         self._free_if_left(entry.slot)
 
     def remove_entry(self, entry: Entry, *, by_name: bool = False) -> bool:
-        """Hide an entry; False if it was hidden already. `by_name` notes it for `take_dropped`."""
+        """Hide a block; False if it was hidden. `by_name` records it for `take_dropped`."""
         slot = self._slots.get(entry.key)
         if slot != entry.slot or self._generations[slot] != entry.generation:
             return False
@@ -156,7 +159,7 @@ class SlotIndex:
         return True
 
     def forget_key(self, key: bytes) -> bool:
-        """`remove_entry` by name; False for an unknown key. See `take_dropped`."""
+        """Hide a block from look-ups and record it for `take_dropped`. False for an unknown key."""
         slot = self._slots.get(key)
         if slot is None:
             return False
@@ -165,24 +168,24 @@ class SlotIndex:
         return True
 
     def note_dropped(self, entry: Entry) -> None:
-        """Note a block forgotten by name whose allocated slot will not be published. Its record may
-        be in the slot. See `take_dropped`."""
+        """Record for `take_dropped` a dropped block whose slot will not be published. The slot may
+        hold the block's record."""
         self._keys[entry.slot], self._generations[entry.slot] = entry.key, entry.generation
         self._dropped.append((entry.slot, entry.generation))
 
     def forget_up_to(self, generation: int) -> None:
-        """Hide all blocks written up to this generation."""
+        """Hide from look-ups all blocks of this generation and of earlier generations."""
         generations = self._generations
         self._leave([slot for slot in self._slots.values() if generations[slot] <= generation])
 
     def has_leaving_after(self, generation: int) -> bool:
-        """True while rows of a later generation wait to be removed from the disk."""
+        """Whether rows of a later generation must still be removed from the disk."""
         return any(self._generations[slot] > generation for slot in self._leaving)
 
     def take_dropped(self, after: int) -> list[int]:
-        """Return free slots that still hold the record of a block that was forgotten by name and
-        written after that generation. Only the latest `_MOST_DROPPED` of these are known. Slots
-        that are being read now are for a later call."""
+        """Return the free slots that still hold the record of a dropped block of a generation later
+        than `after`. Only the latest `_MOST_DROPPED` dropped blocks are known. Slots that are being
+        read now are left for a later call."""
         dropped, generations = list(self._dropped), self._generations
         there = [each for each in dropped if after < each[1] == generations[each[0]]]
         self._dropped.clear()
@@ -190,8 +193,8 @@ class SlotIndex:
         return [slot for slot, _ in there if slot in self.free]
 
     def dropped_keys(self) -> tuple[list[bytes], bool]:
-        """Return the blocks forgotten by name whose rows or records may still be on the disk, and
-        whether the list is complete (False: it was full and may have lost some)."""
+        """Return the keys of dropped blocks whose rows or records may still be on the disk, and
+        whether the list is complete. A list of `_MOST_DROPPED` blocks may lack older blocks."""
         keys, generations = self._keys, self._generations
         found = [
             keys[slot] for slot, generation in self._dropped if generations[slot] == generation
@@ -199,7 +202,8 @@ class SlotIndex:
         return [key for key in found if key is not None], len(self._dropped) < _MOST_DROPPED
 
     def make_room(self, count: int) -> int:
-        """Evict until `count` slots are, or will be, free. Return the number of evicted blocks."""
+        """Evict until `count` slots are free, or will be when rows are removed. Return the number
+        of evicted blocks."""
         wanted = count - self.free.count
         for slot in self._leaving:
             if wanted <= 0:
@@ -210,20 +214,21 @@ class SlotIndex:
         return len(victims)
 
     def take_leaving(self, limit: int | None = None) -> list[Entry]:
-        """Take entries whose rows must go; each ends with `free_entries` or `keep_leaving`."""
+        """Take entries whose rows must be removed; each ends with `free_entries` or
+        `keep_leaving`."""
         slots = self._leaving[:limit]
         del self._leaving[:limit]
         return [self._entry(slot) for slot in slots]
 
     def keep_leaving(self, entries: Sequence[Entry]) -> None:
-        """Mark entries for a later removal. Their rows could not be removed, or their commit failed
-        and may have left rows on the disk."""
+        """Mark entries whose rows must be removed later. Removing the rows failed, or the commit of
+        the entries failed and may have left rows on the disk."""
         for entry in entries:
             self._generations[entry.slot] = entry.generation
             self._leaving.append(entry.slot)
 
     def free_entries(self, entries: Iterable[Entry]) -> None:
-        """Free the slots of entries whose rows are gone, at once or after their last reader."""
+        """Free the slots of entries whose rows are removed: at once, or after their last read."""
         row_gone, pins, keys = self._row_gone, self._pins, self._keys
         free = []
         for entry in entries:
@@ -236,7 +241,7 @@ class SlotIndex:
         self.free.add_these(free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take up to `count` free slots, the lowest, ascending, so that many are neighbours."""
+        """Take up to `count` free slots, the lowest first, so that many are neighbours."""
         return self.free.pop_lowest(count)
 
     def give_back(self, slots: Sequence[int]) -> None:
@@ -245,9 +250,9 @@ class SlotIndex:
     def plan_commit(
         self, entries: Sequence[Entry], num_ahead: int, limit: int, *, with_uses: bool
     ) -> Commit:
-        """The next commit: rows for entries about to be published, given head first, up to `limit`
-        removals, and with `with_uses` up to `limit` last uses. Evicts until `num_ahead` slots will
-        be free."""
+        """Plan the next commit: rows for entries about to be published, given head first; up to
+        `limit` removals of rows; and with `with_uses` up to `limit` last uses. Evicts blocks until
+        `num_ahead` slots will be free."""
         rows = self.touched_rows(limit) if with_uses else []
         last = self._next_use + len(entries)
         uses = range(last, self._next_use, -1)  # the head is used last
@@ -260,7 +265,8 @@ class SlotIndex:
         return Commit(rows, self.take_leaving(limit) if rows else [], num_evicted)
 
     def publish(self, entries: Sequence[Entry]) -> None:
-        """Make entries known, given head first. In a durable store their rows are on the disk."""
+        """Make entries visible to look-ups. They are given head first. In a durable store, their
+        rows are on the disk."""
         tail_first = entries[::-1]
         for key, slot, generation, encoded_bytes in tail_first:
             self._slots[key] = slot
@@ -272,7 +278,7 @@ class SlotIndex:
             self._policy.insert(entry.key for entry in tail_first)
 
     def touched_rows(self, limit: int) -> list[Row]:
-        """Up to `limit` rows with a last use that is not on the disk, oldest use first."""
+        """Up to `limit` rows of blocks whose last use is not yet on the disk, oldest use first."""
         rows = []
         slots = list(islice(self._unsaved, limit))
         self._unsaved.discard_all(slots)
@@ -282,7 +288,7 @@ class SlotIndex:
         return rows
 
     def iter_by_use(self) -> Iterator[Row]:
-        """A row for every block, numbered anew in the order of their uses."""
+        """Yield a row for every block, least recently used first, with last uses 1, 2, 3, ..."""
         for use, slot in enumerate(self._recency, 1):
             yield self._row(slot, use)
 
@@ -308,7 +314,7 @@ class SlotIndex:
         return not self._pins[self._slots[key]] and key not in self._holds.times
 
     def _leave(self, slots: Sequence[int]) -> None:
-        """Hide these blocks. Their slots keep the keys until they are free."""
+        """Hide the blocks in these slots from look-ups. A slot keeps its key until it is free."""
         keys = [self._keys[slot] or b"" for slot in slots]
         for key in keys:
             del self._slots[key]

@@ -15,9 +15,9 @@ _NOWHERE = 2**32 - 1
 
 
 class SlotList:
-    """Some of the slots 0 to `num_slots - 1`, each at most once, in an order that changes with
-    every use. A linked list in two arrays: eight bytes for each slot, listed or not, every change
-    O(1), no memory allocated or freed. One thread at a time."""
+    """An ordered list of some of the slots 0 to `num_slots - 1`, each at most once. The list is a
+    linked list in two arrays, which take eight bytes for each slot, listed or not. A change takes
+    O(1) for each slot and allocates no memory. Only one thread at a time may use it."""
 
     def __init__(self, num_slots: int) -> None:
         self._end = num_slots  # stands before the first slot and after the last one
@@ -29,20 +29,20 @@ class SlotList:
         return self._after[slot] != _NOWHERE
 
     def __iter__(self) -> Iterator[int]:
-        """The slots from first to last; the list must not change meanwhile."""
+        """Yield the slots from first to last. The list must not change during the iteration."""
         slot = self._after[self._end]
         while slot != self._end:
             yield slot
             slot = self._after[slot]
 
     def extend(self, slots: Sequence[int]) -> None:
-        """Append slots that are not listed yet, without a Python loop: there may be a million."""
+        """Append unlisted slots without a Python loop, because there may be a million."""
         end, last = [self._end], [self._before[self._end]]
         scatter(self._after, chain(last, slots), chain(slots, end))
         scatter(self._before, chain(slots, end), chain(last, slots))
 
     def move_all_to_end(self, slots: Iterable[int]) -> None:
-        """Make each of the slots the last one, whether it is listed or not."""
+        """Move each slot in turn to the end of the list. A slot that is not listed is added."""
         after, before, end = self._after, self._before, self._end
         for slot in slots:
             behind = after[slot]
@@ -68,10 +68,10 @@ class SlotList:
 
 
 class FreeSlots:
-    """Flags, one byte for each of the slots 0 to `num_slots - 1`: `FREE` or 0. The lowest free
-    slots are given out first, so that many are neighbours. The search for a free byte runs at the
-    speed of memory: a batch costs one pass over the taken slots below it (30 µs for a million
-    slots), and a slot that comes back needs no sorting."""
+    """The set of free slots, with one byte for each slot: `FREE` or 0. The lowest free slots are
+    handed out first, so that many are neighbours. `bytearray.find` finds a free slot at the speed
+    of memory: a batch costs one pass over the used slots before it (30 µs for a million slots), and
+    freeing a slot needs no sorting."""
 
     def __init__(self, flags: bytearray) -> None:
         self.count = flags.count(FREE)
@@ -82,7 +82,7 @@ class FreeSlots:
         return bool(self._flags[slot])
 
     def pop_lowest(self, count: int) -> list[int]:
-        """Take up to `count` slots, the lowest, ascending."""
+        """Take up to `count` free slots, the lowest first."""
         slots: list[int] = []
         slot = self._lowest
         for _ in range(min(count, self.count)):
@@ -95,7 +95,7 @@ class FreeSlots:
         return slots
 
     def add_these(self, slots: Sequence[int]) -> None:
-        """Free these slots, which were taken."""
+        """Mark these slots, which are in use, as free."""
         if slots:
             deque(map(self._flags.__setitem__, slots, repeat(1)), maxlen=0)
             self._lowest = min(self._lowest, *slots)
@@ -103,5 +103,5 @@ class FreeSlots:
 
 
 def scatter(into: MutableSequence[_T], slots: Iterable[int], values: Iterable[_T]) -> None:
-    """`into[slot] = value` for all of them, without a Python loop."""
+    """Set `into[slot] = value` for each slot and its value, without a Python loop."""
     deque(map(into.__setitem__, slots, values), maxlen=0)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenAI request's body: parsed, checked, turned into prompts and parameters."""
+"""Parses and checks request bodies of OpenAI's API, and makes prompts and parameters of them."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reading and decoding of a request body, within its limits.
+"""Reads and decodes a request body, within limits on its size and time.
 
-The caller gives the type to decode into. msgspec decodes, because a prompt of thousands of token
-ids has to become a list in well under a millisecond.
+The caller gives the type to decode. msgspec decodes the body, because a prompt of thousands of
+token ids has to become a list in well under a millisecond.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ DISCARDED_BYTES = 64 * MIB
 async def read_request(
     http: Request, settings: ApiSettings, decoder: msgspec.json.Decoder[T]
 ) -> tuple[T, bytes]:
-    """The typed request and its body. Raises the errors of `read_body` and `decode_body`."""
+    """Return the decoded request and its body. Raises like `read_body` and `decode_body`."""
     body = await read_body(http, settings)
     return decode_body(body, decoder), body
 
 
 async def read_body(request: Request, settings: ApiSettings) -> bytes:
-    """The whole body. Raises ApiError 413 if it is over the limit, 408 if it does not arrive in
-    time, 415 if its headers do not say plain JSON, and ClientGone if the client leaves early."""
+    """Return the whole body. Raises ApiError 413 if it is over the limit, 408 if it does not arrive
+    in time, 415 if its headers do not declare plain JSON, and ClientGone."""
     try:
         async with asyncio.timeout(settings.body_timeout_seconds):
             body = await _read(request, settings.max_body_bytes)
@@ -84,8 +84,9 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def check_kind(request: Request, wanted: str = JSON) -> None:
-    """Raise ApiError 415 for a body of another kind. A browser sends some kinds to any host without
-    asking the host first, so a page of another site could use a server that needs no key."""
+    """Raise ApiError 415 for a body of another content type. Browsers send some content types to
+    any host without asking the host first, so a page of any site could use a server without a
+    key."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if kind == wanted and encoding == "identity":
@@ -100,7 +101,7 @@ def check_kind(request: Request, wanted: str = JSON) -> None:
 
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """The typed request. Raises ApiError with the path of the fault, such as `$.temperature`."""
+    """Return the decoded request. Raises ApiError with a fault's path, such as `$.temperature`."""
     if not body.strip():
         raise ApiError("the body is empty; send a JSON object", code="invalid_json")
     try:
@@ -122,7 +123,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def _with_whole_numbers(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """The typed request of a body that has whole numbers as `4.0`, as some languages write them."""
+    """Decode a body that has whole numbers as `4.0`, as some languages write them."""
     given = msgspec.json.decode(body)
     if isinstance(given, dict):
         for name, value in given.items():
@@ -133,8 +134,8 @@ def _with_whole_numbers(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, which would scan a large body repeatedly: a body of millions of
-    empty lists decodes in a quarter of a second while it is paused, else in five times that."""
+    """Pause the garbage collector, which would scan a large body repeatedly. A body of millions of
+    empty lists decodes in a quarter of a second with the pause, and in five times that without."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -163,7 +164,7 @@ def _invalid(message: str, decoder: msgspec.json.Decoder[T]) -> ApiError:
 
 
 def _known_words(kind: type, path: str) -> str:
-    """The words that are allowed in the field at `path`, as the end of a sentence."""
+    """Return the allowed words for the field at `path`, as the end of a sentence."""
     here = [msgspec.inspect.type_info(kind)]
     for name in _INDEX.sub("", path).split("."):
         here = [
@@ -179,7 +180,7 @@ def _known_words(kind: type, path: str) -> str:
 
 
 def _alternatives(types: Iterable[msgspec.inspect.Type]) -> Iterator[msgspec.inspect.Type]:
-    """The types, with unions and lists unpacked."""
+    """Yield the types, with unions and lists unpacked."""
     for each in types:
         if isinstance(each, msgspec.inspect.UnionType):
             yield from _alternatives(each.types)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of chats and completions, read and checked before any work is done for them. The
-checks refuse fields that are out of bounds, contradict each other, or ask for unsupported features.
-"""
+"""Reads and checks the requests of chats and completions before any work is done for them. The
+checks refuse fields that are out of bounds, contradict each other, or are unsupported."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 async def read_completion(front: Front, http: Request) -> CompletionRequest:
-    """The request of a completion. Raises as `check_completion` and `read_request` do."""
+    """Return the request of a completion. Raises like `check_completion` and `read_request`."""
     request, body = await read_request(http, front.settings, _completion_decoder)
     check_completion(front, request)
     if request.stream_options is not None:
@@ -54,7 +53,7 @@ def check_completion(front: Front, request: CompletionRequest) -> None:
 
 
 async def read_chat(front: Front, http: Request) -> ChatRequest:
-    """The request of a chat, without a check of its messages and tools. Raises as
+    """Return the request of a chat, its messages and tools unchecked. Raises like
     `read_completion`."""
     request, body = await read_request(http, front.settings, _chat_decoder)
     _check_shared(front, request)

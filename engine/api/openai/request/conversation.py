@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rendering of a request's messages into one prompt text, by the model's chat template."""
+"""Renders a request's messages as one prompt text, by the model's chat template."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_ARGUMENTS = ("", "null", "None")  # clients' ways to write a call without ar
 
 
 class TemplateFields(Protocol):
-    """The fields of requests that concern the template."""
+    """The fields of a request that concern the chat template."""
 
     @property
     def add_generation_prompt(self) -> bool | None: ...
@@ -44,7 +44,7 @@ class TemplateFields(Protocol):
 
 
 class Renders(Protocol):
-    """The parts of the HTTP front that a rendering needs."""
+    """The attributes of the HTTP front that rendering needs."""
 
     @property
     def template(self) -> ChatTemplate | None: ...
@@ -60,9 +60,9 @@ async def render(
     fields: TemplateFields,
     tools: Sequence[Mapping[str, object]] | None = None,
 ) -> str:
-    """Render the prompt, with `tools` in the form for the template. Raises ApiError for messages
-    that are no conversation or that the template would leave out, for fields that contradict each
-    other, and for a conversation that the template refuses."""
+    """Return the prompt text, with `tools` in the form for the template. Raises ApiError for
+    invalid messages, for a message that the template would leave out, for fields that contradict
+    each other, and for a conversation that the template refuses."""
     _check_messages(front.settings, messages)
     if front.template is None:
         raise _no_template(front)
@@ -168,15 +168,15 @@ async def _prompt(rendering: Rendering, messages: list[ChatMessage], *, goes_on:
 
 
 def _rules_in_a_row(seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
-    """The roles of each two neighbouring messages from a system or a developer."""
+    """Yield the two roles of each pair of neighbouring system or developer messages."""
     for one, other in pairwise(message["role"] for message in seen):
         if {one, other} <= _ROLES_OF_RULES:
             yield one, other
 
 
 def _join_rules(seen: list[Seen], origins: list[int]) -> tuple[list[Seen], list[int]]:
-    """Join each run of system and developer messages into its first message, one paragraph for
-    each. Return the remaining messages and their original indices."""
+    """Join neighbouring system and developer messages into the first of them, with one paragraph
+    for each. Return the remaining messages and their original indices."""
     joined: list[Seen] = []
     places: list[int] = []
     for message, origin in zip(seen, origins, strict=True):
@@ -202,9 +202,10 @@ def _left_out(index: int, message: ChatMessage) -> ApiError:
 def as_template_orders(
     messages: Sequence[ChatMessage], form: CallForm
 ) -> Iterator[tuple[int, ChatMessage]]:
-    """Messages with their indices. If the template shows only one call of a message, a message of
-    several calls becomes one message for each call, followed by the call's results. If the template
-    shows no results of tools, neighbouring results become one message of a user."""
+    """Yield messages in the template's order, with their indices. If the template shows only one
+    call of a message, a message with several calls becomes one message for each call, followed by
+    the call's results. If the template shows no tool results, neighbouring results become one user
+    message."""
     place = 0
     while place < len(messages):
         origin, message = place, messages[place]
@@ -240,10 +241,10 @@ def _as_users(results: Sequence[tuple[int, ChatMessage]]) -> Iterator[tuple[int,
 
 
 def as_template_sees(message: ChatMessage, form: CallForm, *, names_developer: bool) -> list[Seen]:
-    """Convert one message for the template. The content is a text of the parts, joined by line
-    breaks: most templates know no other form. Calls have the template's form. If the template shows
-    no calls, they become part of the text; if it shows no calls beside a text, they become a
-    message of their own."""
+    """Convert one message to the form for the template. The content is one text, the parts joined
+    by line breaks, because most templates know no other form. Calls have the template's form. If
+    the template shows no calls, they become part of the text; if it shows no calls beside a text,
+    they become a separate message."""
     is_systems = message.role == "developer" and not names_developer
     content = text_of(message)
     seen: Seen = {"role": "system" if is_systems else message.role, "content": content}
@@ -279,8 +280,8 @@ def as_template_sees(message: ChatMessage, form: CallForm, *, names_developer: b
 
 
 def _call(call: MadeCall, form: CallForm) -> Seen:
-    """A call in the template's form. Arguments that are no object become a text, or are left out if
-    the template takes no text."""
+    """Return a call in the template's form. Arguments that are not an object become a text, or are
+    left out if the template accepts no text."""
     given = call.function.arguments
     found = _object_in(given)
     arguments: object = found
@@ -300,8 +301,8 @@ def _call_as_text(call: MadeCall) -> str:
 
 
 def _object_in(given: object) -> dict[str, Any] | None:
-    """The arguments of a call as an object; empty if the call has no arguments. None if they are no
-    object, as in an answer that was cut off."""
+    """Return the arguments of a call as an object, which is empty if the call has none; None if
+    they are not an object, as in an answer that was cut off."""
     if given is None or (isinstance(given, str) and given.strip() in _NO_ARGUMENTS):
         return {}
     if isinstance(given, str):
@@ -321,8 +322,8 @@ def _json(value: object) -> str:
 
 
 def _variables(front: Renders, fields: TemplateFields) -> Mapping[str, Any]:
-    """The client's own variables, such as `enable_thinking`, and `reasoning_effort`, which
-    templates know by this name of OpenAI's."""
+    """Return the client's own variables, such as `enable_thinking`, and `reasoning_effort`, which
+    has the same name in templates and in OpenAI's API."""
     param, given = "chat_template_kwargs", fields.chat_template_kwargs or {}
     if fields.reasoning_effort is not None:
         given = {"reasoning_effort": fields.reasoning_effort, **given}
@@ -352,7 +353,7 @@ def _until(mark: str, text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """The fields of a request that concern the template, for callers without HTTP. Raises
+    """The fields of a request that concern the chat template, for callers without HTTP. Raises
     ValueError for a field of a wrong type."""
 
     add_generation_prompt: bool | None = None
@@ -379,8 +380,8 @@ class ChatOptions:
 
 
 class ConversationRenderer:
-    """The renderer of conversations for callers without HTTP, under HTTP's default limits. `source`
-    is a template in place of the model's own.
+    """Renders conversations for callers without HTTP, with the default limits of the HTTP server.
+    `source` is a template that replaces the model's own.
 
     Raises ValueError if there is no template, or if it cannot be compiled.
     """
@@ -407,8 +408,8 @@ class ConversationRenderer:
         options: ChatOptions,
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
-        """The prompt of a list of messages in the form of HTTP's JSON, with `tools` in the form for
-        the template. Raises ValueError."""
+        """Return the prompt for a list of messages, which have the form of the HTTP API's JSON, and
+        for `tools` in the form for the template. Raises ValueError."""
         try:
             return await render(self, msgspec.convert(messages, list[ChatMessage]), options, tools)
         except msgspec.ValidationError as error:

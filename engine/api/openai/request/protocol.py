@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of requests; replies.py has the fields of answers.
+"""The fields of requests; `replies.py` has the fields of answers.
 
-Unknown fields of a request are refused. Unsupported fields of OpenAI's API or vLLM's are listed
-with their neutral values. These change nothing, and clients send them by default; every other value
-is refused. Inside messages, tools and `stream_options` clients send fields of other servers, so
-unknown fields are ignored there: see dropped.py.
+Unknown fields of a request are refused. Unsupported fields of OpenAI's or vLLM's API are listed
+with neutral values, which have no effect and which clients send by default; every other value is
+refused. Unknown fields inside messages, tools and `stream_options` are ignored (see `dropped.py`),
+because clients send fields of other servers there.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _OLDER_TOOLS = {"functions", "function_call"}
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """`include_usage`: one more chunk at the end, without choices, that holds the usage.
-    `continuous_usage_stats`: the usage so far in every chunk."""
+    """Options of a stream. `include_usage` adds a last chunk, without choices, that has the usage.
+    `continuous_usage_stats` adds the usage so far to every chunk."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -56,7 +56,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that both kinds of request share. `None` stands for a field that is left out."""
+    """The fields of completion and chat requests. None stands for a field that is left out."""
 
     model: str | None = None
     n: int | None = None
@@ -145,7 +145,7 @@ Prompt = str | list[int | str | list[int]]
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: Prompt | None = None
     prompt_embeds: str | list[str] | None = None  # base64 of safetensors files
@@ -166,7 +166,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/embeddings."""
+    """The body of POST /v1/embeddings."""
 
     input: Prompt
     model: str | None = None
@@ -206,7 +206,7 @@ class ToolDefinition(msgspec.Struct, kw_only=True):
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
-    """The function that an earlier answer called. `arguments` is a JSON object, mostly as text, or
+    """The function that an earlier answer called. `arguments` is a JSON object, usually as text, or
     any other text that a model wrote there."""
 
     name: str
@@ -214,7 +214,7 @@ class CalledFunction(msgspec.Struct, kw_only=True):
 
 
 class MadeCall(msgspec.Struct, kw_only=True):
-    """A call in an earlier answer, as clients send it back."""
+    """A tool call in an earlier answer, as clients send it back."""
 
     function: CalledFunction
     id: str | None = None
@@ -223,7 +223,7 @@ class MadeCall(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """A message of a client, or an earlier answer that it sends back."""
+    """A message of the client, or an earlier answer that the client sends back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
@@ -243,7 +243,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
@@ -270,13 +270,13 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """The limit of the answer, by its newer name or its older one."""
+        """The answer's token limit: `max_completion_tokens`, else the older `max_tokens`."""
         new = self.max_completion_tokens
         return self.max_tokens if new is None else new
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize: a text, or a conversation that goes through the template first."""
+    """The body of POST /tokenize: a text, or a conversation for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -291,7 +291,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     tokens: list[int]
     model: str | None = None
@@ -300,8 +300,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 def refuse_unsupported(
     values: msgspec.Struct, neutral: dict[str, tuple[object, ...]], place: str = ""
 ) -> None:
-    """Raise ApiError with the name of the first field whose value is not neutral. `place` is the
-    path of the fields, such as `messages[3].`."""
+    """Raise ApiError for the first field whose value is not neutral. `place` is the path of the
+    fields, such as `messages[3].`."""
     for name, allowed in neutral.items():
         value = getattr(values, name, None)
         # Types count too: `no_stop_trim: 0` is no neutral value, although 0 == False.

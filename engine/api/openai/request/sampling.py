@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling parameters of a request: its fields, and the recommendations of the model's authors
-for fields that it leaves out.
-"""
+"""Makes a request's sampling parameters from its fields and, for fields that it leaves out, from
+the recommendations of the model's authors."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ def chat_params(
     num_prompt_tokens: int,
     structured_outputs: StructuredOutputsParams | None,
 ) -> SamplingParams:
-    """The sampling parameters of a chat, fitted to its prompt. Raises ApiError as `sampling_params`
-    does, and for more tokens or log-probabilities than the limits allow."""
+    """Return the sampling parameters of a chat, fitted to its prompt. Raises ApiError like
+    `sampling_params`, and for more tokens or log-probabilities than the limits allow."""
     max_tokens, asked = request.most_tokens, request.most_tokens is not None
     if max_tokens is None:  # the answer may take the rest of the context, as in OpenAI's API
         max_tokens = default_max_tokens(front, front.max_model_len)
@@ -68,7 +67,7 @@ def sampling_params(
     splits_thoughts: bool = False,
     structured_outputs: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
-    """The client's sampling parameters, before they are fitted to a prompt. `structured_outputs`
+    """Return the client's sampling parameters, not yet fitted to a prompt. `structured_outputs`
     replaces the request's own. Raises ApiError, with the field's name, for an invalid value."""
     _check_counts(request)
     if request.stop:
@@ -135,16 +134,15 @@ def sampling_params(
 
 
 def default_max_tokens(front: Front, most: int) -> int:
-    """The limit if a request gives none: the lesser of `most` and the authors' recommendation."""
+    """Return the limit if a request has none: `most`, or the authors' recommendation if smaller."""
     return min(most, int(front.default_sampling.get("max_new_tokens", most)))
 
 
 def fit_max_tokens(
     front: Front, params: SamplingParams, num_prompt_tokens: int, *, asked: bool
 ) -> SamplingParams:
-    """Fit `max_tokens` to one prompt. A value above the rest of the context is cut down, as in
-    vLLM. Raises ApiError if the client `asked` for more than the context or `min_tokens` does not
-    fit."""
+    """Limit `max_tokens` to the rest of the context after a prompt, as in vLLM. Raises ApiError if
+    the client `asked` for more than the whole context or `min_tokens` does not fit."""
     left = front.max_model_len - num_prompt_tokens
     if params.max_tokens <= left:
         return params
@@ -166,8 +164,8 @@ def fit_max_tokens(
 def fit_logprobs(
     front: Front, params: SamplingParams, num_choices: int, *, asked: bool
 ) -> SamplingParams:
-    """Fit `max_tokens` to the limit of log-probabilities for a request with `num_choices` answers.
-    Raises ApiError if the client `asked` for more; otherwise more is cut down."""
+    """Limit `max_tokens` so that `num_choices` answers keep the limit of log-probabilities. Raises
+    ApiError if the client `asked` for more, or if too few tokens would be left."""
     if params.logprobs is None:
         return params
     most = front.settings.max_logprobs_per_request
@@ -208,8 +206,8 @@ def _texts(given: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _logit_bias(front: Front, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    """The pairs of token id and bias; JSON has the ids as strings. Raises ApiError for an id that
-    is not in the vocabulary."""
+    """Return the pairs of token id and bias; in JSON the ids are strings. Raises ApiError for an id
+    that is not in the vocabulary."""
     vocab_size = front.client.ready.vocab_size
     pairs = {}
     for key, value in bias.items():

@@ -37,9 +37,8 @@ _SCHEMA_FIELDS = {"name", "schema", "strict", "description"}
 
 
 def structured_outputs_of(front: Front, request: SamplingFields) -> StructuredOutputsParams | None:
-    """The structured outputs of a request, from any of the fields; None if no field asks for a
-    form. Raises ApiError, with the field's name, for an invalid value and if two of these fields
-    are given."""
+    """Return the structured outputs that any of these fields asks for; None if none does. Raises
+    ApiError, with the field's name, for an invalid value and if two of these fields are given."""
     asked: dict[str, Mapping[str, Any]] = {}
     if request.response_format is not None:
         found = _of_response_format(request.response_format)
@@ -77,7 +76,7 @@ def structured_outputs_of(front: Front, request: SamplingFields) -> StructuredOu
 
 
 def _tell_ignored(schema: Any) -> None:
-    """Log, once for each format, that answers need not follow it."""
+    """Log that answers need not follow a `format` in the schema, once for each format."""
     whole = json.loads(schema) if isinstance(schema, str) else schema
     for name in ignored_formats(whole):
         if name not in _told and len(_told) < _MOST_TOLD:
@@ -91,7 +90,7 @@ def _tell_ignored(schema: Any) -> None:
 
 
 def _of_response_format(given: Any) -> dict[str, Any]:
-    """The fields of StructuredOutputsParams; empty for plain text."""
+    """Return the fields of StructuredOutputsParams; empty for plain text."""
     name = "response_format"
     kind = given.get("type") if isinstance(given, dict) else None
     if kind not in _FORMATS:

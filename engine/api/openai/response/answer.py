@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer to one generating request, whole or as a stream. Each route has a subclass, which
-gives the form of the JSON.
-"""
+"""The answer to one generating request, in one piece or as a stream. Each route has a subclass,
+which sets the form of the JSON."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ UsageField = Usage | UnsetType | None  # UNSET: the request asks for no usage
 
 @dataclass(slots=True)
 class Part:
-    """A whole choice, or the addition of one output to it."""
+    """A whole choice, or what one output of the engine adds to a choice."""
 
     generation: Generation
     text: str = ""
@@ -72,7 +71,7 @@ class Part:
 
     @property
     def warning(self) -> str | UnsetType:
-        """The warning about the end of a choice; UNSET without one."""
+        """The warning about the end of a choice; UNSET without a warning."""
         is_cut = self.finish_reason == "length"
         return (self.generation.begun_too_late if is_cut else "") or UNSET
 
@@ -89,19 +88,19 @@ class Answer(ABC):
 
     @abstractmethod
     def whole(self, parts: list[Part], usage: Usage) -> msgspec.Struct:
-        """The answer in one piece."""
+        """Return the answer in one piece."""
 
     @abstractmethod
     def chunk(self, parts: list[Part], usage: UsageField) -> msgspec.Struct:
-        """An event of the stream, with one part; the usage at the end has no part."""
+        """Return an event of the stream with one part, or with no part for the usage at the end."""
 
     def select(self, wholes: Mapping[int, TextOutput]) -> list[Generation]:
-        """Select the answers that the client gets, prompt by prompt, from all that were generated.
+        """Return the answers that the client gets, prompt by prompt, from all generated answers.
         `wholes` has the generated answers by index."""
         return self.generations
 
     async def respond(self, http: Request) -> ASGIApp:
-        """Make the HTTP answer. The body of `http` must have been read."""
+        """Return the HTTP answer. The body of `http` must have been read."""
         seconds = self.front.settings.request_timeout_seconds
         if self.request.stream:
             return EventStream(self._stream, seconds, self.front.in_flight.ended)
@@ -112,7 +111,7 @@ class Answer(ABC):
 
     async def send_messages(self, receive: Receive, write: Write) -> None:
         """Answer over a websocket: one message for a whole answer, or one for each chunk of a
-        stream. `receive` returns http.disconnect when the client leaves."""
+        stream. `receive` returns http.disconnect when the client disconnects."""
         work = self._stream(write) if self.request.stream else self._write_whole(write)
         async with asyncio.timeout(self.front.settings.request_timeout_seconds):
             await until_disconnect(receive, work, self.front.in_flight.ended)
@@ -220,8 +219,8 @@ class Answer(ABC):
 
 @dataclass(slots=True)
 class Tally:
-    """The token counts of a whole answer. A prompt with several answers counts once. Its cached
-    tokens count once too; they come with its first answer."""
+    """The token counts of a whole answer. A prompt with several answers counts once, and so do its
+    cached tokens, which come with its first answer."""
 
     prompt_tokens: int
     by_tier: dict[str, int]
@@ -258,7 +257,7 @@ class Tally:
 async def run_all(
     generations: Sequence[Generation], run_one: Callable[[Generation], Awaitable[None]]
 ) -> None:
-    """Run all choices at the same time. The first failure ends the other choices."""
+    """Run all choices at the same time. The first failure cancels the other choices."""
     if len(generations) == 1:
         await run_one(generations[0])
         return
@@ -272,8 +271,7 @@ async def run_all(
 
 
 def kv_params_of(parts: list[Part]) -> KvParams:
-    """The `kv_transfer_params` of an answer or a chunk: UNSET unless `parts` has exactly one
-    part."""
+    """Return the `kv_transfer_params` of an answer or a chunk: UNSET unless it has one part."""
     return parts[0].kv_transfer_params if len(parts) == 1 else UNSET
 
 

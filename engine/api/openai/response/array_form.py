@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 
 def encode_array(array: npt.NDArray[Any] | None) -> str | UnsetType:
-    """The array in base64; UNSET, which leaves the field out, without one."""
+    """Return the array in base64; UNSET, which leaves the field out, without an array."""
     if array is None:
         return UNSET
     file = io.BytesIO()

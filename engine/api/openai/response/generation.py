@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generation of one choice of an answer by the engine, with its metrics.
+"""Generates one choice of an answer by the engine, and records its metrics.
 
-A request has `n` choices (children) for each prompt. The choices of a prompt follow each other.
+A request has `n` choices (children) for each prompt. A prompt's choices have consecutive indices.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Generation:
 
     @property
     def begun_too_late(self) -> str:
-        """The warning that a structured answer never began because the thought used up
-        `max_tokens`; empty if there is none. Valid at the end of the choice."""
+        """A warning that a structured answer did not begin because the thought used up
+        `max_tokens`; else empty. The warning is valid only at the end of the choice."""
         asks = self.request.sampling_params.structured_outputs is not None
         if self.thoughts is None or not asks or self.has_text or self.tool:
             return ""
@@ -117,7 +117,8 @@ class Generation:
         )
 
     def _note_tool(self, front: Front, output: TextOutput) -> None:
-        """Note the first tool that the answer called; report it at the end of a job's turn."""
+        """Record the first tool that the answer called; report it to the engine at the end of a
+        request that belongs to an agent's job."""
         self.tool = self.tool or next((each.name for each in output.tool_calls if each.name), "")
         extras = self.request.extras
         is_turn = front.client.ready.pins_turns and extras is not None and extras.session
@@ -137,8 +138,9 @@ def make_generations(
     keeps_tokens: bool = True,
     num_generated: int = 0,
 ) -> list[Generation]:
-    """The choices of a request: `num_generated`, else `n`, for each prompt. The engine's ids begin
-    with `request_id`. Raises ApiError for too many choices or prompt log-probabilities."""
+    """Return the choices of a request: `num_generated`, else `n`, for each prompt. The engine's
+    request ids begin with `request_id`. Raises ApiError for too many choices or
+    log-probabilities."""
     n = num_generated or request.n or 1
     _check_amount(front, tasks, n, shares=not request.stream)
     is_alone = len(tasks) * n == 1 and not request.use_beam_search
@@ -178,8 +180,8 @@ def make_generations(
 
 
 def tenant_of(front: Front, http: HTTPConnection) -> str:
-    """The tenant of a request, from the trusted header; empty without that header. Raises ApiError
-    for several tenants, and for a tenant that is too long."""
+    """Return the tenant of a request, from the trusted header; empty without that header. Raises
+    ApiError for several tenants, and for a tenant that is too long."""
     name = front.settings.tenant_header
     if name is None:
         return ""
@@ -194,7 +196,7 @@ def tenant_of(front: Front, http: HTTPConnection) -> str:
 
 
 class Job(NamedTuple):
-    """The agent's job that a request belongs to, as one turn."""
+    """The agent's job to which a request belongs as one step."""
 
     job_id: str
     is_last_step: bool
@@ -202,8 +204,8 @@ class Job(NamedTuple):
 
 
 def job_of(http: HTTPConnection, request: SamplingFields, tool: str = "") -> Job | None:
-    """The job of a request, from the fields `job_id` and `is_last_step`, else from the headers
-    `X-Job-Id` and `X-Job-Last-Step`. Raises ApiError for invalid values."""
+    """Return the job of a request, from the fields `job_id` and `is_last_step`, else from the
+    headers `X-Job-Id` and `X-Job-Last-Step`. Raises ApiError for invalid values."""
     job_id, is_last = request.job_id, request.is_last_step
     if job_id is None:
         job_id = http.headers.get(JOB_HEADER, "")
@@ -225,7 +227,7 @@ def job_of(http: HTTPConnection, request: SamplingFields, tool: str = "") -> Job
 
 
 async def _tell_tool(front: Front, request: AddRequest, tool: str) -> None:
-    """Tell the engine which tool the job's turn has called."""
+    """Report to the engine which tool the answer to a job's request has called."""
     assert request.extras is not None
     called = ToolCalled(request.extras.session, tool, request.tenant, request.cache_salt)
     try:

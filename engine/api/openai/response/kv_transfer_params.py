@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kv_transfer_params`: a field of requests and answers. Routers copy it from a prefill node's
-answer into the request for a decode node.
+"""`kv_transfer_params`: a field of requests and answers, which routers copy from a prefill node's
+answer to the request for a decode node.
 
-The keys are the keys of routers for vLLM nodes. These routers pass on unknown keys, so this server
-puts its ticket under `stratakv`. Routers for SGLang nodes ask both nodes at once and name a
-`bootstrap_room`. Either kind may name addresses, for other software. This server opens no
-connection to them, because any client could have written them.
+The keys are those of routers for vLLM nodes. Routers for vLLM pass on unknown keys, so this server
+puts its ticket under `stratakv`. Routers for SGLang nodes send a request to both nodes at once,
+with a `bootstrap_room`. Both kinds of router may send addresses. This server opens no connection to
+an address in the field, because any client could have written it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ Params = dict[str, Any]
 def read_params(
     params: Params | None, *, is_alone: bool, asked_elsewhere: bool = False
 ) -> RequestExtras | None:
-    """The request's extras for the engine, from a router's parameters. A ticket is ignored unless
-    the request has one prompt and one answer (`is_alone`). Raises ApiError for invalid
-    parameters."""
+    """Return the extras for the engine, from a router's parameters. A ticket is ignored unless the
+    request has one prompt and one answer (`is_alone`). Raises ApiError for invalid parameters."""
     if not params:
         return RequestExtras(asked_elsewhere=True) if asked_elsewhere else None
     asks = _switch(params, "do_remote_decode")
@@ -57,10 +56,10 @@ def read_params(
 
 
 def without_routers_least(params: SamplingParams, request: SamplingFields) -> SamplingParams:
-    """The parameters without a `min_tokens` of 1 that a router added. Routers that send
-    `remote_engine_id` set it for the one token of a prefill node. With it no token may end the
-    answer, though the client's request may allow that. A first token chosen so would not fit the
-    client's request."""
+    """Return the parameters without a `min_tokens` of 1 that a router added. Routers that send
+    `remote_engine_id` add it to a prefill node's request for one token. This `min_tokens` forbids
+    tokens that end the answer, which the client's request may allow, so the first token might be
+    wrong."""
     given = request.kv_transfer_params or {}
     is_theirs = given.get("do_remote_decode") and "remote_engine_id" in given
     if not is_theirs or (params.min_tokens, params.max_tokens) != (1, 1):
@@ -69,7 +68,7 @@ def without_routers_least(params: SamplingParams, request: SamplingFields) -> Sa
 
 
 def params_for_decode(request_id: str, ticket: Ticket) -> Params:
-    """The `kv_transfer_params` of a prefill node's answer, for the decode node."""
+    """Return the `kv_transfer_params` of a prefill node's answer, for the decode node."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -87,8 +86,8 @@ def params_for_decode(request_id: str, ticket: Ticket) -> Params:
 
 
 def _names_prefill(params: Params) -> bool:
-    """Whether another node computes the prompt now. Routers that ask both nodes at once join the
-    two requests by the id of a transfer, or of the other request."""
+    """Whether another node computes the prompt now. Routers that send a request to both nodes at
+    once join the two requests by a transfer id, or by the id of the other request."""
     prefiller = params.get("remote_prefiller")
     if isinstance(prefiller, dict):
         return bool(prefiller.get("kv_request_id"))
@@ -119,7 +118,7 @@ def _ticket(params: Params) -> Ticket | None:
 
 
 def _can_be(ticket: Ticket) -> bool:
-    """Whether the ticket's fields are within the sizes of real tickets."""
+    """Whether the ticket's fields have sizes that are possible in real tickets."""
     numbers, told = [ticket.num_tokens, ticket.first_token], ticket.logprobs
     if told is not None:
         count = len(told.token_ids)

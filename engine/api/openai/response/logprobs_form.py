@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities in the forms for clients: OpenAI's two forms, and vLLM's for prompts."""
+"""Log-probabilities in the forms for clients: OpenAI's two forms, and vLLM's form for prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .replies import ChatLogprobs, CompletionLogprobs, PromptToken, TokenLogprob
 def chat_logprobs(
     positions: Sequence[PositionLogprobs], count: int, texts: TokenTexts, *, as_ids: bool
 ) -> ChatLogprobs:
-    """The form of chats, with the `count` likeliest tokens at each position."""
+    """Return log-probabilities as chats have them, with the `count` likeliest at each position."""
     content = []
     for position in positions:
         each = [
@@ -36,7 +36,7 @@ def chat_logprobs(
 def prompt_logprobs(
     positions: PromptLogprobs, count: int, texts: TokenTexts, *, as_ids: bool
 ) -> list[dict[int, PromptToken] | None]:
-    """The form of prompts: each position has the prompt's token, then the `count` likeliest."""
+    """Return a prompt's log-probabilities: of each of its tokens and of the `count` likeliest."""
     form: list[dict[int, PromptToken] | None] = []
     for position in positions:
         if position is None:
@@ -53,8 +53,8 @@ def prompt_logprobs(
 
 
 class CompletionForm:
-    """The form of completions, for one choice that may come in pieces. Offsets are computed from
-    the tokens' bytes, so that tokens that share a character have the same offset."""
+    """Makes the form for completions, for one choice that may come in pieces. Offsets are computed
+    from tokens' bytes, so tokens that are parts of one character have the same offset."""
 
     def __init__(
         self, texts: TokenTexts, count: int, *, as_ids: bool, skip_special_tokens: bool
@@ -83,8 +83,8 @@ class CompletionForm:
         return form
 
     def _top(self, position: PositionLogprobs) -> dict[str, float]:
-        """The likeliest tokens and the chosen one. Tokens that are parts of characters may have the
-        same text; the likeliest of them stands for all."""
+        """Return the likeliest tokens and the chosen token. If tokens that are parts of characters
+        have the same text, the likeliest of them counts."""
         top: dict[str, float] = {}
         for token, logprob in zip(
             position.token_ids[: self._count + 1], position.logprobs, strict=False

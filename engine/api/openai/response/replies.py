@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of answers, in the forms of OpenAI's API and of vLLM.
 
-Fields that are not in OpenAI's API are left out unless the client asked for them.
+Most fields that are not in OpenAI's API are left out unless the client asks for them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TokenIds = list[int] | UnsetType  # UNSET unless the client asked for them
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Prompt tokens that came from a cache, in all and by tier."""
+    """The numbers of prompt tokens that came from a cache, in total and by tier."""
 
     cached_tokens: int
     cached_tokens_by_tier: dict[str, int]
@@ -30,7 +30,7 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens of one answer."""
+    """The token counts of one answer."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -43,8 +43,8 @@ class Usage(msgspec.Struct):
 class PromptToken(msgspec.Struct, gc=False):
     """A token at a position of the prompt: the prompt's own token, or a likely token.
 
-    An answer may hold thousands, so the garbage collector does not track them (`gc=False`); they
-    cannot be part of a cycle.
+    An answer may have thousands of these objects, so the garbage collector does not track them
+    (`gc=False`). `PromptToken` objects cannot be part of a reference cycle.
     """
 
     logprob: float
@@ -66,7 +66,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """A completion, or the addition to one in a stream."""
+    """A completion, or what a chunk of a stream adds to a completion."""
 
     index: int
     text: str
@@ -92,7 +92,7 @@ class Completion(msgspec.Struct):
 
 
 class TopLogprob(msgspec.Struct, gc=False):
-    """A likely token. `bytes` is null if the tokenizer cannot tell them."""
+    """A likely token. `bytes` is null if the token's bytes are unknown."""
 
     token: str
     logprob: float
@@ -123,7 +123,7 @@ class FunctionCall(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct):
-    """A whole call."""
+    """A whole tool call."""
 
     id: str
     type: Literal["function"]
@@ -131,14 +131,14 @@ class ToolCall(msgspec.Struct):
 
 
 class FunctionDelta(msgspec.Struct):
-    """The addition of a chunk to a call; the first chunk has the name."""
+    """The piece of a called function that a chunk adds; the first chunk has the name."""
 
     name: str | UnsetType
     arguments: str
 
 
 class ToolCallDelta(msgspec.Struct):
-    """The addition of a chunk to the call with this number; the first has `id` and `type`."""
+    """The piece of tool call `index` that a chunk adds; the first chunk has `id` and `type`."""
 
     index: int
     id: str | UnsetType
@@ -147,7 +147,7 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """A whole message. `content` is null if it has calls and no text."""
+    """A whole message. `content` is null if the message has tool calls and no text."""
 
     role: Literal["assistant"]
     content: str | None
@@ -158,7 +158,7 @@ class AssistantMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """A whole message and its end."""
+    """A whole message, and the reason of its end."""
 
     index: int
     message: AssistantMessage
@@ -182,7 +182,7 @@ class Delta(msgspec.Struct):
 
 
 class ChatChunkChoice(msgspec.Struct):
-    """The addition of a chunk to one message."""
+    """The piece of one message that a chunk adds."""
 
     index: int
     delta: Delta
@@ -221,7 +221,7 @@ class ChatChunk(msgspec.Struct):
 
 
 class Tokens(msgspec.Struct):
-    """The answer of /tokenize. `token_strs` has the tokens in the vocabulary's spelling."""
+    """The answer of /tokenize. `token_strs` has the tokens as the vocabulary spells them."""
 
     count: int
     max_model_len: int
@@ -236,8 +236,8 @@ class DetokenizedPrompt(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """A model of /v1/models, or an adapter, with its base model as `parent` and its fingerprint.
-    `root` is the path, accepted as a model's name, or the name."""
+    """A model in /v1/models, or an adapter with its base model as `parent` and its fingerprint.
+    `root` is the path, also accepted as a model's name, or the name."""
 
     id: str
     object: Literal["model"]
@@ -257,5 +257,5 @@ class ModelList(msgspec.Struct):
 
 
 def now() -> int:
-    """Seconds since 1970, for the field `created` only."""
+    """Return the seconds since 1970, for the field `created` only."""
     return int(datetime.now(UTC).timestamp())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a websocket that answers one prompt: texts of JSON, errors, and the close."""
+"""The messages of a websocket that answers one prompt: JSON as text, errors, and the close."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_REASON_BYTES = 123
 
 
 async def send_message(send: Send, message: Message) -> None:
-    """Send a message of ASGI. Raises ClientGone if the connection is lost."""
+    """Send an ASGI message. Raises ClientGone if the connection is lost."""
     try:
         await send(message)
     except OSError:  # ASGI's error for a lost connection
@@ -33,7 +33,7 @@ async def send_message(send: Send, message: Message) -> None:
 
 
 async def close_with_error(send: Send, error: ApiError) -> None:
-    """Send the error object, and close; give up if the client does not read in time."""
+    """Send the error object, and close the websocket; give up after LAST_WORDS_SECONDS."""
     code = close_code(error)
     reason = (error.code or error.kind).encode()[:_MAX_REASON_BYTES].decode(errors="ignore")
     try:
@@ -47,7 +47,7 @@ async def close_with_error(send: Send, error: ApiError) -> None:
 
 
 def close_code(error: ApiError) -> int:
-    """The code for closing a websocket after this error."""
+    """Return the close code of a websocket for this error."""
     if error.code in _BY_CODE:
         return _BY_CODE[error.code]
     if error.status in (429, 503):
@@ -56,8 +56,8 @@ def close_code(error: ApiError) -> int:
 
 
 def only_disconnect(receive: Receive) -> Receive:
-    """`receive` for the time after the last part: it returns http.disconnect, and raises ApiError
-    for any other message."""
+    """Return a `receive` for the time after the last part: it returns http.disconnect, and raises
+    ApiError for any other message."""
 
     async def receive_end() -> Message:
         message = await receive()
@@ -72,7 +72,7 @@ def only_disconnect(receive: Receive) -> Receive:
 
 
 def text_of_message(message: Message) -> bytes:
-    """The text of a message, in UTF-8. Raises ClientGone for a disconnect, ApiError for bytes."""
+    """Return a message's text in UTF-8. Raises ClientGone for a disconnect, ApiError for bytes."""
     if message["type"] == "websocket.disconnect":
         raise ClientGone
     text = message.get("text")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that ends when its client leaves, and answers that are sent as a stream.
+"""Work that is cancelled when its client disconnects, and answers that are sent as a stream.
 
 Server-sent events are written as they are made, without a queue between the engine's output and the
 socket, so that a slow client slows only its own request.
@@ -37,10 +37,10 @@ _HEADERS = [
 async def until_disconnect(
     receive: Receive, work: Coroutine[Any, Any, T], ended: asyncio.Future[None]
 ) -> T:
-    """The result of `work`. If the client leaves, `work` is cancelled and ClientGone raised; once
-    `ended` is done, it is cancelled and an ApiError raised.
+    """Return the result of `work`. If the client disconnects, cancel `work` and raise ClientGone;
+    once `ended` is done, cancel `work` and raise ApiError.
 
-    The request's body must have been read, so that the next event is the disconnect.
+    The request's body must have been read before, so that the next event is the disconnect.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
@@ -60,8 +60,8 @@ async def until_disconnect(
 
 
 async def before(wanted: Awaitable[T], deadline: float, ended: asyncio.Future[None]) -> T:
-    """The result of `wanted`. Raises TimeoutError at `deadline`, a time of the event loop, and an
-    ApiError once `ended` is done."""
+    """Return the result of `wanted`. Raises TimeoutError at `deadline`, a time of the event loop,
+    and an ApiError once `ended` is done."""
     task = asyncio.ensure_future(wanted)
     try:
         async with asyncio.timeout_at(deadline):
@@ -74,7 +74,7 @@ async def before(wanted: Awaitable[T], deadline: float, ended: asyncio.Future[No
 
 
 def shutting_down() -> ApiError:
-    """The error of an answer that ends early because the server ends."""
+    """Return the error for an answer that ends early because the server shuts down."""
     return ApiError(
         "the server is shutting down and ended this answer; ask again when it is back",
         status=503,
@@ -90,10 +90,10 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 @dataclass(slots=True)
 class EventStream:
-    """An ASGI answer made by `produce`, which gets, once, a function that writes an event's data.
+    """An ASGI answer of server-sent events. `produce` gets, once, a function that writes an event.
 
-    The status line is sent with the first event, so an earlier failure has its own status. A later
-    failure becomes an event with an `error`, and so does the end of the server (`ended` is done).
+    The status line is sent with the first event, so an earlier failure has its own HTTP status. A
+    later failure, or the server's shutdown (`ended` is done), becomes an event with an `error`.
     """
 
     produce: Callable[[Write], Awaitable[None]]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tools of a request: the functions that may or must be called, and the calls in an answer.
-`tool_choice` decides the prompt and the answer:
+`tool_choice` determines the prompt and the answer:
 
     tool_choice   prompt      answer
     none          no tools    content
@@ -48,7 +48,7 @@ _FORMS = (
 
 
 class CallReader:
-    """The reader of the calls in one answer. With `only_first` it drops later calls; with
+    """Reads the tool calls in one answer. With `only_first`, later calls are dropped; with
     `ends_with_calls` the finish reason of an answer with calls is `tool_calls`."""
 
     def __init__(self, parser: ToolCallParser, *, only_first: bool, ends_with_calls: bool) -> None:
@@ -78,7 +78,7 @@ class CallReader:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The use of tools in the answer to a request."""
+    """The settings for the use of tools in one answer."""
 
     shown: list[Mapping[str, object]] | None = None  # the tools that the template gets
     structured_outputs: StructuredOutputsParams | None = None  # set if the answer must call
@@ -90,7 +90,7 @@ class ToolUse:
     decoder: Decoder | None = None  # decodes texts with calls; None: the tokenizer
 
     def reader(self) -> CallReader | None:
-        """A new reader for one answer; None if no calls are read."""
+        """Return a new reader for one answer; None if no calls are read."""
         if self.make_parser is None:
             return None
         return CallReader(
@@ -104,8 +104,8 @@ class _Choice(NamedTuple):
 
 
 def tools_of(front: Front, request: ChatRequest) -> ToolUse:
-    """The use of tools that a request asks for. Raises ApiError, with the field's path, for invalid
-    tools, for a choice of an unknown tool, and for fields that contradict the choice."""
+    """Return the use of tools that a request asks for. Raises ApiError, with the field's path, for
+    invalid tools, for a choice of an unknown tool, and for fields that contradict the choice."""
     tools = request.tools or []
     if not tools and request.tool_choice in (None, "auto", "none"):  # libraries always send `auto`
         return ToolUse(marks=front.marks)
@@ -133,7 +133,7 @@ def tools_of(front: Front, request: ChatRequest) -> ToolUse:
 def template_tools(
     settings: ApiSettings, tools: Sequence[ToolDefinition]
 ) -> list[Mapping[str, object]] | None:
-    """The tools in the template's form; None without any. Raises ApiError for an invalid tool."""
+    """Return the tools in the template's form; None without any. Raises ApiError for bad tools."""
     if not tools:
         return None
     most, known = settings.max_tools_per_request, set()
@@ -161,8 +161,8 @@ def template_tools(
 
 
 def template_tools_of(given: object) -> list[Mapping[str, object]] | None:
-    """`template_tools` for callers without HTTP, whose tools are dicts in the form of HTTP's JSON.
-    Raises ValueError."""
+    """Return `template_tools` for callers without HTTP, whose tools are dicts in the form of the
+    HTTP API's JSON. Raises ValueError."""
     try:
         tools = msgspec.convert(given or [], list[ToolDefinition])
         return template_tools(ApiSettings(), tools)
@@ -181,7 +181,7 @@ def _is_json(text: str) -> bool:
 
 
 def _check_schema(place: str, schema: Mapping[str, Any] | None) -> None:
-    """Raise ApiError unless the schema describes an object; the grammar's compiler checks the
+    """Raise ApiError unless the schema describes an object; the grammar compiler checks the
     rest."""
     schema = without_nulls(schema or {})
     kind = schema.get("type", "object")
@@ -200,7 +200,7 @@ def _check_schema(place: str, schema: Mapping[str, Any] | None) -> None:
 
 
 def _as_template_sees(function: FunctionDefinition) -> Mapping[str, object]:
-    """A function for the template, with its fields in the order of the models' training."""
+    """Return a function for the template, with its fields in the order of the models' training."""
     seen: dict[str, object] = {"name": function.name}
     if function.description is not None:
         seen["description"] = function.description
@@ -249,8 +249,8 @@ def _refuse_other_forms(front: Front, request: ChatRequest, choice: _Choice) -> 
 
 
 def _by_parser(front: Front, use: ToolUse, names: Sequence[str], *, is_result: bool) -> ToolUse:
-    """Read calls from free text. `is_result`: the last message is a tool's result. Raises ApiError
-    if the model's form of calls is unknown, unless `is_result`."""
+    """Return `use` with a parser that finds calls in free text. Raises ApiError if the model's form
+    of calls is unknown, unless the last message is a tool's result (`is_result`)."""
     if front.tool_format is None and is_result:
         return use  # the template gets the result as text
     if front.tool_format is None:
@@ -269,8 +269,8 @@ def _by_parser(front: Front, use: ToolUse, names: Sequence[str], *, is_result: b
 
 
 def _by_grammar(use: ToolUse, tools: Sequence[ToolDefinition], choice: _Choice) -> ToolUse:
-    """Constrain the answer to one call or a list of calls. White space between JSON tokens is not
-    allowed: small models write it without end."""
+    """Return `use` with a schema for one call or a list of calls. The schema allows no white space
+    between JSON tokens, because small models write it without end."""
     names = [tool.function.name for tool in tools]
     schemas = [_schema_of(tool.function) for tool in tools]
     make_parser: Callable[[], ToolCallParser]
@@ -294,8 +294,8 @@ def _schema_of(function: FunctionDefinition) -> dict[str, Any]:
 
 
 def without_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema without keywords that are null, which some languages write for an empty list.
-    Keywords that hold values, such as `enum`, stay unchanged."""
+    """Return the schema without keywords that are null, which some languages write for an empty
+    list. Keywords that hold values, such as `enum`, stay unchanged."""
     found: dict[str, Any] = _without_nulls(schema)
     return found
 
@@ -315,7 +315,7 @@ def _without_nulls(schema: Any) -> Any:
 def _list_schema(
     names: Sequence[str], schemas: Sequence[dict[str, Any]], most: int | None
 ) -> dict[str, Any]:
-    """The schema of a list of calls. `$defs` has each tool's schema with adapted references."""
+    """Return the schema of a list of calls, whose `$defs` has each tool's schema."""
     calls = [
         {
             "type": "object",
@@ -336,7 +336,7 @@ def _list_schema(
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """The schema with its references adapted to its position `place` in another schema."""
+    """Return the schema with its references adapted to its position `place` in another schema."""
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, dict):

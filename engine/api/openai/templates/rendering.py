@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The renderings of one conversation by a chat template: its prompt, and the small conversations of
-the template's probe.
-"""
+"""Renders one conversation, and `TemplateProbe`'s test conversations, by a chat template."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from .template_probe import CallForm, Seen, in_parts
 @dataclass(frozen=True, slots=True)
 class Rendering:
     """A template with the limits, variables and tools of one request. Contents are passed as lists
-    of parts if the template shows no texts. Its methods raise TemplateRefused."""
+    of parts if the template ignores plain texts. The methods raise TemplateRefused."""
 
     template: ChatTemplate
     settings: ApiSettings
@@ -28,13 +26,13 @@ class Rendering:
     tools: Sequence[Mapping[str, object]] | None
 
     async def render(self, seen: Sequence[Seen]) -> tuple[str, list[int]]:
-        """The prompt, and the indices of the messages that the template left out."""
+        """Return the prompt, and the indices of the messages that the template left out."""
         text = await self._prompt(seen)
         shape = (self.opens_turn, bool(self.tools), msgspec.json.encode(self.variables))
         return text, await self.template.probe.left_out(text, seen, shape, self._prompt)
 
     async def call_form(self) -> CallForm:
-        """The form of calls that the template shows in this conversation."""
+        """Return the form of tool calls that the template shows in this conversation."""
         return await self.template.probe.call_form(self._plain, tools=bool(self.tools))
 
     async def takes_both(self, one: str, other: str) -> bool:
@@ -46,11 +44,11 @@ class Rendering:
         return await self._render(given, self.tools, self.opens_turn, self.variables)
 
     async def _plain(self, seen: Sequence[Seen], tools: Sequence[Any] | None = None) -> str:
-        """Render a probe's conversation, without the variables and tools of this request."""
+        """Render a test conversation, without the variables and tools of this request."""
         return await self._render(await self._given(seen), tools, False, {})
 
     async def _given(self, seen: Sequence[Seen]) -> Sequence[Seen]:
-        """The messages with their contents in the form that the template shows."""
+        """Return the messages with their contents in the form that the template shows."""
         if not await self.template.probe.takes_parts(self._unchanged):
             return seen
         return [in_parts(message) for message in seen]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sandbox that compiles and renders chat templates, with limits on their functions and their
-output. It runs in a process of its own, see template_worker.py.
-"""
+output. The sandbox runs in a separate process (`template_worker.py`)."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ MAX_POWER_BITS = 4096
 
 
 class TemplateRefused(ValueError):
-    """A template refused a conversation, or was stopped for breaking a limit."""
+    """A template refused a conversation, or was stopped because it exceeded a limit."""
 
 
 class _GenerationTag(Extension):
@@ -57,7 +56,7 @@ def compile_template(source: str) -> jinja2.Template:
 def render_template(
     template: jinja2.Template, context: Mapping[str, object], max_characters: int
 ) -> str:
-    """Render the text. Raises TemplateRefused, with the template's own message if it has one."""
+    """Return the rendered text. Raises TemplateRefused, with the template's own message if any."""
     parts: list[str] = []
     size = 0
     try:
@@ -99,7 +98,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Encode as plain JSON: Jinja's own filter escapes for HTML, unlike models' training data."""
+    """Encode as plain JSON, as in models' training data; Jinja's own filter escapes for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

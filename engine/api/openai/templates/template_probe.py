@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probe of a template, which renders small conversations to find the form of tool calls that it
+"""`TemplateProbe`, which renders test conversations to find the form of tool calls that a template
 shows, and the messages that it leaves out.
 
 Templates silently drop input that they do not know: a role, a call beside a text, a second system
-message. Their source does not show this reliably, so the probe tries it. Results are kept for each
-template, so that most conversations are rendered only once.
+message. The source of a template does not show this reliably, so the probe renders examples.
+Results are kept for each template, so that most conversations are rendered only once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MARK = re.compile(rf"{_STEM}\d{{14}}")
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The form in which a template takes calls, and results of tools."""
+    """The form in which a template accepts tool calls and tool results."""
 
     is_shown: bool = True  # False: calls go as text
     content: str = ABSENT  # if there are only calls: ABSENT, NULL or EMPTY
@@ -60,7 +60,7 @@ class CallForm:
 
 
 class TemplateProbe:
-    """The probe of one template, with its results. Callers pass the function that renders, with the
+    """Tests one template, and keeps the results. Callers pass the render function, which has the
     limits of all renderings."""
 
     def __init__(self, source: str) -> None:
@@ -71,7 +71,7 @@ class TemplateProbe:
         self._left_out: OrderedDict[bytes, frozenset[int]] = OrderedDict()
 
     async def takes_parts(self, render: Render) -> bool:
-        """Whether contents must be lists of parts: some templates for pictures show no texts."""
+        """Whether contents must be lists of parts: some templates show no plain texts."""
         if self._takes_parts is None:
             user = {"role": "user", "content": _TEXT}
             self._takes_parts = False
@@ -93,7 +93,7 @@ class TemplateProbe:
     async def call_form(
         self, render: Callable[[Sequence[Seen], Sequence[Any] | None], Awaitable[str]], tools: bool
     ) -> CallForm:
-        """The form of calls with or without `tools`. `render` takes messages and tools."""
+        """Return the form of calls with or without `tools`. `render` takes messages and tools."""
         if tools not in self._forms:
             self._forms[tools] = await _find_call_form(render, [_TOOL] if tools else None)
         return self._forms[tools]
@@ -101,8 +101,8 @@ class TemplateProbe:
     async def left_out(
         self, text: str, seen: Sequence[Seen], shape: object, render: Render
     ) -> list[int]:
-        """The indices of non-empty messages that are not in the prompt `text`. `shape` holds the
-        other inputs that can change the result."""
+        """Return the indices of non-empty messages that are not in the prompt `text`. `shape` has
+        the other inputs that can change the result."""
         missing, unsure = _look_for(text, seen)
         if unsure:
             missing |= unsure & await self._left_out_by_shape(seen, shape, render)
@@ -115,7 +115,7 @@ class TemplateProbe:
     async def _left_out_by_shape(
         self, seen: Sequence[Seen], shape: object, render: Render
     ) -> frozenset[int]:
-        """The indices that the template leaves out of a small conversation of the same shape."""
+        """Return the indices that the template drops from a small conversation of equal shape."""
         key = hashlib.sha256(repr((shape, *map(_shape, seen))).encode()).digest()
         known = self._left_out.get(key)
         if known is None:
@@ -130,7 +130,7 @@ class TemplateProbe:
 
 
 def in_parts(message: Seen) -> Seen:
-    """The message with its content as a list of parts."""
+    """Return the message with its content as a list of parts."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -145,8 +145,8 @@ async def _shows(render: Render, message: Seen) -> bool:
 
 
 def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
-    """Two sets of indices: messages whose contents are not in the prompt, in order; and messages
-    whose match may be chance, because a content is short or part of another message."""
+    """Return two sets of indices: messages whose contents are not in the prompt, in order; and
+    messages whose match may be chance, as a content is short or part of another message."""
     missing: set[int] = set()
     unsure: set[int] = set()
     start = 0
@@ -175,8 +175,8 @@ def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
 
 
 def _in_others(seen: Sequence[Seen]) -> set[int]:
-    """The indices of messages with a part that also stands in another message: the search may have
-    found that message. Past the limit of a long conversation all further indices are returned."""
+    """Return the indices of messages with a part that is also in another message, which the search
+    may have found instead. Past the limit for long conversations, return all further indices."""
     if len(seen) < 2:
         return set()
     wholes = [_whole(message) for message in seen]
@@ -195,7 +195,7 @@ def _in_others(seen: Sequence[Seen]) -> set[int]:
 
 
 def _whole(message: Seen) -> str:
-    """All texts of a message that a template may show."""
+    """Return all texts of a message that a template may show."""
     calls = message.get("tool_calls") or ()
     texts = [message.get("content") or "", message.get("reasoning_content") or ""]
     texts += [f"{call['function']['name']} {call['function']['arguments']}" for call in calls]
@@ -203,7 +203,7 @@ def _whole(message: Seen) -> str:
 
 
 def _looked_for(message: Seen) -> list[str]:
-    """The parts of a message to search for: the names that it calls, else the end of its text."""
+    """Return the parts of a message to search for: names of called functions, or its text's end."""
     names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     content = (message.get("content") or "").strip()
     parts = names or ([content] if content else [])
@@ -218,12 +218,12 @@ def _shape(message: Seen) -> tuple[object, ...]:
 
 
 def _mark(place: int, call: int = 0) -> str:
-    """The mark of a message's text (`call` 0), or of one of its calls, counted from 1."""
+    """Return the mark of a message's text (`call` 0), or of one of its calls, counted from 1."""
     return f"{_STEM}{place:07d}{call:07d}"
 
 
 def _small(seen: Sequence[Seen]) -> list[Seen]:
-    """The conversation with a mark in place of each text."""
+    """Return the conversation with a mark in place of each text."""
     small = []
     for place, message in enumerate(seen):
         other = dict(message)
@@ -238,7 +238,7 @@ def _small(seen: Sequence[Seen]) -> list[Seen]:
 
 
 def _small_calls(message: Seen, place: int) -> list[Seen]:
-    """The calls with marks in place of names and arguments."""
+    """Return the calls with marks in place of names and arguments."""
     calls = []
     for number, call in enumerate(message["tool_calls"], 1):
         mark = _mark(place, number)
@@ -250,7 +250,7 @@ def _small_calls(message: Seen, place: int) -> list[Seen]:
 
 
 def _marked(seen: Sequence[Seen], places: Iterable[int]) -> list[Seen]:
-    """The conversation with marks after the texts and in the calls of the messages at `places`."""
+    """Return the conversation with marks in the texts and calls of the messages at `places`."""
     marked = [dict(message) for message in seen]
     for place in places:
         message = marked[place]
@@ -264,7 +264,7 @@ def _marked(seen: Sequence[Seen], places: Iterable[int]) -> list[Seen]:
 async def _left_out(
     marked: Sequence[Seen], places: Iterable[int], render: Render
 ) -> list[int] | None:
-    """The `places` whose marks are not in the prompt; None if the template refuses."""
+    """Return the `places` whose marks are not in the prompt; None if the template refuses."""
     try:
         text = await render(marked)
     except TemplateRefused:
@@ -274,8 +274,8 @@ async def _left_out(
 
 
 def _marks(message: Seen, place: int) -> Iterable[str]:
-    """The marks that must be in the prompt. A text beside calls may be left out: some models never
-    saw such a text."""
+    """Return the marks that must be in the prompt. A text beside calls may be left out, because
+    some models were not trained with such texts."""
     calls = message.get("tool_calls") or ()
     if calls:
         return [_mark(place, number) for number in range(1, len(calls) + 1)]
@@ -295,7 +295,7 @@ async def _find_call_form(
     question: Seen = {"role": "user", "content": "question"}
 
     async def prompt_with(content: Seen, number: int = 1, *, as_text: bool = False) -> str:
-        """The prompt with `number` calls; empty if the template refuses, or leaves out a call."""
+        """Return the prompt with `number` calls; empty if the template refuses or drops a call."""
         calls, results = [], []
         for each in range(number):
             arguments = _arguments(each)

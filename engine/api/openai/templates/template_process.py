@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that compile and render chat templates, and the pool of idle ones.
+"""Processes that compile and render chat templates, and the pool of idle processes.
 
-A process is started when it is first needed, and again after a template made it end. When the
-server's process ends, it ends too.
+A process is started when it is first needed, and again after a template has made it end. The
+processes end when the server's process ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_OTHER_BYTES = 1024**2
 
 
 class Broken(ValueError):
-    """The source is no template."""
+    """The source is not a valid template."""
 
 
 class Limits(NamedTuple):
@@ -45,7 +45,7 @@ class Limits(NamedTuple):
 
 
 class TemplateProcess:
-    """A worker process. One thread at a time may ask it; any thread may end it."""
+    """A worker process. One thread at a time may call `ask`; any thread may kill the process."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -70,8 +70,8 @@ class TemplateProcess:
     def ask(
         self, key: str, source: str, context: Mapping[str, object] | None, limits: Limits
     ) -> str:
-        """Return the text; empty without a context. Raises TemplateRefused, Broken for an invalid
-        source, and EOFError if the process ended for a reason other than the template's limits."""
+        """Return the rendered text; empty without a context. Raises TemplateRefused, Broken for an
+        invalid source, and EOFError if the process ended without exceeding a limit."""
         question = {
             "key": key,
             "source": source,
@@ -171,7 +171,7 @@ def take() -> TemplateProcess:
 
 
 def give_back(process: TemplateProcess) -> None:
-    """Return a process to the idle ones, or end it if it is dead or enough are idle."""
+    """Return a process to the idle ones, or kill it if it has ended or enough are idle."""
     with _lock:
         if process.is_alive and len(_idle) < MAX_IDLE:
             _idle.append(process)
@@ -180,7 +180,7 @@ def give_back(process: TemplateProcess) -> None:
 
 
 class Asking:
-    """A question, which one thread asks and another thread may cancel."""
+    """A question to a worker process. One thread asks it, and another thread may cancel it."""
 
     def __init__(
         self, key: str, source: str, context: Mapping[str, object] | None, limits: Limits
@@ -207,7 +207,7 @@ class Asking:
             give_back(process)
 
     def cancel(self) -> None:
-        """End the process that works on the answer: no caller waits for it."""
+        """Kill the process that works on the answer, because no caller waits for the answer."""
         with _lock:
             self._is_cancelled = True
             process = self._process

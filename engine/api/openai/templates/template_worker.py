@@ -2,15 +2,17 @@
 """`python -m stratakv.engine.api.openai.templates.template_worker FD`: compiles and renders chat
 templates for the process that started it, which asks over a socket.
 
-A template can ask for a text of gigabytes or for hours of work in one call into C, which Python
-cannot stop. The system can: beyond the memory limit an allocation fails, and beyond the time limit
-the process ends. The module imports little: it is started again after each end.
+A template can request a text of gigabytes or hours of work in one call of C code, which Python
+cannot stop. The operating system can stop such a call: beyond the memory limit an allocation fails,
+and beyond the time limit the process ends. The module imports little, as it is started again after
+each end.
 
     question  {"key": …, "source": … or null, "seconds": …, "context": …, "max_characters": …}
     answer    {"text": …}, {"refused": why}, or {"broken": why} for an invalid template
 
-Each is JSON after its length in four bytes. A question without a context asks whether the template
-can be compiled. JSON, unlike msgpack, has numbers of any size and single surrogates.
+Question and answer are JSON, each after its length in four bytes. A question without a context asks
+whether the template can be compiled. Unlike msgpack, JSON has numbers of any size and lone
+surrogates.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ MEMORY = (
 
 
 def main() -> None:
-    """Answer questions until the other process is gone."""
+    """Answer questions until the other process has ended."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.settimeout(_ALIVE_SECONDS)
     _limit_memory()
@@ -103,8 +105,8 @@ def _limit_memory() -> None:
 
 
 def _read_frame(connection: socket.socket, parent: int) -> bytes | None:
-    """Read a question; None once the other end is closed or the parent is gone. Another child of
-    the parent may hold that end open."""
+    """Read a question; None once the socket is closed or the parent has ended. After the parent's
+    end, another child of the parent may still hold the socket open."""
     data = bytearray()
     size = LENGTH.size
     has_length = False
