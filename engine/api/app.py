@@ -42,12 +42,12 @@ from .http.api_key import HEALTH_PATH, NODE_PATH, ApiKeyMiddleware
 from .http.hosts import HostMiddleware
 from .http.http_protocol import PARTS_PATH
 from .metrics.engine_metrics import Metrics
-from .openai.adapters import load_adapter, unload_adapter
 from .openai.chat import create_chat_completion
 from .openai.completion_parts import create_completion_of_parts
 from .openai.completions import create_completion
 from .openai.embeddings import create_embeddings
 from .openai.follow import FOLLOW
+from .openai.lora_routes import load_adapter, unload_adapter
 from .openai.parts_socket import PartsSocket
 from .openai.request.body import MAX_QUOTED_CHARACTERS
 from .openai.response.replies import ModelCard, ModelList, now
@@ -274,7 +274,7 @@ async def _list_models(front: Front, request: Request, *, created: int) -> ASGIA
 
 
 async def _one_model(front: Front, request: Request, *, created: int) -> ASGIApp:
-    name = front.adapter_of(request.path_params["name"])
+    name = front.check_model(request.path_params["name"])
     for each in front.adapters.loaded:
         if each.name == name:
             return _json(_adapter_card(front, each, created))

@@ -88,31 +88,18 @@ class Front:
         """The maximum number of tokens of a prompt: the context less one token for the answer."""
         return self.max_model_len - 1
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 for a name that is not served. None and "" mean the served model.
-        Other spellings of a served path are accepted: `./x/` for `x`."""
-        self.adapter_of(name)
-
-    def is_model(self, name: str | None) -> bool:
-        """Whether a name is that of the model itself."""
+    def check_model(self, name: str | None) -> str:
+        """Return the name of the model or adapter that a request's `model` names: None, "" and
+        other spellings of a served path (`./x/` for `x`) are the model. Raises ApiError 404 for a
+        name that is not served."""
         if not name or name == self.model_name:
-            return True
-        return bool(self.model_aliases) and normpath(name) in map(normpath, self.model_aliases)
-
-    def adapter_of(self, name: str | None) -> str:
-        """The name of the adapter that a request's `model` names; "": the model itself. Raises
-        ApiError 404 for other names."""
-        if self.is_model(name):
-            return ""
-        assert name is not None
-        if name not in self.adapters:
+            return self.model_name
+        if name in self.adapters:
+            return name
+        if not self.model_aliases or normpath(name) not in map(normpath, self.model_aliases):
             message = f"the model `{name[:64]}` is not served here; use `{self.model_name}`"
             raise ApiError(message, status=404, param="model", code="model_not_found")
-        return name
-
-    def answering_name(self, name: str | None) -> str:
-        """The name in the answer to a request that was taken with this `model`."""
-        return self.model_name if self.is_model(name) else str(name)
+        return self.model_name
 
     def need_tokenizer(self, param: str, cure: str) -> Tokenizer:
         """Return the tokenizer. Raises ApiError, with the remedy `cure`, if the server has none."""

@@ -34,7 +34,7 @@ class ServedAdapters:
     def loaded(self) -> list[LoadedAdapter]:
         return list(self._by_name.values())
 
-    async def load(
+    async def load_adapter(
         self, client: EngineClient, name: str, path: Path, *, replaces: bool
     ) -> LoadedAdapter:
         """Load the adapter in a folder. Raises ValueError if the core refuses it, and
@@ -50,7 +50,7 @@ class ServedAdapters:
         self._by_name[message.name] = adapter
         return adapter
 
-    async def unload(self, client: EngineClient, name: str) -> None:
+    async def unload_adapter(self, client: EngineClient, name: str) -> None:
         """Forget an adapter; requests that run keep it. Raises ValueError for an unknown one."""
         text = msgspec.json.encode(UnloadAdapter(name)).decode()
         try:

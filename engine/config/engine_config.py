@@ -233,6 +233,7 @@ class SchedulerConfig:
         True, readers.switch, "spread a prompt over several steps"
     )
     max_waiting_requests: int = 4096
+    max_adapters: int = 0  # different adapters in one step; set from LoraConfig
     # The gap between the two shares protects a newly admitted request from preemption at once.
     # Neither share applies to the only request that runs.
     admit_below: float = setting(

@@ -33,6 +33,7 @@ EMBEDDED_MODEL = Path(__file__).parents[1] / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"
 _POOL_SIZES = ("num_blocks", "kv_cache_memory_bytes")
 _OF_SPECULATION = tuple(options_of(SpeculativeConfig, ""))[1:]  # without the method
+_ADAPTER_SOURCES = {"enable_lora", "lora_modules", "lora_dir"}
 _OF_ADAPTERS = ("max_loras", "max_lora_rank", "max_cpu_loras")
 _OF_LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
 _SHOWN_LATE = ("scheduling_policy", "reserve", "pin_tenant_share")
@@ -221,7 +222,7 @@ def _refuse_contradictions(
             raise ConfigError(
                 f"{flag_of(name)} is given and {why}; add --speculative-method ngram or drop it"
             )
-    if not LoraConfig(**{"folder": None, **sections["lora"]}).num_slots:
+    if not given.keys() & _ADAPTER_SOURCES:
         for name in _OF_ADAPTERS:
             if name in given:
                 raise ConfigError(

@@ -13,7 +13,7 @@ from ...connector.base import KVConnectorScheduler
 from ..request.core_messages import LoadAdapter, LoadedAdapter, ToolCalled, UnloadAdapter
 from ..scheduler.scheduler import Pause, Scheduler
 from ..structured.manager import GrammarManager
-from .adapters import Adapters
+from .adapter_registry import AdapterRegistry
 from .continued.prompt_sessions import PromptSessions
 from .core_stats import CoreStats
 from .deferred import Deferred
@@ -35,7 +35,7 @@ class CoreCalls:
         held: HeldAnswers,
         sessions: PromptSessions,
         stats: CoreStats,
-        adapters: Adapters,
+        adapters: AdapterRegistry,
     ) -> None:
         self._scheduler = scheduler
         self._connector = connector
@@ -102,7 +102,7 @@ class CoreCalls:
         return self._adapters.begin_load(_decoded(argument, LoadAdapter))
 
     def _unload_adapter(self, argument: str) -> LoadedAdapter:
-        return self._adapters.unload(_decoded(argument, UnloadAdapter).name)
+        return self._adapters.unload_adapter(_decoded(argument, UnloadAdapter).name)
 
     def _reset_prefix_cache(self, argument: str) -> dict[str, bool]:
         scope = argument or "pool"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from ..structured.manager import GrammarManager
 from ..trace.step_trace import NO_CONNECTOR, StepTrace
 from ..worker.pool_demand import check_pool_size
 from ..worker.runtime.pool_sizing import context_that_fits
-from .adapters import Adapters, load_at_start
+from .adapter_registry import open_registry
 from .calls import CoreCalls
 from .continued.continuations import Continuations
 from .core_stats import CoreStats
@@ -108,17 +109,7 @@ class EngineCore:
             if config.model.max_model_len is None:
                 self.max_model_len = context_that_fits(demand, num_blocks, self.max_model_len)
             check_pool_size(demand, num_blocks, self.max_model_len, on_host=device.type == "cpu")
-        random_for = f"{device.type}, torch {torch.__version__}"
-        models = [(config.model.path, self.spec), *([] if self._draft is None else [self._draft])]
-        files = [
-            ModelFiles.read(
-                path,
-                spec,
-                random_for=random_for if self._placement.random_weights else None,
-                progress=self._progress,
-            )
-            for path, spec in models
-        ]
+        files = self._read_model_files()
         identity = Identity(
             self._groups.bound(*[each.fingerprint for each in files]),
             config.model.revision + self._page_order(),
@@ -153,8 +144,7 @@ class EngineCore:
             self._build_engine(num_blocks)
             for each in files:  # the files that named the blocks must be the ones that were loaded
                 each.check_unchanged()
-            self.adapters = Adapters(config.lora, self.executor)
-            load_at_start(self.adapters, config.lora)
+            self.adapters = open_registry(config.lora, self.executor)
             self._request_builder = RequestBuilder(
                 self.spec.vocab_size,
                 self.spec.hidden_size,
@@ -360,7 +350,7 @@ class EngineCore:
         state = self._groups.state
         # Where possible before the weights are loaded: the scheduler may refuse the settings.
         self.scheduler = Scheduler(
-            config.scheduler,
+            replace(config.scheduler, max_adapters=config.lora.num_slots),
             KVCacheManager(
                 self.num_blocks,
                 config.cache.block_size,
@@ -378,13 +368,27 @@ class EngineCore:
             pipelining=Pipelining(self._max_steps_in_flight, config.async_scheduling),
             speculation=self._make_speculation(),
             observers=self._observers,
-            max_adapters=config.lora.num_slots,
         )
         self._held = HeldAnswers(
             self.scheduler.manager, self._connector.handover if self._connector.wants_all else None
         )
         if self._executor is None:
             self._executor = self._load_model(num_blocks)
+
+    def _read_model_files(self) -> list[ModelFiles]:
+        """Hash the files of the model and of its draft model."""
+        random_for = f"{self._placement.device.type}, torch {torch.__version__}"
+        drafts = [] if self._draft is None else [self._draft]
+        models = [(self.config.model.path, self.spec), *drafts]
+        return [
+            ModelFiles.read(
+                path,
+                spec,
+                random_for=random_for if self._placement.random_weights else None,
+                progress=self._progress,
+            )
+            for path, spec in models
+        ]
 
     def _page_order(self) -> str:
         """Return a name for the byte order within a block, as part of the identity; "" for the

@@ -105,12 +105,12 @@ class Executor(ABC):
 
     @abstractmethod
     def add_adapter(self, adapter: ReadAdapter) -> None:
-        """Have the worker keep an adapter, for the steps dispatched from now on. Raises ConfigError
-        if its files have changed since they were read."""
+        """Add an adapter to the worker, for the steps dispatched after this call. Raises
+        ConfigError if its files have changed since they were read."""
 
     @abstractmethod
     def drop_adapter(self, fingerprint: bytes) -> None:
-        """Have the worker forget an adapter that no request has any more."""
+        """Drop an adapter from the worker. No request may have it."""
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> ConnectorWorkerOutput | None:
@@ -246,10 +246,10 @@ class InProcessExecutor(Executor):
         return call_runner(self.runner, name, meta, seconds)
 
     def read_adapter(self, path: Path) -> ReadAdapter:
-        return self.runner.adapters.read(path)
+        return self.runner.adapters.read_adapter(path)
 
     def add_adapter(self, adapter: ReadAdapter) -> None:
-        self.runner.adapters.add(adapter)
+        self.runner.adapters.add_adapter(adapter)
 
     def drop_adapter(self, fingerprint: bytes) -> None:
         self.runner.drop_adapter(fingerprint)

@@ -27,7 +27,7 @@ from ..request.prompt_embeds import EmbedArray, read_embeds
 from ..request.request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray, job_key
 from ..request.routed_rows import check_routed_start
 from ..request.sampling_params import SamplingParams, check_params_for_embeds
-from .adapters import Adapters
+from .adapter_registry import AdapterRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class RequestBuilder:
         takes_priority: bool = False,
         largest_embedding: float = math.inf,
         tells_experts: bool = False,
-        adapters: Adapters | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         self._adapters = adapters
         self._vocab_size = vocab_size
@@ -160,7 +160,7 @@ class RequestBuilder:
             return None
         if self._adapters is None:
             raise ValueError(f"the adapter {format_value(extras.adapter)} is not loaded")
-        return self._adapters.find(extras.adapter)
+        return self._adapters.find_adapter(extras.adapter)
 
     def job_of(self, called: ToolCalled) -> bytes:
         salt = tenant_salt(self._tenant_secret, called.tenant, called.cache_salt)

@@ -114,14 +114,14 @@ class Layer:
             return None
         return self._mixer(self._norm(x, self._attention_norm), step)
 
-    def adaptable(self) -> dict[Target, Adaptable]:
+    def adapted_products(self) -> dict[Target, Adaptable]:
         """Return the products that adapters can change."""
         found: dict[Target, Adaptable] = {}
         if self._mixer is not None:
-            found |= self._mixer.adaptable()
+            found |= self._mixer.adapted_products()
         if self._out is not None:
             found[Target.OUT] = self._out
-        return found if self._mlp is None else found | self._mlp.adaptable()
+        return found if self._mlp is None else found | self._mlp.adapted_products()
 
     @property
     def can_record(self) -> bool:
@@ -444,7 +444,7 @@ class Decoder:
 
     def allow_adapters(self, num_slots: int, max_rank: int) -> ModelSlots:
         """Make slots for adapters of up to `max_rank`. Call it before `in_library`."""
-        products = [layer.adaptable() for layer in self._layers]
+        products = [layer.adapted_products() for layer in self._layers]
         self.slots = ModelSlots(self.spec, products, num_slots, max_rank)
         return self.slots
 

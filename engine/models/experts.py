@@ -122,10 +122,10 @@ class ExpertMlp:
     def add_to(self, out: Tensor, x: Tensor) -> None:
         out += self(x)
 
-    def adaptable(self) -> dict[Target, Adaptable]:
+    def adapted_products(self) -> dict[Target, Adaptable]:
         found: dict[Target, Adaptable] = {}
         if self.shared is not None:
-            shared = self.shared.adaptable()
+            shared = self.shared.adapted_products()
             found = {
                 Target.SHARED_GATE_UP: shared[Target.GATE_UP],
                 Target.SHARED_DOWN: shared[Target.DOWN],
@@ -136,7 +136,7 @@ class ExpertMlp:
                 Target.EXPERTS_DOWN: GroupedAdapters(self, self._down),
             }
             return found | self._adapters
-        each = [expert.adaptable() for expert in self._experts]
+        each = [expert.adapted_products() for expert in self._experts]
         for target, own in (
             (Target.EXPERTS_GATE_UP, Target.GATE_UP), (Target.EXPERTS_DOWN, Target.DOWN),
         ):  # fmt: skip
@@ -175,7 +175,7 @@ class ExpertMlp:
 
 
 class _AllExperts:
-    """One product of all experts, each with matrices of its own."""
+    """The same product of all experts, where each expert has matrices of its own."""
 
     def __init__(self, experts: ExpertMlp, products: list[Adaptable]) -> None:
         self._experts, self._products = experts, products

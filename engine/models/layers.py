@@ -117,7 +117,7 @@ class Linear:
             self.packed.put_adapter(slot, prepared)
         elif self._adapters is not None:
             assert prepared is None or isinstance(prepared, LowRank)
-            self._adapters.put(slot, prepared)
+            self._adapters.put_adapter(slot, prepared)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """Add the product of `x` and the matrix to `out` `[rows, out]` in place. The sum is rounded
@@ -233,7 +233,7 @@ class Mlp(Protocol):
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """Add the result for `x` to `out` in place. Only layers with kernels call this method."""
 
-    def adaptable(self) -> dict[Target, Adaptable]:
+    def adapted_products(self) -> dict[Target, Adaptable]:
         """Return the products that adapters can change."""
 
 
@@ -252,7 +252,7 @@ class SquaredMlp:
     def add_to(self, out: Tensor, x: Tensor) -> None:
         self._down.add_to(out, self._up(x).relu_().square_())
 
-    def adaptable(self) -> dict[Target, Adaptable]:
+    def adapted_products(self) -> dict[Target, Adaptable]:
         return {Target.GATE_UP: self._up, Target.DOWN: self._down}
 
 
@@ -332,7 +332,7 @@ class DenseMlp:
         """Gate and up for the library of `kernels/cpu/`."""
         return None if self._pair is None else self._pair.matrix
 
-    def adaptable(self) -> dict[Target, Adaptable]:
+    def adapted_products(self) -> dict[Target, Adaptable]:
         gate_up: Adaptable
         if self._pair is not None:
             gate_up = self._pair

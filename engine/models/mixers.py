@@ -68,7 +68,7 @@ class Mixer(Protocol):
         """Return `[tokens, inner]` from the normed rows `[tokens, hidden]`, which are not
         changed."""
 
-    def adaptable(self) -> dict[Target, Adaptable]:
+    def adapted_products(self) -> dict[Target, Adaptable]:
         """Return the products that adapters can change."""
 
 
@@ -88,8 +88,8 @@ class ParallelMixer:
             attended = attended * self._factor
         return torch.cat((attended, self._state(normed, step)), 1)
 
-    def adaptable(self) -> dict[Target, Adaptable]:
-        return self._attention.adaptable() | self._state.adaptable()
+    def adapted_products(self) -> dict[Target, Adaptable]:
+        return self._attention.adapted_products() | self._state.adapted_products()
 
 
 class AttentionMixer:
@@ -126,7 +126,7 @@ class AttentionMixer:
             mixed = step.of_qkv(heads, rotary, self.layer, step.plan)
         return mixed if self._gate is None else mixed * self._gate(normed).sigmoid_()
 
-    def adaptable(self) -> dict[Target, Adaptable]:
+    def adapted_products(self) -> dict[Target, Adaptable]:
         gate = {} if self._gate is None else {Target.ATTENTION_GATE: self._gate}
         return {Target.QKV: self.qkv, **gate}
 

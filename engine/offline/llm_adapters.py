@@ -41,11 +41,13 @@ class LlmAdapters:
         used."""
         name, folder = read_text("name", name), read_path("path", path)
         client = self._llm.client
-        return self._llm.wait_for(self._served.load(client, name, folder, replaces=replaces))
+        return self._llm.wait_for(
+            self._served.load_adapter(client, name, folder, replaces=replaces)
+        )
 
     def unload(self, name: str) -> None:
         """Forget an adapter; requests that run keep it. Raises ValueError for an unknown one."""
-        self._llm.wait_for(self._served.unload(self._llm.client, name))
+        self._llm.wait_for(self._served.unload_adapter(self._llm.client, name))
 
     def check_name(self, name: object) -> None:
         """Raise ValueError unless an adapter has this name, or it is empty."""

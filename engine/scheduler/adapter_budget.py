@@ -21,19 +21,17 @@ MOST_OVERTAKES = 32
 class AdapterBudget:
     """The adapters of the running requests of one scheduler."""
 
-    def __init__(self, states: RequestStates, most: int) -> None:
-        """`most`: of different adapters in one step; 0: no request has one."""
+    def __init__(self, states: RequestStates) -> None:
         self._states = states
-        self._most = most
+        self._most = states.context.config.max_adapters
         self._first: Request | None = None  # the first request without a place
         self._num_overtakes = 0  # of that request
         self._drained = b""  # the adapter that gets no more requests; b"": none
 
     def allows(self, request: Request) -> bool:
-        """Whether a waiting request may run as far as its adapter goes. Call it once in each of
-        its turns, before it is admitted."""
-        if request.adapter is None or not self._most:
-            return True
+        """Whether a waiting request with an adapter may run, as far as the adapter goes. Call it
+        once each time the request is considered, before it is admitted."""
+        assert request.adapter is not None
         first = self._first
         if first is not None and not _waits(first):
             self._forget_first()

@@ -18,7 +18,7 @@ from ..observer import Decision, Obstacle
 from ..request.request import Request, RequestStatus
 from .adapter_budget import AdapterBudget
 from .policies import RequestQueue
-from .pressure import MemoryPressure, Reservations
+from .pressure import Reservations
 from .request_states import RequestStates
 from .step import StepBuilder
 
@@ -38,10 +38,10 @@ class Verdict(Enum):
 class Admission:
     """Admits waiting requests, in one round per step."""
 
-    def __init__(self, states: RequestStates, pressure: MemoryPressure) -> None:
+    def __init__(self, states: RequestStates) -> None:
         self._states = states
         self._loads = states.loads
-        self._pressure = pressure
+        self._pressure = states.pressure
         self._context = context = states.context
         reserves = context.config.reserve != "none"
         self._reservations = Reservations(states) if reserves else None
@@ -54,7 +54,7 @@ class Admission:
         self._chunked = config.enable_chunked_prefill
         self._chunk_limit = config.most_step_tokens
         self._most_tokens = config.max_num_batched_tokens
-        self.adapters = AdapterBudget(states, context.max_adapters)
+        self.adapters = AdapterBudget(states)
         self._waits_for_budget = ""  # id of a request that has nothing to load
 
     def admit(self, step: StepBuilder, now: float, *, only_known: bool = False) -> bool:
@@ -185,7 +185,7 @@ class Admission:
         if request.request_id in connector.awaiting_prefill:
             self._note_wait(request, Obstacle.PREFILL)
             return Verdict.LATER
-        if not self.adapters.allows(request):
+        if request.adapter is not None and not self.adapters.allows(request):
             self._note_wait(request, Obstacle.ADAPTERS)
             return Verdict.LATER
         hits, num_hit_tokens, overlaps = None, 0, False

@@ -25,7 +25,6 @@ class SchedulerContext:
     policy: SchedulingPolicy
     observer: Observer = field(default_factory=Observer)  # the default ignores all events
     counts: Counter[str] = field(default_factory=Counter)  # since start, by name
-    max_adapters: int = 0  # in one step; 0: requests have none
 
     def count_reused(self, tokens: Mapping[str, int], position: int) -> None:
         """Count the reused tokens of a request by source. The tokens begin at index `position` of

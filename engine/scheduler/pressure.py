@@ -18,11 +18,12 @@ If every request reserves up to its longest answer, no running request ever lack
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from ..cache.kv_block import GroupBlocks
 from ..request.request import Request
 from .context import SchedulerContext
-from .request_states import RequestStates
+from .request_loads import RequestLoads
 
 
 class MemoryPressure:
@@ -77,12 +78,21 @@ class MemoryPressure:
         return pool.num_held if self.counts_pins else pool.num_held - pool.num_reclaimable
 
 
+class Holders(Protocol):
+    """The requests that hold blocks; `RequestStates` has them."""
+
+    context: SchedulerContext
+    running: list[Request]
+    loaded: list[Request]
+    loads: RequestLoads
+
+
 class Reservations:
     """Counts the blocks reserved for requests that hold blocks, and checks room for the next
     request. Each round of admission recomputes the reservations from the blocks that requests
     hold."""
 
-    def __init__(self, states: RequestStates) -> None:
+    def __init__(self, states: Holders) -> None:
         self._states = states
         config, self._manager = states.context.config, states.context.manager
         self._is_full = config.reserve == "full"

@@ -27,6 +27,7 @@ from ..observer import Decision, Obstacle
 from ..request.request import LoadKind, Request, RequestStatus
 from .context import SchedulerContext
 from .pins import Pins
+from .pressure import MemoryPressure
 from .request_loads import RequestLoads
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class RequestStates:
         # Waiting requests that hold loaded blocks, in the order in which their loads ended.
         self.loaded: list[Request] = []
         self.loads = RequestLoads(context)
+        self.pressure = MemoryPressure(context)
         self.kept = KeptBlocks(context.manager)
         self.awaiting_grammar: dict[Request, RequestContext] = {}
         self.num_forking = 0  # requests that wait for the prompt of another one

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from ..request.request import Request, RequestStatus
-from .pressure import MemoryPressure
 from .request_states import RequestStates
 from .step import StepBuilder
 
@@ -16,10 +15,10 @@ class RunningRound:
     budget. If a request lacks blocks, the policy chooses a request to preempt, which is also
     removed from the step. `scheduler.py` explains why no request is blocked for ever."""
 
-    def __init__(self, states: RequestStates, pressure: MemoryPressure) -> None:
+    def __init__(self, states: RequestStates) -> None:
         self._states = states
         self._policy = states.context.policy
-        self._pressure = pressure
+        self._pressure = states.pressure
         self._chunk_limit = states.context.config.most_step_tokens
 
     def run(self, step: StepBuilder) -> None:

@@ -50,7 +50,6 @@ from .output import (
     fault_of,
 )
 from .policies import open_policy
-from .pressure import MemoryPressure
 from .request_limits import QueueFull, check_config, check_embeds, check_request
 from .request_states import RequestStates
 from .running import RunningRound
@@ -74,7 +73,7 @@ class Scheduler:
 
     `fails_with_load`: end a request with an error if a tier had some of its blocks but could not
     load them; otherwise the request computes them. `speculation` decides how many draft tokens each
-    request gets; None: no drafts. A step has at most `max_adapters` different adapters.
+    request gets; None: no drafts.
 
     A step is `schedule`, then `update_from_output` or `fail_step` with its result, in the order of
     the steps. Up to `pipelining.depth` steps may be in flight. A request whose next token is still
@@ -93,7 +92,6 @@ class Scheduler:
         pipelining: Pipelining = ONE_STEP,
         speculation: Speculation | None = None,
         observers: Sequence[Observer] = (),
-        max_adapters: int = 0,
     ) -> None:
         check_config(config, manager.max_model_len)
         if pipelining.depth < 1:
@@ -115,12 +113,10 @@ class Scheduler:
             self.connector,
             open_policy(config.policy),
             self._observer or Observer(),
-            max_adapters=max_adapters,
         )
         self._states = states = RequestStates(context)
-        pressure = MemoryPressure(context)
-        self._running = RunningRound(states, pressure)
-        self._admission = Admission(states, pressure)
+        self._running = RunningRound(states)
+        self._admission = Admission(states)
         self._writer = OutputWriter(states)
         self._exchange = ConnectorExchange(states, self._writer, fails_with_load=fails_with_load)
         self._max_steps_in_flight = pipelining.depth

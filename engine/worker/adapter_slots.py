@@ -49,23 +49,23 @@ class AdapterSlots:
         self._loaded: dict[bytes, PreparedAdapter] = {}
         self._slot_of: dict[bytes, int] = {}  # the adapter that was used longest ago first
 
-    def read(self, path: Path) -> ReadAdapter:
+    def read_adapter(self, path: Path) -> ReadAdapter:
         """Read an adapter. Any thread may call this. Raises ConfigError like `AdapterFile.read`."""
         file = AdapterFile.read(path, self._spec, self._max_rank)
-        prepared = self._slots.prepare(layer_adapters(file, self._spec, self._dtype))
+        prepared = self._slots.prepare_adapter(layer_adapters(file, self._spec, self._dtype))
         return ReadAdapter(path, file.fingerprint, file.rank, file.num_bytes, prepared)
 
-    def add(self, adapter: ReadAdapter) -> None:
+    def add_adapter(self, adapter: ReadAdapter) -> None:
         """Keep an adapter for the steps from now on."""
         assert adapter.prepared is not None
         self._loaded.setdefault(adapter.fingerprint, adapter.prepared)
 
-    def drop(self, fingerprint: bytes) -> None:
+    def drop_adapter(self, fingerprint: bytes) -> None:
         """Forget an adapter that no request has any more; an unknown one is ignored."""
         self._loaded.pop(fingerprint, None)
         slot = self._slot_of.pop(fingerprint, None)
         if slot is not None:
-            self._slots.put(slot, None)
+            self._slots.put_adapter(slot, None)
 
     def plan_step(
         self, batch: InputBatch, rows: IntArray, counts: IntArray
@@ -98,7 +98,7 @@ class AdapterSlots:
             if fingerprint not in self._loaded:
                 raise ValueError(f"the adapter {fingerprint.hex()[:16]} is not loaded")
             slot = self._free_slot()
-            self._slots.put(slot, self._loaded[fingerprint])
+            self._slots.put_adapter(slot, self._loaded[fingerprint])
             self._slot_of[fingerprint] = slot
 
     def _free_slot(self) -> int:

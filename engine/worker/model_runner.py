@@ -198,17 +198,7 @@ class ModelRunner:
                     max_tokens=max_num_batched_tokens,
                     dtype=dtype_name(compute),
                 )
-            self._states: StateSlots | None = None
-            if spec.state is not None and groups.state is not None:
-                self._states = StateSlots.allocate(
-                    spec.state,
-                    compute,
-                    self.pool.tensor,
-                    self.batch,
-                    num_requests=max_num_seqs,
-                    num_pages=groups.state.num_pages,
-                    most_drafts=most_drafts,
-                )
+            self._states = self._make_states(compute, max_num_seqs, most_drafts)
             self._drafts = StepDrafts(self.batch, self._sampler, proposer)
             self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
             self._experts: RoutedExpertsCollector | None = None
@@ -221,6 +211,22 @@ class ModelRunner:
             self._due: BegunStep | None = None  # sampled; its tokens are not collected yet
             self._connector = NullConnectorWorker() if connector is None else connector
             self._connector.register_pool(self.pool.tensor)
+
+    def _make_states(
+        self, compute: torch.dtype, max_num_seqs: int, most_drafts: int
+    ) -> StateSlots | None:
+        spec, groups = self.model.spec, self.groups
+        if spec.state is None or groups.state is None:
+            return None
+        return StateSlots.allocate(
+            spec.state,
+            compute,
+            self.pool.tensor,
+            self.batch,
+            num_requests=max_num_seqs,
+            num_pages=groups.state.num_pages,
+            most_drafts=most_drafts,
+        )
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         step = self.launch_step(output)
@@ -317,7 +323,7 @@ class ModelRunner:
     @_in_queue
     def drop_adapter(self, fingerprint: bytes) -> None:
         """Forget an adapter that no request has any more."""
-        self.adapters.drop(fingerprint)
+        self.adapters.drop_adapter(fingerprint)
 
     def _begin_states(self, states: StateSlots, output: SchedulerOutput) -> Exception | None:
         """Load the saved states of requests that start in this step. Return an error that must fail

@@ -55,7 +55,7 @@ def test_u09_sizes_are_said_in_units(
         ("-tp 2", ["-tp is an option of vLLM that is not built here", "one device"]),
         ("--data-parallel-size=2", ["--data-parallel-size is an option of vLLM", "one device"]),
         ("--quantization fp8", ["--quantization", "not built here", "--dtype"]),
-        ("--enable-lora", ["--enable-lora", "not built here: adapters"]),
+        ("--lora-dtype", ["--lora-dtype", "not built here: see --lora-modules"]),
         ("--spec-token-tree x", ["--spec-token-tree", "not built here"]),
         ("--tool-parser-plugin a.py", ["not built here", "see --tool-call-parser"]),
         ("--no-enable-log-requests", ["--no-enable-log-requests", "not built here", "--log-level"]),
@@ -73,8 +73,8 @@ def test_u09_the_same_in_files_variables_and_the_python_api(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "options.yaml"
-    path.write_text("enable-lora: true\n")
-    refused(["serve", "--config", str(path)], ["enable_lora of ", "not built here"], capsys)
+    path.write_text("lora-dtype: auto\n")
+    refused(["serve", "--config", str(path)], ["lora_dtype of ", "not built here"], capsys)
     with pytest.raises(ValueError, match="'quantization' is an option of vLLM that is not built"):
         engine_config(None, {"quantization": "fp8"})
     monkeypatch.setenv("STRATAKV_REASONING_PARSER", "x")

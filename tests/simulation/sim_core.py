@@ -17,6 +17,8 @@ from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.parts import Parts
 from stratakv.engine.config.engine_config import SchedulerConfig
+from stratakv.engine.config.lora_config import LoraConfig
+from stratakv.engine.core.adapter_registry import AdapterRegistry
 from stratakv.engine.core.calls import CoreCalls
 from stratakv.engine.core.continued.beam_families import BeamFamilies
 from stratakv.engine.core.continued.continuations import Continuations
@@ -191,6 +193,7 @@ class SimCore(EngineCore):
             self._continuations,
             max_steps_in_flight=1,
         )
+        self.adapters = AdapterRegistry(LoraConfig(), self._executor)
         self._calls = CoreCalls(
             self.scheduler,
             side,
@@ -199,4 +202,5 @@ class SimCore(EngineCore):
             self._held,
             self._continuations.sessions,
             self._stats,
+            self.adapters,
         )

@@ -67,7 +67,7 @@ class ChatAnswer(Answer):
             )
             for part in parts
         ]
-        name, handed = self.front.answering_name(self.request.model), kv_params_of(parts)
+        name, handed = str(self.request.model), kv_params_of(parts)
         of_prompt = self._prompt_logprobs(parts[0])
         return ChatCompletion(
             self.answer_id, "chat.completion", self.created, name, choices, usage, of_prompt, handed
@@ -88,7 +88,7 @@ class ChatAnswer(Answer):
             )
             for part in parts
         ]
-        name, handed = self.front.answering_name(self.request.model), kv_params_of(parts)
+        name, handed = str(self.request.model), kv_params_of(parts)
         return ChatChunk(
             self.answer_id, "chat.completion.chunk", self.created, name, choices, usage, handed
         )

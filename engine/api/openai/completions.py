@@ -56,7 +56,7 @@ class CompletionAnswer(Answer):
 
     def chunk(self, parts: list[Part], usage: UsageField) -> Completion:
         choices = [self._choice(part) for part in parts]
-        name, handed = self.front.answering_name(self.request.model), kv_params_of(parts)
+        name, handed = str(self.request.model), kv_params_of(parts)
         return Completion(
             self.answer_id, "text_completion", self.created, name, choices, usage, handed
         )

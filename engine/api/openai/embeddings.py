@@ -55,7 +55,8 @@ class EmbeddingList(msgspec.Struct):
 async def create_embeddings(front: Front, http: Request) -> ASGIApp:
     arrival_seconds = time.monotonic()
     request, _ = await read_request(http, front.settings, _decoder)
-    adapter = front.adapter_of(request.model)
+    request.model = front.check_model(request.model)
+    adapter = "" if request.model == front.model_name else request.model
     check_ids_of_request(request.cache_salt, request.request_id)
     try:
         front.dimensions.check_asked_count(request.dimensions, front.client.ready.hidden_size)
@@ -109,7 +110,7 @@ async def _collect_all(
             Embedding("embedding", each.index, _in_form(request, found.get(each.index)))
             for each in generations
         ]
-        name, usage = front.answering_name(request.model), tally.usage()
+        name, usage = str(request.model), tally.usage()
         return _encoder.encode(EmbeddingList(f"embd-{answer_id}", "list", now(), name, data, usage))
 
     try:

@@ -181,10 +181,10 @@ class WorkerServer:
             return Failed(_words(error))
 
     def _add_adapter(self, call: Call) -> None:
-        adapter = self._runner.adapters.read(Path(call.path))
+        adapter = self._runner.adapters.read_adapter(Path(call.path))
         if adapter.fingerprint != call.fingerprint:
             raise ConfigError(f"{call.path} has changed while it was loaded; load it again")
-        self._runner.adapters.add(adapter)
+        self._runner.adapters.add_adapter(adapter)
 
     def _send_to_executor(self, message: FromWorker) -> None:
         self._socket.send(encode(message))

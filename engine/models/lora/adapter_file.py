@@ -29,7 +29,7 @@ from ..checkpoint.files import is_there
 from ..checkpoint.tensor_shapes import expected_tensors, name_of
 from ..model_spec import ModelSpec
 from .adapted_names import adapted_tensors
-from .lora_config import LoraConfig, read_lora_config
+from .peft_config import PeftConfig, read_peft_config
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILE = "adapter_model.bin"
@@ -69,7 +69,7 @@ class AdapterFile:
     def read(cls, folder: Path, spec: ModelSpec, max_rank: int) -> AdapterFile:
         """Read the adapter in a folder. Raises ConfigError, which names the file and the item, if
         it is not an adapter of this model, computes something else, or exceeds `max_rank`."""
-        config = read_lora_config(folder)
+        config = read_peft_config(folder)
         stored = _load(folder)
         return _Reader(folder, spec, max_rank, config).read(stored)
 
@@ -104,7 +104,7 @@ def _load(folder: Path) -> dict[str, Tensor]:
 class _Reader:
     """Checks the tensors of one adapter."""
 
-    def __init__(self, folder: Path, spec: ModelSpec, max_rank: int, config: LoraConfig) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec, max_rank: int, config: PeftConfig) -> None:
         self._path, self._spec, self._config = folder / WEIGHTS_FILE, spec, config
         self._max_rank = max_rank
         self._name_of = name_of(spec)

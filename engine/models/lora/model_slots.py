@@ -38,14 +38,14 @@ class ModelSlots:
     def num_slots(self) -> int:
         return self.rows.num_slots
 
-    def prepare(self, layers: Sequence[LayerAdapter]) -> PreparedAdapter:
+    def prepare_adapter(self, layers: Sequence[LayerAdapter]) -> PreparedAdapter:
         """Put the additions to each layer into the form of its products. Any thread may call it."""
         return [
             {target: products[target].prepare_adapter(low) for target, low in own.items()}
             for products, own in zip(self._products, layers, strict=True)
         ]
 
-    def put(self, slot: int, prepared: PreparedAdapter | None) -> None:
+    def put_adapter(self, slot: int, prepared: PreparedAdapter | None) -> None:
         """Put an adapter into a slot for the steps from now on; None empties the slot."""
         for number, products in enumerate(self._products):
             own = {} if prepared is None else prepared[number]

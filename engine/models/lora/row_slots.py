@@ -71,7 +71,7 @@ class SlotMatrices:
         self._outs = weight.new_zeros(count, shape[0])
         self._filled: set[int] = set()
 
-    def put(self, slot: int, adapter: tuple[Tensor, tuple[Tensor, ...]] | None) -> None:
+    def put_adapter(self, slot: int, adapter: tuple[Tensor, tuple[Tensor, ...]] | None) -> None:
         """Put an adapter of `[rank, in]` and one `[out, rank]` into a slot; None empties it."""
         own = slice(slot * self._rank, (slot + 1) * self._rank)
         self._ins[own], self._outs[own] = 0, 0

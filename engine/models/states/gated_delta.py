@@ -47,7 +47,7 @@ class GatedDelta:
         self._decay, self._dt_bias, self._norm = weights.decay, weights.dt_bias, weights.norm
         self._rule = DeltaRule()
 
-    def adaptable(self) -> dict[Target, Adaptable]:
+    def adapted_products(self) -> dict[Target, Adaptable]:
         return {Target.STATE_IN: self._in}
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:

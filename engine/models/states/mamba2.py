@@ -50,7 +50,7 @@ class Mamba2:
         self._output_factor = weights.output_factor
         self._rule = OuterProducts()
 
-    def adaptable(self) -> dict[Target, Adaptable]:
+    def adapted_products(self) -> dict[Target, Adaptable]:
         return {Target.STATE_IN: self._in}
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:

@@ -27,7 +27,7 @@ class ShortConv:
         self._in = Linear(weights.in_proj, weights.in_bias)
         self._conv = CausalConv(weights.conv, weights.conv_bias)
 
-    def adaptable(self) -> dict[Target, Adaptable]:
+    def adapted_products(self) -> dict[Target, Adaptable]:
         return {Target.STATE_IN: self._in}
 
     def __call__(self, normed: Tensor, step: MixerStep[Plan], /) -> Tensor:

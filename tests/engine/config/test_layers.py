@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from stratakv.engine.config.engine_options import engine_config
+from stratakv.engine.config.lora_config import LoraModule
 from stratakv.engine.config.resolve import Settings, resolve
 from stratakv.engine.config.schema import SCHEMA, variable_of
 from stratakv.engine.config.server_options import ServerConfig, server_config
@@ -97,6 +98,16 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "prompt_lookup_min": (("1", 1), ("2", 2), ("3", 3)),
     "prompt_lookup_max": (("4", 4), ("5", 5), ("256", 256)),
     "speculative_adaptive": (("on", True), ("off", False), ("yes", True)),
+    "enable_lora": (("on", True), ("off", False), ("yes", True)),
+    "lora_modules": (
+        ("a=/a", (LoraModule("a", Path("/a")),)),
+        ("a=/a,b=/b", (LoraModule("a", Path("/a")), LoraModule("b", Path("/b")))),
+        ("c=d/e", (LoraModule("c", Path("d/e")),)),
+    ),
+    "lora_dir": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
+    "max_loras": (("1", 1), ("2", 2), ("3", 3)),
+    "max_lora_rank": (("8", 8), ("64", 64), ("1", 1)),
+    "max_cpu_loras": (("8", 8), ("16", 16), ("4", 4)),
     "num_threads": (("1", 1), ("2", 2), ("3", 3)),
     "distributed_executor_backend": (("mp", "mp"), ("uni", "uni"), ("mp", "mp")),
     "role": (("both", "both"), ("prefill", "prefill"), ("decode", "decode")),

@@ -103,7 +103,7 @@ def _check_best_of(front: Front, request: CompletionRequest) -> None:
 
 
 def _check_shared(front: Front, request: SamplingFields) -> None:
-    front.check_model(request.model)
+    request.model = front.check_model(request.model)
     refuse_unsupported(request, NEUTRAL_VALUES)
     most = front.settings.max_n
     if request.n is not None and not 1 <= request.n <= most:

@@ -149,7 +149,7 @@ def make_generations(
         is_alone=is_alone,
         asked_elsewhere=request.bootstrap_room is not None,
     )
-    adapter = front.adapter_of(request.model)
+    adapter = "" if request.model in (None, front.model_name) else request.model
     generations = []
     for place, (prompt, asked, embeds) in enumerate(tasks):
         params = without_routers_least(asked, request)
@@ -237,7 +237,7 @@ async def _tell_tool(front: Front, request: AddRequest, tool: str) -> None:
 
 
 def _extras(
-    handed: RequestExtras | None, embeds: bytes, job: Job | None, adapter: str
+    handed: RequestExtras | None, embeds: bytes, job: Job | None, adapter: str | None
 ) -> RequestExtras | None:
     extras = handed
     if adapter:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters: the adapters of an engine by name, loaded and unloaded while it runs.
+"""AdapterRegistry: the adapters of an engine by name, loaded and unloaded while it runs.
 
     load     files are read in a thread ──► the worker keeps the adapter ──► requests can name it
     unload   no request can name it ──► its last request ends ──► the worker forgets it
@@ -30,7 +30,7 @@ from .executor import Executor
 logger = logging.getLogger(__name__)
 
 
-class Adapters:
+class AdapterRegistry:
     """The adapters of one engine core, whose thread calls this."""
 
     def __init__(self, config: LoraConfig, executor: Executor) -> None:
@@ -65,15 +65,15 @@ class Adapters:
         threading.Thread(target=read, name="adapter-load", daemon=True).start()
         return Deferred(future, lambda found: self._take(message, found))
 
-    def unload(self, name: str) -> LoadedAdapter:
+    def unload_adapter(self, name: str) -> LoadedAdapter:
         """Forget a name. Raises ValueError for an unknown one."""
-        self.find(name)
+        self.find_adapter(name)
         gone = self._by_name.pop(name)
         self._note_unused(bytes.fromhex(gone.fingerprint))
         logger.info("adapter %s is unloaded", format_name(name))
         return gone
 
-    def find(self, name: str) -> Adapter:
+    def find_adapter(self, name: str) -> Adapter:
         """Return the adapter with this name. Raises ValueError if there is none."""
         found = self._by_name.get(name)
         if found is None:
@@ -92,7 +92,7 @@ class Adapters:
         )
 
     def release_unused(self, requests: Iterable[Request]) -> None:
-        """Have the worker forget the unloaded adapters that none of the `requests` has."""
+        """Drop the unloaded adapters that none of the `requests` has from the worker."""
         if not self._unused:
             return
         held = {each.adapter.fingerprint for each in requests if each.adapter is not None}
@@ -146,10 +146,13 @@ class Adapters:
             self._unused.add(fingerprint)
 
 
-def load_at_start(adapters: Adapters, config: LoraConfig) -> None:
-    """Load the adapters that the settings name. Raises ConfigError, which names the adapter."""
+def open_registry(config: LoraConfig, executor: Executor) -> AdapterRegistry:
+    """Make the registry, and load the adapters that the settings name. Raises ConfigError with the
+    adapter's name for one that cannot be used."""
+    registry = AdapterRegistry(config, executor)
     for module in config.modules:
         try:
-            adapters.load_now(module.name, module.path)
+            registry.load_now(module.name, module.path)
         except ValueError as error:
             raise ConfigError(f"--lora-modules {format_name(module.name)}: {error}") from error
+    return registry

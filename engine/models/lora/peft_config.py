@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoraConfig: the fields of an adapter_config.json (PEFT) that decide what an adapter computes.
+"""PeftConfig: the fields of an adapter_config.json (PEFT) that decide what an adapter computes.
 
 An adapter adds `scale * B(A(x))` to the output of a matrix. Methods that compute anything else are
 refused by the name of their field, and so is a field that this version does not know, unless it is
@@ -58,7 +58,7 @@ _READ = frozenset((
 
 
 @dataclass(frozen=True, slots=True)
-class LoraConfig:
+class PeftConfig:
     """The arithmetic of an adapter."""
 
     where: str  # the file, for messages
@@ -79,12 +79,12 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self.uses_root else rank)
 
 
-def read_lora_config(folder: Path) -> LoraConfig:
+def read_peft_config(folder: Path) -> PeftConfig:
     """Read the adapter_config.json of a folder. Raises ConfigError with the field."""
-    return parse_lora_config(read_json(folder / CONFIG_FILE))
+    return parse_peft_config(read_json(folder / CONFIG_FILE))
 
 
-def parse_lora_config(fields: JsonFields) -> LoraConfig:
+def parse_peft_config(fields: JsonFields) -> PeftConfig:
     kind = fields.text("peft_type")
     if kind != "LORA":
         raise fields.fault("peft_type", "LORA", kind)
@@ -106,7 +106,7 @@ def parse_lora_config(fields: JsonFields) -> LoraConfig:
                 f"{fields.where}: {format_value(name)} is a field that this version does not know, "
                 "so the adapter may compute something else; merge the adapter and serve that"
             )
-    return LoraConfig(
+    return PeftConfig(
         where=fields.where,
         rank=fields.integer("r"),
         alpha=_alpha(fields, "lora_alpha", fields.values.get("lora_alpha", 8)),

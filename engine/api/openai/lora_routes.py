@@ -49,7 +49,7 @@ async def load_adapter(front: Front, http: Request) -> ASGIApp:
     except ValueError as error:
         raise ApiError(str(error), param="lora_path", code="invalid_value") from None
     try:
-        loaded = await front.adapters.load(
+        loaded = await front.adapters.load_adapter(
             front.client, name, folder, replaces=request.load_inplace
         )
     except ValueError as error:
@@ -62,7 +62,7 @@ async def unload_adapter(front: Front, http: Request) -> ASGIApp:
     request, _ = await read_request(http, front.settings, _unload_decoder)
     name = request.lora_name
     try:
-        await front.adapters.unload(front.client, name)
+        await front.adapters.unload_adapter(front.client, name)
     except ValueError as error:
         raise ApiError(
             str(error), status=404, param="lora_name", code="adapter_not_found"
@@ -78,7 +78,7 @@ def _checked_name(front: Front, name: str) -> str:
     if len(text) > MAX_NAME_CHARACTERS:
         message = f"`lora_name` has up to {MAX_NAME_CHARACTERS} characters, not {len(text)}"
         raise ApiError(message, param="lora_name", code="invalid_value")
-    if front.is_model(text):
+    if text == front.model_name or text in front.model_aliases:
         message = f"`{text}` is the name of the model itself; give the adapter another"
         raise ApiError(message, param="lora_name", code="invalid_value")
     return text
