@@ -36,6 +36,7 @@ class Obstacle(Enum):
     """The reason why the scheduler does not start a waiting request when it considers it."""
 
     SEATS = "seats"  # the most requests run already
+    PICTURES = "pictures"  # no room for the embeddings of its next picture
     ADAPTERS = "adapters"  # the most different adapters run already
     BUDGET = "budget"  # the tokens of the step are used up
     PRESSURE = "pressure"  # too much of the pool is held for a request to start

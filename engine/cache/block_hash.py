@@ -72,20 +72,36 @@ def _encoded_extras(
 ) -> dict[int, bytes] | None:
     """Return extras by index within the blocks `first`..`end`. The salt goes into a request's first
     block only (the hash chain carries it on), the adapter into every block, and embeddings into the
-    blocks that contain them."""
+    blocks that contain them, like pictures."""
     salt: list[Extra] = [] if request.cache_salt is None else [("salt", request.cache_salt)]
     adapter = request.adapter
     lora: list[Extra] = [] if adapter is None else [("lora", adapter.fingerprint)]
     embeds = _embeds_digests(request, first, end, block_size)
+    pictures = _pictures_of_blocks(request, first, end, block_size)
     extras: dict[int, bytes] = {}
-    # Without adapter and embeddings only the first block of the request can have extras.
-    for index in range(end - first if lora or embeds else min(end, 1 - first)):
+    # Otherwise only the first block of the request can have extras.
+    for index in range(end - first if lora or embeds or pictures else min(end, 1 - first)):
         kinds = [*(salt if first + index == 0 else ()), *lora]
+        kinds += [("mm", digest, offset) for digest, offset in pictures.get(index, ())]
         if index in embeds:
             kinds.append(("embeds", embeds[index]))
         if kinds:
             extras[index] = encode_extras(kinds)
     return extras or None
+
+
+def _pictures_of_blocks(
+    request: Request, first: int, end: int, block_size: int
+) -> dict[int, list[tuple[bytes, int]]]:
+    """Return the pictures in each of the blocks `first`..`end`, by index relative to `first`: the
+    digest, and the first token relative to the block, negative if it lies in an earlier block."""
+    found: dict[int, list[tuple[bytes, int]]] = {}
+    for each in request.pictures:
+        last = min(end, -(-each.end // block_size))
+        for block in range(max(first, each.start // block_size), last):
+            pair = (each.digest, each.start - block * block_size)
+            found.setdefault(block - first, []).append(pair)
+    return found
 
 
 def _embeds_digests(request: Request, first: int, end: int, block_size: int) -> dict[int, bytes]:
@@ -139,6 +155,10 @@ def _plain_extras(
     extras: dict[int, Extra] = dict.fromkeys(range(end - first), lora) if lora else {}
     if first == 0 and request.cache_salt is not None:
         extras[0] = (*lora, request.cache_salt)
+    for index, pictures in _pictures_of_blocks(request, first, end, block_size).items():
+        flat = [part for digest, offset in pictures for part in (digest.hex(), offset)]
+        own = extras.get(index, ())
+        extras[index] = (*own[: len(lora)], *flat, *own[len(lora) :])
     for index, digest in _embeds_digests(request, first, end, block_size).items():
         extras[index] = (*extras.get(index, ()), digest)
     return extras or None

@@ -234,6 +234,7 @@ class SchedulerConfig:
     )
     max_waiting_requests: int = 4096
     max_adapters: int = 0  # different adapters in one step; set from LoraConfig
+    pictures: bool = False  # whether prompts may have pictures; set from the model
     # The gap between the two shares protects a newly admitted request from preemption at once.
     # Neither share applies to the only request that runs.
     admit_below: float = setting(

@@ -23,6 +23,7 @@ from ..config.engine_config import MEAN, POOLINGS
 from ..request.adapter import Adapter
 from ..request.core_messages import NO_EXTRAS, AddRequest, RequestExtras, ToolCalled, check_priority
 from ..request.handover_ticket import Ticket, fits, is_possible
+from ..request.pictures import Picture, check_pictures
 from ..request.prompt_embeds import EmbedArray, read_embeds
 from ..request.request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray, job_key
 from ..request.routed_rows import check_routed_start
@@ -55,7 +56,9 @@ class RequestBuilder:
         largest_embedding: float = math.inf,
         tells_experts: bool = False,
         adapters: AdapterRegistry | None = None,
+        picture_token: int | None = None,
     ) -> None:
+        self._picture_token = picture_token
         self._adapters = adapters
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
@@ -119,6 +122,7 @@ class RequestBuilder:
             embeds = self._check_embeds(request, len(tokens))
         else:
             tokens, embeds = fork_of.prompt_token_ids, fork_of.prompt_embeds
+        before = fork_of or (continued and continued.request)
         params, extras = request.sampling_params, request.extras or NO_EXTRAS
         _check_vocabulary(params, self._vocab_size)
         most = self._max_model_len - len(tokens)
@@ -133,7 +137,8 @@ class RequestBuilder:
             tokens,
             _fit_max_tokens(params, most),
             cache_salt=tenant_salt(self._tenant_secret, request.tenant, request.cache_salt),
-            adapter=self._adapter_of(extras, fork_of or (continued and continued.request)),
+            adapter=self._adapter_of(extras, before),
+            pictures=self._check_pictures(extras, tokens) if before is None else before.pictures,
             block_hasher=self._hasher,
             prompt_embeds=embeds,
             skip_reading_prefix_cache=skips or needs_all_rows,
@@ -148,6 +153,10 @@ class RequestBuilder:
             fork_of=fork_of,
             continues=None if continued is None else continued.request,
         )
+
+    def _check_pictures(self, extras: RequestExtras, tokens: TokenArray) -> Sequence[Picture]:
+        check_pictures(extras.pictures, tokens, self._picture_token)
+        return extras.pictures
 
     def _adapter_of(self, extras: RequestExtras, before: Request | None) -> Adapter | None:
         """Return the adapter of a request: that of the request which it continues, else the one

@@ -16,6 +16,7 @@ import msgspec
 from .beam_params import BeamSearchParams
 from .handover_ticket import Ticket
 from .logprobs import PositionLogprobs, PromptLogprobs
+from .pictures import Picture
 from .routed_rows import RoutedRows
 from .sampling_params import SamplingParams
 
@@ -69,6 +70,7 @@ class RequestExtras(
     # This request and its forks are the answers of a beam search.
     beams: BeamSearchParams | None = None
     adapter: str = ""  # the name of the adapter that answers; "": the model alone
+    pictures: list[Picture] = []  # in the order of their tokens in the prompt
 
 
 NO_EXTRAS = RequestExtras()

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from ...tiers.base import RequestContext
 from .adapter import Adapter
 from .logprobs import PromptLogprobs
+from .pictures import Picture
 from .routed_rows import RoutedRows
 from .sampling_params import SamplingParams
 
@@ -215,6 +216,7 @@ class Request:
         "num_told_tokens",
         "number",
         "output_token_ids",
+        "pictures",
         "pooling",
         "priority",
         "progress",
@@ -240,6 +242,7 @@ class Request:
         adapter: Adapter | None = None,
         block_hasher: BlockHasher | None = None,
         prompt_embeds: npt.NDArray[Any] | None = None,
+        pictures: Sequence[Picture] = (),
         skip_reading_prefix_cache: bool = False,
         routed_from: int | None = None,
         hands_over: bool = False,
@@ -263,6 +266,7 @@ class Request:
         self.adapter = adapter
         # [num_prompt_tokens, hidden]: the model's input in place of the prompt's tokens.
         self.prompt_embeds = prompt_embeds
+        self.pictures = pictures  # in the order of their tokens
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         # The first token whose experts are reported, so it is computed; None: no experts.
         self.routed_from = routed_from
@@ -378,8 +382,9 @@ class Request:
 
     @property
     def embed_bytes(self) -> int:
-        """Bytes of the prompt embeddings in memory; 0 without them."""
-        return 0 if self.prompt_embeds is None else self.prompt_embeds.nbytes
+        """Bytes of the prompt embeddings and pictures in memory."""
+        embeds = 0 if self.prompt_embeds is None else self.prompt_embeds.nbytes
+        return embeds + sum([len(each.pixels) for each in self.pictures])
 
     def timings(self, now: float) -> dict[str, float]:
         """Return the timings for the last output, in seconds (and the number of preemptions).

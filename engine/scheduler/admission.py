@@ -242,9 +242,12 @@ class Admission:
         elif num_tokens > step.budget:
             self._note_wait(request, Obstacle.BUDGET)
             return Verdict.NO_ROOM
-        if self._chunked and self._manager.states is not None:
+        if request.pictures or (self._chunked and self._manager.states is not None):
             computed = request.num_computed_tokens + num_hit_tokens
             num_tokens = step.most_tokens(request, computed, num_tokens)
+            if num_tokens == 0:
+                self._note_wait(request, Obstacle.PICTURES)
+                return Verdict.NO_ROOM
         while obstacle := self._allocate_first_slots(request, num_tokens, hits, num_hit_tokens):
             if not self._make_room(request):
                 self._note_wait(request, obstacle)

@@ -14,6 +14,7 @@ from ..cache.kv_block import BlockCopy, BlockIds
 from ..cache.state_checkpoints import StateSave
 from ..request.core_messages import NOT_FINITE, PROCESSOR_FAILED, TokenOutput
 from ..request.logprobs import PositionLogprobs, PromptLogprobs
+from ..request.pictures import Picture
 from ..request.prompt_embeds import EmbedArray
 from ..request.request import Request, RequestStatus, TokenArray
 from ..request.routed_rows import RoutedRows
@@ -190,6 +191,7 @@ class NewRequestData:
     # limit for clients. 0: as its parameters say.
     num_likeliest: int = 0
     adapter: bytes = b""  # the fingerprint of its adapter; b"": none
+    pictures: list[Picture] = field(default_factory=list)  # of its prompt, without pixels
 
 
 @dataclass(slots=True)
@@ -235,6 +237,10 @@ class SchedulerOutput:
     block_copies: list[BlockCopy] = field(default_factory=list)
     # Request id → checkpoints of its states, written after the forward pass.
     state_saves: dict[str, list[StateSave]] = field(default_factory=dict)
+    # Digests of pictures whose embeddings the worker drops before it encodes others.
+    dropped_pictures: list[bytes] = field(default_factory=list)
+    # With pixels; their embeddings are kept until they are dropped.
+    new_pictures: list[Picture] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -342,7 +342,9 @@ def _can_fork(parent: Request, child: Request) -> bool:
         return False
     if child.pooling or child.sampling_params.prompt_logprobs is not None:
         return False
-    if child.routed_from is not None:
+    if child.routed_from is not None or child.adapter != parent.adapter:
+        return False
+    if [*child.pictures] != [*parent.pictures]:
         return False
     if not np.array_equal(parent.prompt_token_ids, child.prompt_token_ids):
         return False

@@ -120,8 +120,10 @@ class RunningRound:
             if num_tokens <= 0:  # it waits for a copy or for tokens under way
                 continue
             num_tokens = min(num_tokens, self._chunk_limit, step.budget - len(decodes))
-            if has_states:
+            if has_states or request.pictures:
                 num_tokens = step.most_tokens(request, computed, num_tokens)
+                if num_tokens == 0:  # no room for the embeddings of its next picture
+                    continue
             added = allocate(request, num_tokens)
             while added is None and self._make_room(request, step, decodes):
                 added = allocate(request, num_tokens)

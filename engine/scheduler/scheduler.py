@@ -34,6 +34,7 @@ from ...connector.messages import ConnectorWorkerOutput
 from ...tiers.base import NO_CONTEXT, RequestContext
 from ..cache.group_spec import NUM_SPARE_STATES
 from ..cache.kv_cache_manager import KVCacheManager
+from ..cache.picture_cache import PictureCache
 from ..config.engine_config import SchedulerConfig
 from ..observer import GuardedObservers, Observer, StepMade, StepSnapshot
 from ..request.core_messages import NOT_FINITE, TokenOutput
@@ -119,6 +120,7 @@ class Scheduler:
         self._admission = Admission(states)
         self._writer = OutputWriter(states)
         self._exchange = ConnectorExchange(states, self._writer, fails_with_load=fails_with_load)
+        self._pictures = PictureCache(config.max_num_batched_tokens) if config.pictures else None
         self._max_steps_in_flight = pipelining.depth
         self._runs_ahead = pipelining.runs_ahead and pipelining.depth > 1
         self.speculation = speculation
@@ -305,12 +307,15 @@ class Scheduler:
             runs_ahead=self._runs_ahead,
             held=held,
             speculation=self.speculation,
+            pictures=self._pictures,
             # The worker may use the state slots of requests that do not run.
             num_spare_states=NUM_SPARE_STATES
             + max(0, self.config.max_num_seqs - states.num_unfinished),
         )
         if self.speculation is not None:
             self.speculation.begin_step(self.num_running)
+        if self._pictures is not None:
+            self._pictures.begin_step(self._step_id, states.running)
         num_blocking = len(states.loads.blocking)
         retry = False
         if self._paused is not Pause.ALL:
@@ -455,6 +460,8 @@ class Scheduler:
         failed = [landed, *self._in_flight]
         self._in_flight.clear()
         self._last_failed_id = failed[-1].output.step_id
+        if self._pictures is not None:
+            self._pictures.fail_step(scheduler_output.step_id)
         self.manager.pool.drop_uncomputed(scheduler_output.step_id)
         now = time.monotonic()
         states = self._states

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ...connector.messages import ConnectorMetadata
 from ..cache.kv_block import BlockIds, GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
+from ..cache.picture_cache import NO_PLAN, PictureCache
 from ..cache.state_checkpoints import StateCheckpoints, StateSave
 from ..request.request import Request, RequestStatus
 from .output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -95,6 +96,7 @@ class StepBuilder:
     pressed: bool = False
     entries: list[StepEntry] = field(default_factory=list)  # in batch order
     has_forks: bool = False  # entries that compute nothing
+    pictures: PictureCache | None = None  # None: the model reads no pictures
     num_spare_states: int = 0  # the worker's slots for checkpoints in the middle of chunks
     num_used_states: int = 0  # of these, used by planned chunks
     state_saves: dict[str, list[StateSave]] = field(default_factory=dict)
@@ -155,11 +157,13 @@ class StepBuilder:
             self._to_tell[request_id] = entry
 
     def most_tokens(self, request: Request, computed: int, num_tokens: int) -> int:
-        """Return how many of `num_tokens` after `computed` a request may compute in this step. For
-        a model with states, each state checkpoint inside the chunk takes a spare slot of the
-        worker."""
+        """Return how many of `num_tokens` after `computed` a request may compute in this step. A
+        chunk ends before a picture that cannot be encoded in this step. For a model with states,
+        each state checkpoint inside the chunk takes a spare slot of the worker."""
+        if request.pictures and self.pictures is not None:
+            num_tokens = self.pictures.fit_chunk(request, computed, num_tokens)
         states = self.manager.states
-        if states is None or num_tokens == 1:
+        if states is None or num_tokens <= 1:
             return num_tokens
         spare = self.num_spare_states - self.num_used_states
         num_tokens, num_used = states.most_tokens(request, computed, num_tokens, spare)
@@ -236,6 +240,7 @@ class StepBuilder:
             drafts = {each.request.request_id: list(each.draft_token_ids) for each in with_drafts}
         tails = self.manager.shared_tails
         copies = tails.take_copies() if tails.sources else []
+        new_pictures, dropped = NO_PLAN if self.pictures is None else self.pictures.take_plan()
         return SchedulerOutput(
             step_id=self.step_id,
             last_failed_id=last_failed_id,
@@ -250,6 +255,8 @@ class StepBuilder:
             wanted_drafts=self.wanted_drafts,
             block_copies=copies,
             state_saves=self.state_saves,
+            new_pictures=new_pictures,
+            dropped_pictures=dropped,
         )
 
     def _describe(self) -> tuple[list[NewRequestData], CachedRequestData]:
@@ -281,6 +288,7 @@ class StepBuilder:
                         num_likeliest=request.num_likeliest,
                         routed_from=request.routed_from,
                         adapter=b"" if request.adapter is None else request.adapter.fingerprint,
+                        pictures=[each.without_pixels() for each in request.pictures],
                     )
                 )
                 continue

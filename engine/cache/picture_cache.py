@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PictureCache: which pictures have embeddings in the worker, and which a step encodes.
+
+A chunk of a prompt needs the embeddings of all pictures that it touches. Each is encoded once, with
+the first chunk that touches it, within a budget for a step; the worker keeps the embeddings while a
+request still needs them, and after that until their room is wanted. If a picture finds no budget or
+no room, the chunk ends before it.
+
+The worker is told what to encode and what to drop. Both sides count in tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..request.pictures import Picture
+from ..request.request import Request
+
+
+# The pictures that a step encodes, and the digests of those that the worker drops before.
+PicturePlan = tuple[list[Picture], list[bytes]]
+NO_PLAN: PicturePlan = ([], [])
+
+
+@dataclass(slots=True)
+class _Entry:
+    """The embeddings of one picture in the worker."""
+
+    num_tokens: int
+    step_id: int  # that encodes it
+    holders: set[str] = field(default_factory=set)  # ids of requests that still need it
+
+
+class PictureCache:
+    """The embeddings in the worker's memory. `most_tokens` is the room, and the budget of a step;
+    a single larger picture is encoded alone."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most_tokens = most_tokens
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the longest unused first
+        self._held_by: dict[str, set[bytes]] = {}
+        self._num_tokens = 0  # of all entries
+        self._step_id = self._budget = 0
+        self._to_encode: list[Picture] = []
+        self._to_drop: list[bytes] = []
+        self.num_encoded = self.num_reused = 0  # pictures since the start
+
+    def begin_step(self, step_id: int, running: Iterable[Request]) -> None:
+        """Begin a step. Release the pictures that running requests have computed, and all those of
+        requests that do not run."""
+        self._step_id, self._budget = step_id, self._most_tokens
+        if not self._held_by:
+            return
+        later = {
+            each.request_id: {p.digest for p in each.pictures if p.end > each.num_computed_tokens}
+            for each in running
+            if each.pictures
+        }
+        for request_id, held in list(self._held_by.items()):
+            self._release(request_id, held - later.get(request_id, set()))
+
+    def fit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
+        """Return how many of `num_tokens` after `computed` the request may compute in this step,
+        and plan to encode the pictures among them that have no embeddings."""
+        end = computed + num_tokens
+        for each in request.pictures:
+            if each.end <= computed:
+                continue
+            if each.start >= end:
+                break
+            if not self._hold(request.request_id, each):
+                return max(0, each.start - computed)
+        return num_tokens
+
+    def take_plan(self) -> PicturePlan:
+        """Return the pictures that this step encodes, and the digests of those that the worker
+        drops before."""
+        plan = self._to_encode, self._to_drop
+        self._to_encode, self._to_drop = [], []
+        return plan
+
+    def fail_step(self, step_id: int) -> None:
+        """Forget the pictures that this step and later ones were to encode."""
+        lost = [key for key, entry in self._entries.items() if entry.step_id >= step_id]
+        for digest in lost:
+            entry = self._entries.pop(digest)
+            self._num_tokens -= entry.num_tokens
+            self._to_drop.append(digest)
+            for holder in entry.holders:
+                self._held_by[holder].discard(digest)
+
+    def _hold(self, request_id: str, picture: Picture) -> bool:
+        entry = self._entries.get(picture.digest)
+        if entry is None:
+            if not self._make_room(picture.num_tokens):
+                return False
+            entry = self._entries[picture.digest] = _Entry(picture.num_tokens, self._step_id)
+            self._num_tokens += picture.num_tokens
+            self._budget -= picture.num_tokens
+            self._to_encode.append(picture)
+            self.num_encoded += 1
+        elif request_id not in entry.holders:
+            self.num_reused += 1
+        self._entries.move_to_end(picture.digest)
+        entry.holders.add(request_id)
+        self._held_by.setdefault(request_id, set()).add(picture.digest)
+        return True
+
+    def _make_room(self, num_tokens: int) -> bool:
+        """Drop unused embeddings until a picture fits into the budget and the room. A picture that
+        exceeds either as a whole needs all of it."""
+        if num_tokens > self._budget and self._budget < self._most_tokens:
+            return False
+        unused = [key for key, entry in self._entries.items() if not entry.holders]
+        while self._num_tokens + num_tokens > self._most_tokens and unused:
+            digest = unused.pop(0)
+            self._num_tokens -= self._entries.pop(digest).num_tokens
+            self._to_drop.append(digest)
+        return self._num_tokens + num_tokens <= self._most_tokens or not self._num_tokens
+
+    def _release(self, request_id: str, digests: set[bytes]) -> None:
+        held = self._held_by[request_id]
+        for digest in digests:
+            self._entries[digest].holders.discard(request_id)
+            held.discard(digest)
+        if not held:
+            del self._held_by[request_id]
