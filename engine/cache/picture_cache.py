@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from ..request.pictures import Picture
 from ..request.request import Request
 
-
 # The pictures that a step encodes, and the digests of those that the worker drops before.
 PicturePlan = tuple[list[Picture], list[bytes]]
 NO_PLAN: PicturePlan = ([], [])

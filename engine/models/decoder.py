@@ -77,6 +77,12 @@ class Embeds(NamedTuple):
     rows: Tensor | None  # int64 [n], each once; None: all rows of the step, in order
     values: Tensor  # [n, hidden], not changed by other code
 
+    def joined_with(self, other: Embeds) -> Embeds:
+        """Return the rows of both, each with rows named."""
+        assert self.rows is not None and other.rows is not None
+        values = torch.cat((self.values, other.values.to(self.values.dtype)))
+        return Embeds(torch.cat((self.rows, other.rows)), values)
+
     def to(self, device: torch.device) -> Embeds:
         """Return the embeddings unchanged, since they are on the step's device already."""
         return self

@@ -27,6 +27,7 @@ from ...connector.messages import NOTHING_TO_MOVE, ConnectorMetadata, ConnectorW
 from ...kernels.kernel_choice import AUTO, PLAIN
 from ..batch.batch_update import IntArray
 from ..cache.group_spec import plan_groups, state_bytes
+from ..models.decoder import Embeds
 from ..models.dtypes import compute_dtype, dtype_name, kv_dtype_name
 from ..models.model_source import ModelSource
 from ..models.model_spec import ModelSpec
@@ -40,9 +41,10 @@ from .begun_step import BegunStep, SampledStep
 from .block_copier import BlockCopier
 from .block_table import BlockTable, MultiGroupBlockTable
 from .forward.attention_metadata import ranges
-from .forward.forward import StepInputs, step_order
+from .forward.forward import HostEmbeds, StepInputs, step_order
 from .input_batch import InputBatch, PromptEmbeds
 from .kv_pool import KvPool
+from .picture_embeds import PictureEmbeds
 from .pool_demand import PoolDemand, check_pool_size
 from .pooling_collector import PoolingCollector
 from .prompt_logprobs import PromptLogprobsCollector
@@ -207,6 +209,8 @@ class ModelRunner:
                 self._experts = RoutedExpertsCollector(chosen, number, max_model_len)
             self._pooling = PoolingCollector()
             self._prompt_embeds = PromptEmbeds(spec.hidden_size)
+            encoder = models.load_vision_encoder()
+            self._pictures = None if encoder is None else PictureEmbeds(encoder, device)
             self._last_failed_id = 0
             self._due: BegunStep | None = None  # sampled; its tokens are not collected yet
             self._connector = NullConnectorWorker() if connector is None else connector
@@ -340,6 +344,8 @@ class ModelRunner:
             self._pooling.remove_pooling(request_id)
             self._prompt_embeds.remove_embeds(request_id)
             self._drafts.remove_request(request_id)
+            if self._pictures is not None:
+                self._pictures.remove_request(request_id)
             if self._experts is not None:
                 self._experts.remove_request(request_id)
         self._steps.apply_step(output, self._sampler.apply_batch_update)
@@ -347,6 +353,8 @@ class ModelRunner:
             self._prompt_logprobs.add(self._steps.requests[new.request_id])
             self._pooling.add(self._steps.requests[new.request_id])
             self._prompt_embeds.add(new)
+            if self._pictures is not None:
+                self._pictures.add_request(new)
             if self._experts is not None:
                 self._experts.add_request(self._steps.requests[new.request_id])
 
@@ -384,9 +392,7 @@ class ModelRunner:
                 *[piece.hidden_rows for piece in pooled],
             ]
             wanted = np.concatenate([last, *asked])
-        embeds = None
-        if self._prompt_embeds:
-            embeds = self._prompt_embeds.rows_of(batch, rows, computed, counts)
+        embeds = self._embeds_of_step(step.output, rows, computed, counts)
         # Experts are recorded for all rows, so the last layer computes all rows too.
         reads_all = self._drafts.reads_hidden or self._experts is not None
         states = self._states
@@ -434,6 +440,21 @@ class ModelRunner:
         if prompts.is_active:
             behind = behind[prompts.add_hidden_states(pieces, behind) :]
         self._pooling.add_hidden_states(pooled, behind)
+
+    def _embeds_of_step(
+        self, output: SchedulerOutput, rows: IntArray, computed: IntArray, counts: IntArray
+    ) -> HostEmbeds | Embeds | None:
+        """Return the rows of a step whose input is embeddings: of prompts and of pictures."""
+        embeds = None
+        if self._prompt_embeds:
+            embeds = self._prompt_embeds.rows_of(self.batch, rows, computed, counts)
+        if self._pictures is None:
+            return embeds
+        self._pictures.encode_new(output)
+        seen = self._pictures.rows_of(self.batch, rows, computed, counts)
+        if seen is None or embeds is None:
+            return seen if embeds is None else embeds
+        return seen.joined_with(embeds.to(seen.values.device))
 
     def _scheduled_rows(self, scheduled: dict[str, int]) -> tuple[IntArray, IntArray]:
         """Return the rows of the batch in the order of the step, and their token counts."""

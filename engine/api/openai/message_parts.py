@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..api_errors import ApiError
 from .request.protocol import ChatMessage, ContentPart
+from .templates.template_probe import PICTURE_MARK
 
 # Types of parts that hold text, each with its field. Chats use the first type; the next two are its
 # names in OpenAI's newer API.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _THOUGHTS = {"thinking": "thinking", "reasoning": "text"}
-_FIELDS = {**_TEXTS, **_THOUGHTS}
+_PICTURES = {"image_url": "image_url", "input_image": "image_url"}
+_FIELDS = {**_TEXTS, **_THOUGHTS, **_PICTURES}
 _MAX_QUOTED_CHARACTERS = 64
 
 
 def text_of(message: ChatMessage) -> str:
     """Return the text of a message: its parts, joined by line breaks, and the model's refusal."""
     content = message.content
+    if isinstance(content, list) and any(part.type in _PICTURES for part in content):
+        return "".join(_texts_in(content, {**_TEXTS, **_PICTURES}))
     texts = [content] if isinstance(content, str) else _texts_in(content, _TEXTS)
     if isinstance(message.refusal, str):
         texts.append(message.refusal)
@@ -30,19 +36,29 @@ def thought_of(message: ChatMessage) -> str:
     return message.reasoning_content or message.reasoning or "\n".join(parts)
 
 
-def check_parts(message: ChatMessage, place: str) -> None:
+def picture_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
+    """Return the place and the address of each picture of a conversation, in order."""
+    found = []
+    for number, message in enumerate(messages):
+        for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            given = part.image_url
+            if part.type in _PICTURES and given is not None:
+                url = given if isinstance(given, str) else given.url
+                found.append((f"messages[{number}].content[{index}]", url))
+    return found
+
+
+def check_parts(message: ChatMessage, place: str, *, reads_pictures: bool = False) -> None:
     """Raise ApiError for the first part that holds no text."""
     if not isinstance(message.content, list):
         return
     for index, part in enumerate(message.content):
         at = f"{place}.content[{index}]"
         field = _FIELDS.get(part.type)
-        if field is None:
+        if field is None or (part.type in _PICTURES and not reads_pictures):
             kind = part.type[:_MAX_QUOTED_CHARACTERS]
-            words = (
-                f"`{at}` is a part of the type {kind}; models read text here, no pictures, sounds "
-                "or files, so send parts of the type text"
-            )
+            reads = "text and pictures" if reads_pictures else "text"
+            words = f"`{at}` is a part of the type {kind}; this model reads {reads} alone"
             raise ApiError(words, param=f"{at}.type", code="unsupported_content_part")
         if getattr(part, field) is None:
             words = f"`{at}` is a part of the type {part.type} without `{field}`; add it"
@@ -50,5 +66,9 @@ def check_parts(message: ChatMessage, place: str) -> None:
 
 
 def _texts_in(parts: list[ContentPart] | None, fields: dict[str, str]) -> list[str]:
-    found = [getattr(part, fields[part.type]) for part in parts or () if part.type in fields]
+    found = [
+        PICTURE_MARK if part.type in _PICTURES else getattr(part, fields[part.type])
+        for part in parts or ()
+        if part.type in fields
+    ]
     return [text for text in found if text is not None]

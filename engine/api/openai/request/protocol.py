@@ -180,6 +180,13 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     user: str | None = None  # ignored; OpenAI's service records it
 
 
+class ImageUrl(msgspec.Struct, kw_only=True):
+    """The address of a picture. `detail` has no effect: the model's own settings size pictures."""
+
+    url: str
+    detail: str | None = None
+
+
 class ContentPart(msgspec.Struct, kw_only=True):
     """A part of a message's content; message_parts.py has the types."""
 
@@ -187,6 +194,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
     refusal: str | None = None
     thinking: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True):

@@ -11,7 +11,7 @@ import msgspec
 
 from ...api_settings import ApiSettings
 from ...chat_template import ChatTemplate
-from .template_probe import CallForm, Seen, in_parts
+from .template_probe import PICTURE_MARK, CallForm, Seen, in_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,10 @@ class Rendering:
 
     async def _given(self, seen: Sequence[Seen]) -> Sequence[Seen]:
         """Return the messages with their contents in the form that the template shows."""
-        if not await self.template.probe.takes_parts(self._unchanged):
-            return seen
-        return [in_parts(message) for message in seen]
+        if await self.template.probe.takes_parts(self._unchanged):
+            return [in_parts(message) for message in seen]
+        return [in_parts(each) if PICTURE_MARK in str(each.get("content")) else each
+                for each in seen]  # fmt: skip
 
     async def _unchanged(self, seen: Sequence[Seen]) -> str:
         return await self._render(seen, None, False, {})

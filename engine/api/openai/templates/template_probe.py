@@ -23,6 +23,9 @@ from .sandbox import TemplateRefused
 Seen = dict[str, Any]  # a message in the form for the template
 Render = Callable[[Sequence[Seen]], Awaitable[str]]  # raises TemplateRefused
 
+# Stands for a picture in the text of a message. These characters are in no valid text; a forged one
+# is found, because the prompt then has more pictures than came.
+PICTURE_MARK = "\ufdd0picture\ufdd1"
 # A content of so many characters does not appear in the prompt by chance.
 _TELLING_CHARACTERS = 12
 _LOOKED_FOR_CHARACTERS = 64
@@ -134,7 +137,11 @@ def in_parts(message: Seen) -> Seen:
     content = message.get("content")
     if not isinstance(content, str):
         return message
-    return {**message, "content": [{"type": "text", "text": content}]}
+    parts: list[dict[str, str]] = []
+    for index, text in enumerate(content.split(PICTURE_MARK)):
+        parts += [{"type": "image"}] if index else []
+        parts += [{"type": "text", "text": text}] if text or content == text else []
+    return {**message, "content": parts}
 
 
 async def _shows(render: Render, message: Seen) -> bool:
