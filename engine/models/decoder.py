@@ -88,6 +88,18 @@ class Embeds(NamedTuple):
         return self
 
 
+class PictureRows(NamedTuple):
+    """What pictures change in a step, besides the embeddings of their rows."""
+
+    rows: Tensor  # int64 [n]: the rows of pictures
+    # [n, layers, hidden]: additions to these rows after each of the first layers; None: no layer
+    # has one.
+    deep: Tensor | None
+    # int64 [3, tokens]: time, height and width of each row, for rotary positions by axis; None: all
+    # three are its position.
+    grid: Tensor | None
+
+
 class Layer:
     """The weights of one layer, its mixer and its MLP; the mixer or the MLP may be missing."""
 
@@ -283,6 +295,10 @@ class Decoder:
         self._tables = turns_of(spec, max_model_len, dtype, weights.embedding.device)
         self._growth = growth_of(spec, max_model_len, dtype, weights.embedding.device)
         self._table_of = spec.rope_of_layers
+        # int64 `[head_dim // 2]`: the axis of a grid by which each element turns.
+        self._axes: Tensor | None = None
+        if spec.rope_axes is not None:
+            self._axes = torch.tensor(spec.rope_axes, device=weights.embedding.device)
 
     @classmethod
     def load(
@@ -327,10 +343,14 @@ class Decoder:
         aux: AuxStates | None = None,
         states: StateStep | None = None,
         slots: Tensor | None = None,
+        pictures: PictureRows | None = None,
     ) -> Tensor:
         """Call `embed`, then `run`. `token_ids` and `positions` are int64 `[tokens]`."""
         x = self.embed(token_ids, embeds)
-        return self.run(x, positions, attention, plan, wanted, aux, states=states, slots=slots)
+        return self.run(
+            x, positions, attention, plan, wanted, aux, states=states, slots=slots,
+            pictures=pictures,
+        )  # fmt: skip
 
     def embed(self, token_ids: Tensor, embeds: Embeds | None = None) -> Tensor:
         """Return the embeddings `[tokens, hidden]`. `embeds` may replace some of them; the token
@@ -359,6 +379,7 @@ class Decoder:
         *,
         states: StateStep | None = None,
         slots: Tensor | None = None,
+        pictures: PictureRows | None = None,
     ) -> Tensor:
         """Compute a step from its embeddings `x` `[tokens, hidden]`. Return the hidden states after
         the last norm, `[len(wanted), hidden]`, of the rows `wanted` (int64; None: all rows), for
@@ -368,14 +389,14 @@ class Decoder:
         the last mixer only the rows `wanted` are computed. An `attention` from `in_library`
         computes all layers; its `plan` has one plan per view. With kernels, `x` is overwritten.
         `slots`, int32 `[tokens]`, has the adapter slot of each row, -1 for none; None: no row has
-        an adapter.
+        an adapter. An attention from `in_library` takes no `pictures`.
         """
         if slots is not None:
             if self.slots is None:
                 raise ValueError("a step has adapters, but the model was loaded without slots")
             with self.slots.rows.replaced(slots):
-                return self._run(x, positions, attention, plan, wanted, aux, states)
-        return self._run(x, positions, attention, plan, wanted, aux, states)
+                return self._run(x, positions, attention, plan, wanted, aux, states, pictures)
+        return self._run(x, positions, attention, plan, wanted, aux, states, pictures)
 
     def _run(
         self,
@@ -386,6 +407,7 @@ class Decoder:
         wanted: Tensor | None,
         aux: AuxStates | None,
         states: StateStep | None,
+        pictures: PictureRows | None,
     ) -> Tensor:
         if self.spec.state is not None and states is None:
             raise ValueError("a model with layers that carry a state takes a step's states")
@@ -397,14 +419,16 @@ class Decoder:
         of_qkv: QkvAttention[Plan] | None = None
         growth = None if self._growth is None else self._growth[positions]
         turns_itself = growth is None and self.spec.family.head_norms is not HeadNorms.ALL
-        if has_kernels and turns_itself:
+        grid = None if pictures is None else pictures.grid
+        deep = None if pictures is None else pictures.deep
+        if has_kernels and turns_itself and grid is None:
             of_qkv = getattr(attention, "of_qkv", None)
         rotaries: list[Rotary] = []
         turns: list[tuple[Tensor, Tensor]] = []
         if of_qkv is not None:
             rotaries = [Rotary(positions, cos[:, 0], sin[:, 0]) for cos, sin in self._tables]
         else:
-            turns = [(cos[positions], sin[positions]) for cos, sin in self._tables]
+            turns = [self._turns_at(positions, grid, *tables) for tables in self._tables]
         step = MixerStep(attention, plan, turns, rotaries, of_qkv, growth, states)
         count = len(self._layers)
         last = next(n for n in reversed(range(count)) if self._layers[n].has_mixer)
@@ -417,11 +441,25 @@ class Decoder:
                     self.slots.rows.narrow(wanted)
                 x, mixed, wanted = x[wanted], mixed[wanted], None
             x = layer.rest(x, mixed)
+            if pictures is not None and deep is not None and index < deep.shape[1]:
+                x.index_add_(0, pictures.rows, deep[:, index].to(x.dtype))
         if aux is not None:
             aux.capture_states(x, count, None)
         if self._last_norm is None:
             return x
         return self._ops.norm(x, self._last_norm, self.spec.stream_eps)
+
+    def _turns_at(
+        self, positions: Tensor, grid: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines `[tokens, 1, head_dim // 2]`. With `grid`, each element of a
+        head turns by one of the three axes."""
+        if grid is None:
+            return cos[positions], sin[positions]
+        assert self._axes is not None
+        rows = grid.to(cos.device)[self._axes].T  # [tokens, head_dim // 2]
+        elements = torch.arange(cos.shape[2], device=cos.device)
+        return cos[rows, 0, elements][:, None], sin[rows, 0, elements][:, None]
 
     def in_library(self, pools: Sequence[Tensor], views: Sequence[int]) -> CpuNetwork | None:
         """Return a `CpuNetwork`, which computes all layers in one call of the library of

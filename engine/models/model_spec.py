@@ -64,6 +64,9 @@ class ModelSpec:
     state: StateSpec | None = None  # for layers that carry a state; None: no layer does
     attention_layers: tuple[int, ...] | None = None  # with K and V; None: all without a state
     mlp_layers: tuple[int, ...] | None = None  # layers with an MLP; None: all
+    # The axis by which each element of half a head turns: 0 time, 1 height, 2 width; None: all
+    # turn by the position.
+    rope_axes: tuple[int, ...] | None = None
     multipliers: Multipliers | None = None  # factors of a family; `scales` is made from them
 
     @property

@@ -44,7 +44,7 @@ from .forward.attention_metadata import ranges
 from .forward.forward import HostEmbeds, StepInputs, step_order
 from .input_batch import InputBatch, PromptEmbeds
 from .kv_pool import KvPool
-from .picture_embeds import PictureEmbeds
+from .picture_inputs import PictureInputs
 from .pool_demand import PoolDemand, check_pool_size
 from .pooling_collector import PoolingCollector
 from .prompt_logprobs import PromptLogprobsCollector
@@ -210,7 +210,9 @@ class ModelRunner:
             self._pooling = PoolingCollector()
             self._prompt_embeds = PromptEmbeds(spec.hidden_size)
             encoder = models.load_vision_encoder()
-            self._pictures = None if encoder is None else PictureEmbeds(encoder, device)
+            self._pictures = None
+            if encoder is not None:
+                self._pictures = PictureInputs(encoder, spec, device)
             self._last_failed_id = 0
             self._due: BegunStep | None = None  # sampled; its tokens are not collected yet
             self._connector = NullConnectorWorker() if connector is None else connector
@@ -392,7 +394,13 @@ class ModelRunner:
                 *[piece.hidden_rows for piece in pooled],
             ]
             wanted = np.concatenate([last, *asked])
-        embeds = self._embeds_of_step(step.output, rows, computed, counts)
+        embeds: HostEmbeds | Embeds | None = None
+        if self._prompt_embeds:
+            embeds = self._prompt_embeds.rows_of(batch, rows, computed, counts)
+        pictures = None
+        if self._pictures is not None:
+            planned = self._pictures.plan_step(step.output, batch, rows, counts, positions, embeds)
+            positions, embeds, pictures = planned
         # Experts are recorded for all rows, so the last layer computes all rows too.
         reads_all = self._drafts.reads_hidden or self._experts is not None
         states = self._states
@@ -416,6 +424,7 @@ class ModelRunner:
                 late=late,
                 states=state_step,
                 adapters=slots_of_adapters,
+                pictures=pictures,
             )
         )
         self._connector.wait_before_forward()
@@ -440,21 +449,6 @@ class ModelRunner:
         if prompts.is_active:
             behind = behind[prompts.add_hidden_states(pieces, behind) :]
         self._pooling.add_hidden_states(pooled, behind)
-
-    def _embeds_of_step(
-        self, output: SchedulerOutput, rows: IntArray, computed: IntArray, counts: IntArray
-    ) -> HostEmbeds | Embeds | None:
-        """Return the rows of a step whose input is embeddings: of prompts and of pictures."""
-        embeds = None
-        if self._prompt_embeds:
-            embeds = self._prompt_embeds.rows_of(self.batch, rows, computed, counts)
-        if self._pictures is None:
-            return embeds
-        self._pictures.encode_new(output)
-        seen = self._pictures.rows_of(self.batch, rows, computed, counts)
-        if seen is None or embeds is None:
-            return seen if embeds is None else embeds
-        return seen.joined_with(embeds.to(seen.values.device))
 
     def _scheduled_rows(self, scheduled: dict[str, int]) -> tuple[IntArray, IntArray]:
         """Return the rows of the batch in the order of the step, and their token counts."""

@@ -23,7 +23,7 @@ from ....kernels.cpu.network import CpuNetwork
 from ...batch.batch_update import IntArray
 from ...models.attention import PagedAttention
 from ...models.checkpoint.checkpoint import CPU
-from ...models.decoder import Attention, AuxStates, Decoder, Embeds, Plan
+from ...models.decoder import Attention, AuxStates, Decoder, Embeds, PictureRows, Plan
 from ...models.states.state_plan import StateStep
 from ...request.prompt_embeds import EmbedArray
 from ...sampling.copies import to_device
@@ -79,6 +79,7 @@ class StepInputs:
     aux: AuxStates | None = None  # to store hidden states of inner layers
     late: LateTokens | None = None  # tokens whose ids in `token_ids` are not valid yet
     states: StateStep | None = None  # for layers that carry states
+    pictures: PictureRows | None = None  # what pictures change besides `embeds`
     # int32 [tokens]: the slots of the adapters, -1 for none; None: no token has one
     adapters: npt.NDArray[np.int32] | None = None
 
@@ -172,6 +173,7 @@ def launch_of(
             aux=step.aux,
             states=step.states,
             slots=None if step.adapters is None else torch.from_numpy(step.adapters),
+            pictures=step.pictures,
         )
 
     return launch

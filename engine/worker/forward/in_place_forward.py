@@ -147,6 +147,6 @@ class InPlaceForward:
             )
             for group, planner in self._planners
         ]
-        if self._network is None:
+        if self._network is None or step.pictures is not None:
             return launch_of(self._model, self._attention, self._plan_of(plans), step)
         return launch_of(self._model, self._network, [plan.step for plan in plans], step)

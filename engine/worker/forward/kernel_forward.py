@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from ...cache.group_spec import LayerPlace
-from ...models.decoder import AuxStates, Decoder, Embeds
+from ...models.decoder import AuxStates, Decoder, Embeds, PictureRows
 from ...models.states.state_plan import StateStep
 from ...sampling.copies import to_device
 from ..runtime.device_runtime import DeviceRuntime, Work
@@ -176,7 +176,7 @@ class KernelForward:
         device = self._buffers.token_ids.device
         embeds = None if step.embeds is None else step.embeds.to(device)
         slots = None if step.adapters is None else to_device(step.adapters, device)
-        inputs = (embeds, step.aux, step.states, slots)
+        inputs = (embeds, step.aux, step.states, slots, step.pictures)
         return partial(self._forward, num_tokens, plan, wanted, *inputs)
 
     def _prepare_recorded(self, step: StepInputs, bucket: int, work: Work) -> Launch:
@@ -208,6 +208,7 @@ class KernelForward:
         aux: AuxStates | None = None,
         states: StateStep | None = None,
         slots: Tensor | None = None,
+        pictures: PictureRows | None = None,
     ) -> Tensor:
         buffers = self._buffers
         return self._model.forward(
@@ -220,4 +221,5 @@ class KernelForward:
             aux=aux,
             states=states,
             slots=slots,
+            pictures=pictures,
         )
