@@ -14,6 +14,7 @@ from .spec.expert_spec import ExpertSpec
 from .spec.multipliers import Multipliers
 from .spec.rope_spec import STILL, RopeSpec, stable_length
 from .states.state_spec import StateSpec
+from .vision.vision_spec import VisionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class ModelSpec:
     state: StateSpec | None = None  # for layers that carry a state; None: no layer does
     attention_layers: tuple[int, ...] | None = None  # with K and V; None: all without a state
     mlp_layers: tuple[int, ...] | None = None  # layers with an MLP; None: all
+    vision: VisionSpec | None = None  # the encoder of pictures; None: the model reads text alone
     # The axis by which each element of half a head turns: 0 time, 1 height, 2 width; None: all
     # turn by the position.
     rope_axes: tuple[int, ...] | None = None

@@ -60,6 +60,7 @@ _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
 }
 # Names in layers with experts: the names of other families, and the names here.
 _EXPERT_PARTS = (
@@ -74,7 +75,13 @@ _EXPERT_MATRICES = ((".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".d
 _OTHER_PARTS = tuple(
     prefix + part
     for prefix in ("", "model.")
-    for part in ("vision_tower.", "multi_modal_projector.", "visual.")
+    for part in (
+        "vision_tower.",
+        "multi_modal_projector.",
+        "visual.",
+        "vision_model.",
+        "connector.",
+    )
 )
 
 

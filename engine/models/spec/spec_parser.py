@@ -15,6 +15,7 @@ from ..checkpoint.generation_config import GENERATION_CONFIG
 from ..checkpoint.json_fields import JsonFields, read_json
 from ..families import ARCHITECTURES, FAMILIES, Family, Norms
 from ..model_spec import ModelSpec, Scales
+from ..vision.vision_spec import parse_vision
 from .expert_spec import EXPERT_KEYS, ExpertSpec, parse_experts
 from .layer_parts import parse_layer_parts
 from .layer_windows import parse_windows
@@ -162,6 +163,7 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
         query_scalar=_query_scalar(config, family),
         logits_softcap=logits_softcap,
         is_text_part=config is not whole,
+        vision=parse_vision(path, whole) if config is not whole else None,
         experts=experts,
         scales=_scales(config, family, multipliers, head_dim),
         score_softcap=score_softcap,

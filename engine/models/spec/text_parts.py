@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TextPart: multimodal models, of which only the text part is served."""
+"""TextPart: multimodal models. Their text part is served; `vision/` reads the pictures of some."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class TextPart:
 
 TEXT_PARTS: Mapping[str, TextPart] = {
     "Gemma3ForConditionalGeneration": TextPart("gemma3", ("Gemma3ForCausalLM",)),
+    "Idefics3ForConditionalGeneration": TextPart("idefics3", ("LlamaForCausalLM",)),
+    "SmolVLMForConditionalGeneration": TextPart("smolvlm", ("LlamaForCausalLM",)),
     "Mistral3ForConditionalGeneration": TextPart(
         "mistral3", ("MistralForCausalLM", "Ministral3ForCausalLM")
     ),

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import torch
 
+from ....tiers.settings.values import ConfigError
 from ...models.decoder import Decoder
 from ...models.eagle.eagle_head import EagleHead
 from ...models.model_source import ModelSource
 from ...models.model_spec import ModelSpec
+from ...models.vision.encoder import VisionEncoder
+from ...models.vision.vision_loading import load_vision_encoder
 from .placement import Placement
 from .runtimes import check_kernels, check_room, choose_layer_parts
 
@@ -41,6 +44,20 @@ class ModelLoader:
     def is_plain(self) -> bool:
         """Whether torch's operators compute the layers, instead of the kernels of `kernels/`."""
         return self._parts[0].is_plain
+
+    def load_vision_encoder(self) -> VisionEncoder | None:
+        """Load the encoder of pictures; None for a model that reads text alone. Raises ConfigError
+        if its weights do not fit."""
+        path, spec = self._sources[0].path, self._sources[0].spec
+        if spec.vision is None:
+            return None
+        if self._placement.random_weights:
+            raise ConfigError(
+                f"{path} reads pictures, and --load-format dummy makes no weights for these; leave "
+                "it out"
+            )
+        device = self._placement.device
+        return load_vision_encoder(path, spec.vision, spec.hidden_size, self._compute, device)
 
     def allow_adapters(self, num_slots: int, max_rank: int) -> None:
         """Load the model with slots for adapters; 0 slots: without."""

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TileProcessor: the pictures of Idefics3 and SmolVLM, cut into square tiles.
+
+    resize so that the longest edge has a given length ─► round up to whole tiles ─► tiles, row by
+    row, and the whole picture once more as one tile
+
+Sizes and filters are those of transformers' processors on Pillow, so the pixels are equal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import cbor2
+import numpy as np
+from PIL import Image
+
+from ...tiers.settings.values import ConfigError
+from ..models.checkpoint.files import is_there
+from ..models.checkpoint.json_fields import JsonFields, read_json
+from ..models.vision.vision_spec import MAX_SIDE, PREPROCESSOR, VisionSpec
+from .picture_processor import PictureItem, ProcessedPicture, digest_of
+
+PLACEHOLDER = "<image>"
+_AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
+_PROCESSOR = "processor_config.json"
+_LANCZOS = 1
+_LONGEST, _TILE = 4 * 364, 364  # what transformers takes if the file names none
+
+
+@dataclass(frozen=True, slots=True)
+class TileProcessor:
+    """The processor of one model."""
+
+    longest_edge: int  # pixels
+    tile: int  # pixels a side
+    splits: bool
+    resample: Image.Resampling
+    tokens_of_tile: int
+    settings: bytes  # for digests
+    placeholder: str = PLACEHOLDER
+
+    def process(self, image: Image.Image, /) -> ProcessedPicture:
+        sized = image.resize(_longest(image.size, self.longest_edge), self.resample)
+        if not self.splits:
+            return ProcessedPicture([self._item(self._as_tile(sized))], self._one_text())
+        rounded = sized.resize(self._whole_tiles(sized.size), self.resample)
+        columns, rows = (size // self.tile for size in rounded.size)
+        if columns <= 1 and rows <= 1:
+            return ProcessedPicture([self._item(rounded)], self._one_text())
+        tiles = [
+            rounded.crop((x, y, x + self.tile, y + self.tile))
+            for y in range(0, rounded.height, self.tile)
+            for x in range(0, rounded.width, self.tile)
+        ]
+        items = [self._item(each) for each in (*tiles, self._as_tile(rounded))]
+        return ProcessedPicture(items, self._split_text(rows, columns))
+
+    def _as_tile(self, image: Image.Image) -> Image.Image:
+        return image.resize((self.tile, self.tile), self.resample)
+
+    def _whole_tiles(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return a size of whole tiles: the longer edge first, the other one from it."""
+        width, height = size
+        ratio = width / height
+        if width >= height:
+            width = _up(width, self.tile)
+            return width, _up(int(width / ratio), self.tile)
+        height = _up(height, self.tile)
+        return _up(int(height * ratio), self.tile), height
+
+    def _item(self, image: Image.Image) -> PictureItem:
+        pixels = np.asarray(image, np.uint8)
+        return PictureItem(pixels, digest_of(pixels, self.settings), self.tokens_of_tile)
+
+    def _one_text(self) -> str:
+        return f"{_AROUND}{_WHOLE}{self._run}{_AROUND}"
+
+    def _split_text(self, rows: int, columns: int) -> str:
+        lines = [
+            "".join(
+                f"{_AROUND}<row_{row}_col_{column}>{self._run}" for column in range(1, columns + 1)
+            )
+            for row in range(1, rows + 1)
+        ]
+        return "".join(f"{line}\n" for line in lines) + "\n" + self._one_text()
+
+    @property
+    def _run(self) -> str:
+        return PLACEHOLDER * self.tokens_of_tile
+
+
+def load_tile_processor(path: Path, spec: VisionSpec) -> TileProcessor:
+    """Read the processor of the model under `path`. Raises ConfigError with file and key for
+    settings that are not supported."""
+    shown = read_json(path / PREPROCESSOR)
+    tile = _edge(shown, "max_image_size", _TILE)
+    longest = _edge(shown, "size", _LONGEST)
+    filter_number = shown.integer("resample", _LANCZOS, minimum=0, maximum=5)
+    if tile % spec.pixels_of_token:
+        raise shown.fault(
+            "max_image_size", f"a multiple of {spec.pixels_of_token} pixels, one token", tile
+        )
+    tokens = (tile // spec.pixels_of_token) ** 2
+    told = tokens
+    if is_there(path / _PROCESSOR):
+        told = read_json(path / _PROCESSOR).integer("image_seq_len", tokens)
+    if told != tokens:
+        raise ConfigError(
+            f"{path / _PROCESSOR}: image_seq_len is {told}, and a tile of {tile} pixels has "
+            f"{tokens} tokens; correct one of the files"
+        )
+    settings = [spec.kind, spec.patch_size, spec.shuffle, spec.rescale, *spec.mean, *spec.std]
+    return TileProcessor(
+        longest,
+        tile,
+        shown.boolean("do_image_splitting", True),
+        Image.Resampling(filter_number),
+        tokens,
+        cbor2.dumps(settings, canonical=True),
+    )
+
+
+def _edge(fields: JsonFields, name: str, default: int) -> int:
+    inner = fields.inner(name)
+    return inner.integer("longest_edge", default, maximum=MAX_SIDE)
+
+
+def _longest(size: tuple[int, int], longest: int) -> tuple[int, int]:
+    """Return the size with the longest edge given, the other one even, within MAX_SIDE."""
+    width, height = size
+    ratio = width / height
+    if width >= height:
+        width = longest
+        height = int(width / ratio)
+        height += height % 2
+    else:
+        height = longest
+        width = int(height * ratio)
+        width += width % 2
+    height, width = max(height, 1), max(width, 1)
+    ratio = width / height
+    if width >= height and width > MAX_SIDE:
+        width = MAX_SIDE
+        height = int(width / ratio)
+    elif height > width and height > MAX_SIDE:
+        height = MAX_SIDE
+        width = int(height * ratio)
+    return max(width, 1), max(height, 1)
+
+
+def _up(size: int, unit: int) -> int:
+    return math.ceil(size / unit) * unit
