@@ -28,6 +28,7 @@ class ApiSettings:
     metrics_without_key: bool = False
     tenant_header: str | None = None  # the header that names the tenant; None: there is one tenant
     cross_origin: CrossOrigin | None = None  # None: no page of another origin may use the server
+    media_domains: tuple[str, ...] = ()  # hosts from which pictures are fetched
     allowed_hosts: frozenset[str] | None = None  # values of Host in requests; None: any
     max_body_bytes: int = 16 * MIB
     max_prompts_per_request: int = 128
@@ -57,6 +58,7 @@ class ApiSettings:
     max_logprobs_per_request: int = 1_000_000
     max_template_kwargs_bytes: int = 64 * 1024
     max_tools_per_request: int = 128
+    max_pictures_per_request: int = 16
     max_tools_bytes: int = 256 * 1024  # of all tools of a request, as JSON
 
     def __post_init__(self) -> None:

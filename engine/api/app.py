@@ -52,6 +52,7 @@ from .openai.parts_socket import PartsSocket
 from .openai.request.body import MAX_QUOTED_CHARACTERS
 from .openai.response.replies import ModelCard, ModelList, now
 from .openai.tokenization import detokenize, tokenize
+from .picture_reader import PictureReader
 from .token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ def create_app(
         check_params,
         pooling,
         Dimensions.load(model_path),
+        pictures=PictureReader.load(model_path, settings),
     )
     routes = [
         _route("/v1/completions", ["POST"], front, create_completion, counted=True),

@@ -28,6 +28,7 @@ from .in_flight import InFlight
 from .metrics.engine_metrics import Metrics
 from .openai.dropped import DroppedFields
 from .openai.request.protocol import Prompt
+from .picture_reader import PictureReader
 from .served_adapters import ServedAdapters
 from .token_texts import TokenTexts
 
@@ -65,6 +66,7 @@ class Front:
         init=False, default_factory=lambda: asyncio.Semaphore(MAX_LONG_TEXTS)
     )
 
+    pictures: PictureReader | None = None  # None: the model reads text alone
     adapters: ServedAdapters = field(init=False)
     dropped: DroppedFields = field(init=False)
     _background: set[asyncio.Task[None]] = field(init=False, default_factory=set)
@@ -78,6 +80,10 @@ class Front:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+    @property
+    def reads_pictures(self) -> bool:
+        return self.pictures is not None
 
     @property
     def max_model_len(self) -> int:

@@ -156,6 +156,7 @@ class EngineCore:
                 largest_embedding=self._largest_embedding,
                 tells_experts=config.model.enable_return_routed_experts,
                 adapters=self.adapters,
+                picture_token=None if self.spec.vision is None else self.spec.vision.token_id,
             )
             self._grammars = GrammarManager(
                 config.model.path,
@@ -350,7 +351,11 @@ class EngineCore:
         state = self._groups.state
         # Where possible before the weights are loaded: the scheduler may refuse the settings.
         self.scheduler = Scheduler(
-            replace(config.scheduler, max_adapters=config.lora.num_slots),
+            replace(
+                config.scheduler,
+                max_adapters=config.lora.num_slots,
+                pictures=self.spec.vision is not None,
+            ),
             KVCacheManager(
                 self.num_blocks,
                 config.cache.block_size,

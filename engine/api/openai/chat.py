@@ -10,14 +10,19 @@ import time
 import uuid
 from dataclasses import dataclass
 
+import numpy as np
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from ...pictures.picture_processor import ProcessedPicture, expand_placeholders, place_items
+from ...request.pictures import Picture
 from ...request.request import BYTES_PER_TOKEN
 from ...text.reasoning import ReasoningMarks, Thoughts
 from ...text.tool_calls.base import CallPiece
+from ..api_errors import ApiError
 from ..front import Front
+from ..picture_reader import PictureReader
 from .follow import follow
 from .request.checks import read_chat
 from .request.conversation import render
@@ -144,6 +149,10 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
     request = await read_chat(front, http)
     tools = tools_of(front, request)
     text = await render(front, request.messages, request, tools.shown)
+    pictures: list[ProcessedPicture] = []
+    if front.pictures is not None:
+        pictures = await front.pictures.read_pictures(request.messages)
+        text = _with_pictures(front.pictures, request, text, pictures)
     (prompt,) = await front.resolve_prompts(
         text,
         # The template writes the special tokens itself.
@@ -158,7 +167,7 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
     generations = make_generations(
         front,
         request,
-        [Task(prompt, params)],
+        [Task(prompt, params, pictures=_placed(front, prompt, pictures))],
         f"chatcmpl-{own_id}",
         arrival_seconds,
         tenant=tenant_of(front, http),
@@ -171,6 +180,29 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
         generation.thoughts = thoughts_of(tools.marks, request, text)
     answer_id = f"chatcmpl-{request.request_id or own_id}"
     return await ChatAnswer(front, answer_id, request, generations, tools).respond(http)
+
+
+def _with_pictures(
+    reader: PictureReader, request: ChatRequest, text: str, pictures: list[ProcessedPicture]
+) -> str:
+    """Return the prompt with the texts of its pictures. Raises ApiError for a text that has the
+    placeholder of a picture."""
+    if pictures and request.truncate_prompt_tokens is not None:
+        message = "`truncate_prompt_tokens` could cut a picture; leave it out"
+        raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
+    try:
+        return expand_placeholders(text, pictures, reader.processor.placeholder)
+    except ValueError as error:
+        raise ApiError(str(error), param="messages", code="invalid_value") from None
+
+
+def _placed(front: Front, prompt: bytes, pictures: list[ProcessedPicture]) -> list[Picture]:
+    if front.pictures is None:
+        return []
+    try:
+        return place_items(np.frombuffer(prompt, "<i4"), pictures, front.pictures.token_id)
+    except ValueError as error:
+        raise ApiError(str(error), param="messages", code="invalid_value") from None
 
 
 def _answered_tool(request: ChatRequest) -> str:

@@ -52,6 +52,8 @@ class Renders(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
     @property
     def settings(self) -> ApiSettings: ...
+    @property
+    def reads_pictures(self) -> bool: ...
 
 
 async def render(
@@ -63,7 +65,7 @@ async def render(
     """Return the prompt text, with `tools` in the form for the template. Raises ApiError for
     invalid messages, for a message that the template would leave out, for fields that contradict
     each other, and for a conversation that the template refuses."""
-    _check_messages(front.settings, messages)
+    _check_messages(front.settings, messages, reads_pictures=front.reads_pictures)
     if front.template is None:
         raise _no_template(front)
     goes_on = bool(fields.continue_final_message)
@@ -94,7 +96,9 @@ async def render(
         raise ApiError(str(error), param="messages", code="chat_template_failed") from None
 
 
-def _check_messages(settings: ApiSettings, messages: list[ChatMessage]) -> None:
+def _check_messages(
+    settings: ApiSettings, messages: list[ChatMessage], *, reads_pictures: bool
+) -> None:
     """Raise ApiError with the index of the first invalid message."""
     most = settings.max_messages_per_request
     if not 1 <= len(messages) <= most:
@@ -106,7 +110,7 @@ def _check_messages(settings: ApiSettings, messages: list[ChatMessage]) -> None:
             message = f"`{place}.role` is function, the older form of tool; send tool"
             raise ApiError(message, param=f"{place}.role", code="unsupported_parameter")
         refuse_unsupported(each, NEUTRAL_IN_MESSAGES, f"{place}.")
-        check_parts(each, place)
+        check_parts(each, place, reads_pictures=reads_pictures)
         _check_tools_in(each, place)
         # Clients send an empty answer back as an assistant's message without content.
         if each.content is None and each.role != "assistant":
@@ -388,6 +392,7 @@ class ConversationRenderer:
 
     def __init__(self, model_path: Path, tokenizer: Tokenizer, source: str | None = None) -> None:
         self.settings = ApiSettings()
+        self.reads_pictures = False
         self.tokenizer = tokenizer
         self.template: ChatTemplate | None
         if source is None:

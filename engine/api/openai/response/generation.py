@@ -26,6 +26,7 @@ from ....request.core_messages import (
     ToolCalled,
     share_prompt,
 )
+from ....request.pictures import Picture
 from ....request.request import BYTES_PER_TOKEN, unpack_token_ids
 from ....request.sampling_params import SamplingParams, child_params
 from ....text.detokenizer import Decoder
@@ -53,6 +54,7 @@ class Task(NamedTuple):
     prompt: bytes
     params: SamplingParams
     embeds: bytes = b""  # replace the prompt's tokens
+    pictures: Sequence[Picture] = ()
 
 
 @dataclass(slots=True)
@@ -151,7 +153,7 @@ def make_generations(
     )
     adapter = "" if request.model in (None, front.model_name) else request.model
     generations = []
-    for place, (prompt, asked, embeds) in enumerate(tasks):
+    for place, (prompt, asked, embeds, pictures) in enumerate(tasks):
         params = without_routers_least(asked, request)
         asked_beams, beams = beams_of(request, params, embeds), None
         # A prefill node only computes the prompt, so it needs no beam search.
@@ -170,7 +172,7 @@ def make_generations(
                 cache_salt=request.cache_salt or "",
                 tenant=tenant,
                 priority=request.priority or 0,
-                extras=_extras(handed, embeds, job, adapter),
+                extras=_extras(handed, embeds, job, adapter, pictures),
             )
             generation = Generation(index, message, child, keeps_tokens, arrival_seconds)
             generation.hands_over_alone = is_alone and handed is not None and handed.hand_over
@@ -237,9 +239,15 @@ async def _tell_tool(front: Front, request: AddRequest, tool: str) -> None:
 
 
 def _extras(
-    handed: RequestExtras | None, embeds: bytes, job: Job | None, adapter: str | None
+    handed: RequestExtras | None,
+    embeds: bytes,
+    job: Job | None,
+    adapter: str | None,
+    pictures: Sequence[Picture],
 ) -> RequestExtras | None:
     extras = handed
+    if pictures:
+        extras = msgspec.structs.replace(extras or NO_EXTRAS, pictures=list(pictures))
     if adapter:
         extras = msgspec.structs.replace(extras or NO_EXTRAS, adapter=adapter)
     if embeds:

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PictureReader: reads the pictures of a conversation for one model.
+
+address ─► bytes ─► decoded under limits ─► what the model reads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..models.spec.spec_parser import load_model_spec
+from ..pictures.picture_errors import PicturePoolFull
+from ..pictures.picture_pool import PicturePool
+from ..pictures.picture_processor import PictureProcessor, ProcessedPicture
+from ..pictures.picture_sources import PictureSources
+from ..pictures.tile_processor import load_tile_processor
+from .api_errors import ENGINE, ApiError
+from .api_settings import ApiSettings
+from .openai.message_parts import picture_urls
+from .openai.request.protocol import ChatMessage
+
+
+@dataclass(frozen=True, slots=True)
+class PictureReader:
+    """The way of pictures into one model. `token_id` is the token of its placeholder."""
+
+    processor: PictureProcessor
+    token_id: int
+    sources: PictureSources
+    pool: PicturePool
+    most: int  # of a request
+
+    @classmethod
+    def load(cls, path: Path, settings: ApiSettings) -> PictureReader | None:
+        """Make the reader of the model under `path`; None for a model that reads text alone. Raises
+        ConfigError for settings of the model that are not supported."""
+        spec = load_model_spec(path).vision
+        if spec is None:
+            return None
+        return cls(
+            load_tile_processor(path, spec),
+            spec.token_id,
+            PictureSources(settings.media_domains),
+            PicturePool(),
+            settings.max_pictures_per_request,
+        )
+
+    async def read_pictures(self, messages: Sequence[ChatMessage]) -> list[ProcessedPicture]:
+        """Read all pictures of a conversation, in order. Raises ApiError, which names the part of
+        the message."""
+        found = picture_urls(messages)
+        if len(found) > self.most:
+            message = (
+                f"the conversation has {len(found)} pictures and at most {self.most} are read; "
+                "send fewer"
+            )
+            raise ApiError(message, param="messages", code="too_many_pictures")
+        return [await self._read_picture(place, url) for place, url in found]
+
+    async def _read_picture(self, place: str, url: str) -> ProcessedPicture:
+        try:
+            data = await self.sources.read_picture(url)
+            image = await self.pool.decode_picture(data)
+            return await self.pool.run_task(lambda _: self.processor.process(image))
+        except PicturePoolFull as error:
+            message = f"`{place}` cannot be read now: {error}"
+            raise ApiError(message, status=503, kind=ENGINE, code="overloaded") from None
+        except ValueError as error:  # PictureError too
+            message = f"the picture `{place}` cannot be read: {error}"
+            raise ApiError(message, param=place, code="invalid_picture") from None
