@@ -48,7 +48,6 @@ class AttachedSlab:
         self._map = mmap.mmap(description.slab_fd, self.num_slots * self.layout.slot_bytes)
 
     def memory(self) -> memoryview:
-        """The bytes of all slots, in order."""
         return memoryview(self._map)
 
 

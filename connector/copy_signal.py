@@ -30,7 +30,6 @@ class CopySignal:
         self._wakeup: Callable[[], None] = _nothing
 
     def set_wakeup(self, wakeup: Callable[[], None] | None) -> None:
-        """Set the function that wakes the engine; None disables the wake-up."""
         self._wakeup = wakeup or _nothing
 
     def wake(self) -> None:
@@ -47,8 +46,7 @@ class CopySignal:
 
     def note_ended(self, num_jobs: int) -> None:
         """Record that the worker side has ended `num_jobs` jobs since its start, failed ones
-        included. The next poll reports them. The highest number counts: calls may be lost or
-        reordered."""
+        included. The highest number counts: calls may be lost or reordered."""
         if num_jobs > self.ended:
             self.catch_up(num_jobs)
         self.wake()

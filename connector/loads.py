@@ -249,7 +249,6 @@ class Loads(OverlappedLoads):
             self._slab_link.record_transfer(num_bytes, seconds, max(waited, seconds))
 
     def _end_copy(self, job_id: int, ok: bool) -> None:
-        """Process a copy that has ended; `ok` is False if it failed."""
         copy = self._copies.pop(job_id)
         load, piece = copy.load, copy.piece
         piece.jobs.remove(job_id)

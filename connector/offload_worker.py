@@ -32,11 +32,9 @@ STORE_WAIT_SECONDS = 30.0
 
 
 class OffloadWorker(KVConnectorWorker):
-    """Runs copy jobs on a device on which the slab is registered already.
-
-    Any thread may call `wakeup`, with the number of jobs that have ended since the start. `wakeup`
-    must return at once. Calls may be lost or come out of order, as long as the last number arrives.
-    """
+    """Runs copy jobs on a device on which the slab is registered already. Any thread may call
+    `wakeup`, with the number of jobs that have ended since the start. `wakeup` must return at once.
+    Calls may be lost or come out of order, as long as the last number arrives."""
 
     def __init__(
         self,
@@ -142,7 +140,6 @@ class OffloadWorker(KVConnectorWorker):
             log.error("copies are still running %.1f s after the shutdown began", timeout_seconds)
 
     def _news(self) -> ConnectorWorkerOutput:
-        """The output that the next `poll` returns."""
         if self._unreported is None:
             self._unreported = ConnectorWorkerOutput()
         return self._unreported

@@ -134,7 +134,6 @@ class Parts:
         return found + self.state_keys(digests[-1])
 
     def num_needed(self, num_positions: int) -> int:
-        """The number of blocks that a hit of the first `num_positions` needs."""
         if not self.is_windowed:
             return num_positions * self.width
         num_blocks = sum(num_positions - start for start in self._starts(0, num_positions, None))
@@ -183,8 +182,7 @@ class Parts:
         most_tokens: int | None = None,
         num_kept: int = 0,
     ) -> int:
-        """The length of the longest hit of at most `num_positions` positions, whose full-attention
-        blocks were found before."""
+        """Length of the longest hit up to `num_positions`. Its full-attention blocks were found."""
         if not self.is_windowed:
             return num_positions
         search = _Search(self, hierarchy, first, keys, most_tokens, num_kept)
@@ -301,8 +299,7 @@ class _Search:
         return False
 
     def _find_first_pieces(self, last: int) -> None:
-        """Look up the states after the positions up to `last`. One call looks up many positions,
-        because few have states."""
+        """Look up the states after the positions up to `last` together: few have states."""
         first, width = max(0, last + 1 - FIND_STATES), self.parts.width
         keys = self.parts.first_state_keys(self.keys[first * width : (last + 1) * width])
         answers = self.hierarchy.lookup(keys)

@@ -54,9 +54,8 @@ class RequestOffload:
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """The answer of `Parts.find_longest_hit` for a request's positions from `first` on. `keys`
-    holds the keys of all parts of these positions, position by position; `prefix.tiers` has one
-    entry for each position of the hit."""
+    """The answer of `Parts.find_longest_hit` for positions from `first` on. `keys` has the keys of
+    all their parts, in order; `prefix.tiers` has one entry for each position of the hit."""
 
     first: int
     keys: list[bytes]

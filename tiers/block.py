@@ -117,12 +117,10 @@ def chain_digests_sha256_cbor(
     blocks: Iterable[Sequence[int]],
     extras: Mapping[int, Extra] | None = None,
 ) -> list[bytes]:
-    """The block hashes that vLLM's `sha256_cbor` computes, for routers that compute them too.
-
-    Each digest is SHA-256(canonical CBOR of [parent, token ids, extra keys or null]). These digests
-    do not depend on the `Identity`, so a store of such blocks is for one identity, whose root is
-    the store's namespace.
-    """
+    """The block hashes that vLLM's `sha256_cbor` computes, for routers that compute them too. Each
+    digest is SHA-256(canonical CBOR of [parent, token ids, extra keys or null]). These digests do
+    not depend on the `Identity`, so a store of such blocks is for one identity, whose root is the
+    store's namespace."""
     digests: list[bytes] = []
     for index, tokens in enumerate(blocks):
         extra = list(extras[index]) if extras and index in extras else None
@@ -134,11 +132,8 @@ def chain_digests_sha256_cbor(
 
 def tenant_salt(secret: bytes, tenant: str, cache_salt: str) -> bytes | None:
     """The salt for the first block of a tenant's prompts. None if secret, tenant and cache salt are
-    all empty.
-
-    The salt is an HMAC-SHA256 with the engine's secret as the key. A client does not know this
-    secret, so it cannot choose a cache salt that yields another tenant's salt.
-    """
+    all empty. The salt is an HMAC-SHA256 with the engine's secret as the key. A client does not
+    know this secret, so it cannot choose a cache salt that yields another tenant's salt."""
     if not (secret or tenant or cache_salt):
         return None
     message = cbor2.dumps([tenant, cache_salt], canonical=True)

@@ -45,8 +45,7 @@ class TierConfigError(TierError, ValueError):
 
 
 class TierDown(TierConfigError):
-    """A mount, a server or something else that the tier needs is missing at present. Opening the
-    tier later may succeed with the same settings."""
+    """A mount or server is missing at present. Opening later may succeed with the same settings."""
 
 
 def lasting_cause(error: BaseException, path: Path | None = None) -> str | None:

@@ -43,7 +43,6 @@ def installed_tiers() -> list[str]:
 
 
 def installed(group: str) -> list[str]:
-    """The names of other packages' entry points in a group, sorted."""
     return sorted({point.name for point in entry_points(group=group)})
 
 
@@ -66,8 +65,7 @@ def find_entry(group: str, what: str, name: str, ours: Sequence[str]) -> EntryPo
 
 
 def open_tier(request: TierRequest) -> StoreTier:
-    """Open a tier. Raises TierConfigError with the cause, or TierDown if the cause may be
-    temporary."""
+    """Open a tier. Raises TierConfigError, or TierDown if the cause may be temporary."""
     point = find_entry(ENTRY_POINTS, "tier", request.name, ("cpu", "ssd"))
     try:
         open_it: OpenTier = point.load()

@@ -66,8 +66,7 @@ class Tagger:
 
     @property
     def is_keyed(self) -> bool:
-        """Whether the tagger has a tag key. If so, it makes tags from a block's bytes, not its
-        digest."""
+        """Whether there is a tag key. Then tags are made from bytes and not from a digest."""
         return self._keyed is not None
 
     def join_names(self, keys: Sequence[bytes]) -> bytes:

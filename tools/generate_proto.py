@@ -27,10 +27,8 @@ def sources() -> list[Path]:
 
 def generate(out: Path) -> list[Path]:
     """Write the generated files under `out/proto/v1/` and return them, relative to `out`.
-
     `-Istratakv/proto=proto` gives the files the virtual path that the installed package has, so
-    that one generated module imports another as `stratakv.proto.v1.…`.
-    """
+    that one generated module imports another as `stratakv.proto.v1.…`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-P", "-m", "grpc_tools.protoc", "-Istratakv/proto=proto"]
         command += [f"--python_out={folder}", f"--pyi_out={folder}"]

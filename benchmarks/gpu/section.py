@@ -121,10 +121,8 @@ def time_launches(
     place: Place, launches: Sequence[Launch], *, rounds: int = 7, in_graph: bool = True
 ) -> Timing:
     """Seconds of one launch. All `launches` run in turn, so that none finds its data in a cache.
-
     With `in_graph` false the launches are called directly, for work that a graph cannot hold. Then
-    the host's time to submit them counts too, unless the device stays busy long enough.
-    """
+    the host's time to submit them counts too, unless the device stays busy long enough."""
 
     def launch_all() -> None:
         for launch in launches:

@@ -193,10 +193,7 @@ def _decode(line: bytes) -> _Event:
 
 def _event_lines(body: bytes, offset: int) -> list[tuple[int, bytes]]:
     """The data of each event, with the position of its end in the response; the body starts at
-    `offset`.
-
-    The body is in HTTP chunks; an event may be spread over several.
-    """
+    `offset`. The body is in HTTP chunks; an event may be spread over several."""
     found: list[tuple[int, bytes]] = []
     pending, place = b"", 0
     while (line_end := body.find(b"\r\n", place)) >= 0:

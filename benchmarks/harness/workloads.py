@@ -41,11 +41,9 @@ Encoder = Callable[[str], list[int]]
 
 
 def documents(encode: Encoder, count: int, prefix_tokens: int) -> list[list[int]]:
-    """`count` different documents of exactly `prefix_tokens` token ids each.
-
-    Each starts with its own number, so no two share a first block. Raises ValueError if the
-    standard library has too little text.
-    """
+    """`count` different documents of exactly `prefix_tokens` token ids each. Each starts with its
+    own number, so no two share a first block. Raises ValueError if the standard library has too
+    little text."""
     tokens: list[int] = []
     texts = _help_texts()
     made: list[list[int]] = []

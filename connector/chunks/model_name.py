@@ -48,7 +48,6 @@ class ModelName(NamedTuple):
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the files are unchanged since they were hashed."""
         try:
             for file in self.files:
                 file.check_unchanged()
@@ -105,7 +104,6 @@ def _plain(value: Any) -> Any:
 
 
 def _path_of(model: HostModel) -> Path | None:
-    """The model's directory or file on this machine; None if there is none."""
     try:
         path = Path(model.name)
         if path.exists():

@@ -47,7 +47,6 @@ class _Job:
     ended: int = 0
 
     def resolve_partial(self) -> None:
-        """End the job with the answers so far."""
         if not self.future.done():
             self.future.set_result(list(self.answers))
 
@@ -86,7 +85,6 @@ class ChunkTiers(ChunkMover):
         return self._queue(self._stores, keys, chunks, self.limits.store_seconds)
 
     def lookup(self, keys: Sequence[bytes]) -> Future[list[bool]]:
-        """Look up chunks. The future says for each chunk whether a tier has it."""
         return self._queue(self._lookups, keys, (), self.limits.lookup_seconds)
 
     def load(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:

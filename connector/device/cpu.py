@@ -35,10 +35,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class CpuEvent:
-    """An event that ends when its creator calls `mark_done`.
-
-    Each copy has an event, but threads wait for few of them, so the first waiter makes the lock.
-    """
+    """An event that ends when its creator calls `mark_done`. Each copy has an event, but threads
+    wait for few of them, so the first waiter makes the lock."""
 
     __slots__ = ("_ended", "_error", "_gate", "_seconds", "digests", "pages")
 

@@ -113,7 +113,6 @@ class CudaCopyDevice(CopyDevice):
         return store.digests if isinstance(store, CopyEvent) else None
 
     def wait_locked(self, timeout_seconds: float) -> bool:
-        """Wait until the slab is page-locked as far as possible; False if time ran out."""
         return self._slab is not None and self._slab.wait(timeout_seconds)
 
     def register_pool(self, pool: torch.Tensor) -> None:
@@ -149,7 +148,6 @@ class CudaCopyDevice(CopyDevice):
         self._say_cost()
 
     def writer_event(self) -> Event:
-        """An event that ends when all work in the calling thread's current stream has run."""
         self._check_open()
         with self._blamed():
             self._enter()

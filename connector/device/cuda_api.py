@@ -68,10 +68,8 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
 
 
 class CudaApi:
-    """The functions of one CUDA library as Python functions, for any thread.
-
-    ctypes releases the interpreter's lock during each call. Every method raises CudaError.
-    """
+    """The functions of one CUDA library as Python functions, for any thread. ctypes releases the
+    interpreter's lock during each call. Every method raises CudaError."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -85,8 +83,7 @@ class CudaApi:
         self._call("cudaSetDevice", index)
 
     def relax_capture(self) -> None:
-        """Let the calling thread call CUDA while another thread captures a graph. Without this CUDA
-        would refuse the calls and end the capture."""
+        """Let the calling thread call CUDA while another thread captures a graph."""
         mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
         self._call("cudaThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
 

@@ -81,8 +81,7 @@ class Runtime(Protocol):
     def seconds_between(self, start: int, end: int) -> float: ...
 
     def copy_batch(self, batch: Batch, stream: int) -> None:
-        """Queue all copies in one call; sources are read in stream order. Needs page-locked
-        memory."""
+        """Queue all copies in one call, read in stream order. Needs page-locked memory."""
 
     def copy_each(self, batch: Batch, stream: int, *, to_host: bool) -> None:
         """Queue the copies one by one. With ordinary memory the call may wait, and may read sources

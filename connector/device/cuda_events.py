@@ -33,7 +33,6 @@ class Point:
         runtime.record_event(self.handle, stream)
 
     def synchronise(self) -> None:
-        """Sleep until the stream has run past this point."""
         self._runtime.synchronise_event(self.handle)
 
     def __del__(self) -> None:
@@ -108,8 +107,7 @@ def point_of(event: Event) -> Point | None:
 
 
 def wait_for_point(event: Event, timeout_seconds: float) -> Point | None:
-    """Wait until the event has a CUDA point, and return it; None if the event ended without one.
-    Raises DeviceError if neither happens in time."""
+    """The event's CUDA point; None if it ended without one. Raises DeviceError at the timeout."""
     deadline = time.monotonic() + timeout_seconds
     if isinstance(event, CopyEvent) and not event.done():
         event.wait_queued(timeout_seconds)

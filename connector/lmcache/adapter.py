@@ -133,7 +133,6 @@ class StrataL2Adapter(L2AdapterInterface):
         return self._take_found(task_id)
 
     def delete(self, keys: list[Any]) -> None:
-        """Drop chunks from every tier."""
         models = self._models_of(keys)
         named = [(key, name) for key in keys if (name := models[key.model_name]) is not None]
         for shelf, tiers in self._open_shelves():

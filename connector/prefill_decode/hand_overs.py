@@ -40,8 +40,7 @@ class _HandOver:
 
 class HandOvers(HandOver):
     """The hand-overs of one connector. An alarm wakes the engine at a hand-over's time limit. A
-    hand-over begins after its request has ended and the connector has dropped the request's
-    record."""
+    hand-over begins after the connector has dropped the record of its ended request."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy

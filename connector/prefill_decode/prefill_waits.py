@@ -127,7 +127,6 @@ class PrefillWaits(PromptsElsewhere):
         return bool(ended)
 
     def end_wait(self, offload: RequestOffload, end: End) -> None:
-        """End the wait of the request, if it waits."""
         offload.elsewhere = Elsewhere.NO
         wait, offload.wait = offload.wait, None
         if wait is not None:
@@ -136,7 +135,6 @@ class PrefillWaits(PromptsElsewhere):
             self._counters.count_prefill_wait(end.value, time.monotonic() - wait.began)
 
     def clear(self) -> None:
-        """End all waits with `End.LOST`."""
         for offload in list(self.waiting.values()):
             self.end_wait(offload, End.LOST)
 

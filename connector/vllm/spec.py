@@ -49,7 +49,6 @@ class StrataSpec(TieringOffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """The metric definitions of vLLM and of StrataTier."""
         from .tier import StrataTier
 
         definitions: dict[str, Any] = super().build_metric_definitions(extra_config)
@@ -95,8 +94,7 @@ class StrataSpec(TieringOffloadingSpec):
 
 
 def tier_config(extra_config: Any) -> dict[str, Any]:
-    """StrataTier's entry in vLLM's list of secondary tiers. Every process that reads the settings
-    raises ConfigError if they cannot work."""
+    """StrataTier's entry in vLLM's secondary tiers. Raises ConfigError for unusable settings."""
     given = extra_config.get(SECTION, {})
     if not isinstance(given, dict):
         raise ConfigError(f"{SECTION} takes an object of settings, not {format_value(given)}")

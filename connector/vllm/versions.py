@@ -54,7 +54,6 @@ def key_positions(context: Any) -> Mapping[bytes, int]:
 
 
 def tier_arguments(detector: Any) -> dict[str, Any]:
-    """The arguments of a secondary tier's base class that not every version takes."""
     return {} if detector is None else {"backpressure_detector": detector}
 
 

@@ -66,8 +66,6 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """The JSON body of an error answer."""
-
     error: ErrorDetail
 
 
@@ -99,8 +97,7 @@ def encode_error(error: ApiError) -> bytes:
 
 
 def error_response(error: ApiError) -> Response:
-    """Return the HTTP response. Statuses 408 and 413 close the connection, because the request's
-    body is not read to its end."""
+    """Return the response. 408 and 413 close the connection, as the body is not read to its end."""
     headers = {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

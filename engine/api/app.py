@@ -194,8 +194,7 @@ def _allow_cross_origin(app: FastAPI, allowed: CrossOrigin) -> None:
 
 
 class _Endpoint:
-    """A handler as an ASGI application. Requests of a `counted` handler are in flight until they
-    are answered."""
+    """An ASGI handler. Requests of a `counted` handler are in flight until they are answered."""
 
     def __init__(self, front: Front, handler: Handler, counted: bool) -> None:
         self._front = front
@@ -334,7 +333,6 @@ async def _metrics(front: Front, request: Request) -> ASGIApp:
 
 
 async def _reset_prefix_cache(front: Front, request: Request) -> ASGIApp:
-    """Forget the cached blocks of the pool, or of every tier."""
     tiers = _only_parameter(request, "tiers", RESETS)
     try:
         await front.client.call("reset_prefix_cache", tiers)

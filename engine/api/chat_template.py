@@ -107,7 +107,6 @@ class ChatTemplate:
 
     @classmethod
     def from_source(cls, source: str, tokenizer: SpecialTokens, origin: str) -> ChatTemplate:
-        """Return the template with this source and the special tokens of the model."""
         return cls(source, _texts_of(tokenizer), origin)
 
     def for_tools(self, tools: Sequence[object] | None) -> ChatTemplate:

@@ -42,8 +42,6 @@ class MovedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchUpdate:
-    """The changes of the batch in one step. A `BatchUpdate` is immutable."""
-
     batch_size: int  # rows in use after the changes
     removed: Sequence[int]  # descending
     added: Sequence[AddedRow]

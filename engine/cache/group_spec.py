@@ -105,8 +105,7 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(state: StateSpec | None, dtype: str) -> StateBytes | None:
-    """Return the size of the states of a model that computes in `dtype`; None without state
-    layers."""
+    """Return the size of a model's states if it computes in `dtype`; None without state layers."""
     if state is None:
         return None
     return StateBytes(state.slot_bytes(dtype), f"{state} {dtype}")
@@ -141,13 +140,11 @@ class CacheGroups:
 
     @property
     def attention(self) -> tuple[LayerAttention, ...]:
-        """The attention of each group, in the order of the groups."""
         return tuple(group.attention for group in self.groups)
 
     @property
     def forgets(self) -> bool:
-        """Whether some group releases blocks of a running sequence (sliding windows, for
-        example)."""
+        """Whether some group releases blocks of a running sequence, as sliding windows do."""
         return not all(group.attention.is_full for group in self.groups)
 
     @property
@@ -267,7 +264,6 @@ def plan_groups(
 
 
 def _with_draft(groups: CacheGroups, draft: BlockLayout) -> CacheGroups:
-    """Add places for the layers of a draft model to the groups."""
     size, draft_size = groups.layout.place_bytes, draft.place_bytes
     # A page with a multiple of `unit` places holds a whole number of the draft's places.
     unit = draft_size // math.gcd(size, draft_size)

@@ -109,8 +109,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(group: argparse._ActionsContainer, options: Mapping[str, Option]) -> None:
-    """Add a flag for each option, with its default in the help text. The namespace has only given
-    options."""
+    """Add options as flags, with their defaults as help. The namespace has only given options."""
     for name, option in options.items():
         text = f"{option.help} (default: {option.default_text})"
         settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}

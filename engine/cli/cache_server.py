@@ -49,7 +49,6 @@ _SWITCH_SECONDS = 0.0005
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each option, --config and --new-token."""
     parser.add_argument(
         "--config", metavar="FILE",
         help=f"YAML or TOML file of these options; flags and {CACHE_SERVER_PREFIX}* come before it",

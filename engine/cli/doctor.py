@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks, print the findings, and return the exit code."""
     if args.host is None:
         return _host(args)
     if args.host not in _HOSTS:

@@ -52,7 +52,6 @@ _FLAGS = {"bad_words": "--bad-word"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the prompt, the sampling flags and the engine's flags."""
     parser.add_argument("--prompt", metavar="TEXT", help="the text; - reads standard input")
     for name, (_, text) in _SAMPLING.items():
         parser.add_argument(flag_of(name), metavar="N", default=argparse.SUPPRESS, help=text)

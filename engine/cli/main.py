@@ -54,7 +54,6 @@ EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _write_any_text()
     _lose_what_standard_error_cannot_take()

@@ -133,7 +133,6 @@ class Subject:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model's argument, and the flags for sizes and rates."""
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
         help="a directory with config.json, or org/model on the Hub (default: the embedded model)",

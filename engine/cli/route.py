@@ -35,7 +35,6 @@ _LAST_WORDS_SECONDS = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for nodes, and a flag for each option."""
     for role, text in (
         ("decode", "a node that answers requests; may be given several times, and one is needed"),
         ("prefill", "a node that computes long prompts first; may be given several times"),

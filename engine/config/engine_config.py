@@ -284,7 +284,6 @@ class SchedulerConfig:
 
     @property
     def most_step_tokens(self) -> int:
-        """The maximum number of tokens of one request in one step."""
         return self.long_prefill_token_threshold or self.max_num_batched_tokens
 
 

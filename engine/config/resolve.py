@@ -55,8 +55,6 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.+")
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The value of an option, and its origin."""
-
     value: Any
     kind: str  # FLAG | VARIABLE | FILE
     origin: str  # as the user wrote it: `--port`, `STRATAKV_PORT`, `port of x.yaml`

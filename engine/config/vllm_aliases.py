@@ -47,8 +47,6 @@ Translate = Callable[[str, Any], Meaning]  # (how it was called, value)
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A vLLM option that StrataKV accepts."""
-
     translate: Translate
     metavar: str = ""  # empty: a switch with --no-
     is_server: bool = False  # not a flag of `generate`

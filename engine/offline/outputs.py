@@ -67,7 +67,6 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def add(self, part: TextOutput) -> None:
-        """Add the next part of the choice."""
         self.text += part.text
         self.token_ids.extend(part.token_ids)
         self.finish_reason, self.stop_reason = part.finish_reason, part.stop_reason
@@ -132,7 +131,6 @@ class RequestOutput:
     embedding: bytes | None = field(default=None, repr=False)  # as the engine sent it
 
     def add(self, index: int, part: TextOutput) -> None:
-        """Add the next part of the choice `index`."""
         self.outputs[index].add(part)
         if part.prompt_logprobs is not None:
             self.prompt_logprobs = part.prompt_logprobs
@@ -206,7 +204,6 @@ class EmbeddingRequestOutput:
     def from_request_output(
         cls, answer: RequestOutput, *, normalize: bool, dimensions: int | None
     ) -> EmbeddingRequestOutput:
-        """Make the output from the answer to a request for an embedding."""
         vector: list[float] = []
         error = answer.error
         if error is None:

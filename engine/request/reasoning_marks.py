@@ -101,7 +101,6 @@ class ThoughtTracker:
         return tracker
 
     def track_token(self, token_id: int) -> None:
-        """Update the state by the sequence's next token."""
         if not self.is_inside:
             self._start_matched = self._start.matched_after(self._start_matched, token_id)
             self.is_inside = self._start_matched == len(self._start)

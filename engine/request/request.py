@@ -138,8 +138,7 @@ class KeptEnd:
 @dataclass(slots=True)
 class Progress:
     """The scheduler's state of one request: end tokens, timestamps, KV load and lost tokens.
-    Timestamps are seconds of the monotonic clock; None means that the event has not happened
-    yet."""
+    Timestamps are seconds of the monotonic clock, and None before the event."""
 
     end_ids: frozenset[int] = frozenset()
     is_known: bool = False  # the worker has the request

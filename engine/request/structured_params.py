@@ -82,7 +82,6 @@ class StructuredOutputsParams(
 
     @property
     def spec(self) -> GrammarSpec:
-        """The grammar to compile."""
         kind = next(kind for kind in Kind if getattr(self, kind) not in (None, False))
         text = "" if kind is Kind.JSON_OBJECT else getattr(self, kind)
         if kind is Kind.CHOICE:

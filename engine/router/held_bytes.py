@@ -30,8 +30,6 @@ class HeldBytes:
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """The number of bytes that are held for one request."""
-
     _all: HeldBytes
     num_bytes: int = 0
 
@@ -67,7 +65,6 @@ class Share:
 
 
 def too_many(message: str) -> ApiError:
-    """Return the error for a request beyond the router's limits."""
     return ApiError(
         f"{message}; send this one again in a moment",
         status=429,

@@ -41,15 +41,11 @@ _TOO_MANY = 429
 
 
 class Role(StrEnum):
-    """The role of a node."""
-
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class Node:
-    """The router's state of one node."""
-
     def __init__(self, address: NodeAddress, role: Role) -> None:
         self.address = address
         self.role = role
@@ -69,7 +65,6 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The node's name in messages."""
         return f"{self.role} node {self.address.url}"
 
     @contextmanager

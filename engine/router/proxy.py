@@ -171,8 +171,7 @@ class Proxy:
         deadline: float,
         first: Node | None = None,
     ) -> None:
-        """Send a request to decode nodes until one answers. `first` is tried first if it is a
-        candidate."""
+        """Send a request to decode nodes until one answers; `first`, if a candidate, is first."""
         tried: list[Node] = []
         error: NodeError | None = None
         with self._leg(Role.DECODE) as leg:

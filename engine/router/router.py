@@ -108,14 +108,12 @@ class Router:
             self._ended.set_result(None)
 
     async def close(self) -> None:
-        """End open requests and the nodes' health checks."""
         self.end_requests()
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         is_socket = scope["type"] == "websocket"
         if scope["type"] != "http" and not is_socket:
             return
@@ -171,8 +169,7 @@ class Router:
         )
 
     def _drain(self, scope: Scope, *, is_draining: bool) -> Response:
-        """Start or end the draining of one node, which then gets no new requests. The node's
-        requests in flight continue."""
+        """Start or end the draining of a node, which gets no new requests but finishes its own."""
         urls = parse_qs(scope["query_string"].decode("latin-1")).get("url", [])
         node = self.nodes.by_url(urls[0]) if len(urls) == 1 else None
         if node is None:

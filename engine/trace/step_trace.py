@@ -144,7 +144,6 @@ class StepTrace(Observer):
         self._writer.put(_GoingOn(self._decisions, made.step_id, self._now(), self._going_on))
 
     def wait_until_written(self, timeout_seconds: float) -> bool:
-        """Wait until the file has all records; see `TraceWriter.wait_until_written`."""
         return self._writer.wait_until_written(timeout_seconds)
 
     def close(self) -> None:

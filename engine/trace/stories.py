@@ -29,8 +29,6 @@ _STANDS_ASIDE = {
 
 
 class State(Enum):
-    """A state of a request."""
-
     WAITING = "waiting"
     LOADING = "loading"
     RUNNING = "running"

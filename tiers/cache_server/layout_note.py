@@ -86,8 +86,7 @@ def write_layout_note(path: Path, tenant_store: str, layout: BlockLayout) -> Non
 
 
 def stores_left(path: Path, names: Iterable[str]) -> list[StoreEntry]:
-    """The stores in `path` that belong to no tenant store in `names`, such as those of removed
-    tenants. Raises TierConfigError if `path` is no folder."""
+    """The stores in `path` that belong to no store in `names`. Raises TierConfigError."""
     if not path.is_dir():
         raise TierConfigError(f"{path} is no folder; give the --ssd-path of a cache server")
     known = {store_folder(path, name).name for name in names}
@@ -99,8 +98,7 @@ def stores_left(path: Path, names: Iterable[str]) -> list[StoreEntry]:
 
 
 def remove_left(folder: Path) -> int:
-    """Remove a tenant store's folder and its note. Return the number of bytes freed. Raises
-    TierConfigError if the folder is in use."""
+    """Remove a store's folder and note; return bytes freed. Raises TierConfigError if in use."""
     freed = remove(folder)
     folder.with_suffix(".layout").unlink(missing_ok=True)
     return freed

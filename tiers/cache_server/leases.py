@@ -49,8 +49,7 @@ class ReadLease:
 
 @dataclass(slots=True, eq=False)
 class WriteLease:
-    """Blocks being stored. `slots[i]` is the slot to fill if `states[i]` is WANTED, else it is
-    None."""
+    """Blocks being stored. `slots[i]` is the slot to fill if `states[i]` is WANTED, else None."""
 
     keys: list[bytes]
     states: list[State]
@@ -135,8 +134,7 @@ class Leases(Generic[_Held]):
             raise TooMuch(f"{self._most_each} leases of {owner} run already; end some or wait")
 
     def grant_lease(self, held: _Held, seconds: float, owner: str = "") -> Lease[_Held]:
-        """Make a lease of `held` for `owner`. Raises InvalidBlock for a wrong duration, TierBusy,
-        TooMuch."""
+        """Make a lease of `held` for `owner`. Raises InvalidBlock, TierBusy, TooMuch."""
         deadline = self._deadline(seconds)
         self.check_room(owner)
         lease = Lease(next(self._numbers), owner, held, deadline)

@@ -160,8 +160,7 @@ class CacheServer:
         """Apply the tenants, credentials and certificates in the settings that `read` returns;
         `read` runs on a thread. A removed token becomes invalid: tickets and data connections that
         it opened are refused at their next request. Return sentences about changes that need a
-        restart. Raises TierConfigError or the errors of `read`, and then changes nothing.
-        """
+        restart. Raises TierConfigError or the errors of `read`, and then changes nothing."""
         old = self.settings
         try:
             settings = await asyncio.to_thread(read)
@@ -310,8 +309,7 @@ class CacheServer:
         return Opened(tenant_store, tenant.name, lambda: caller.is_known_to(self.settings.tenants))
 
     def _close_data(self, seconds: float) -> None:
-        """Close the data plane and wait until it has ended. The call waits, so make it on a
-        thread."""
+        """Close the data plane and wait until it has ended. Call it on a thread."""
         end = time.monotonic() + seconds
         for server in (self._data, self._memory):
             if server is not None:

@@ -57,8 +57,7 @@ class TenantStoreCalls:
         work: Callable[[], _Result],
         undo: Callable[[_Result], object] | None = None,
     ) -> _Result:
-        """Do `work` on a thread. If the caller is cancelled before that ends, `undo` gets the
-        result."""
+        """Do `work` on a thread. `undo` gets the result if the caller is cancelled before."""
         future = await self.submit(tenant, work)
         try:
             return await asyncio.wrap_future(future)

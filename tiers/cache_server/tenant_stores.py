@@ -89,8 +89,7 @@ class TenantStores(ServedStores):
         self._leaving: list[threading.Thread] = []  # threads that close stores of removed tenants
 
     def start(self) -> None:
-        """Begin to open the tenant stores whose layout is known from the disk. If disks are
-        required, wait for the stores, and raise TierConfigError if one cannot be opened."""
+        """See ServedStores. Waits if disks are required. Raises TierConfigError if one fails."""
         if self._settings.require:
             for path in self._ssd_paths:
                 _check_writable(path)
@@ -173,8 +172,7 @@ class TenantStores(ServedStores):
             }
 
     def close(self, timeout_seconds: float) -> bool:
-        """Close all tenant stores in parallel within `timeout_seconds`, and write the blocks that
-        their disks lack. False if a tenant store could not be closed. Idempotent."""
+        """See ServedStores. Closes stores in parallel, and writes the blocks that disks lack."""
         deadline = time.monotonic() + timeout_seconds
         with self._lock:
             self._closed = True

@@ -187,8 +187,7 @@ class ProvenRecords:
 
 
 class Received(NamedTuple):
-    """The results of `receive_and_digest` for the payloads that arrived whole, in order: their
-    digests, the bytes that followed each payload, and their tags if names were given."""
+    """The digests, trailers and (if names were given) tags of the payloads that arrived whole."""
 
     digests: list[bytes]
     trailers: list[bytes]

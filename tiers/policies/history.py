@@ -185,9 +185,8 @@ class History:
             self.queues.link(run, self.now)
 
     def _used(self, run: Run, count: int, prompt: Prompt) -> None:
-        """Report to the model that `prompt` used `count` blocks of `run`, which are now in the
-        prompt's runs. If `prompt` continues an earlier prompt, the class of the rest of `run`
-        becomes LEFT_BEHIND."""
+        """Report to the model that `prompt` used `count` blocks of `run`. If `prompt` continues an
+        earlier prompt, the class of the rest of `run` becomes LEFT_BEHIND."""
         age = self.now - run.time
         self._model.used(run.name, age, run.weight(count))
         self._drop_if_empty(run)

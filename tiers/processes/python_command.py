@@ -19,8 +19,7 @@ _VARIABLE = "PYTHONSAFEPATH"
 
 
 def python_command(*words: str, python: str | None = None) -> list[str]:
-    """The command line of `python WORDS`. `python` is another Python of version 3.11 or later; by
-    default this one is used."""
+    """The command line of `python WORDS`, by default of this Python; others must be 3.11+."""
     return [python or sys.executable, "-P", *words]
 
 

@@ -67,8 +67,7 @@ class PresenceCache:
                 self._asked[key] = self._asked.get(key, 0) + 1
 
     def answered(self, keys: Sequence[bytes], hits: Sequence[bool] | None) -> None:
-        """Record the end of a look-up or store of each key. `hits` is None if the server did not
-        answer."""
+        """Record the end of a look-up or store. `hits` is None if the server did not answer."""
         with self._lock:
             for key in keys:
                 left = self._asked.get(key, 1) - 1

@@ -21,8 +21,7 @@ _PAUSE_SECONDS = 1.0  # between the end of a watch and the next one
 
 
 class ServerWatch:
-    """A watch on one server, from construction to `close`. After each report the watch's thread
-    calls `news` with the keys of the stored blocks."""
+    """Watches one server until `close`. Its thread calls `news` with keys of stored blocks."""
 
     def __init__(self, link: ServerLink, news: Callable[[Sequence[bytes]], None]) -> None:
         self._link = link

@@ -33,8 +33,7 @@ class _Job(NamedTuple):
 
 
 class TransferQueue:
-    """A queue of up to `most_bytes` of waiting and running transfers. Its thread calls `ended`
-    last."""
+    """A queue of up to `most_bytes` of transfers. Its thread calls `ended` last."""
 
     def __init__(
         self, name: str, most_bytes: int, ended: Callable[[], None] = lambda: None

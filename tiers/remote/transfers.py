@@ -78,8 +78,7 @@ class Transfers(Generic[_T]):
         self.corrupt_blocks = 0
 
     def submit(self, transfer: Transfer) -> Future[list[_T]]:
-        """Queue a transfer. The future gets a list with an answer for each block, or a RemoteError.
-        Raises TierBusy, TierClosed."""
+        """Queue a transfer; its future may get a RemoteError. Raises TierBusy, TierClosed."""
         return self._queue.submit(
             lambda deadline: self._run(transfer, deadline),
             time.monotonic() + self._seconds,

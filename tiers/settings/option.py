@@ -63,8 +63,7 @@ class Option:
             size_within(called, value, self.least_bytes)
 
     def file_value(self, value: Any) -> Any:
-        """The value as a file would have it: a string, a number or a boolean. None for an empty
-        value, `MASK` for a secret."""
+        """The value as in a file, None if it is empty, `MASK` for a secret."""
         if self.read is readers.tiers:
             return ",".join(value) or "none"
         if value is None or value in ("", b"", {}, ()):
@@ -154,8 +153,7 @@ def build_settings(
 
 
 def read_fields(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the values that `given` has for these options, and return them by field. Other names
-    in `given` are ignored. Raises ConfigError that names the flag."""
+    """Convert `given`, by field; ignore other names. Raises ConfigError that names the flag."""
     return {
         option.field: option.read(flag_of(name), given[name])
         for name, option in table.items()
@@ -164,8 +162,7 @@ def read_fields(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[s
 
 
 def check_options(table: Mapping[str, Option], settings: object) -> None:
-    """Check the values of these options in `settings`, the object with all settings. Raises
-    ConfigError that names the flag."""
+    """Check these options in `settings`. Raises ConfigError that names the flag."""
     for name, option in table.items():
         option.check_value(flag_of(name), attrgetter(option.path)(settings))
 

@@ -189,8 +189,7 @@ def one_of(*known: str, synonyms: Mapping[str, str] | None = None) -> Callable[[
 
 
 def one_of_these_or(known: Collection[str], all_known: Callable[[], list[str]]) -> Reader:
-    """Return a reader of one word out of `known`, or else out of the result of `all_known`, which
-    also looks up the names that other packages register."""
+    """Return a reader of a word out of `known`, or else out of the result of `all_known`."""
 
     def read(called: str, value: Any) -> str:
         if isinstance(value, str) and value in known:

@@ -42,9 +42,7 @@ _MFD_HUGE_2MB = 21 << os.MFD_HUGE_SHIFT
 
 class SharedMemory:
     """`size` bytes in `map`, backed by the memfd `fd`. `is_huge` tells if they are on huge pages.
-
-    Raises TierConfigError if less memory is available.
-    """
+    Raises TierConfigError if less memory is available."""
 
     def __init__(
         self, name: str, size: int, *, huge_pages: bool, threads: int, progress: Progress | None

@@ -98,8 +98,7 @@ class SlabIndex:
         self._append_journal(_ALL)
 
     def retain_slots(self, slots: Sequence[int], until: float, most: int) -> None:
-        """Protect these slots from eviction until `until` (monotonic seconds), by holds of the
-        engine, not of the server. At most `most` slots are protected at a time."""
+        """Protect slots, `most` in all, by the engine's holds until `until` (monotonic seconds)."""
         now = time.monotonic()
         held = {slot: end for slot, end in self._own_holds.items() if end > now}
         for slot in slots:

@@ -32,8 +32,7 @@ class EncodingWriter:
     def encode(
         self, entry: Entry, payload: memoryview, scratch: Scratch, tag: bytes, digest: bytes
     ) -> Entry:
-        """Write header and encoded block to the scratch, or only the header if encoding saves no
-        page. Return the entry, with its `encoded_bytes` set if the block was encoded."""
+        """Encode block or only header into the scratch. Return the entry with `encoded_bytes`."""
         state, codec = self._state, self._codec
         used = codec.encode(payload, scratch.encoded[: state.layout.slot_bytes - ALIGNMENT])
         if used:

@@ -159,8 +159,7 @@ class SsdStore(DiskStore):
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Future[list[Proof | None]]:
-        """See StoreTier. A block that is still being stored is a miss. Raises TierBusy if too many
-        blocks are queued."""
+        """See StoreTier. A block being stored is a miss. Raises TierBusy if the queue is full."""
         payloads = self._payloads(keys, buffers, writable=True)
         job: Job[Proof | None] = Job([None] * len(keys))
         with self._state.lock:

@@ -64,8 +64,7 @@ class _Batch(Generic[_T]):
 class FaultyStore(ForwardingStore):
     """Wraps the store `inner` and adds the faults of `plan`, which may be replaced at any time.
     Thread-safe. `close` closes `inner` too. The same seed and calls give the same faults. Counts
-    each fault in `stats().errors`, as `injected_<call>_<kind>`.
-    """
+    each fault in `stats().errors`, as `injected_<call>_<kind>`."""
 
     def __init__(self, inner: StoreTier, plan: FaultPlan, *, seed: int = 0) -> None:
         super().__init__(inner.name, inner.layout, inner)

@@ -72,8 +72,7 @@ class Verb(IntEnum):
 
 
 class State(IntEnum):
-    """The state of one block in a reply. The numbers are those of `BlockState` in
-    cache_service.proto."""
+    """The state of one block in a reply, numbered as `BlockState` in cache_service.proto."""
 
     MISS = 0
     HIT = 1

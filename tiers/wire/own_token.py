@@ -26,8 +26,7 @@ _MOST_BYTES = 4096
 
 
 def leave_token(port: int, token: str) -> Path:
-    """Write the token of the server at `port`, replacing an older token, and return the file's
-    path. Raises TierConfigError if no folder can be written."""
+    """Write the token of the server at `port`; return its path. Raises TierConfigError."""
     why = []
     for folder in _folders():
         path = folder / _name(port)
@@ -62,8 +61,7 @@ def token_places(port: int) -> list[Path]:
 
 
 def find_token(port: int) -> str | None:
-    """The token that a server of this user wrote for `port`, or None. Raises TierConfigError if
-    other users can read or write the file."""
+    """The token for `port`, or None. Raises TierConfigError if others can use the file."""
     for folder in _folders():
         try:
             return _read(folder / _name(port))

@@ -30,8 +30,7 @@ def layout_message(layout: BlockLayout) -> LayoutMessage:
 
 
 def read_layout(message: LayoutMessage) -> BlockLayout:
-    """The layout in a message. Raises WireError for an invalid layout, or for a layout version
-    other than LAYOUT_VERSION."""
+    """The layout in a message. Raises WireError for an invalid layout or another version."""
     if message.layout_version != LAYOUT_VERSION:
         raise WireError(
             f"the layout has version {message.layout_version} and this side knows version "

@@ -28,8 +28,7 @@ _LARGEST_STATE = max(State)
 
 @dataclass(slots=True)
 class Piece:
-    """A part of one block, or the message that a block is missing. The fields are those of
-    BlockPiece."""
+    """A part of one block, or that a block is missing. Its fields are those of BlockPiece."""
 
     index: int = 0
     state: State = State.MISS
@@ -51,8 +50,7 @@ def encode_piece(piece: Piece) -> bytes:
 
 
 def decode_piece(raw: bytes) -> Piece:
-    """Decode a piece. Its payload is a view of `raw` if possible. Raises WireError for bytes that
-    are no BlockPiece, or for an unknown state."""
+    """Decode a piece, whose payload is a view of `raw` if possible. Raises WireError."""
     parts = _take_apart(raw)
     try:
         if parts is None:

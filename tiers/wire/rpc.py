@@ -87,10 +87,9 @@ METHODS = tuple(_method(descriptor) for descriptor in _SERVICE.methods)
 def make_channel(
     target: str, tls: Any = None, options: Sequence[tuple[str, int | str]] = ()
 ) -> Any:
-    """Make a channel to `host:port` that uses no proxy and connects on its first call. All clients
-    use this function. `tls` are grpc's channel credentials. New certificate files need a new
-    channel.
-    """
+    """Make a channel to `host:port` without proxy, which connects on its first call. All clients
+    use this function. `tls` are grpc's channel credentials, for which new files need a new
+    channel."""
     given = [*_NO_PROXY, *options]
     if tls is None:
         return grpc.insecure_channel(target, given)
@@ -98,7 +97,7 @@ def make_channel(
 
 
 class Stub:
-    """Has an attribute for each call: `stub.lookup(LookupRequest(...), timeout=0.05)`."""
+    """Offers an attribute for each call: `stub.lookup(LookupRequest(...), timeout=0.05)`."""
 
     def __init__(self, channel: Any) -> None:
         for method in METHODS:
@@ -116,8 +115,7 @@ class Stub:
 
 
 def generic_handler(servicer: object, request_seconds: float) -> Any:
-    """Make the handler for `grpc.aio.Server.add_generic_rpc_handlers`. A request of a single
-    message must arrive within `request_seconds`."""
+    """Make grpc's handler. A request of a single message must come within `request_seconds`."""
     handlers = {}
     for method in METHODS:
         behaviour = _checking(method, getattr(servicer, method.attribute), request_seconds)
@@ -138,8 +136,7 @@ def stream_handler(behaviour: Any, server_streaming: bool, **codec: Any) -> Any:
 
 
 async def only(requests: AsyncIterator[Any], seconds: float) -> Any:
-    """Wait for the only message of a request. Raises TimeoutError after `seconds`, WireError if
-    the request ends without one."""
+    """A request's only message. Raises TimeoutError after `seconds`, WireError if there is none."""
     async with asyncio.timeout(seconds):
         async for request in requests:
             return request

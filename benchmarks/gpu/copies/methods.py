@@ -67,8 +67,7 @@ def page_locked(
 ) -> Iterator[torch.Tensor]:
     """A uint8 tensor `[bytes]` in page-locked memory. On exit all work of the device ends before
     the memory is freed. `note` gets a remark if the memory had to be torch's own page-locked
-    memory.
-    """
+    memory."""
     if place.is_rehearsal:
         yield torch.zeros(num_bytes, dtype=torch.uint8)
         return
@@ -164,10 +163,8 @@ class Field:
     def jobs(
         self, block_bytes: int, *, run_length: int = 1, slots_in_order: bool = False
     ) -> tuple[list[Job], list[Job]]:
-        """Jobs to the host and jobs to the device, as many as fit.
-
-        In the pool, and in the slab, each run of `run_length` blocks lies together.
-        """
+        """Jobs to the host and jobs to the device, as many as fit. In the pool, and in the slab,
+        each run of `run_length` blocks lies together."""
         half_bytes = self.slab.numel() // 2
         count = count_jobs(half_bytes, block_bytes)
         blocks = count * BLOCKS

@@ -91,8 +91,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     # Both
 
     def shutdown(self) -> None:
-        """Write unwritten blocks, and release everything. Idempotent. No effect in a forked
-        process, where the threads do not run."""
+        """Write unwritten blocks, and release all. Idempotent. No effect in a forked process."""
         atexit.unregister(self.shutdown)
         if self._process_id != os.getpid():
             return
@@ -156,8 +155,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """The number of tokens that can be loaded after the computed ones; see
-        `SchedulerRole.matched`."""
+        """See `SchedulerRole.matched`; `num_computed_tokens` are in vLLM's own cache."""
         return self._role_in_scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -249,5 +247,4 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._role_in_worker.invalid_blocks()
 
     def build_connector_worker_meta(self) -> StrataWorkerMetadata:
-        """Return the worker's report of the step for the scheduler role."""
         return StrataWorkerMetadata(self._role_in_worker.report())

@@ -73,7 +73,6 @@ class Columns:
         return self.position_tokens // self.block_tokens[group]
 
     def number_of(self, group: int, index: int) -> int:
-        """The index of the column that has the block at `index` of a group's table."""
         return self._first_of[group] + index % self.blocks_per_position(group)
 
     def parts(self, num_ranks: int) -> Parts:

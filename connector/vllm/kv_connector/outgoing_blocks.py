@@ -35,8 +35,7 @@ class OutgoingBlocks:
     def choose(
         self, watch: PoolWatch, output: Any, most_ahead: int
     ) -> tuple[list[NamedBlock], list[NamedBlock]]:
-        """The blocks that the step of `output` (vLLM's SchedulerOutput) overwrites, and at most
-        `most_ahead` others to store in parallel with the step."""
+        """The blocks that the step overwrites, and up to `most_ahead` others to store beside it."""
         namings, evicted = watch.take_named(), watch.take_evicted()
         # vLLM names blocks when it schedules the step that computes them. If the same step preempts
         # the request, its blocks are not computed.
@@ -77,7 +76,6 @@ class OutgoingBlocks:
             self._near.pop(block.block_id, None)
 
     def clear(self) -> None:
-        """Forget all choices, after the tiers have dropped all blocks."""
         self._coming.clear()
         self._near.clear()
 

@@ -141,8 +141,7 @@ def _overlaid(groups: Sequence[tuple[PagePart, ...]]) -> tuple[PagePart, ...]:
 
 
 def buffer_of(plan: PagePlan, kv_caches: Mapping[str, Any]) -> torch.Tensor:
-    """The bytes `[size]` of the buffer under vLLM's tensors. Raises ConfigError if a tensor does
-    not lie at its described place."""
+    """The buffer's bytes `[size]`. Raises ConfigError if a tensor does not lie at its place."""
     import torch
 
     first = _tensors_of(kv_caches[plan.groups[0][0].layers[0]])[0]

@@ -128,7 +128,6 @@ class StrataPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one engine's report."""
         engine = self._engines[engine_idx]
         for name, values in transfer_stats_data.get(GAUGED, {}).items():
             for label, value in values.items():

@@ -25,8 +25,7 @@ class SlabPlace:
     descriptor: int
 
     def map_slab(self) -> MappedSlab:
-        """Map the slab in this process. Raises OSError if the slab's process has ended, or if this
-        one has no right to open its files."""
+        """Map the slab. Raises OSError if its process has ended or its files cannot be opened."""
         if self.process_id == os.getpid():
             return MappedSlab(self.layout, self.num_slots, self.descriptor)
         path = f"/proc/{self.process_id}/fd/{self.descriptor}"
@@ -46,7 +45,6 @@ class MappedSlab:
         self._map = mmap.mmap(descriptor, num_slots * layout.slot_bytes)
 
     def memory(self) -> memoryview:
-        """The bytes of all slots, in order."""
         return memoryview(self._map)
 
 

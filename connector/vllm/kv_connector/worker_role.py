@@ -223,8 +223,7 @@ class WorkerRole:
         )
 
     def _verify_loaded_part(self, part: PartLoad) -> Future[list[int]]:
-        """A future of the positions in the job whose bytes do not match their digests. The job's
-        slots stay pinned until it has been reported."""
+        """The positions with wrong digests. The job's slots stay pinned until it is reported."""
         if self._checker is None or self._slots is None:
             done: Future[list[int]] = Future()
             done.set_result([])

@@ -25,7 +25,6 @@ class HttpServer(uvicorn.Server):
     """The HTTP server. `serve(sockets)` runs it, and setting `should_exit` stops it gracefully."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve on bound sockets until a signal or `should_exit`."""
         for sock in sockets or ():
             if sock.family in (socket.AF_INET, socket.AF_INET6):
                 # Accepted sockets inherit TCP_NODELAY; asyncio sets it only for sockets made with

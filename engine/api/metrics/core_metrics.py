@@ -60,7 +60,6 @@ class CoreCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families of the last values."""
         yield self._one(tables.UP, float(self._is_alive))
         if self._taken_seconds is None:
             return

@@ -18,16 +18,12 @@ _TIERING = "vllm:kv_offload_tiering_"
 
 
 class Kind(Enum):
-    """The type of a metric."""
-
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
 
 
 class Shown(NamedTuple):
-    """The name, type and help text of one metric."""
-
     name: str
     kind: Kind
     text: str

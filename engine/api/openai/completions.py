@@ -119,8 +119,7 @@ class CompletionAnswer(Answer):
 
 
 async def create_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """Answer a request. With `follows`, the request itself comes later, and the core only follows
-    its prompt (see `follow.py`)."""
+    """Answer a request. With `follows`, the core only follows its prompt (see `follow.py`)."""
     arrival_seconds = time.monotonic()
     request = await read_completion(front, http)
     embeds: list[bytes] = []

@@ -41,7 +41,6 @@ class PartsSocket:
         self._front = front
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read one prompt and answer it."""
         try:
             check_origin(scope, self._front.settings.cross_origin)
         except ApiError as error:

@@ -25,7 +25,6 @@ _OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "cha
 
 
 async def tokenize(front: Front, http: Request) -> ASGIApp:
-    """Answer /tokenize, for a text or a conversation."""
     request, body = await read_request(http, front.settings, _tokenize_decoder)
     front.check_model(request.model)
     if request.messages is not None:
@@ -46,7 +45,6 @@ async def tokenize(front: Front, http: Request) -> ASGIApp:
 
 
 async def detokenize(front: Front, http: Request) -> ASGIApp:
-    """Answer /detokenize."""
     request, _ = await read_request(http, front.settings, _detokenize_decoder)
     front.check_model(request.model)
     tokenizer = front.need_tokenizer("tokens", "nothing can be detokenized")

@@ -23,7 +23,6 @@ MARK = "stratakv-probe "
 
 
 def main() -> None:
-    """Import the modules, and print the line of JSON."""
     told = json.loads(sys.argv[1])
     found = {
         "version": list(sys.version_info[:3]),

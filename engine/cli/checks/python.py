@@ -43,8 +43,6 @@ PACKAGES = {
 
 
 class Module(msgspec.Struct, frozen=True):
-    """The result of an import."""
-
     version: str = ""
     error: str = ""
 
@@ -66,8 +64,6 @@ class VllmModule(msgspec.Struct, frozen=True):
 
 
 class PythonFacts(msgspec.Struct, frozen=True):
-    """The facts that the probe reports about a Python installation."""
-
     version: tuple[int, int, int]
     modules: Mapping[str, Module]
     vllm: VllmModule = VllmModule()

@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand."""
     if args.word not in _WORDS:
         near = did_you_mean(args.word or "", _WORDS)
         given = "" if args.word is None else f", not {args.word!r}{near}"
@@ -49,7 +48,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_look_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ls` and `du`."""
     parser.add_argument(
         "paths", metavar="PATH", nargs="*", help="look here too: a --kv-offload-ssd-path, or above"
     )
@@ -57,7 +55,6 @@ def add_look_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rm_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rm`."""
     parser.add_argument("paths", metavar="PATH", nargs="*", help="the directory of an SSD tier")
     parser.add_argument(
         "--all", action="store_true", help="all in the default cache folder, unless one is in use"

@@ -41,7 +41,6 @@ class NoAnswer(Exception):
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ADDRESS, credentials and --json."""
     parser.add_argument("address", metavar="ADDRESS", help="such as grpc://host:9400, or grpcs://")
     for name, text in _FILES.items():
         parser.add_argument(

@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask the server, print the answer, and return the exit code."""
     try:
         with client_of(args) as client:
             found = _ask(client)

@@ -41,17 +41,14 @@ class Caller(NamedTuple):
 
 
 def set_caller(caller: Caller) -> None:
-    """Set the caller of the call that runs in this task."""
     _CALLER.set(caller)
 
 
 def current_caller() -> Caller:
-    """The caller of the call that runs in this task."""
     return _CALLER.get()
 
 
 def current_tenant() -> Tenant:
-    """The tenant of the call that runs in this task."""
     return _CALLER.get().tenant
 
 

@@ -52,8 +52,7 @@ class Tickets:
             return ticket
 
     def use_ticket(self, ticket: bytes) -> Caller | None:
-        """Invalidate a ticket. Return the caller that got the ticket, or None if it was not
-        valid."""
+        """Invalidate a ticket. Return the caller that got it, or None if it was not valid."""
         with self._lock:
             self._expire(self._clock())
             return self._remove(ticket)

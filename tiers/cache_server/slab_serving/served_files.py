@@ -46,8 +46,7 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
             token_digest(token, f"the token in {self.token_file} (--kv-serve-token-file)")
 
     def token(self) -> str | None:
-        """Read the token. Raises TierConfigError if the file is unreadable or open to other
-        users."""
+        """Read the token. Raises TierConfigError for an unreadable file or one open to others."""
         return None if self.token_file is None else _read_token(Path(self.token_file))
 
     def tls(self) -> TlsFiles | None:

@@ -41,9 +41,8 @@ _CLOSE_SECONDS = 1.0
 
 
 class PeerStore(ServedStore):
-    """A store over an engine's slab. `slab_fd` is the slab's memory, `reader` reads the slab's
-    index, and `layout` is the layout of its blocks. `tags` makes the tags that other engines
-    expect."""
+    """A store over an engine's slab in `slab_fd`, with blocks of `layout`. `reader` reads the
+    slab's index, and `tags` makes the tags that other engines expect."""
 
     is_read_only = True
 

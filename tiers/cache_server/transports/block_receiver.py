@@ -124,8 +124,7 @@ class BlockReceiver:
         self._current = None
 
     def store_whole(self) -> None:
-        """Store the received blocks, the last one first: a prompt's last blocks are evicted
-        first."""
+        """Store received blocks, the last first: a prompt's last blocks are evicted first."""
         stored: list[tuple[bytes, State]] = []
         while self._whole:
             block = self._whole.pop()

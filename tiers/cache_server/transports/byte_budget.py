@@ -10,8 +10,7 @@ from collections import deque
 
 
 class ByteBudget:
-    """Grants up to `total` bytes in order of arrival: a small request does not overtake a large
-    one."""
+    """Grants up to `total` bytes in order of arrival: small requests overtake no large one."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -23,8 +22,7 @@ class ByteBudget:
         return self._total - self._free
 
     async def take_bytes(self, wish: int) -> int:
-        """Wait for `wish` bytes, or for the total if that is less. Return the number to give
-        back."""
+        """Wait for `wish` bytes, `total` at most. Return the number to give back."""
         wish = min(wish, self._total)
         if not self._line and wish <= self._free:
             self._free -= wish

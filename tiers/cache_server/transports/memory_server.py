@@ -99,8 +99,7 @@ class MemoryServer(SessionServer):
 
 
 def _lock(folder: str) -> int | None:
-    """Lock a folder. Return a descriptor, or None if another process has the lock. May raise
-    OSError."""
+    """Lock a folder. Return a descriptor, or None if it is locked already. May raise OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,8 +113,7 @@ def _lock(folder: str) -> int | None:
 
 
 def _parents() -> list[str]:
-    """The parent folders to try for the socket's folder, in order. The first writable one is
-    used."""
+    """Parents to try for the socket's folder, in order. The first writable one is used."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     named = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - the folder in it is 0700 and new
     return list(dict.fromkeys((named, "/tmp", runtime, "/dev/shm")))  # noqa: S108 - likewise

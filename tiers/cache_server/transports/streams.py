@@ -205,7 +205,6 @@ def _begin_part(tenant_store: ServedStore, keys: list[bytes], read_leases: list[
 
 
 def _wait_part(tenant_store: ServedStore, read_lease: ReadLease) -> list[Proof | None]:
-    """Wait for the blocks of a read lease. Return their proofs."""
     tenant_store.wait_loaded(read_lease, time.monotonic() + _READ_SECONDS)
     return tenant_store.proofs(read_lease)
 

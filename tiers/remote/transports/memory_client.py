@@ -323,8 +323,7 @@ class MemoryConnection(SocketConnection):
     def _copy_in(
         self, key: bytes, buffer: memoryview, target: memoryview, lease_ends: float
     ) -> Any | None:
-        """Copy a block to `target` and hash it. Return the hasher, or None if the lease ended. The
-        server hashes the copy again."""
+        """Copy a block to `target` and hash it. Return the hasher, or None if the lease ended."""
         if time.monotonic() >= lease_ends:
             return None
         if not self._tags.are_keyed:

@@ -79,8 +79,7 @@ def greet(connection: Connection, ticket: bytes, layout: BlockLayout, deadline: 
 
 
 def welcomed(raw: bytes, layout: BlockLayout) -> Welcome:
-    """Decode a welcome. Raises Refused for a status that is not OK, ConnectionLost for a wrong
-    block size."""
+    """Decode a welcome. Raises Refused, or ConnectionLost for a wrong block size."""
     welcome = decode(decode_welcome, raw)
     if welcome.status is not Status.OK:
         raise Refused(welcome.status)

@@ -135,8 +135,7 @@ class AioContext:
         del prepared[:]
 
     def events(self, at_least: int) -> list[tuple[int, int]]:
-        """Wait until at least `at_least` requests have ended. Return the number and the result of
-        every ended request; a result is a count of bytes or a negative errno."""
+        """Wait until `at_least` have ended. Return each one's number and result (bytes, -errno)."""
         ended, self._refused = self._refused, []
         wanted = max(0, at_least - len(ended))
         while True:
@@ -191,8 +190,7 @@ class DiskQueue(Protocol):
         """Start all requests that `start` has queued."""
 
     def wait_completions(self) -> list[tuple[int, Result]]:
-        """Wait until at least one request has ended. Return the numbers and the results of all
-        ended requests. At least one request must be running."""
+        """Wait until a running request has ended. Return numbers and results of all ended ones."""
 
     def close(self) -> None:
         """Free the kernel's resources for this queue. No request may be running."""

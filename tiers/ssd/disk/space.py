@@ -43,7 +43,6 @@ class SpacePlan:
 
     @property
     def total_bytes(self) -> int:
-        """The most disk space that the store ever takes."""
         return self.slot_file_bytes + 2 * self.index_bytes + SMALL_FILES_BYTES
 
 

@@ -46,10 +46,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 class StoreDirectory:
     """The directory of a store, locked until `close`. Raises TierConfigError with cause and cure,
-    or TierDown if the path cannot be written to at present.
-
-    If `create` is false, a directory without a store is refused.
-    """
+    or TierDown if the path cannot be written to at present. If `create` is false, a directory
+    without a store is refused."""
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
         self.path = path.absolute()

@@ -89,8 +89,7 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
 
 
 class _Watch:
-    """Kills a child process that gives no output for too long. `run` runs on a thread of its own;
-    only the thread that reads from the child calls `saw`."""
+    """Kills a silent child. `run` has its own thread; only the reading thread calls `saw`."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.over = threading.Event()

@@ -204,8 +204,7 @@ def _read_store(
 
 
 def _choose_victims(index: SlotIndex, name: str, make: PolicyFactory) -> None:
-    """Make the index evict by this policy, unless the store has more than `MOST_POLICY_SLOTS`
-    slots. Raises TierConfigError if the policy cannot be made."""
+    """Evict by this policy if there are at most `MOST_POLICY_SLOTS`. Raises TierConfigError."""
     if index.num_slots > MOST_POLICY_SLOTS:
         log.warning(
             "the SSD tier has %d slots and evicts by least recent use: with more than %d the "
@@ -284,8 +283,7 @@ class _OtherFormat(Exception):
 
 
 def _check_format(path: Path, found: Identity, wanted: Identity) -> None:
-    """Raise _OtherFormat if only the format version differs. Raise TierConfigError if the layout or
-    the namespace differs as well."""
+    """Raise _OtherFormat if only the format version differs, TierConfigError if more differs."""
     if found.format_version == wanted.format_version:
         return
     if not found._replace(format_version=wanted.format_version).is_same(wanted):

@@ -108,8 +108,7 @@ def _end_keeping(path: Path, moving: Path) -> Path:
 
 
 def _take_back(path: Path, moving: Path, format_version: int) -> None:
-    """Move the files of the store that is being opened back into `path`, if another version crashed
-    while it moved that store away."""
+    """Move files back into `path` if another version crashed while it moved them away."""
     note = read_note(path)
     if not _is_folder(moving) or note is None or note.format_version != format_version:
         return

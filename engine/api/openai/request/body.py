@@ -85,8 +85,7 @@ async def _read(request: Request, limit: int) -> bytes:
 
 def check_kind(request: Request, wanted: str = JSON) -> None:
     """Raise ApiError 415 for a body of another content type. Browsers send some content types to
-    any host without asking the host first, so a page of any site could use a server without a
-    key."""
+    any host without asking it first, so any site's page could use a server without a key."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if kind == wanted and encoding == "identity":

@@ -199,8 +199,6 @@ class FunctionDefinition(msgspec.Struct, kw_only=True):
 
 
 class ToolDefinition(msgspec.Struct, kw_only=True):
-    """A tool that a request offers."""
-
     function: FunctionDefinition
     type: Literal["function"] = "function"
 
@@ -291,8 +289,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /detokenize."""
-
     tokens: list[int]
     model: str | None = None
 

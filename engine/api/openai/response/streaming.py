@@ -74,7 +74,6 @@ async def before(wanted: Awaitable[T], deadline: float, ended: asyncio.Future[No
 
 
 def shutting_down() -> ApiError:
-    """Return the error for an answer that ends early because the server shuts down."""
     return ApiError(
         "the server is shutting down and ended this answer; ask again when it is back",
         status=503,
@@ -102,7 +101,6 @@ class EventStream:
     _started: bool = field(init=False, default=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the whole stream."""
         try:
             await until_disconnect(receive, self._send_events(send), self.ended)
         except ClientGone:

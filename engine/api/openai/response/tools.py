@@ -78,8 +78,6 @@ class CallReader:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The settings for the use of tools in one answer."""
-
     shown: list[Mapping[str, object]] | None = None  # the tools that the template gets
     structured_outputs: StructuredOutputsParams | None = None  # set if the answer must call
     make_parser: Callable[[], ToolCallParser] | None = None  # None: no calls are read
@@ -181,8 +179,7 @@ def _is_json(text: str) -> bool:
 
 
 def _check_schema(place: str, schema: Mapping[str, Any] | None) -> None:
-    """Raise ApiError unless the schema describes an object; the grammar compiler checks the
-    rest."""
+    """Raise ApiError unless the schema describes an object; the compiler checks the rest."""
     schema = without_nulls(schema or {})
     kind = schema.get("type", "object")
     if kind != "object":

@@ -130,7 +130,6 @@ class TemplateProbe:
 
 
 def in_parts(message: Seen) -> Seen:
-    """Return the message with its content as a list of parts."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
