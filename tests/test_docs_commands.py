@@ -173,7 +173,7 @@ def test_spellings_of_vllm() -> None:
         assert all(flag in ENGINE_FLAGS | SERVER_FLAGS for flag in _options_in(here)), name
         _check_meaning(name, here)
     text = read_command_pages()
-    same = text[text.index("`--generation-config vllm`") : text.index("are the same here")]
+    same = text[text.index("`--generation-config vllm`") : text.index("have the same names and meanings")]
     assert set(re.findall(r"`(--[a-z-]+)`", same)) <= ENGINE_FLAGS | SERVER_FLAGS | {"--config"}
 
 
