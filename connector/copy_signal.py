@@ -20,8 +20,7 @@ class CopySignal:
     The engine can sleep while copies run, and the scheduler side knows that results are ready
     before it polls the worker side. The scheduler side owns the signal; the worker side gets
     `note_ended`, or, in another process, a callable that leads to it. Every method may be called
-    from any thread; the wake-up function must return at once.
-    """
+    from any thread; the wake-up function must return at once."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

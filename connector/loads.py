@@ -17,8 +17,7 @@ and the piece is dropped. The loaded part has no gaps and reaches to the end: af
 no piece is loaded, and the request computes up to the part loaded so far.
 
 Blocks are counted by position in the request. A position has one block or more (`parts.py`), and is
-loaded when all that the load needs are loaded.
-"""
+loaded when all that the load needs are loaded."""
 
 from __future__ import annotations
 

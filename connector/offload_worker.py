@@ -7,8 +7,7 @@
     ahead job   like a store job, after those of the step, in parallel with the forward pass
     forward     after every store of the step, and after the ahead jobs whose blocks it overwrites
 
-This module handles no keys and no requests: blocks and slots are numbers.
-"""
+This module handles no keys and no requests: blocks and slots are numbers."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ this wait, cold blocks are copied before their eviction, a bounded amount at a t
 with forward passes that do not write to them. When such a block is evicted, the step waits at most
 for the rest of its copy. A few cold blocks join the job of the evicted blocks. With a pool in CPU
 memory all cold blocks join it, because a copy in parallel with the forward pass would take a
-processor from the pass.
-"""
+processor from the pass."""
 
 from __future__ import annotations
 

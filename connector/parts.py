@@ -15,8 +15,7 @@ blocks in the window; the tiers may have dropped the blocks before the window.
 If layers carry states (state space models), a hit also needs the states after its last position.
 Such a checkpoint is cut into pieces of a block's size; each piece has a cache group of its own,
 numbered after the other groups (`engine/cache/state_checkpoints.py`). A checkpoint has many pieces
-but few positions have a checkpoint, so the pieces' keys are made for one position at a time.
-"""
+but few positions have a checkpoint, so the pieces' keys are made for one position at a time."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class Parts:
     tensor-parallel ranks, out of `num_ranks`, whose blocks this connector handles.
 
     With `whole_only` a load brings all blocks of a hit or none. Windows and states imply
-    `whole_only` and forbid overlapped loads.
-    """
+    `whole_only` and forbid overlapped loads."""
 
     def __init__(
         self,

@@ -6,8 +6,7 @@
                                └──────► finished     the request has ended before its load
 
 The first call that names a request creates its record. `request_finished` deletes the record,
-unless a load still runs; then the end of that load deletes it.
-"""
+unless a load still runs; then the end of that load deletes it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Builds the slab, stores and admission filter of an engine or a cache server's tenant from
 settings.
 
-All functions raise TierConfigError for invalid sizes, paths and names.
-"""
+All functions raise TierConfigError for invalid sizes, paths and names."""
 
 from __future__ import annotations
 

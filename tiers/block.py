@@ -6,8 +6,7 @@ Keys and layouts are part of the ABI in `docs/abi.md`. The golden vectors of
 
     root   = SHA-256(canonical CBOR of the identity)
     digest = SHA-256(parent digest | token ids, little-endian int32 | canonical CBOR of the extras)
-    key    = digest (32) | group u16 | shard rank u16 | shard count u16 | zero u16    (40 bytes)
-"""
+    key    = digest (32) | group u16 | shard rank u16 | shard count u16 | zero u16    (40 bytes)"""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class Identity:
     `model` is a fingerprint of weights and configuration, not a path. An operator may set the free
     text `revision` to keep the blocks of otherwise equal models apart. K and V are computed in
     `dtype` and kept in `kv_dtype`. `epoch` is always 0; it is reserved for weights that change
-    while an engine runs.
-    """
+    while an engine runs."""
 
     model: str
     revision: str
@@ -97,8 +95,7 @@ def chain_digests(
     `parent` is the parent of the first block. `extras` maps a block's index in this call to its
     encoded extras. A partial block at the end is ignored. Two different inputs never give the same
     hashed bytes. The reason is that the root contains the block size, so all blocks of a chain have
-    equally many token bytes.
-    """
+    equally many token bytes."""
     step = block_size * TOKEN_BYTES
     digests: list[bytes] = []
     sha256 = hashlib.sha256

@@ -9,8 +9,7 @@
     └── TierClosed       the tier was closed; it takes no more calls
 
 A damaged, missing or misplaced record is not an error: the tier counts it and returns a miss. The
-hierarchy turns each TierError of a store into a miss and counts it by the name of its class.
-"""
+hierarchy turns each TierError of a store into a miss and counts it by the name of its class."""
 
 import errno
 import os

@@ -4,8 +4,7 @@ them.
 
 A hold lists keys, not slots. Therefore a block that is still being loaded is protected as soon as
 it is in the slab. A block that never comes occupies no slot. Every hold expires at its time, and
-the number of held keys is limited. Times are monotonic seconds.
-"""
+the number of held keys is limited. Times are monotonic seconds."""
 
 from __future__ import annotations
 

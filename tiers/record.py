@@ -16,8 +16,7 @@ record.
        112    16 xxh3-128 over bytes 0..111 and the digest of the payload as stored; or the seal
                  of bytes 0..111 and the payload (`Seal`)
 All integers are little-endian. A record of version 1, which had no tag, is refused and counts as a
-miss.
-"""
+miss."""
 
 from __future__ import annotations
 

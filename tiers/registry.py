@@ -9,8 +9,7 @@ A package declares a tier as an entry point in its own `pyproject.toml`:
 `open_tier` takes a `TierRequest` and returns a `StoreTier`, empty or filled, that fulfils the
 contract in `tiers/base.py`; `tiers/contract.py` checks the contract. `policies/known_policies.py`
 and `admission/filters.py` describe the entry points of policies and filters. A package is imported
-only when a setting names its entry point.
-"""
+only when a setting names its entry point."""
 
 from __future__ import annotations
 

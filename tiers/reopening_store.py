@@ -15,8 +15,7 @@ path, and after faults also whether they can be read. If a check fails, the thre
 
 A disk that hangs may block a thread of the store for longer than `close` waits. Until that thread
 has ended, the store's files stay open and its folder stays locked, so no process can open the
-store.
-"""
+store."""
 
 from __future__ import annotations
 

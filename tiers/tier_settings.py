@@ -4,8 +4,7 @@ a help text.
 
 `settings/option.py` makes flags, environment variables and keys of configuration files from these
 options, and `assemble.py` builds the tiers. A new option needs a field in this module and code that
-uses the field.
-"""
+uses the field."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 checked-in code.
 
 The compiler comes from `grpcio-tools`, pinned to a version that generates for protobuf 6.31.1. Code
-generated for a newer protobuf refuses an older runtime, and not the reverse.
-"""
+generated for a newer protobuf refuses an older runtime, and not the reverse."""
 
 from __future__ import annotations
 

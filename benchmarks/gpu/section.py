@@ -8,8 +8,7 @@ so a run that is cut off keeps its results.
 Work is captured in a CUDA graph, replayed, and timed by events. As in a serving engine, a graph
 leaves out Python and launch overhead. A caller gives a callable for each set of buffers. Together
 the sets are larger than the level-2 cache, so that a launch finds its data in memory. A rehearsal
-uses the CPU's clock instead of events.
-"""
+uses the CPU's clock instead of events."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@
 A session sends its next request as soon as the one before it is answered. Failed requests are
 recorded and counted. While an answer comes, the client only keeps the received pieces with their
 times; it parses them at the end. If it parsed between events, beside a server on the same machine,
-its work would count as latency.
-"""
+its work would count as latency."""
 
 from __future__ import annotations
 

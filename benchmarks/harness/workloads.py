@@ -9,8 +9,7 @@
 
 All prompts follow from a seed. The text of the prompts is the help of Python's standard library. It
 is on every machine that runs the benchmark, so nothing is downloaded. It is real prose and code, so
-lengths of tokens and likelihoods of outputs are as in real use.
-"""
+lengths of tokens and likelihoods of outputs are as in real use."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """The settings of tiers below another project's engine, read from its JSON object.
 
 A setting's name is StrataKV's flag without `--kv-offload-`, with underscores. Each `Host` has
-`HostSettings` or a subclass with more fields, and its own defaults.
-"""
+`HostSettings` or a subclass with more fields, and its own defaults."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 
 The files lie in the directory that the host was given, or in the cache of the Hugging Face Hub. All
 files there count except hidden ones and Markdown, because a host may read any of them.
-`settings_text` covers the host's settings that change the numbers in a KV cache.
-"""
+`settings_text` covers the host's settings that change the numbers in a KV cache."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ copies between the host's memory and the slab, and an orderly shutdown.
 
 A subclass defines the jobs and begins them. In `vllm/tier_transfers.py` each call begins its job at
 once, because vLLM's scheduler must not wait. In `tiers.py` stores wait for room in the slab, and
-answers are futures.
-"""
+answers are futures."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Stores, looks up and loads chunks of one size, under 40-byte keys, for another engine (the host).
 
 `store`, `lookup` and `load` return a future at once, which ends within `Limits`. The host's bytes
-are read or written only until then. One thread does all the work in the hierarchy.
-"""
+are read or written only until then. One thread does all the work in the hierarchy."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ saves most seconds is chosen; if no end saves time, there is no load. The time i
 first computes other requests does not count as time of the load. Near break-even the last choice
 for about as many blocks from the same tier is repeated. Every `PROBE_EVERY`-th plan that would not
 load all blocks loads some more, to notice that a tier has become quick again. All seconds are
-estimates. This module handles no requests, keys or tickets.
-"""
+estimates. This module handles no requests, keys or tickets."""
 
 from __future__ import annotations
 

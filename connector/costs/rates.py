@@ -140,8 +140,7 @@ class PrefillRate:
 
         seconds of a token  =  free part  +  slope x position
 
-    fitted to the last steps, each weighted by its tokens.
-    """
+    fitted to the last steps, each weighted by its tokens."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -193,8 +192,7 @@ class LinkRate:
     sample whose span contains the estimate changes nothing. Otherwise the estimate moves towards
     the span by a share of the distance in logarithms: a link 100 times slower is noticed as soon as
     one 100 times faster. Small transfers mostly change the fixed part, large ones the part for each
-    byte.
-    """
+    byte."""
 
     def __init__(self, fixed_seconds: float, bytes_per_second: float) -> None:
         self.fixed_seconds = fixed_seconds

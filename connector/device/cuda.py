@@ -8,8 +8,7 @@
 
 If this way to copy is missing or slow on a machine, the fastest measured way replaces it: single
 copies, copies through a page-locked buffer, or a kernel of few programs. An error that leaves CUDA
-unusable closes the device, and later calls raise it.
-"""
+unusable closes the device, and later calls raise it."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 torch offers most of these functions too, but two of its streams may be the same CUDA stream, and
 its events report no error codes. A test compares every number and signature here with the headers
 of CUDA 12.8 and 13. Batched copies and page-locking are in `kernels/copy/copy_engine.py`. Importing
-this module needs no CUDA.
-"""
+this module needs no CUDA."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 The protocol is minimal, so that tests can replace CUDA's streams by queues. Streams and events are
 handles of the CUDA runtime; addresses are numbers. A thread must call `enter_thread` before the
-other methods. Every method may raise CudaError.
-"""
+other methods. Every method may raise CudaError."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Events of the CUDA device, for which streams and threads can wait.
 
 A `Point` is an event of CUDA, recorded once. A copy's event gets its point when the copy has been
-queued in CUDA. Until then a stream cannot wait for the event, only a thread can.
-"""
+queued in CUDA. Until then a stream cannot wait for the event, only a thread can."""
 
 from __future__ import annotations
 

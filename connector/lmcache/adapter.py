@@ -4,8 +4,7 @@
 LMCache's controllers submit tasks from two threads, sleep on event fds, and take each result once.
 A task that never ended would hang a request in LMCache, so every task ends. At its time limit a
 task reports the chunks that have come. If the tiers are not open or have failed, all its chunks are
-misses.
-"""
+misses."""
 
 from __future__ import annotations
 

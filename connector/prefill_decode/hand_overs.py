@@ -6,8 +6,7 @@ are kept there for a while.
 
 This engine's knowledge of the store may be out of date, so the lease decides: the store answers
 which of the blocks it has, and evicts none of them during the lease. A hand-over that takes longer
-than MOST_SECONDS ends with its missing blocks.
-"""
+than MOST_SECONDS ends with its missing blocks."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 `wait_limit.py` decides when and how a wait ends. After the wait the request loads the blocks that
 other engines have stored, and computes the rest. A waiting request holds no blocks of the pool. Its
 prompt is followed (`followed_prompts.py`), so that the blocks are in the slab when the wait ends. A
-request waits at most once, and only after a call of `PromptsElsewhere.await_prefill`.
-"""
+request waits at most once, and only after a call of `PromptsElsewhere.await_prefill`."""
 
 from __future__ import annotations
 

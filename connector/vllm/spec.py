@@ -2,8 +2,7 @@
 """StrataSpec: vLLM's tiering spec with StrataTier below its region, and a worker for CPU builds.
 
 vLLM's own manager stays in use, and on a GPU vLLM's own copies between KV cache and region. The
-settings stand under "stratakv" in `kv_connector_extra_config`.
-"""
+settings stand under "stratakv" in `kv_connector_extra_config`."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
     submit_store      take chunks that vLLM has just stored    a job, done by a thread
     get_finished_jobs report the jobs that the thread has done
 
-Chunks whose load failed are misses for a while, so that vLLM computes them.
-"""
+Chunks whose load failed are misses for a while, so that vLLM computes them."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 vLLM's scheduler makes the calls in its step loop, so only `wait_for_jobs` and `close` may wait. The
 other calls only reserve or pin slots, and a thread does the rest. The thread also completes stores,
-so chunks reach a cache server even while the engine is idle.
-"""
+so chunks reach a cache server even while the engine is idle."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@
 
 All other members that StrataConnector overrides or reads are the same in all versions.
 
-This module reads vLLM's objects by their attributes and imports vLLM only inside its functions.
-"""
+This module reads vLLM's objects by their attributes and imports vLLM only inside its functions."""
 
 from __future__ import annotations
 

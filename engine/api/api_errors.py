@@ -2,8 +2,7 @@
 """The errors that clients get, in the form of OpenAI's API, and the mapping of exceptions to them.
 
 Any code that a route calls may raise `ApiError`. `to_api_error` converts every other exception to
-an `ApiError`, so no client gets a traceback.
-"""
+an `ApiError`, so no client gets a traceback."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """The HTTP application: its routes, their checks and their error answers.
 
 `http_server.py` runs the application. Handlers are plain ASGI applications below FastAPI, because
-FastAPI's validation and response classes cost more time per request than decoding a prompt does.
-"""
+FastAPI's validation and response classes cost more time per request than decoding a prompt does."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ def create_app(
     raises ValueError for parameters that a logits processor refuses. `pooling` is the kind of
     pooling for embeddings. `tool_call_parser` names the parser of tool calls; if empty, the chat
     template determines the parser. `chat_template` replaces the model's own. Raises ConfigError for
-    an unusable chat template or parser.
-    """
+    an unusable chat template or parser."""
     settings = settings or ApiSettings()
     if chat_template is None and tokenizer is not None:
         chat_template = ChatTemplate.load(model_path, tokenizer)

@@ -4,8 +4,7 @@
 Templates come from model repositories, so they are treated as untrusted code. Jinja's sandbox,
 without access to Python's internals, compiles and renders templates in a separate process with
 limits on time and memory. The length of source and output, and the number of renderings at once,
-are limited too.
-"""
+are limited too."""
 
 from __future__ import annotations
 

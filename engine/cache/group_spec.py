@@ -23,8 +23,7 @@ Layers that only carry a state, or only have an MLP, have no K and V and no tabl
 sequence's states is cut into pieces. Each piece takes a page, which is named like a page of an
 additional group (`state_checkpoints.py`):
 
-    D|0   K and V of the block that ends here      D|1 D|2 D|3   the states behind it
-"""
+    D|0   K and V of the block that ends here      D|1 D|2 D|3   the states behind it"""
 
 from __future__ import annotations
 
@@ -203,8 +202,7 @@ def pages_per_block(attention: Sequence[LayerAttention]) -> int:
 
         full full                             2
         full full window window window window    2
-        full window window                    1
-    """
+        full window window                    1"""
     runs = [len(list(run)) for _, run in groupby(attention)]
     return math.gcd(*runs)
 

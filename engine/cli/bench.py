@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv bench NAME`: runs one of the project's benchmarks, by the name of its module.
 
-Every benchmark takes --quick and --out DIR and writes DIR/NAME.json.
-"""
+Every benchmark takes --quick and --out DIR and writes DIR/NAME.json."""
 
 from __future__ import annotations
 

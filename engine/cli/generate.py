@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv generate`: continues one prompt, and prints the text while it is generated.
 
-Only the text goes to standard output; statistics go to standard error.
-"""
+Only the text goes to standard output; statistics go to standard error."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """The command line `stratakv`: runs a command, and reports a failure in one sentence.
 
 Exit codes: 0 done, 1 the engine failed, 2 wrong usage or environment, 130 interrupted. This module
-needs only the base installation; a command's modules are imported when it runs.
-"""
+needs only the base installation; a command's modules are imported when it runs."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 of the tiers, and which prefixes load faster than they compute.
 
 The command reads config.json and checks whether the weight files exist. In `engine/plan`,
-`memory_plan.py` has the arithmetic, `machine_rates.py` the rates, and `table.py` the printing.
-"""
+`memory_plan.py` has the arithmetic, `machine_rates.py` the rates, and `table.py` the printing."""
 
 from __future__ import annotations
 

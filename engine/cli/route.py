@@ -2,8 +2,7 @@
 """`stratakv route`: a proxy in front of prefill and decode nodes.
 
 The proxy needs neither a model nor torch. After SIGINT or SIGTERM it accepts no new connections,
-lets running requests finish for --drain-seconds, and ends.
-"""
+lets running requests finish for --drain-seconds, and ends."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """`stratakv trace explain|export`: reads a file that `--step-trace` wrote.
 
 Both subcommands read the last run in a file. `explain` prints the history of a request in words, or
-lists the requests; `export` makes a timeline for Perfetto.
-"""
+lists the requests; `export` makes a timeline for Perfetto."""
 
 from __future__ import annotations
 

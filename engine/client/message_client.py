@@ -2,8 +2,7 @@
 """The common base of engine clients: it passes outputs to requests, and replies to calls.
 
 A subclass sends messages to the core, and passes the core's messages to `_receive`. All code in
-this module runs in one event loop.
-"""
+this module runs in one event loop."""
 
 from __future__ import annotations
 

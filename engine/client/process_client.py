@@ -2,8 +2,7 @@
 """The client of an engine core in a separate process: msgpack over ZMQ on private Unix sockets.
 
 Two processes keep the HTTP server's Python threads from competing with the step loop for the
-interpreter. The client detects the exit of the core process at once.
-"""
+interpreter. The client detects the exit of the core process at once."""
 
 from __future__ import annotations
 

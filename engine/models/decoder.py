@@ -6,8 +6,7 @@ rounding would make results depend on the order of additions. The weights decide
 computed: a bias or a norm that is None is left out. This module has no requests, blocks or
 sampling; the caller passes positions and the attention plan.
 
-    embed ─► each layer: attention ─► rest (output matrix, MLP) ─► last norm ─► logits
-"""
+    embed ─► each layer: attention ─► rest (output matrix, MLP) ─► last norm ─► logits"""
 
 from __future__ import annotations
 
@@ -345,8 +344,7 @@ class Decoder:
 
         K and V of all tokens are written to the pool and, with `states`, the new states too. After
         the last mixer only the rows `wanted` are computed. An `attention` from `in_library`
-        computes all layers; its `plan` has one plan per view. With kernels, `x` is overwritten.
-        """
+        computes all layers; its `plan` has one plan per view. With kernels, `x` is overwritten."""
         if self.spec.state is not None and states is None:
             raise ValueError("a model with layers that carry a state takes a step's states")
         if isinstance(attention, CpuNetwork):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results of the Python API: an answer to each prompt, with one choice or several.
 
-Fields that vLLM has too have the same names. `ProgressLine` shows progress on a terminal.
-"""
+Fields that vLLM has too have the same names. `ProgressLine` shows progress on a terminal."""
 
 from __future__ import annotations
 

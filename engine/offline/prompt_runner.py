@@ -2,8 +2,7 @@
 """Runs the prompts of a Python API call as one request for each choice.
 
 The choices of a prompt start together, so that the prompt is computed once. A failed request does
-not end other requests. A `PromptRunner` may be used in one event loop only.
-"""
+not end other requests. A `PromptRunner` may be used in one event loop only."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ no room from other clients.
 
     a body                  the bytes received, until its answer has ended
     a prompt in parts       its first part until its answer has ended, and the current part's bytes
-    a websocket's message   from its first bytes on, before it is whole
-"""
+    a websocket's message   from its first bytes on, before it is whole"""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ A node is refused if it was started for another role, or if its identity differs
 is up sets the reference. The reference stays while a decode node with this identity is alive and
 not drained, so one node that restarts with another model cannot make all others refused. When no
 decode node with the reference is left, the next decode node that is up sets a new one. A prefill
-node never sets the reference, because answers are possible without prefill nodes.
-"""
+node never sets the reference, because answers are possible without prefill nodes."""
 
 from __future__ import annotations
 

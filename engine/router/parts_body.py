@@ -8,8 +8,7 @@ The first line is read whole, because the choice of a node needs it. The other l
 as fast as the node reads them, and are not kept. Time limits:
 
     a part          from its first bytes until it is whole
-    between parts   the node's own time limit: the node's answer ends the prompt
-"""
+    between parts   the node's own time limit: the node's answer ends the prompt"""
 
 from __future__ import annotations
 

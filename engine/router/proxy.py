@@ -9,8 +9,7 @@
 
 Each request gets one answer or one error. A request is retried on another node only while no part
 of an answer has been sent and no part of the prompt after the first has been passed on. A failed
-prefill costs only time, because the decode node computes the blocks that it does not find.
-"""
+prefill costs only time, because the decode node computes the blocks that it does not find."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Relays a node's answer to the client, and ends the answer properly even if the node is lost.
 
 Server-sent events are passed on only when they are whole. The client never reads half an event, and
-an event with the error can follow if the node is lost.
-"""
+an event with the error can follow if the node is lost."""
 
 from __future__ import annotations
 

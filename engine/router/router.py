@@ -2,8 +2,7 @@
 """The router as an ASGI application: its own routes, and the routes that it passes to nodes.
 
 Only API routes for clients are passed on. Routes that control a node (`/pause`, `/metrics`) need a
-direct connection to the node.
-"""
+direct connection to the node."""
 
 from __future__ import annotations
 

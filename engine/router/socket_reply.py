@@ -5,8 +5,7 @@
     events             one message each; the connection's close takes the place of [DONE]
     an error           one message, and a close with the code of the error
 
-A node's answer that is not JSON is replaced by an error object, because the client expects JSON.
-"""
+A node's answer that is not JSON is replaced by an error object, because the client expects JSON."""
 
 from __future__ import annotations
 

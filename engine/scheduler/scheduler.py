@@ -18,8 +18,7 @@ No request can block all others:
   and waits for the connector's reports of these loads, which always come.
 - If no request runs, the first waiting request takes blocks from ended loads too, and the watermark
   is ignored. The request may use them to run, but not to load: loaded requests come first.
-- `add_request` refuses a request that could not run even alone.
-"""
+- `add_request` refuses a request that could not run even alone."""
 
 from __future__ import annotations
 

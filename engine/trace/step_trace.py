@@ -26,8 +26,7 @@ NO_CONNECTOR = "none"
 class StepTrace(Observer):
     """Writes a step trace to the file at `path` until `close`. `num_blocks` is the KV pool's size.
 
-    Raises ConfigError if the file cannot be opened.
-    """
+    Raises ConfigError if the file cannot be opened."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a `Story` for each traced request: its states, with their start and end times.
 
-queued ──► waiting ──► loading ──► waiting ──► running ──► (preempted: waiting) ──► ended
-"""
+queued ──► waiting ──► loading ──► waiting ──► running ──► (preempted: waiting) ──► ended"""
 
 from __future__ import annotations
 

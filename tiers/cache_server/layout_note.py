@@ -2,8 +2,7 @@
 """Layout notes: a file PATH/NAME.layout beside a store's folder has the layout of its blocks.
 
 A restarted server reads a tenant store's layout from this file and opens the store before an engine
-attaches. Without a readable file the store is opened when an engine attaches.
-"""
+attaches. Without a readable file the store is opened when an engine attaches."""
 
 from __future__ import annotations
 

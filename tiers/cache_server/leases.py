@@ -10,8 +10,7 @@ Each store and each session has its own `Leases` table, and ends the expired lea
 
 A ReadLease or WriteLease that only a thread of the server uses is in no table. The thread always
 ends it, and its slots must not be freed before that. Times are monotonic, so that setting the clock
-ends no lease.
-"""
+ends no lease."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@
 Thread-safe. The store does not hold its lock while bytes are read, copied or hashed.
 
     begin_load → wait_loaded → (bytes go out) → end_load   blocks keep their slots in between
-    begin_store → (bytes come in, checked) → end_store     every later look-up finds them
-"""
+    begin_store → (bytes come in, checked) → end_store     every later look-up finds them"""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """The gRPC calls of the cache service; proto/v1/cache_service.proto describes each call.
 
 The event loop never waits for a tenant store (`tenant_store_calls.py`). A call raises its errors,
-and `access/call_guard.py` turns them into a gRPC status.
-"""
+and `access/call_guard.py` turns them into a gRPC status."""
 
 from __future__ import annotations
 

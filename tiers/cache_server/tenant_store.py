@@ -10,8 +10,7 @@ takes a lock. The lock is not held while bytes are read, copied or hashed.
 
 Callers copy blocks into and out of `buffer(slot)`. Methods take the keys of clients; blocks are
 stored under salted keys. Only engines make and compare tags. The store keeps a block's tag with the
-block, in memory and on the disk, and sends both.
-"""
+block, in memory and on the disk, and sends both."""
 
 from __future__ import annotations
 

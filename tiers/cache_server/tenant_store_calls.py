@@ -4,8 +4,7 @@
     run_quick   on the loop if the tenant store's lock is free, else on a thread
     run         on a thread, for work that may wait or take long
 
-Each tenant has a limited number of threads, so a slow store leaves threads for other tenants.
-"""
+Each tenant has a limited number of threads, so a slow store leaves threads for other tenants."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@
 A thread opens each tenant store, because allocating its memory takes long. A tenant store with
 blocks on the disk is opened when the server starts. If the disk is full or missing, the store
 starts without the disk, and adds it when it can be opened. Thread-safe. Only `close`, and `start`
-with required disks, wait.
-"""
+with required disks, wait."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
     because the store does not report evictions
 
 A watcher that reads too slowly loses events, and is sent the number of lost events. Other watchers
-lose none.
-"""
+lose none."""
 
 from __future__ import annotations
 

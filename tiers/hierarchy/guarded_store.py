@@ -5,8 +5,7 @@ Every fault of a store becomes a miss. This module counts each fault and reports
 store's two circuit breakers. Reads and writes have separate breakers, because reads may succeed
 while writes hang. While a breaker is open, the store is probed with one block at intervals. A read
 probe has its own memory and takes no slot of the slab, because a hanging store may write to the
-memory later.
-"""
+memory later."""
 
 from __future__ import annotations
 

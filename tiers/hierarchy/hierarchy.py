@@ -16,8 +16,7 @@ A caller may rely on this:
 - the bytes in a load's slots do not change from when `LoadTicket.waiting` is 0 to `end_load`. A
   caller must do this:
 - call every method from one thread, and call `poll` after each `wakeup`;
-- end each ticket exactly once.
-"""
+- end each ticket exactly once."""
 
 from __future__ import annotations
 

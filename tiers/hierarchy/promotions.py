@@ -5,8 +5,7 @@ A load asks for the leading blocks of a prompt. If a block is in no tier, or the
 for it, the blocks after it are useless and are not read. A block is read only once, however many
 loads wait for it. If a promotion misses its deadline, the waiting loads fail. Its slots stay
 reserved until the read has ended, because the store may still write to them. Blocks that the late
-read brings are published for later loads.
-"""
+read brings are published for later loads."""
 
 from __future__ import annotations
 

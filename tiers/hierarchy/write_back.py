@@ -10,8 +10,7 @@ counts them. An admission filter may refuse a block; the filter is asked again a
 next use.
 
 Blocks go to a shared store at once and without the filter, because other engines wait for them.
-Write-back has no thread: `Hierarchy` runs it in its own calls and after completions.
-"""
+Write-back has no thread: `Hierarchy` runs it in its own calls and after completions."""
 
 from __future__ import annotations
 

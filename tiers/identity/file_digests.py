@@ -4,8 +4,7 @@
     digest = SHA-256( "stratakv.file" | size u64 | SHA-256 of each 8 MiB, in order )
 
 Several threads hash the pieces, so that with enough processors hashing takes no longer than
-reading. A file whose digest is in the cache is not read again (digest_cache.py).
-"""
+reading. A file whose digest is in the cache is not read again (digest_cache.py)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 The library is a plain shared library whose functions take addresses, so it works with any version
 of Python. Without the library, the callers use Python code with the same results. The environment
-variable STRATAKV_BYTES=none switches the library off.
-"""
+variable STRATAKV_BYTES=none switches the library off."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ make four objects.
 
 The functions are looked up by name in the library that hashlib is linked to. `name_maker` returns
 None, and hashlib is used, if that library is missing (a Python with OpenSSL built in), if there is
-no compiled library, or if a first test HMAC is wrong.
-"""
+no compiled library, or if a first test HMAC is wrong."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ follow it in a chain, unless those must not be evicted. Before the first `observ
 and as cheap, for owners that do not report prompts.
 
 The policy also remembers evicted blocks: three times its owner's number of blocks plus `MIN_GONE`,
-but at most `MAX_GONE`. A block takes about 400 bytes.
-"""
+but at most `MAX_GONE`. A block takes about 400 bytes."""
 
 from __future__ import annotations
 

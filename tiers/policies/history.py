@@ -15,8 +15,7 @@ block:
 Runs are ordered in queues, one for each class, cost of a miss and bin of ages. The model ranks the
 queues. All runs of a queue have the same value, and the oldest is evicted first. A run moves to the
 next queue when its age leaves the bin, at most a few dozen times. So no work is repeated for each
-block or at short intervals.
-"""
+block or at short intervals."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 `python -m` and `python -c` put the working directory first on the path, so a file there, such as a
 `msgspec.py`, would run in place of a package. -P keeps the directory off the path; PYTHONSAFEPATH
-does the same for processes whose command line the standard library writes.
-"""
+does the same for processes whose command line the standard library writes."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 The files are read for each connection, so that renewed files need no restart. A client with neither
 token nor certificate uses the token file that a server of the same user wrote on this machine
-(`wire/own_token.py`).
-"""
+(`wire/own_token.py`)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """The list of cache servers, and the server that owns each block. Rendezvous hashing chooses the
 owner: every server gets a score for a key, and the server with the highest score owns the block.
 When a server is added or removed, only the blocks of that server move. A membership service could
-implement `Membership` in place of the fixed list.
-"""
+implement `Membership` in place of the fixed list."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 When a request is queued, the tier sends one look-up of the whole prompt to all engines at the same
 time. It loads a block from an engine that has reported the block. If an engine fails, the failure
-is counted and that engine's blocks are misses.
-"""
+is counted and that engine's blocks are misses."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 It keeps the server's answers, which expire, and the look-ups without an answer. An answer is a
 hint: if the server evicts the block later, a load of the block is a miss. The number of answers is
-limited; the oldest answer is dropped first. Thread-safe.
-"""
+limited; the oldest answer is dropped first. Thread-safe."""
 
 from __future__ import annotations
 

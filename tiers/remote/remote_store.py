@@ -3,8 +3,7 @@
 
 When a request is queued, `prefetch_lookup` asks the servers which blocks of its prompt they have;
 `lookup` returns the servers' last answers. Rendezvous hashing divides blocks among the servers. If
-a server fails, its blocks are misses, and the failure is counted.
-"""
+a server fails, its blocks are misses, and the failure is counted."""
 
 from __future__ import annotations
 

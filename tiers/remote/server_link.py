@@ -5,8 +5,7 @@
       └──refused (credentials, layout, version)──► told once, tried rarely
 
 A restarted server has a new boot id, and the link then forgets the server's blocks. Transfers run
-on their own threads (`transfers.py`), look-ups on grpc's threads.
-"""
+on their own threads (`transfers.py`), look-ups on grpc's threads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """ServerWatch: a stream on which a server reports stored and removed blocks. The reports update the
-link's `presence`; without a watch, only look-ups, loads and stores do.
-"""
+link's `presence`; without a watch, only look-ups, loads and stores do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TransferQueue: one thread makes the transfers of a server in order, each with a deadline. A
-transfer that has not begun by its deadline fails without an attempt.
-"""
+transfer that has not begun by its deadline fails without an attempt."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 The first transfer opens a connection, and later transfers use it. A connection that fails is
 closed. If that connection was open before the transfer, the transfer is tried again on a new
 connection. The server may have restarted, or the old connection may have been idle too long. A
-fallback connection is closed at intervals, so that the next transfer tries to open a better one.
-"""
+fallback connection is closed at intervals, so that the next transfer tries to open a better one."""
 
 from __future__ import annotations
 

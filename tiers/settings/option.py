@@ -6,8 +6,7 @@
 
 `options_of` turns the fields of such a class into a table. The flags, environment variables, file
 keys, help and defaults of all serving commands and of the adapters come from that table. So a new
-option takes one field and the code that uses it.
-"""
+option takes one field and the code that uses it."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 A reader takes the option's name as the user gave it (`--port`, `STRATAKV_PORT`, `port of x.yaml`)
 and the value. It converts the value or raises ConfigError. A converted value can be read again,
-unchanged.
-"""
+unchanged."""
 
 from __future__ import annotations
 

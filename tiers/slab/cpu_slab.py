@@ -9,8 +9,7 @@ slots from `fd`. The caller fills and reads the slots (`reserve`/`commit`, `pin`
        └────────────────────────────────┴───────┘ evicted or dropped, never while pinned
 
 With an index (`slab_index.py`), another process can serve the slab's blocks to other engines. That
-process protects slots from eviction while it reads them.
-"""
+process protects slots from eviction while it reads them."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ setting on the host, but the kernel may refuse. A virtual machine's disk took th
 for blocks on scattered pages.
 
 The size is sealed before another process gets `fd`, because SIGBUS kills a process that has mapped
-a memfd if another process shrinks the memfd.
-"""
+a memfd if another process shrinks the memfd."""
 
 from __future__ import annotations
 

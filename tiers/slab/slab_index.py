@@ -13,8 +13,7 @@ and the engine that loads the block compares the digest.
     header    magic, slots, journal entries; epoch; number of journal entries written
     journal   a ring: the slot whose record has changed, or _ALL
     records   sequence (odd while it changes), epoch, key, tag, digest
-    holds     a time for each slot, of CLOCK_MONOTONIC, which all processes of a host share
-"""
+    holds     a time for each slot, of CLOCK_MONOTONIC, which all processes of a host share"""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ Every slot has the size of an unencoded block. So encoding reduces the bytes rea
 no more blocks fit. A block whose encoding saves no page is written unencoded; its row has
 `encoded_bytes` 0, and `DecodingReader` is not used for it. The checksum covers the encoded bytes
 and is checked before decoding. A lossy codec does not restore the stored bytes exactly, so the
-block's tag is made from the decoded bytes.
-"""
+block's tag is made from the decoded bytes."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 A record that differs from the expected record is a miss: its defect is counted and the block is
 removed from the index. A record that cannot be read is also a miss; its block stays in the index
-only if the cause was a temporary shortage, such as of memory.
-"""
+only if the cause was a temporary shortage, such as of memory."""
 
 from __future__ import annotations
 

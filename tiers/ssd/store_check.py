@@ -12,8 +12,7 @@ is rebuilt, because only that file proves that the records belong to the store. 
 changed. Sealed records can be verified only with their key. Without the key, only headers are
 checked and no index is rebuilt.
 
-The check takes memory for each row, as the store does, and a fixed amount for payloads.
-"""
+The check takes memory for each row, as the store does, and a fixed amount for payloads."""
 
 from __future__ import annotations
 

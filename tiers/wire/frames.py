@@ -23,8 +23,7 @@ server checks digests and keeps tags unchanged; a client checks the tag of each 
 
 All integers are little-endian. PIN, UNPIN, RESERVE and COMMIT work on Unix sockets only. A client
 may send a request before the last reply has come; replies come in the order of requests. The server
-closes the connection after any other message.
-"""
+closes the connection after any other message."""
 
 from __future__ import annotations
 

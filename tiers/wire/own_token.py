@@ -7,8 +7,7 @@
 At each start the server writes a new token, with mode 0600, to the first of these paths that it can
 write. If the file vanishes (a logout empties $XDG_RUNTIME_DIR), the server writes it again. The
 server removes the file when it ends. The token in the file of a killed server is not valid. A
-client reads the first of these files that exists.
-"""
+client reads the first of these files that exists."""
 
 from __future__ import annotations
 

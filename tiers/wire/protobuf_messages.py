@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of layouts and block headers between protobuf messages and the types of the tiers.
 Client and server use it. An invalid message raises WireError. `read_layout` returns any valid
-layout, and its caller compares that layout with the expected one.
-"""
+layout, and its caller compares that layout with the expected one."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ copies the payload once, after the other fields. The decoder returns a view of t
     piece = fields 1 to 4, as the generated code writes them | tag of field 5 | length | payload
 
 The encoded message is valid protobuf, and the decoder accepts fields in any order. For a malformed
-or unusual message the decoder calls the generated code, which copies the payload.
-"""
+or unusual message the decoder calls the generated code, which copies the payload."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ wait for that message before the server could check credentials and deadlines. A
 credentials could then keep calls open for ever.
 
 A request that cannot be decoded raises WireError in the servicer when it receives the request.
-Other modules check credentials and do the work of the calls.
-"""
+Other modules check credentials and do the work of the calls."""
 
 from __future__ import annotations
 

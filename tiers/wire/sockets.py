@@ -2,8 +2,7 @@
 """Connection: a connected socket with deadlines. It receives exact lengths and sends whole buffers,
 without copies. On a plain socket the kernel waits for the whole length (`MSG_WAITALL`), and one
 call sends many buffers; TLS moves records of 16 KiB. A call ends at its deadline, even if the peer
-is slow.
-"""
+is slow."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ A state dict of this module is a valid weight file for `LlamaForCausalLM` with t
 that the export renames nothing.
 
 Optimisers, data, tokenizers, key-value caches and sampling are elsewhere. The module computes
-losses for training and for the held-out evaluation, and writes weights.
-"""
+losses for training and for the held-out evaluation, and writes weights."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ slab  [ slots of the jobs to the host | slots of those to the device ]
 A method makes one call for each block, one call for all blocks, a kernel launch, or a kernel launch
 and a call. Each direction has a stream. `prepare` makes what a job needs; the launch that it
 returns does what a running engine would do for every job. A rehearsal has ordinary memory and no
-streams.
-"""
+streams."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ Every load is asynchronous: its request waits in vLLM's scheduler and delays no 
 load brought only its first blocks, or none, vLLM computes the rest: the connector reports the ids
 of the missing blocks. vLLM can use these ids only with one cache group; with several groups a load
 brings all its blocks or fails. The worker of each rank reports the end of its part of a load; vLLM
-goes on when all ranks have reported.
-"""
+goes on when all ranks have reported."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Chooses the blocks of vLLM's pool to store in a step: evicted blocks, and blocks not evicted yet.
 
 With `stores_all`, blocks not evicted yet are stored one step after they were computed. Otherwise
-they are stored when they are among the next blocks in vLLM's free queue to be evicted.
-"""
+they are stored when they are among the next blocks in vLLM's free queue to be evicted."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ Cache groups overlay each other: a block belongs to one group at a time, and eve
 use the same bytes. So a block has the size of the largest group's pages. If it belongs to a smaller
 group, the unused bytes are copied too.
 
-If a registered tensor does not begin at its described place, the engine does not start.
-"""
+If a registered tensor does not begin at its described place, the engine does not start."""
 
 from __future__ import annotations
 

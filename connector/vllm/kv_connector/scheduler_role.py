@@ -14,8 +14,7 @@ generated tokens are stored like a prompt's.
 vLLM ends if a connector raises, so no call after the start raises. After an error the role gives up
 the loads of all waiting requests, vLLM computes their prompts, and every later look-up is a miss.
 vLLM makes all calls from one thread. A second thread polls the tiers while vLLM is idle; both take
-the same lock.
-"""
+the same lock."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Statistics of the tiers for vLLM's log and its /metrics.
 
 A report has the growth of each counter since the last report, because vLLM sums reports, and the
-value of each gauge. The names are those of StrataTier (`../tier_metrics.py`) and three more.
-"""
+value of each gauge. The names are those of StrataTier (`../tier_metrics.py`) and three more."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Messages between the two roles in a step: plain values, because vLLM sends them to its workers.
 
 Both roles map the slab. The scheduler role sends its process id and the slab's file descriptor,
-with which the worker role maps the slab in the first step.
-"""
+with which the worker role maps the slab in the first step."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ copy of a load, a thread hashes the load's bytes in the slab and compares them w
 digests; if they differ, the load has failed.
 
 vLLM's worker ends if a connector raises, so no call after `register` raises. A copy that cannot
-begin counts as failed; if the slab cannot be mapped, all copies count as failed.
-"""
+begin counts as failed; if the slab cannot be mapped, all copies count as failed."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 After a web page is loaded, its site can make its own name resolve to this machine (DNS rebinding).
 The browser then treats the page and a server on this machine as one origin, and the page's requests
 have the page's name in Host. A server that listens on loopback and needs no key accepts only an
-address, localhost or a configured name in Host. A page cannot put an address into Host.
-"""
+address, localhost or a configured name in Host. A page cannot put an address into Host."""
 
 from __future__ import annotations
 

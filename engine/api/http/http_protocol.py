@@ -50,8 +50,7 @@ class HttpProtocol(H11Protocol):
 
     Without limits, a client that sends no head, or half of a head, would keep the connection open
     for ever. A client that does not read would also keep its answer in memory. Bytes that are not
-    HTTP are answered with an error object.
-    """
+    HTTP are answered with an error object."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP server: uvicorn, with the limits and time-outs of this project.
 
-The server's sockets are bound before the model is loaded, so a port in use is reported early.
-"""
+The server's sockets are bound before the model is loaded, so a port in use is reported early."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/chat/completions: answers a conversation with the assistant's next message.
 
-The model's chat template converts the conversation and the available tools to one prompt.
-"""
+The model's chat template converts the conversation and the available tools to one prompt."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 
 The engine computes each part while the next one arrives. The prompt ends with the body, or with a
 line that has `"is_last": true`, after which no line is read. The answer has the form of
-/v1/completions. `parts_socket.py` reads the same parts as messages of a websocket.
-"""
+/v1/completions. `parts_socket.py` reads the same parts as messages of a websocket."""
 
 from __future__ import annotations
 

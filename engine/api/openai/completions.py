@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/completions: answers prompts with text and token ids.
 
-Every prompt is checked before the engine gets the first one.
-"""
+Every prompt is checked before the engine gets the first one."""
 
 from __future__ import annotations
 

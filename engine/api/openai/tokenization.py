@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /tokenize and /detokenize: the token ids of a text, and the text of token ids.
 
-A text may be longer than the context, because no tokens are generated.
-"""
+A text may be longer than the context, because no tokens are generated."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 script prints one line of JSON about this Python. The script imports only the standard library and
 the modules named in its argument:
 
-    {"modules": [names], "host": "vllm" | null, "hash_algorithm": "sha256"}
-"""
+    {"modules": [names], "host": "vllm" | null, "hash_algorithm": "sha256"}"""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 StrataKV and the packages it needs must be installed.
 
 The checks run `probe.py` in the other engine's Python, and the probe imports that engine. The
-import takes seconds, but only an import shows whether the engine can be imported.
-"""
+import takes seconds, but only an import shows whether the engine can be imported."""
 
 from __future__ import annotations
 

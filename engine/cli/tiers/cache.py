@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv cache ls|du|rm`: the SSD tiers on this machine, their sizes, and their removal.
 
-The command searches the default cache folder and given folders, and reads no blocks.
-"""
+The command searches the default cache folder and given folders, and reads no blocks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code that the commands for cache servers share: address, credentials, calls, errors.
 
-This module needs only the base installation, and imports neither torch nor the engine.
-"""
+This module needs only the base installation, and imports neither torch nor the engine."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 `stratakv check PATH --tenants FILE` reads the folder of a cache server instead, and lists the data
 of tenants that are not in the file.
 
-Exit codes: 0 no fault, 1 at least one fault, even if it was repaired.
-"""
+Exit codes: 0 no fault, 1 at least one fault, even if it was repaired."""
 
 from __future__ import annotations
 

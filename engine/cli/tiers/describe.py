@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv describe ADDRESS`: prints a cache server's version and limits, and the tenant's data.
 
-The command changes nothing at the server. Exit codes: 0 the server answered, 1 it did not.
-"""
+The command changes nothing at the server. Exit codes: 0 the server answered, 1 it did not."""
 
 from __future__ import annotations
 

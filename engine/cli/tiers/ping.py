@@ -3,8 +3,7 @@
 
 The command times round trips of two calls and, if the tenant has a layout, of a lookup and of a
 load of one missing block, over the connection that an engine on this machine would use. The command
-changes nothing at the server. Exit codes: 0 the server serves, 1 it does not.
-"""
+changes nothing at the server. Exit codes: 0 the server serves, 1 it does not."""
 
 from __future__ import annotations
 

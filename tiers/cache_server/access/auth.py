@@ -2,8 +2,7 @@
 """Authentication of calls: finds the tenant of a call. Handlers call `current_tenant`.
 
 Credentials are a token in `authorization: Bearer ...` or a client certificate that TLS has verified
-(TLS refuses expired certificates). If a call has both, both must belong to one tenant.
-"""
+(TLS refuses expired certificates). If a call has both, both must belong to one tenant."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@
     pool = "everyone"                       # tenants that name one pool share their blocks in it
 
 Without a file there is one tenant with the whole quota. The file has the hash of a token and not
-the token; the hash cannot be used as a token. `auth.py` checks the credentials of calls.
-"""
+the token; the hash cannot be used as a token. `auth.py` checks the credentials of calls."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Tickets for the data connection. A ticket opens one connection of a tenant and soon expires.
 
 A ticket identifies the caller, so the data connection needs no other credentials. A valid ticket
-must be kept as secret as a token. Thread-safe.
-"""
+must be kept as secret as a token. Thread-safe."""
 
 from __future__ import annotations
 

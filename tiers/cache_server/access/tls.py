@@ -3,8 +3,7 @@
 
 With a client CA every client must send a certificate; an expired certificate fails the handshake.
 `LiveTls` replaces the files of a running server: later handshakes use the new files, and open
-connections stay open.
-"""
+connections stay open."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """The files for serving an engine's blocks: token, certificate, key and client CA.
 
 The serving process reads the files when it starts and again when a file changes, so that renewed
-files need no restart.
-"""
+files need no restart."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 can load blocks, but cannot store or delete any.
 
 Blocks are sent from their slots. The engine does not evict a block while it is sent or leased
-(`slab/slab_index.py`). A block that was evicted just before that is a miss.
-"""
+(`slab/slab_index.py`). A block that was evicted just before that is a miss."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 A thread watches the process. If the process ends, or writes nothing for `SILENT_SECONDS`, the
 thread starts a new process after a pause, which grows with each failure. Until then other engines
-get misses without waiting.
-"""
+get misses without waiting."""
 
 from __future__ import annotations
 

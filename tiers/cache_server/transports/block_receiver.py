@@ -3,8 +3,7 @@
 
     pieces of one block, in order ──► its slot ──► its digest ──► end of the store, in groups
 
-The payload of a block that is already stored, or has no slot, is discarded.
-"""
+The payload of a block that is already stored, or has no slot, is discarded."""
 
 from __future__ import annotations
 

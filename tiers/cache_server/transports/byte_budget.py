@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """ByteBudget: limits the bytes in flight. A stream waits in a queue until other streams have given
-back enough bytes. Only one event loop may use a budget.
-"""
+back enough bytes. Only one event loop may use a budget."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 The socket is in its own folder, which only this user can enter, and the server refuses clients of
 other users (SO_PEERCRED). The client's ticket selects the tenant store, so no client gets another
 tenant's memory. The server locks its folder; a later server removes unlocked folders, which killed
-servers left.
-"""
+servers left."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Session: the server's side of one data connection. It answers requests in order. `DataSession`
-and `MemorySession` implement the verbs.
-"""
+and `MemorySession` implement the verbs."""
 
 from __future__ import annotations
 

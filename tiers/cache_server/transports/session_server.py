@@ -3,8 +3,7 @@
 
 The number of connections is limited, in total and for each tenant. A stranger (a connection that
 has not sent a ticket) has a short time to send one. If the total is reached, the oldest stranger is
-shut down. `DataServer` and `MemoryServer` are the two implementations.
-"""
+shut down. `DataServer` and `MemoryServer` are the two implementations."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@
 
 Bytes in flight are limited, in total and for each tenant. With several tenants, each has a reserve
 that no other tenant can use, for one call at a time; all other calls wait in a queue for the rest.
-The server ends a call whose client stalls, so that waiting calls can start.
-"""
+The server ends a call whose client stalls, so that waiting calls can start."""
 
 from __future__ import annotations
 

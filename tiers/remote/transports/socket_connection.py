@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SocketConnection: the base class of `DataConnection` and `MemoryConnection`. It sends requests
-and receives replies. A message that the protocol does not allow raises ConnectionLost.
-"""
+and receives replies. A message that the protocol does not allow raises ConnectionLost."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 A thread that waits for each call gives the disk only one request at a time. Many such threads would
 lose time on wake-ups and on the GIL for every record. So one thread submits many requests to the
 kernel together and collects the finished ones (`AioQueue`). If the kernel has no asynchronous I/O,
-`BlockingQueue` runs the requests one by one.
-"""
+`BlockingQueue` runs the requests one by one."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ class AioContext:
     ended. Both release the GIL. io_uring could do the same, but many containers forbid it, and
     Python lacks the memory barriers for it. See io_submit(2) and <linux/aio_abi.h>.
 
-    Raises OSError if processor, kernel or the limit `/proc/sys/fs/aio-max-nr` allow no context.
-    """
+    Raises OSError if processor, kernel or the limit `/proc/sys/fs/aio-max-nr` allow no context."""
 
     def __init__(self, depth: int) -> None:
         numbers = _NUMBERS.get(platform.machine())

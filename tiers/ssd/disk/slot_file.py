@@ -8,8 +8,7 @@ An encoded payload is shorter than its slot; the bytes after it are left from an
 
 Bytes go directly between the disk and the caller's buffers (O_DIRECT), because the page cache would
 only hold one more copy of a block. Only header pages and the last, partly filled page of a payload
-are copied through a `Scratch`. So bytes after a payload are never read or written.
-"""
+are copied through a `Scratch`. So bytes after a payload are never read or written."""
 
 from __future__ import annotations
 

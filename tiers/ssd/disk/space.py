@@ -6,8 +6,7 @@ The plan counts every file that a store may have on the disk:
     slot file            slots * (header page + payload, padded)
     index                as large as it may ever become, allocated at once
     index set aside      a damaged index is kept for inspection, one at most
-    small files          lock file, directories, the file system's own maps of the above
-"""
+    small files          lock file, directories, the file system's own maps of the above"""
 
 from __future__ import annotations
 

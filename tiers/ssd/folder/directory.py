@@ -10,8 +10,7 @@
     PATH/format-n/     a store of another format (`other_formats.py`)
 
 Files get mode 0600 and folders mode 0700, even if they had other modes before. A PATH that existed
-before keeps its mode. No symbolic link below PATH is followed.
-"""
+before keeps its mode. No symbolic link below PATH is followed."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 A damaged LMDB file can kill the process that opens it, by SIGBUS or SIGABRT. So `scan.py` checks
 and reads the file in a child process with a time limit. Without its index the store only starts
-empty, but a damaged index could kill the engine.
-"""
+empty, but a damaged index could kill the engine."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Opens a store: checks its directory, reads its index and fits its files to the capacity.
 
 Opening reads no payloads unless the store shrinks, so it is as fast with large blocks as with
-small. The caller must hold the lock of the returned state to use the state's `index`.
-"""
+small. The caller must hold the lock of the returned state to use the state's `index`."""
 
 from __future__ import annotations
 

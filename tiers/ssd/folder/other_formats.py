@@ -10,8 +10,7 @@ disk has room for them and for the store in use. Single blocks cannot be removed
 so the first `clear` or `wait_forgotten` removes them all.
 
 The caller must hold the store's lock. Every function may raise OSError. The next opening finishes a
-move that a crash interrupted. No symbolic link is followed.
-"""
+move that a crash interrupted. No symbolic link is followed."""
 
 from __future__ import annotations
 

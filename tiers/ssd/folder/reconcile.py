@@ -3,8 +3,7 @@
 
 `RecordFile` reads a whole slot file and verifies every record against its own header. `Reconciler`
 compares the rows of an index with these records, in the order of the slots. Faults go into a
-`CheckResult`; the store is not changed.
-"""
+`CheckResult`; the store is not changed."""
 
 from __future__ import annotations
 

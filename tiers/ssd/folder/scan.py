@@ -18,8 +18,7 @@ process to start, so it imports no module of this project and few others.
 
 Page: pgno u64, pad u16, flags u16, lower u16, upper u16, offsets of nodes u16 each, ... nodes.
 Node: low u16, high u16, flags u16, key size u16, key, data. In a leaf low|high is the data size;
-in a branch low|high|flags is the child's page number.
-"""
+in a branch low|high|flags is the child's page number."""
 
 from __future__ import annotations
 

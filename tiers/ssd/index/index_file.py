@@ -11,8 +11,7 @@ one page of the tree instead of one page for each block.
                                    | encoded bytes u64, 0 for a block without a codec
 
 Only one thread at a time may use the index. `folder/guard.py` must check the file before it is
-opened, because LMDB can kill the process on a damaged file.
-"""
+opened, because LMDB can kill the process on a damaged file."""
 
 from __future__ import annotations
 

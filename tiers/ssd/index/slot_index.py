@@ -15,8 +15,7 @@ The index always keeps the order of last use, because the index on disk stores i
 use is also the order of eviction, unless an eviction policy chooses the victims (`choose_by`). The
 index passes each use, insert and removal to the policy.
 
-The index does no I/O. Its owner calls all methods under one lock.
-"""
+The index does no I/O. Its owner calls all methods under one lock."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Reads and decodes a request body, within limits on its size and time.
 
 The caller gives the type to decode. msgspec decodes the body, because a prompt of thousands of
-token ids has to become a list in well under a millisecond.
-"""
+token ids has to become a list in well under a millisecond."""
 
 from __future__ import annotations
 

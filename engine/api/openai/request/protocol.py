@@ -4,8 +4,7 @@
 Unknown fields of a request are refused. Unsupported fields of OpenAI's or vLLM's API are listed
 with neutral values, which have no effect and which clients send by default; every other value is
 refused. Unknown fields inside messages, tools and `stream_options` are ignored (see `dropped.py`),
-because clients send fields of other servers there.
-"""
+because clients send fields of other servers there."""
 
 from __future__ import annotations
 

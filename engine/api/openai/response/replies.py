@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of answers, in the forms of OpenAI's API and of vLLM.
 
-Most fields that are not in OpenAI's API are left out unless the client asks for them.
-"""
+Most fields that are not in OpenAI's API are left out unless the client asks for them."""
 
 from __future__ import annotations
 

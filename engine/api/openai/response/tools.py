@@ -6,8 +6,7 @@
     none          no tools    content
     auto          tools       free text, in which a parser of the model's form finds calls
     required      tools       by a grammar: a list of calls, each with arguments of its schema
-    a function    tools       by a grammar: the arguments of that function
-"""
+    a function    tools       by a grammar: the arguments of that function"""
 
 from __future__ import annotations
 

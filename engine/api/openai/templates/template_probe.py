@@ -4,8 +4,7 @@ shows, and the messages that it leaves out.
 
 Templates silently drop input that they do not know: a role, a call beside a text, a second system
 message. The source of a template does not show this reliably, so the probe renders examples.
-Results are kept for each template, so that most conversations are rendered only once.
-"""
+Results are kept for each template, so that most conversations are rendered only once."""
 
 from __future__ import annotations
 
