@@ -2,8 +2,7 @@
 """Draws the pictures of earlier runs again from their JSON.
 
 `python -m stratakv.benchmarks.redraw FILE.json ...` writes FILE.png beside each file, or FILE.svg
-with `--svg`.
-"""
+with `--svg`."""
 
 from __future__ import annotations
 

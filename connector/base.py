@@ -32,8 +32,7 @@ The engine must do this:
 - pass evicted blocks to `build_meta` in the step that evicts them, before they are overwritten;
 - call `StoresAhead.names_dropped` for blocks that lose their names without being evicted, because
   such blocks may be overwritten or invalid.
-This module depends on no scheduler or model: a `RequestView` stands for an engine's request.
-"""
+This module depends on no scheduler or model: a `RequestView` stands for an engine's request."""
 
 from __future__ import annotations
 

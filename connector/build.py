@@ -48,7 +48,6 @@ class AttachedSlab:
         self._map = mmap.mmap(description.slab_fd, self.num_slots * self.layout.slot_bytes)
 
     def memory(self) -> memoryview:
-        """The bytes of all slots, in order."""
         return memoryview(self._map)
 
 
@@ -99,8 +98,7 @@ def build_scheduler_side(
     attention of the layout's cache groups and the tensor-parallel ranks; by default there is one
     group with full attention. Raises TierConfigError, and leaves nothing open, for sizes, paths and
     names that cannot work. A store that is down is opened later in the background, unless it is
-    required: then this raises TierDown, which names it.
-    """
+    required: then this raises TierDown, which names it."""
     choice = Choice(settings.load)
     if choice is Choice.OVERLAP and parts is not None and parts.is_windowed:
         raise TierConfigError(

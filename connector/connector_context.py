@@ -19,9 +19,8 @@ from .request_offload import RequestOffload
 
 @dataclass(slots=True, eq=False)
 class ConnectorContext:
-    """The tiers, estimates and records that the classes of the scheduler side share. Each class
-    gets the whole context and keeps references to the fields that it uses. The engine records the
-    cost of its prefills in `prefill`."""
+    """The tiers, estimates and records that the classes of the scheduler side share. The engine
+    records the cost of its prefills in `prefill`."""
 
     hierarchy: Hierarchy
     parts: Parts  # the blocks of a position

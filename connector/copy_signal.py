@@ -20,8 +20,7 @@ class CopySignal:
     The engine can sleep while copies run, and the scheduler side knows that results are ready
     before it polls the worker side. The scheduler side owns the signal; the worker side gets
     `note_ended`, or, in another process, a callable that leads to it. Every method may be called
-    from any thread; the wake-up function must return at once.
-    """
+    from any thread; the wake-up function must return at once."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -30,7 +29,6 @@ class CopySignal:
         self._wakeup: Callable[[], None] = _nothing
 
     def set_wakeup(self, wakeup: Callable[[], None] | None) -> None:
-        """Set the function that wakes the engine; None disables the wake-up."""
         self._wakeup = wakeup or _nothing
 
     def wake(self) -> None:
@@ -47,8 +45,7 @@ class CopySignal:
 
     def note_ended(self, num_jobs: int) -> None:
         """Record that the worker side has ended `num_jobs` jobs since its start, failed ones
-        included. The next poll reports them. The highest number counts: calls may be lost or
-        reordered."""
+        included. The highest number counts: calls may be lost or reordered."""
         if num_jobs > self.ended:
             self.catch_up(num_jobs)
         self.wake()

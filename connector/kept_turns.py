@@ -6,8 +6,7 @@ ended turn for the job's next turn, and read them into the slab when that turn i
       └──────────── ended by the next turn, by the job's end, or by time-out ────────────┘
 
 A job has at most one kept turn. Keeping is best effort: a request loads or computes the blocks that
-it needs and that were dropped, or not read in time.
-"""
+it needs and that were dropped, or not read in time."""
 
 from __future__ import annotations
 

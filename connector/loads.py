@@ -17,8 +17,7 @@ and the piece is dropped. The loaded part has no gaps and reaches to the end: af
 no piece is loaded, and the request computes up to the part loaded so far.
 
 Blocks are counted by position in the request. A position has one block or more (`parts.py`), and is
-loaded when all that the load needs are loaded.
-"""
+loaded when all that the load needs are loaded."""
 
 from __future__ import annotations
 
@@ -249,7 +248,6 @@ class Loads(OverlappedLoads):
             self._slab_link.record_transfer(num_bytes, seconds, max(waited, seconds))
 
     def _end_copy(self, job_id: int, ok: bool) -> None:
-        """Process a copy that has ended; `ok` is False if it failed."""
         copy = self._copies.pop(job_id)
         load, piece = copy.load, copy.piece
         piece.jobs.remove(job_id)

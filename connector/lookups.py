@@ -6,8 +6,7 @@
     begin_load     the load that was chosen
 
 The answer to a look-up is kept until the tiers change, because the scheduler looks up waiting
-requests in every step, and one look-up walks over thousands of keys.
-"""
+requests in every step, and one look-up walks over thousands of keys."""
 
 from __future__ import annotations
 

@@ -20,9 +20,8 @@ class MatchKind(Enum):
 
 
 class Match(NamedTuple):
-    """The tokens that the tiers hold after the computed ones in the pool. At least one token of the
-    request is left to compute. A multiple of the block size except for a request with a
-    `tail_hash`."""
+    """The tokens that the tiers hold after the computed ones in the pool: not all of the request,
+    and without a `tail_hash` a multiple of the block size."""
 
     tokens: int
     kind: MatchKind

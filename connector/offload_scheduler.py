@@ -8,8 +8,7 @@
     update_from_worker   end_store, end_load ──► one report for each waiting request
 
 This module handles no tensors, devices or files. Blocks and slots are numbers; the `Hierarchy`
-knows where their bytes are.
-"""
+knows where their bytes are."""
 
 from __future__ import annotations
 

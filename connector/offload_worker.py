@@ -7,8 +7,7 @@
     ahead job   like a store job, after those of the step, in parallel with the forward pass
     forward     after every store of the step, and after the ahead jobs whose blocks it overwrites
 
-This module handles no keys and no requests: blocks and slots are numbers.
-"""
+This module handles no keys and no requests: blocks and slots are numbers."""
 
 from __future__ import annotations
 
@@ -32,11 +31,9 @@ STORE_WAIT_SECONDS = 30.0
 
 
 class OffloadWorker(KVConnectorWorker):
-    """Runs copy jobs on a device on which the slab is registered already.
-
-    Any thread may call `wakeup`, with the number of jobs that have ended since the start. `wakeup`
-    must return at once. Calls may be lost or come out of order, as long as the last number arrives.
-    """
+    """Runs copy jobs on a device on which the slab is registered already. Any thread may call
+    `wakeup`, with the number of jobs that have ended since the start. `wakeup` must return at once.
+    Calls may be lost or come out of order, as long as the last number arrives."""
 
     def __init__(
         self,
@@ -142,7 +139,6 @@ class OffloadWorker(KVConnectorWorker):
             log.error("copies are still running %.1f s after the shutdown began", timeout_seconds)
 
     def _news(self) -> ConnectorWorkerOutput:
-        """The output that the next `poll` returns."""
         if self._unreported is None:
             self._unreported = ConnectorWorkerOutput()
         return self._unreported

@@ -7,8 +7,7 @@ this wait, cold blocks are copied before their eviction, a bounded amount at a t
 with forward passes that do not write to them. When such a block is evicted, the step waits at most
 for the rest of its copy. A few cold blocks join the job of the evicted blocks. With a pool in CPU
 memory all cold blocks join it, because a copy in parallel with the forward pass would take a
-processor from the pass.
-"""
+processor from the pass."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ ALONG_BYTES = 1024**2
 
 class Outgoing(StoresAhead):
     """The store jobs of one connector, from the choice of slots to the end of the copies. A block
-    of the pool has a part on every rank; its name ends with its cache group. Each part has its own
-    jobs."""
+    of the pool has a part, with its own jobs, on every rank; its name ends with its cache group."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
@@ -91,8 +89,7 @@ class Outgoing(StoresAhead):
             self._ahead_job_of.update(dict.fromkeys(keys, job.job_id))
 
     def complete_job(self, job_id: int, ok: bool, digests: Sequence[bytes] | None = None) -> None:
-        """End a store job; `ok` is False if its copy failed. `digests` are those of its blocks, if
-        the device made them."""
+        """End a store job; `ok` is False if its copy failed. The device may have made `digests`."""
         ticket = self._tickets.pop(job_id)
         for key in self._ahead.pop(job_id, ()):
             self._ahead_job_of.pop(key, None)

@@ -6,8 +6,7 @@ block in the tiers is such a name followed by a rank (`tiers/block.py`). A block
 page in each of `width` consecutive groups; the first group's number is a multiple of `width`. A
 block has the id and the name of its first page:
 
-    width 2     block 7, named D|2     pages 7, named D|2, and 8, named D|3
-"""
+    width 2     block 7, named D|2     pages 7, named D|2, and 8, named D|3"""
 
 from __future__ import annotations
 

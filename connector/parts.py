@@ -15,8 +15,7 @@ blocks in the window; the tiers may have dropped the blocks before the window.
 If layers carry states (state space models), a hit also needs the states after its last position.
 Such a checkpoint is cut into pieces of a block's size; each piece has a cache group of its own,
 numbered after the other groups (`engine/cache/state_checkpoints.py`). A checkpoint has many pieces
-but few positions have a checkpoint, so the pieces' keys are made for one position at a time.
-"""
+but few positions have a checkpoint, so the pieces' keys are made for one position at a time."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class Parts:
     tensor-parallel ranks, out of `num_ranks`, whose blocks this connector handles.
 
     With `whole_only` a load brings all blocks of a hit or none. Windows and states imply
-    `whole_only` and forbid overlapped loads.
-    """
+    `whole_only` and forbid overlapped loads."""
 
     def __init__(
         self,
@@ -134,7 +132,6 @@ class Parts:
         return found + self.state_keys(digests[-1])
 
     def num_needed(self, num_positions: int) -> int:
-        """The number of blocks that a hit of the first `num_positions` needs."""
         if not self.is_windowed:
             return num_positions * self.width
         num_blocks = sum(num_positions - start for start in self._starts(0, num_positions, None))
@@ -183,8 +180,7 @@ class Parts:
         most_tokens: int | None = None,
         num_kept: int = 0,
     ) -> int:
-        """The length of the longest hit of at most `num_positions` positions, whose full-attention
-        blocks were found before."""
+        """Length of the longest hit up to `num_positions`. Its full-attention blocks were found."""
         if not self.is_windowed:
             return num_positions
         search = _Search(self, hierarchy, first, keys, most_tokens, num_kept)
@@ -301,8 +297,7 @@ class _Search:
         return False
 
     def _find_first_pieces(self, last: int) -> None:
-        """Look up the states after the positions up to `last`. One call looks up many positions,
-        because few have states."""
+        """Look up the states after the positions up to `last` together: few have states."""
         first, width = max(0, last + 1 - FIND_STATES), self.parts.width
         keys = self.parts.first_state_keys(self.keys[first * width : (last + 1) * width])
         answers = self.hierarchy.lookup(keys)

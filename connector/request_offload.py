@@ -6,8 +6,7 @@
                                └──────► finished     the request has ended before its load
 
 The first call that names a request creates its record. `request_finished` deletes the record,
-unless a load still runs; then the end of that load deletes it.
-"""
+unless a load still runs; then the end of that load deletes it."""
 
 from __future__ import annotations
 
@@ -54,9 +53,8 @@ class RequestOffload:
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """The answer of `Parts.find_longest_hit` for a request's positions from `first` on. `keys`
-    holds the keys of all parts of these positions, position by position; `prefix.tiers` has one
-    entry for each position of the hit."""
+    """The answer of `Parts.find_longest_hit` for positions from `first` on. `keys` has the keys of
+    all their parts, in order; `prefix.tiers` has one entry for each position of the hit."""
 
     first: int
     keys: list[bytes]

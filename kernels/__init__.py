@@ -4,5 +4,4 @@
 A kernel is a public function in a file of the same name. The function checks its arguments and runs
 the Triton kernel (`*_triton.py`) or plain torch (`*_plain.py`); both have the same signature.
 `kernel_choice.py` chooses between these implementations. This folder imports no other folder of
-StrataKV, and imports triton only to run a Triton kernel.
-"""
+StrataKV, and imports triton only to run a Triton kernel."""

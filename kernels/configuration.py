@@ -4,8 +4,7 @@
 `shipped.py` lists the configurations. The configurations are compiled for devices that the building
 machine may lack, and `resources.json` stores the figures that the compiler reports. This module
 imports no triton, so that the list can be read on any machine. `function` is an object that
-`triton.jit` made.
-"""
+`triton.jit` made."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class Configuration:
 
     `tile_bytes` and `tile_flops` are the work of one pass of the inner loop: the bytes read from
     the pool, and the operations of the matrix products without those on padding. A tool compares
-    the loop's machine code with both figures; 0 means not counted.
-    """
+    the loop's machine code with both figures; 0 means not counted."""
 
     name: str  # unique among all kernels: "paged_decode.bf16.d128.g4"
     function: Any  # a triton.JITFunction

@@ -6,8 +6,7 @@ Triton kernels run on CUDA devices, if the compute capability and the Triton ver
 enough. Compiled kernels run on CPUs, if the installation has built them. Plain kernels run on every
 device, and tests compare the other kernels with them. A caller may request an implementation by
 name. Under `strict`, KernelRefused is raised if a Triton kernel cannot run on a GPU; otherwise the
-plain kernel is used instead.
-"""
+plain kernel is used instead."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ def choose_kernel(
     `native_unsupported` is the reason why the compiled kernel for CPUs cannot be used. A reason of
     None means that nothing prevents the use. Raises KernelRefused for an unknown name, for a kernel
     that is requested by name and cannot run, and under `strict` for AUTO on a CUDA device if Triton
-    cannot run.
-    """
+    cannot run."""
     if wanted not in KERNELS:
         raise KernelRefused(f"a kernel is one of {', '.join(KERNELS)}, not {wanted!r}")
     if wanted == PLAIN:

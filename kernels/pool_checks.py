@@ -2,8 +2,7 @@
 """Checks of a layer's KV pool and scales, shared by kernels that read and kernels that write.
 
 The checks are of shapes, types, strides and devices, never of contents, so they do not wait for a
-device.
-"""
+device."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 `tools/compile_kernels.py` compiles the configurations for devices that this machine may lack, and
 writes the compiler's figures to `resources.json`. The configurations are made from the launch
-tables in the kernels' folders. Calling `shipped_configurations` imports triton.
-"""
+tables in the kernels' folders. Calling `shipped_configurations` imports triton."""
 
 from __future__ import annotations
 

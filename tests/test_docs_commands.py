@@ -173,7 +173,8 @@ def test_spellings_of_vllm() -> None:
         assert all(flag in ENGINE_FLAGS | SERVER_FLAGS for flag in _options_in(here)), name
         _check_meaning(name, here)
     text = read_command_pages()
-    same = text[text.index("`--generation-config vllm`") : text.index("are the same here")]
+    begin = text.index("`--generation-config vllm`")
+    same = text[begin : text.index("have the same names and meanings", begin)]
     assert set(re.findall(r"`(--[a-z-]+)`", same)) <= ENGINE_FLAGS | SERVER_FLAGS | {"--config"}
 
 

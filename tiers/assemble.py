@@ -2,8 +2,7 @@
 """Builds the slab, stores and admission filter of an engine or a cache server's tenant from
 settings.
 
-All functions raise TierConfigError for invalid sizes, paths and names.
-"""
+All functions raise TierConfigError for invalid sizes, paths and names."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ def make_slab(
 
 
 def make_admission(layout: BlockLayout, ssd: SsdSettings | None) -> AdmissionFilter:
-    """Make the filter that selects the blocks to write to the SSD tier. Without an SSD tier the
-    filter admits every block."""
+    """Make the filter of blocks for the SSD tier. Without an SSD tier it admits every block."""
     if ssd is None:
         return AdmitAll()
     admission = make_filter(ssd.admission, ssd.capacity_bytes // layout.slot_bytes)

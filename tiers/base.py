@@ -215,8 +215,7 @@ class SlabTier(ABC):
     """Memory divided into fixed slots of one block each. Calls come in pairs:
 
     reserve → (copy bytes in) → commit            a block is stored
-    pin     → (copy bytes out) → unpin            a block is read; a pinned slot is never reused
-    """
+    pin     → (copy bytes out) → unpin            a block is read; a pinned slot is never reused"""
 
     name: str
     layout: BlockLayout

@@ -6,8 +6,7 @@ Keys and layouts are part of the ABI in `docs/abi.md`. The golden vectors of
 
     root   = SHA-256(canonical CBOR of the identity)
     digest = SHA-256(parent digest | token ids, little-endian int32 | canonical CBOR of the extras)
-    key    = digest (32) | group u16 | shard rank u16 | shard count u16 | zero u16    (40 bytes)
-"""
+    key    = digest (32) | group u16 | shard rank u16 | shard count u16 | zero u16    (40 bytes)"""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class Identity:
     `model` is a fingerprint of weights and configuration, not a path. An operator may set the free
     text `revision` to keep the blocks of otherwise equal models apart. K and V are computed in
     `dtype` and kept in `kv_dtype`. `epoch` is always 0; it is reserved for weights that change
-    while an engine runs.
-    """
+    while an engine runs."""
 
     model: str
     revision: str
@@ -97,8 +95,7 @@ def chain_digests(
     `parent` is the parent of the first block. `extras` maps a block's index in this call to its
     encoded extras. A partial block at the end is ignored. Two different inputs never give the same
     hashed bytes. The reason is that the root contains the block size, so all blocks of a chain have
-    equally many token bytes.
-    """
+    equally many token bytes."""
     step = block_size * TOKEN_BYTES
     digests: list[bytes] = []
     sha256 = hashlib.sha256
@@ -117,12 +114,10 @@ def chain_digests_sha256_cbor(
     blocks: Iterable[Sequence[int]],
     extras: Mapping[int, Extra] | None = None,
 ) -> list[bytes]:
-    """The block hashes that vLLM's `sha256_cbor` computes, for routers that compute them too.
-
-    Each digest is SHA-256(canonical CBOR of [parent, token ids, extra keys or null]). These digests
-    do not depend on the `Identity`, so a store of such blocks is for one identity, whose root is
-    the store's namespace.
-    """
+    """The block hashes that vLLM's `sha256_cbor` computes, for routers that compute them too. Each
+    digest is SHA-256(canonical CBOR of [parent, token ids, extra keys or null]). These digests do
+    not depend on the `Identity`, so a store of such blocks is for one identity, whose root is the
+    store's namespace."""
     digests: list[bytes] = []
     for index, tokens in enumerate(blocks):
         extra = list(extras[index]) if extras and index in extras else None
@@ -134,11 +129,8 @@ def chain_digests_sha256_cbor(
 
 def tenant_salt(secret: bytes, tenant: str, cache_salt: str) -> bytes | None:
     """The salt for the first block of a tenant's prompts. None if secret, tenant and cache salt are
-    all empty.
-
-    The salt is an HMAC-SHA256 with the engine's secret as the key. A client does not know this
-    secret, so it cannot choose a cache salt that yields another tenant's salt.
-    """
+    all empty. The salt is an HMAC-SHA256 with the engine's secret as the key. A client does not
+    know this secret, so it cannot choose a cache salt that yields another tenant's salt."""
     if not (secret or tenant or cache_salt):
         return None
     message = cbor2.dumps([tenant, cache_salt], canonical=True)

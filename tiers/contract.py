@@ -3,8 +3,7 @@
 
 Authors of tiers, also those of other packages, call `check_store_contract` or `check_slab_contract`
 on an empty, open tier with room for 16 blocks or more. The check stores and loads real blocks,
-waits for the answers and closes the tier. It raises ContractBroken at the first violation.
-"""
+waits for the answers and closes the tier. It raises ContractBroken at the first violation."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@
     └── TierClosed       the tier was closed; it takes no more calls
 
 A damaged, missing or misplaced record is not an error: the tier counts it and returns a miss. The
-hierarchy turns each TierError of a store into a miss and counts it by the name of its class.
-"""
+hierarchy turns each TierError of a store into a miss and counts it by the name of its class."""
 
 import errno
 import os
@@ -45,8 +44,7 @@ class TierConfigError(TierError, ValueError):
 
 
 class TierDown(TierConfigError):
-    """A mount, a server or something else that the tier needs is missing at present. Opening the
-    tier later may succeed with the same settings."""
+    """A mount or server is missing at present. Opening later may succeed with the same settings."""
 
 
 def lasting_cause(error: BaseException, path: Path | None = None) -> str | None:

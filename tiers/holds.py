@@ -4,8 +4,7 @@ them.
 
 A hold lists keys, not slots. Therefore a block that is still being loaded is protected as soon as
 it is in the slab. A block that never comes occupies no slot. Every hold expires at its time, and
-the number of held keys is limited. Times are monotonic seconds.
-"""
+the number of held keys is limited. Times are monotonic seconds."""
 
 from __future__ import annotations
 
@@ -29,9 +28,8 @@ class Hold:
 
 
 class Holds:
-    """The holds of one slab, on at most `most_blocks` keys in all. A key in several holds counts
-    once, and stays protected until the last of these holds ends. Not thread-safe: the caller must
-    hold its own lock during each call."""
+    """The holds of one slab, on at most `most_blocks` keys in all. A key is protected until the
+    last of its holds ends. Not thread-safe: the caller holds its own lock."""
 
     def __init__(self, most_blocks: int) -> None:
         self.most_blocks = most_blocks

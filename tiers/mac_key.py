@@ -8,8 +8,7 @@ servers. The operator provides the key in a file; StrataKV never generates one.
 
 The key of a store is derived from the store's namespace. Therefore a record is not valid in a store
 of another namespace, even if both stores use the same MAC key and their block keys do not identify
-the model.
-"""
+the model."""
 
 from __future__ import annotations
 

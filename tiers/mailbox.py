@@ -52,8 +52,7 @@ class Mailbox:
 
 
 class Alarm:
-    """Calls `ring` from its own thread soon after each moment given to `at`. The first call of `at`
-    starts the thread."""
+    """Calls `ring` from its own thread soon after each moment given to `at`."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring

@@ -16,8 +16,7 @@ record.
        112    16 xxh3-128 over bytes 0..111 and the digest of the payload as stored; or the seal
                  of bytes 0..111 and the payload (`Seal`)
 All integers are little-endian. A record of version 1, which had no tag, is refused and counts as a
-miss.
-"""
+miss."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class RecordHeader:
 
 
 def encode_header(header: RecordHeader, payload: Buffer, digest: bytes | None = None) -> bytes:
-    """Encode the 128 header bytes for `payload`, checksum included. If the caller passes the
-    payload's digest as `digest`, only a seal reads the payload again."""
+    """Encode the 128 header bytes, checksum included. With `digest` only a seal reads `payload`."""
     if len(header.key) != KEY_BYTES or len(header.layout_id) != 16:
         raise ValueError("a record header takes a 40-byte key and a 16-byte layout id")
     if not 0 <= header.codec <= LARGEST_CODEC:
@@ -122,9 +120,8 @@ def encode_header(header: RecordHeader, payload: Buffer, digest: bytes | None = 
 
 
 class PlainHeaders:
-    """Makes headers for records of one layout, without a codec. It makes the same bytes as
-    `encode_header` in a fifth of the time, because it encodes the common fields only once.
-    Thread-safe."""
+    """Makes the headers of `encode_header` for one layout without a codec, in a fifth of the time:
+    it encodes the common fields only once. Thread-safe."""
 
     def __init__(self, layout_id: bytes, payload_bytes: int, seal: Seal | None = None) -> None:
         whole = _FIELDS.pack(
@@ -163,9 +160,8 @@ def check_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) ->
 
 
 def verify_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -> Proof | Defect:
-    """Return the tag and the payload's digest if the record is exactly the expected one, else the
-    first defect found. The payload is hashed last, so a record with a wrong header is refused
-    without hashing."""
+    """Return tag and payload digest if the record is exactly the expected one, else the first
+    defect found. The payload is hashed last, so wrong headers are refused without hashing."""
     defect = check_fields(raw_header, payload, expected)
     if defect is not None:
         return defect

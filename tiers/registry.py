@@ -9,8 +9,7 @@ A package declares a tier as an entry point in its own `pyproject.toml`:
 `open_tier` takes a `TierRequest` and returns a `StoreTier`, empty or filled, that fulfils the
 contract in `tiers/base.py`; `tiers/contract.py` checks the contract. `policies/known_policies.py`
 and `admission/filters.py` describe the entry points of policies and filters. A package is imported
-only when a setting names its entry point.
-"""
+only when a setting names its entry point."""
 
 from __future__ import annotations
 
@@ -43,7 +42,6 @@ def installed_tiers() -> list[str]:
 
 
 def installed(group: str) -> list[str]:
-    """The names of other packages' entry points in a group, sorted."""
     return sorted({point.name for point in entry_points(group=group)})
 
 
@@ -66,8 +64,7 @@ def find_entry(group: str, what: str, name: str, ours: Sequence[str]) -> EntryPo
 
 
 def open_tier(request: TierRequest) -> StoreTier:
-    """Open a tier. Raises TierConfigError with the cause, or TierDown if the cause may be
-    temporary."""
+    """Open a tier. Raises TierConfigError, or TierDown if the cause may be temporary."""
     point = find_entry(ENTRY_POINTS, "tier", request.name, ("cpu", "ssd"))
     try:
         open_it: OpenTier = point.load()

@@ -15,8 +15,7 @@ path, and after faults also whether they can be read. If a check fails, the thre
 
 A disk that hangs may block a thread of the store for longer than `close` waits. Until that thread
 has ended, the store's files stay open and its folder stays locked, so no process can open the
-store.
-"""
+store."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ class ReopeningStore(ForwardingStore):
     def wait_for(
         cls, name: str, layout: BlockLayout, open_it: Callable[[bool], StoreTier], error: TierDown
     ) -> ReopeningStore:
-        """Log `error`, the reason why the store is down, and return a wrapper that opens it
-        later."""
+        """Log `error`, why the store is down; return a wrapper that opens the store later."""
         log.warning("serving without the %s tier until it can be opened: %s", name, error)
         return cls(name, layout, open_it)
 
@@ -125,8 +123,7 @@ class ReopeningStore(ForwardingStore):
         return self._retry_after_reopen(lambda: self.inner.lease(keys, seconds))
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """See StoreTier. If the store is down, the blocks are dropped when it opens, and the result
-        does not count them."""
+        """See StoreTier. A store that is down drops blocks when it opens, and counts none."""
         with self._lock:
             if self.inner is self._empty and not self._is_cleared:
                 self._dropped.update(keys)
@@ -156,8 +153,7 @@ class ReopeningStore(ForwardingStore):
         return stats
 
     def close(self, timeout_seconds: float) -> None:
-        """See StoreTier. If the store is still being opened at the timeout, the thread closes it
-        later."""
+        """See StoreTier. If the store is still being opened, the thread closes it later."""
         deadline = time.monotonic() + timeout_seconds
         self._closing.set()
         with self._lock:
@@ -281,13 +277,11 @@ class DiskStore(StoreTier):
 
     @abstractmethod
     def has_lost_disk(self) -> bool:
-        """Whether this store has lost its disk. May block on the disk. Only one thread calls
-        this."""
+        """Whether this store has lost its disk. May block. Only one thread calls this."""
 
     @abstractmethod
     def not_yet_forgotten(self) -> tuple[list[bytes], bool]:
-        """The dropped keys that may still be on the disk, and whether all blocks must be
-        forgotten."""
+        """The dropped keys that may still be on disk, and whether all are to be forgotten."""
 
     @property
     @abstractmethod

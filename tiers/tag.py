@@ -11,8 +11,7 @@ A tier keeps the digest and the tag together as the block's `Proof`. Whenever a 
 bytes, it compares the digest, which needs neither the name nor the tag key. It makes no new tag for
 a block that came with a tag. A tag without a tag key detects damaged and mixed-up blocks. Only a
 holder of the tag key can make a tag with that key. The server that keeps the block, and the
-server's other clients, cannot.
-"""
+server's other clients, cannot."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ class Tagger:
 
     @property
     def is_keyed(self) -> bool:
-        """Whether the tagger has a tag key. If so, it makes tags from a block's bytes, not its
-        digest."""
+        """Whether there is a tag key. Then tags are made from bytes and not from a digest."""
         return self._keyed is not None
 
     def join_names(self, keys: Sequence[bytes]) -> bytes:

@@ -4,8 +4,7 @@ a help text.
 
 `settings/option.py` makes flags, environment variables and keys of configuration files from these
 options, and `assemble.py` builds the tiers. A new option needs a field in this module and code that
-uses the field.
-"""
+uses the field."""
 
 from __future__ import annotations
 
@@ -122,8 +121,7 @@ class SsdSettings:
 
 
 def _check_apart(paths: Sequence[Path]) -> None:
-    """Raise ConfigError for too many directories, and for a directory that is given twice, lies in
-    another directory, or has an empty name."""
+    """Raise ConfigError for too many, equal, nested or unnamed directories."""
     if any(path == Path() for path in paths):
         raise ConfigError(
             "an ssd path between two commas is empty; name a directory or drop a comma"
@@ -171,8 +169,7 @@ class ClientSettings:
     )  # fmt: skip
 
     def credentials(self) -> Credentials:
-        """The credentials to present. Raises TierConfigError for a certificate without a key or a
-        key without a certificate."""
+        """The credentials to present. Raises TierConfigError for a certificate or key alone."""
         return Credentials(**{each.name: getattr(self, each.name) for each in fields(Credentials)})
 
 
@@ -255,8 +252,7 @@ class TierSettings:
 
     @property
     def store_names(self) -> tuple[str, ...]:
-        """The names of the tiers below the slab, the fastest first. Metrics and fault injection use
-        these names."""
+        """The tiers below the slab, the fastest first, as metrics and fault injection name them."""
         return (
             *("ssd",) * self.has_ssd,
             *self.other_tiers,
@@ -266,8 +262,7 @@ class TierSettings:
 
     @property
     def drill(self) -> Drill | None:
-        """The faults to inject, or None without `faults`. Raises TierConfigError for invalid
-        `faults`."""
+        """The faults to inject, or None without `faults`. Raises TierConfigError."""
         if not self.faults:
             return None
         from .testing.faulty_store import parse_drill  # only a process with a drill loads it

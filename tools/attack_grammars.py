@@ -10,8 +10,7 @@ honest schema is answered within 5 s, the 99th percentile of the seconds between
 1.3 times that beside clients without grammars, the server ends with all its descendants, and at
 most three threads more than before are left.
 
-`tests/engine/structured/test_attack.py` sends some of `hostile_grammars` too.
-"""
+`tests/engine/structured/test_attack.py` sends some of `hostile_grammars` too."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@
 A table has the columns flag, default, unit and what (the description). Flags, their order and their
 defaults come from the code. Units and descriptions are kept as the page has them, because they hold
 links and more than `--help` has room for. A new flag's row takes unit and description from the
-code; a removed flag loses its row.
-"""
+code; a removed flag loses its row."""
 
 from __future__ import annotations
 

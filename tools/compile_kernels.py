@@ -15,8 +15,7 @@ interpret what a kernel computes. `kernel_model.py` makes predictions from the t
 
     python tools/compile_kernels.py                         compile all, write the table
     python tools/compile_kernels.py --only 'write_kv.*'     compile some, replace their rows
-    python tools/compile_kernels.py --only 'write_kv.*' --print      print theirs, write nothing
-"""
+    python tools/compile_kernels.py --only 'write_kv.*' --print      print theirs, write nothing"""
 
 from __future__ import annotations
 

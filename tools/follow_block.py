@@ -13,8 +13,7 @@ count. A door is a pair of functions in different files below `FLOORS`, one of w
 other. The exit status is 1 unless the request's own counts say that its blocks came from the SSD.
 
 The tool imports only `LLM` and `SamplingParams` from the package, so it can be run on another
-version: it follows the package that this Python imports.
-"""
+version: it follows the package that this Python imports."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ the caller then opens another function. In a walk with `opens_once`, each functi
 
 The admission walk imports only `LLM` and `SamplingParams` from the package, and the other walks use
 only the command line. So the file can be run on another version that has the same names: it follows
-the package that this Python imports.
-"""
+the package that this Python imports."""
 
 from __future__ import annotations
 

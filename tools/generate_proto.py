@@ -5,8 +5,7 @@
 checked-in code.
 
 The compiler comes from `grpcio-tools`, pinned to a version that generates for protobuf 6.31.1. Code
-generated for a newer protobuf refuses an older runtime, and not the reverse.
-"""
+generated for a newer protobuf refuses an older runtime, and not the reverse."""
 
 from __future__ import annotations
 
@@ -27,10 +26,8 @@ def sources() -> list[Path]:
 
 def generate(out: Path) -> list[Path]:
     """Write the generated files under `out/proto/v1/` and return them, relative to `out`.
-
     `-Istratakv/proto=proto` gives the files the virtual path that the installed package has, so
-    that one generated module imports another as `stratakv.proto.v1.…`.
-    """
+    that one generated module imports another as `stratakv.proto.v1.…`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-P", "-m", "grpc_tools.protoc", "-Istratakv/proto=proto"]
         command += [f"--python_out={folder}", f"--pyi_out={folder}"]

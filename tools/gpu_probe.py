@@ -5,8 +5,7 @@
 
 The checks are independent: if one fails, its error is written into the JSON and the others run.
 `tools/on_gpu.py first` starts the probe, and `tools/on_gpu.py probe` starts it with more memory to
-lock. StrataKV must be on the Python path. A rehearsal has no GPU and leaves out what needs one.
-"""
+lock. StrataKV must be on the Python path. A rehearsal has no GPU and leaves out what needs one."""
 
 from __future__ import annotations
 

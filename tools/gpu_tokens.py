@@ -11,8 +11,7 @@ from the pool. The tool prints a line for each check and writes JSON into FILE. 
 if a check is `wrong` or `failed`. StrataKV must be on the Python path.
 
 With `--device cpu` the CPU versions of the kernels compute. This tries the checks and says nothing
-about a GPU; checks that have no meaning on a CPU are left out.
-"""
+about a GPU; checks that have no meaning on a CPU are left out."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@
 
 `house_words.py` lists the forbidden words. Only identifiers are searched for them, not strings or
 comments. "Stamps" are sentences with the phrase in the pattern STAMP, anywhere. tests/test_house.py
-fails if a count exceeds its limit; `tools/follow_block.py` counts doors.
-"""
+fails if a count exceeds its limit; `tools/follow_block.py` counts doors."""
 
 from __future__ import annotations
 

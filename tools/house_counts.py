@@ -17,8 +17,7 @@
     connector methods     public ones of KVConnectorScheduler
     product lines         of all modules; grows with every feature, and has no limit
     lines for 1,000 statements    the same for those of Python
-    function lines        median, 95th percentile and maximum, from `def` to the last line
-"""
+    function lines        median, 95th percentile and maximum, from `def` to the last line"""
 
 from __future__ import annotations
 

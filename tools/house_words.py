@@ -3,8 +3,7 @@
 
 A rule is a pattern that is matched with an identifier's words in lower case (`_make_room` and
 `MakeRoom` are both "make room") or with the identifier itself. If a word is also ordinary English,
-its rule names the folders or kinds of names that are checked, and a comment explains the rest.
-"""
+its rule names the folders or kinds of names that are checked, and a comment explains the rest."""
 
 from __future__ import annotations
 

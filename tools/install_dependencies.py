@@ -6,8 +6,7 @@
 takes a quarter of pip's processor time and uses the indexes that pip is set to. If uv fails, the
 tool prints the reason and its exit status is 1; pip then installs everything. The arguments are
 extras: `python tools/install_dependencies.py EXTRA...`. With `--into FOLDER REQUIREMENT` the tool
-installs that requirement alone into the folder.
-"""
+installs that requirement alone into the folder."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ With perfect overlap a tile takes the longest of these terms, and without overla
 real time lies between, nearer to the longest if a multiprocessor runs more programs. Nothing here
 is measured. The model leaves out latencies, waits at barriers, bank conflicts, the shared memory
 that tensor cores read by themselves, a clock that falls under load, edges of the causal mask, and
-launches.
-"""
+launches."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ products or copies if another loop has some. A kernel without a counted loop is 
     matrix         products of matrices by instruction and shape: {"HGMMA.64x128x16": 16}
     memory         accesses of global memory by their bits a thread: {"LDGSTS.128": 16}
     shared_words   accesses of shared memory by one warp, in words of 32 x 4 bytes; without what
-                   products read by themselves, and as if there were no bank conflicts
-"""
+                   products read by themselves, and as if there were no bank conflicts"""
 
 from __future__ import annotations
 

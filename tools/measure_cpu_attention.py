@@ -9,8 +9,7 @@
                 attention over gathered K and V, in turns
 
 All figures are medians, in wall-clock seconds and in processor seconds. A ratio is the median of
-the ratios of single pairs.
-"""
+the ratios of single pairs."""
 
 from __future__ import annotations
 

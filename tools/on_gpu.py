@@ -14,8 +14,7 @@ standard library; nothing has to be installed.
 
 `--rehearse` runs the same steps without a GPU, at tiny sizes and without the packages that a GPU
 machine lacks. A rehearsal shows that the steps work and measures nothing, and its output says so.
-docs/gpu.md describes the order of the steps and what each figure decides.
-"""
+docs/gpu.md describes the order of the steps and what each figure decides."""
 
 from __future__ import annotations
 

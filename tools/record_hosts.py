@@ -5,8 +5,7 @@
 
 The tool reads the source code in a wheel or an installation and imports nothing. For each host it
 writes tests/connector/HOST/signatures/VERSION.json with each class's bases, methods with their
-parameters, and fields.
-"""
+parameters, and fields."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ without vLLM.
 
 The tool reads the source code in a wheel or an installation and imports nothing. For each place it
 writes tests/connector/vllm/signatures/VERSION.json with each class's bases, methods with their
-parameters, fields, and the attributes that its constructor sets.
-"""
+parameters, fields, and the attributes that its constructor sets."""
 
 from __future__ import annotations
 

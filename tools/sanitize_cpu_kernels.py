@@ -12,8 +12,7 @@ undefined behaviour does, too. The tool needs GCC with its sanitizers.
     python tools/sanitize_cpu_kernels.py --part test_cpu_network.py -k pass    options are pytest's
 
 The build takes some 300 processor seconds, a third for each variant of the library. Compiled
-objects are kept for the next build, so a busy machine can run the parts one by one.
-"""
+objects are kept for the next build, so a busy machine can run the parts one by one."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ last part to sequences of 4,096. The result is a normal Hugging Face folder. The
 licence note are written by hand.
 
 The tool uses neither the engine nor a GPU. `--docs` names a folder of CPython's RST sources that is
-already on the disk.
-"""
+already on the disk."""
 
 from __future__ import annotations
 

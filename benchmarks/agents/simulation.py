@@ -4,8 +4,7 @@
 Scheduler, cache manager, policies and pins are the engine's own. No model is computed: a step takes
 a fixed time and a fixed time for each token, and the job says how long each answer is. The CPU tier
 is a list of block keys, of which the oldest is evicted first. One link copies its blocks at a fixed
-rate.
-"""
+rate."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """The cases of `stratakv bench cluster`; `command.py` says what each figure counts.
 
 A case raises WrongWork if blocks come from another place than the case requires, or if a prompt
-gets other tokens than before.
-"""
+gets other tokens than before."""
 
 from __future__ import annotations
 

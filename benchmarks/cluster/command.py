@@ -15,8 +15,7 @@ push_by_chunk             The time from the request at a prefill node to its ack
 itl_p99_split_over_mixed  The 99th percentile of the seconds between events of all streams behind a
     router: with a prefill and a decode node, divided by that of two nodes without tiers that do
     both. Both get the same arrivals, a core for each node and as many tokens in a step.
-computed_once             Prompt tokens that both nodes computed, divided by the prompt's tokens.
-"""
+computed_once             Prompt tokens that both nodes computed, divided by the prompt's tokens."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 The relay listens at 127.0.0.2, at the same ports as the server at 127.0.0.1, so that ports which a
 server tells its clients lead through the link too. In each direction all connections share one
 token bucket. A further process is a source of bare bytes: their time through the link is the limit
-for all other traffic through it.
-"""
+for all other traffic through it."""
 
 from __future__ import annotations
 

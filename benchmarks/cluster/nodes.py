@@ -2,8 +2,7 @@
 """The processes of a cluster on one machine: nodes, the router, and the cache server between them.
 
 Blocks go through TCP, as between machines: the cache server shares no memory with a node. Caches
-are never reset. Instead each request has a new cache salt, for which no cache holds blocks.
-"""
+are never reset. Instead each request has a new cache salt, for which no cache holds blocks."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ No model is computed. The real block hasher, cache manager and scheduler run, an
 answers are made up; or the whole engine runs beside a simulated device that only takes time
 (`device.py`). All figures are measured alternately, once a round, so that other work of the machine
 affects them alike. Each figure is the median of its rounds, and a ratio is the median of the ratios
-within a round. Token ids are int32.
-"""
+within a round. Token ids are int32."""
 
 import argparse
 

@@ -96,11 +96,9 @@ def cycle_case(
     attention: Sequence[LayerAttention] = ONE_GROUP,
     num_tokens: int = PROMPT_TOKENS,
 ) -> Case:
-    """Look up, allocate and free a request whose first half is cached, again and again.
-
-    Each second half takes blocks that an older request left, so that block hashes are dropped and
-    given all the time.
-    """
+    """Look up, allocate and free a request whose first half is cached, again and again. Each second
+    half takes blocks that an older request left, so that block hashes are dropped and given all the
+    time."""
     rng = np.random.default_rng(SEED)
     half = num_tokens // 2
     prefix = _tokens(rng, half)

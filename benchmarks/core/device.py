@@ -4,8 +4,7 @@
 Scheduler, batch, the step's inputs, sampler and outputs are the engine's own; only the model's
 arithmetic and its time are simulated. The device runs one step after the other. A step ends 10 ms
 after its launch or, if the device was busy, after the step before it, and its tokens cannot be read
-earlier. A step's time beyond these 10 ms is what the host adds.
-"""
+earlier. A step's time beyond these 10 ms is what the host adds."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ The first section measures the device's limits. Others measure KV writes, decode
 attention, copies by every method, size and direction, and what copies cost a decode beside them.
 The last ones run the whole engine on a model of Llama-3.1-8B's shape: a step against its bound, and
 the first token from every tier. Every case is compared with a reference before it is timed. The
-JSON is written after every case; the table of targets comes last.
-"""
+JSON is written after every case; the table of targets comes last."""
 
 import argparse
 

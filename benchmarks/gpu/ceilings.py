@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device's limits: copies on it, copies to and from the CPU, and a matrix product.
 
-The other sections compare their figures with these limits, measured in the same run.
-"""
+The other sections compare their figures with these limits, measured in the same run."""
 
 from __future__ import annotations
 

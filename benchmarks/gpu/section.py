@@ -8,8 +8,7 @@ so a run that is cut off keeps its results.
 Work is captured in a CUDA graph, replayed, and timed by events. As in a serving engine, a graph
 leaves out Python and launch overhead. A caller gives a callable for each set of buffers. Together
 the sets are larger than the level-2 cache, so that a launch finds its data in memory. A rehearsal
-uses the CPU's clock instead of events.
-"""
+uses the CPU's clock instead of events."""
 
 from __future__ import annotations
 
@@ -121,10 +120,8 @@ def time_launches(
     place: Place, launches: Sequence[Launch], *, rounds: int = 7, in_graph: bool = True
 ) -> Timing:
     """Seconds of one launch. All `launches` run in turn, so that none finds its data in a cache.
-
     With `in_graph` false the launches are called directly, for work that a graph cannot hold. Then
-    the host's time to submit them counts too, unless the device stays busy long enough.
-    """
+    the host's time to submit them counts too, unless the device stays busy long enough."""
 
     def launch_all() -> None:
         for launch in launches:

@@ -8,8 +8,7 @@
 The figure is the median of the ratios within a round; the quartiles of these ratios show their
 spread. At every other boundary of rounds the limit runs twice in a row. The ratios of these two
 runs would be 1 on a quiet machine; their spread shows how small a difference means nothing. If a
-figure has several limits, the strictest counts: the limit with the lowest median ratio.
-"""
+figure has several limits, the strictest counts: the limit with the lowest median ratio."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@
 A session sends its next request as soon as the one before it is answered. Failed requests are
 recorded and counted. While an answer comes, the client only keeps the received pieces with their
 times; it parses them at the end. If it parsed between events, beside a server on the same machine,
-its work would count as latency.
-"""
+its work would count as latency."""
 
 from __future__ import annotations
 
@@ -193,10 +192,7 @@ def _decode(line: bytes) -> _Event:
 
 def _event_lines(body: bytes, offset: int) -> list[tuple[int, bytes]]:
     """The data of each event, with the position of its end in the response; the body starts at
-    `offset`.
-
-    The body is in HTTP chunks; an event may be spread over several.
-    """
+    `offset`. The body is in HTTP chunks; an event may be spread over several."""
     found: list[tuple[int, bytes]] = []
     pending, place = b"", 0
     while (line_end := body.find(b"\r\n", place)) >= 0:

@@ -3,8 +3,7 @@
 
 The parent writes lines of JSON to the child's standard input and reads lines from its standard
 output. `Child` and `Peer` are the parent's side; `answerer` and `serve` are the child's. The child
-gets the environment variables of an engine core, which must be set before Python starts.
-"""
+gets the environment variables of an engine core, which must be set before Python starts."""
 
 from __future__ import annotations
 

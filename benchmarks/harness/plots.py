@@ -3,8 +3,7 @@
 
 The foot of each picture names the machine, the date and the version of the measurement. matplotlib
 is imported only here and only to draw a picture. Tables and JSON need no matplotlib, and
-`draw_and_tell` says if it is missing.
-"""
+`draw_and_tell` says if it is missing."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """The results of every benchmark: `DIR/NAME.json`, a table on the terminal, and a plot.
 
 The JSON always has `environment`, `limits`, `figures` and `ratios`. `ratios` maps names to numbers;
-the other entries may be nested.
-"""
+the other entries may be nested."""
 
 from __future__ import annotations
 

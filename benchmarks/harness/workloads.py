@@ -9,8 +9,7 @@
 
 All prompts follow from a seed. The text of the prompts is the help of Python's standard library. It
 is on every machine that runs the benchmark, so nothing is downloaded. It is real prose and code, so
-lengths of tokens and likelihoods of outputs are as in real use.
-"""
+lengths of tokens and likelihoods of outputs are as in real use."""
 
 from __future__ import annotations
 
@@ -41,11 +40,9 @@ Encoder = Callable[[str], list[int]]
 
 
 def documents(encode: Encoder, count: int, prefix_tokens: int) -> list[list[int]]:
-    """`count` different documents of exactly `prefix_tokens` token ids each.
-
-    Each starts with its own number, so no two share a first block. Raises ValueError if the
-    standard library has too little text.
-    """
+    """`count` different documents of exactly `prefix_tokens` token ids each. Each starts with its
+    own number, so no two share a first block. Raises ValueError if the standard library has too
+    little text."""
     tokens: list[int] = []
     texts = _help_texts()
     made: list[list[int]] = []

@@ -16,8 +16,7 @@ In the full form other sections follow: engines without a server, with tiers and
 alternating pairs, in processor seconds. They measure unique prompts, mixes of hits with a slow
 tier, requests behind one prefix, and steps while blocks leave the pool (`sections.py`). A last one
 measures the time to the first token of a made-up model whose layers carry states (`hybrid.py`).
-Equal prompts must give equal tokens.
-"""
+Equal prompts must give equal tokens."""
 
 import argparse
 from pathlib import Path

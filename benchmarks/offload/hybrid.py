@@ -3,8 +3,7 @@
 
 The section compares the time to the first token of one request at a time: with a long prefix in the
 tiers (K and V, and the states at its end), and computing everything. The model is made here: a
-small config.json of Qwen3.5's shape, with weights drawn at the engine's start.
-"""
+small config.json of Qwen3.5's shape, with weights drawn at the engine's start."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@
 
 Every section compares, in pairs, an engine with tiers and the same engine without them. It runs in
 a child process that is set up like an engine core; no_hit runs in several, one after the other. The
-parent sends one order and reads a line after each pair, and at last the figures.
-"""
+parent sends one order and reads a line after each pair, and at last the figures."""
 
 from __future__ import annotations
 

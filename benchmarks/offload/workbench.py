@@ -8,8 +8,7 @@ either may come. Such a tie is counted; any other difference stops the benchmark
 
 Engines are stepped in this process without a server, one at a time. The cost of a run with tiers
 includes their threads, also the work after the last token, up to the engine's next run. An engine
-without tiers has no such threads.
-"""
+without tiers has no such threads."""
 
 from __future__ import annotations
 

@@ -8,5 +8,4 @@ and without a JSON schema (`grammar_step.py`) and beside hostile grammars (`host
 of a figure are measured alternately and must agree; a ratio is the median of the ratios within a
 round. All ratios but the last are of processor seconds, which other work on the machine disturbs
 least. One thread computes, because several would wait by spinning. Wall-clock ratios are reported
-too. Waiting beside hostile grammars is measured in wall-clock time only.
-"""
+too. Waiting beside hostile grammars is measured in wall-clock time only."""

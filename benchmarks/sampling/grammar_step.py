@@ -3,8 +3,7 @@
 
 Two cores on the embedded model decode equally many requests with the same prompts. A round is some
 steps of each core. The compared cost is the processor time of all threads of the process, including
-those that make masks beside the forward pass. The ratio of wall-clock times is reported too.
-"""
+those that make masks beside the forward pass. The ratio of wall-clock times is reported too."""
 
 from __future__ import annotations
 

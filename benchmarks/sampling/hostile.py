@@ -6,8 +6,7 @@ with a grammar that was made to explode, to recurse or to be huge. In the next r
 requests come without grammars. The figure is the 99th percentile of the wall-clock time between
 tokens with grammars, divided by that without. Every hostile request must end by itself, at its last
 token, or with an error. A third kind of round has no grammars but another process that only
-computes, at low priority: it shows what the machine itself costs.
-"""
+computes, at low priority: it shows what the machine itself costs."""
 
 from __future__ import annotations
 

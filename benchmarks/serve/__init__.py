@@ -10,8 +10,7 @@ nothing to a server with default settings, several times, in turn with the same 
 with the same model, number type, number of threads, prompts and output lengths. Every side computes
 the prompts, and must make exactly the tokens asked for, or the run fails. With --peer-python only
 vLLM's CPU build and the engine alone take turns (`peer_engines.py`). With --limits only the engine
-alone and the limits of one request take turns (`limits.py`).
-"""
+alone and the limits of one request take turns (`limits.py`)."""
 
 import argparse
 from pathlib import Path

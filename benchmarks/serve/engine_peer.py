@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine without a server: its core is stepped in a plain loop, with all prompts at once.
 
-As a child of `peer.Peer` it shows what HTTP, the front-end process and its messages cost.
-"""
+As a child of `peer.Peer` it shows what HTTP, the front-end process and its messages cost."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
     prefill       products of matrices a second, against those matrices back to back
 
 The model has random weights in the shape of Qwen3-0.6B, in bfloat16. There are two ways to read a
-buffer and two ways to multiply matrices (`limits_process.py`); the faster one is the limit.
-"""
+buffer and two ways to multiply matrices (`limits_process.py`); the faster one is the limit."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@
 
 A buffer has at least four times the bytes of the largest cache, and pages as large as those of the
 weights. `matrices` uses the matrices of one layer again for each layer. They may stay in a cache
-that cannot hold the model's matrices, which can only raise the limit.
-"""
+that cannot hold the model's matrices, which can only raise the limit."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ again        tokens a second of the prompt of `prefill` asked for once more, fro
 
 Both engines use the same number type, number of threads and prompts, and sample greedily. A ratio
 is ours over theirs, the median of the rounds. If two dense models have a case, its ratio is the
-lower one. A model with experts has its own ratios, `peer_experts_N`.
-"""
+lower one. A model with experts has its own ratios, `peer_experts_N`."""
 
 from __future__ import annotations
 

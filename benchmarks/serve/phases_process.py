@@ -10,8 +10,7 @@ this order; an answer with `error` is the last.
                        all prompts at the same time; `forget` empties the KV cache before
 
 The engine's core runs in this process and is stepped in a plain loop, without HTTP. The first phase
-ends when every prompt has its first token; the decode phase is the rest.
-"""
+ends when every prompt has its first token; the decode phase is the rest."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ Names and definitions are those of vLLM's serving benchmark, so that results can
     TPOT  time per output token after the first: one number for each request
     ITL   inter-token latency: one number for each event after the first; an event may hold more
           than one token if the client or the server was late
-    E2EL  end-to-end latency: to the last byte
-"""
+    E2EL  end-to-end latency: to the last byte"""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
     padded   all prompts in one batch, filled up on the left to the longest
 
 Sampling is greedy, in float32, and end tokens are ignored, as in the server's requests. The module
-runs as a child of `peer.Peer`.
-"""
+runs as a child of `peer.Peer`."""
 
 from __future__ import annotations
 

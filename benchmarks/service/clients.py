@@ -3,8 +3,7 @@
 
 All processes start before anything is measured. A client opens transports. On an order it moves all
 its blocks through one of them. Orders and answers go through a pipe, and all clients begin a move
-together, at a barrier. Every wait has a deadline, and an error in any process ends the run.
-"""
+together, at a barrier. Every wait has a deadline, and an error in any process ends the run."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ process with the tier that an engine has. Blocks go through shared memory, the d
 with TLS) and gRPC streams. Look-ups of whole prompts are measured too, and Redis and Mooncake if
 they are installed. A figure and its limit are measured alternately. All memory is warm and exceeds
 the caches, and the bytes that arrive are compared. A ratio is the median of the ratios within a
-round.
-"""
+round."""
 
 from __future__ import annotations
 

@@ -50,11 +50,8 @@ STAMP_BYTES = 16
 
 class Blocks:
     """Shared memory as an engine's slab has it, warm and full of noise. `buffers[i]` is block i, of
-    `layout.page_bytes`, at `addresses[i]`.
-
-    Every block has a stamp at both ends, which each store renews. So a load that brings nothing, or
-    another block, is noticed.
-    """
+    `layout.page_bytes`, at `addresses[i]`. Every block has a stamp at both ends, which each store
+    renews. So a load that brings nothing, or another block, is noticed."""
 
     def __init__(self, block_bytes: int, count: int) -> None:
         self.layout: BlockLayout = layout_of(block_bytes)

@@ -15,5 +15,4 @@ first_token_in_parts   The wall-clock time from the last part to the first token
 speedup_where_it_does_not_pay   The least ratio for answers sampled after random words, for one
     request and for sixteen, also with a draft model that is always wrong.
 speedup_where_an_eagle_head_does_not_pay   The same with an EAGLE head that is always wrong. It
-    keeps hidden states and computes every block, so its gate is lower.
-"""
+    keeps hidden states and computes every block, so its gate is lower."""

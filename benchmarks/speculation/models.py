@@ -5,8 +5,7 @@ No two models of one family can be downloaded here, so a pair is made. One model
 model with added layers that change nothing: it gives the embedded model's tokens and takes DEPTH
 times as long. With the embedded model as draft model every draft is right, and the gain is the most
 that a draft model of this size can bring. Pairs in real use lie between this pair and a draft model
-with random weights.
-"""
+with random weights."""
 
 from __future__ import annotations
 

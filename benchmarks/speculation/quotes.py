@@ -2,8 +2,7 @@
 """A logits processor that makes a model quote a text, as larger models do by themselves.
 
 The embedded model is too small to quote its prompt. Both engines of a comparison have the
-processor.
-"""
+processor."""
 
 from __future__ import annotations
 

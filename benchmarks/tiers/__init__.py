@@ -5,8 +5,7 @@ It moves blocks of 256 KiB, 2 MiB and 5 MiB into and out of the real slab, compa
 copies, and to and from the real SSD store, durably and verified, compared with random I/O past the
 page cache. It also measures checksums, and look-ups, memory and opening of an index of a million
 blocks. A figure and its limit are measured alternately, and a ratio is the median of the ratios
-within a round. The report has the spread of these ratios, and that of the limit against itself.
-"""
+within a round. The report has the spread of these ratios, and that of the limit against itself."""
 
 import argparse
 from pathlib import Path

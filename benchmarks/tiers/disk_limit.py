@@ -14,8 +14,7 @@ changes the speed of a disk as much as its buffers do:
 - Eight buffers of 256 KiB stay in a processor's cache, which the host reads 1.5 times as fast as
   memory. A store has as many buffers as blocks on their way, so its limit has as many.
 - 400 requests at a time may be slower than a few. fio needs a request for each of its buffers. The
-  loop uses all buffers in turn with any number of requests, so it shows which number is best.
-"""
+  loop uses all buffers in turn with any number of requests, so it shows which number is best."""
 
 from __future__ import annotations
 

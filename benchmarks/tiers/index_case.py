@@ -4,8 +4,7 @@
 The index is real, and so is the opening, with its scan in a child process. The slot file has the
 right size but is sparse, because opening reads no payloads and a million blocks would take
 gigabytes. The limit for opening is one pass over the index that only decodes each row. Both find
-the index in the page cache.
-"""
+the index in the page cache."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ buffers in the same slab.
 The cost of checksums is the difference between reads and writes with and without hashing. No option
 of the product switches checksums off, so functions are replaced during a round. The figures of
 codecs are the bytes left and the rates on one thread, for blocks of normally distributed numbers;
-real keys and values may differ. Codecs have no gate: an operator chooses one for a slow disk.
-"""
+real keys and values may differ. Codecs have no gate: an operator chooses one for a slow disk."""
 
 from __future__ import annotations
 

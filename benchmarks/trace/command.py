@@ -4,8 +4,7 @@
 A PATH is a trace (JSON Lines with hash_ids, plain or gzip) or a folder of traces. Without a PATH
 two traces are made up, of chats and of coding agents. Each trace is replayed with every eviction
 policy in one tier of 1 to 50 % of the trace's distinct blocks, and with admission filters in two
-tiers. LRU and the best possible policy (Belady's) are measured too. No byte is moved.
-"""
+tiers. LRU and the best possible policy (Belady's) are measured too. No byte is moved."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def fill_report(
     admission_written_over_write_through_TRACE_PAIR   blocks written with the filter, over those
     that write-through writes
     admission_points_lost_TRACE_PAIR                  points that the filter loses in write-back
-    admission_points_below_write_through_TRACE_PAIR   points by which it is below write-through
-    """
+    admission_points_below_write_through_TRACE_PAIR   points by which it is below write-through"""
     report.figures["plan"]["traces"] = {
         name: {
             "requests": len(trace.prompts),

@@ -16,8 +16,7 @@ Made-up traces are sessions of turns that look to a cache like chats or like cod
 start at random times. Each begins with one of a few shared system prompts. After each turn it goes
 on, after a gap, with a probability that depends on the number of turns so far. A turn adds blocks
 to those of the turn before; sometimes it goes back to an earlier place and branches off. The
-numbers of `CHAT` and `AGENTS` are measured on public traces of both kinds.
-"""
+numbers of `CHAT` and `AGENTS` are measured on public traces of both kinds."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ tier. The lower tier's policy counts a block as used when it is promoted and whe
 evicts it.
 
 A cell of the tables is one replay, in this process or in a worker. It consists of a few plain
-values, so that it can be sent to a worker, which reads or generates the trace again.
-"""
+values, so that it can be sent to a worker, which reads or generates the trace again."""
 
 from __future__ import annotations
 

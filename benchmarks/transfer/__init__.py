@@ -5,5 +5,4 @@ It copies blocks of 64 KiB, 256 KiB, 2 MiB and 5 MiB, single or in runs of neigh
 both ways at once, compared with memcpy of equal pieces between random places. It also measures the
 cost of submitting a job of 64 blocks, and the gain of computing first layers while last ones load.
 A figure and its limit are measured alternately, in more memory than caches hold. Copied bytes are
-compared. A ratio is the median of the ratios within a round.
-"""
+compared. A ratio is the median of the ratios within a round."""

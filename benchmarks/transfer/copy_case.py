@@ -2,8 +2,7 @@
 """Blocks from pool to slab and back, in jobs as the engine makes them, compared with memcpy.
 
 The limit moves as many bytes between random places of plain memory, in pieces of the same length,
-with as many threads. Every region is larger than the caches.
-"""
+with as many threads. Every region is larger than the caches."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ Ranges:  the lower layers of all blocks are copied first, then the upper ones; e
 
 Both copy with one thread, as the device's load stream does, and compute the embedded model with its
 attention over the pool. Both must give the same logits. Overlap can save at most the shorter of the
-two parts; the report has that bound too. The engine does not do this; `docs/tiers.md` says why.
-"""
+two parts; the report has that bound too. The engine does not do this; `docs/tiers.md` says why."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@
               in an LMCache server if one runs
     server    a new process of ours that has only the cache server
 
-WrongWork is raised if a prompt comes from another place or gets other tokens than before.
-"""
+WrongWork is raised if a prompt comes from another place or gets other tokens than before."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ An interpreter that has vLLM runs this file. All lines are JSON, in this order; 
     {"names": folder, "environment": {}}         where `stratakv` is; answered by vLLM's version
     {"arguments": {}}                            of vLLM's LLM; answered when the engine is ready
     {"prompts": [[ids], ...], "max_tokens": n}   one after the other, none of them in the KV cache
-    {"stop": true}                               shuts the engine down, which writes tiers back
-"""
+    {"stop": true}                               shuts the engine down, which writes tiers back"""
 
 from __future__ import annotations
 

@@ -7,5 +7,4 @@ model_name.py           a name for the host's model
 build.py                builds the tiers from the settings, and asks the cache servers first
 mover.py                a thread that makes the copies and drives the hierarchy
 failed.py               chunks that look-ups miss for a while, because their load failed
-tiers.py                stores, look-ups and loads with time limits, for a host that waits
-"""
+tiers.py                stores, look-ups and loads with time limits, for a host that waits"""

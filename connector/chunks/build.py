@@ -50,8 +50,7 @@ def chunk_layout(chunk_bytes: int) -> BlockLayout:
 
 
 def assemble(settings: TierSettings, layout: BlockLayout, namespace: bytes) -> Assembly:
-    """Build slab, stores and hierarchy. Raises TierConfigError for settings that cannot work;
-    nothing stays open then."""
+    """Build slab, stores and hierarchy. Raises TierConfigError; nothing stays open then."""
     wakeup = threading.Event()
     return Assembly(*open_hierarchy(layout, settings, wakeup.set, namespace=namespace), wakeup)
 
@@ -59,8 +58,7 @@ def assemble(settings: TierSettings, layout: BlockLayout, namespace: bytes) -> A
 def open_chunk_tiers(
     settings: ChunkSettings, chunk_bytes: int, namespace: bytes, host: str, folder: str
 ) -> ChunkTiers:
-    """Open the tiers for chunks of one layout. The SSD tier writes to `folder` in its directory.
-    Raises ConfigError or TierConfigError for unusable settings; nothing stays open then."""
+    """Open the tiers; the SSD tier writes to `folder`. Raises ConfigError, TierConfigError."""
     layout, above = chunk_layout(chunk_bytes), settings.ssd.paths
     if settings.cpu.capacity_bytes < LEAST_SLOTS * layout.slot_bytes:
         raise ConfigError(

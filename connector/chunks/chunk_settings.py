@@ -2,8 +2,7 @@
 """The settings of tiers below another project's engine, read from its JSON object.
 
 A setting's name is StrataKV's flag without `--kv-offload-`, with underscores. Each `Host` has
-`HostSettings` or a subclass with more fields, and its own defaults.
-"""
+`HostSettings` or a subclass with more fields, and its own defaults."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ class Host(Generic[Settings]):
         return {**_TIER_OPTIONS, **options_of(self.kind, "")}
 
     def read(self, given: Mapping[str, Any]) -> Settings:
-        """The settings in a JSON object of the host's configuration. Raises ConfigError, which
-        names the setting, for unknown names and values that cannot work."""
+        """The settings in a JSON object of the host. Raises ConfigError that names the setting."""
         options = self.options
         for name in given:
             if name not in options:
@@ -146,8 +144,7 @@ MAX_LAYOUTS, MAX_CHUNK_BYTES = 16, 2**40
 
 
 def lmcache_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of `--l2-adapter` of LMCache's server with these settings. Raises
-    ConfigError for settings that the adapter would refuse."""
+    """Return the value of LMCache's `--l2-adapter`. Raises ConfigError for refused settings."""
     ours = {name: value for name, value in given.items() if name not in ("layouts", "chunk_bytes")}
     chunk_host("LMCache").read(ours)
     return {

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks whose load has failed. Look-ups miss them for a while, unless they are stored again.
-
-Without this record a host would find such a chunk again at once and try to load it for ever.
-"""
+Without this record a host would find such a chunk again at once and try to load it for ever."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ MAX_FORGOTTEN = 65536
 
 
 class FailedChunks:
-    """The keys of chunks whose load failed. The caller must hold its lock. `version` changes with
-    each `add`."""
+    """The keys of chunks whose load failed. Each `add` changes `version`. Callers hold a lock."""
 
     def __init__(self) -> None:
         self.version = 0

@@ -5,8 +5,7 @@
 
 The files lie in the directory that the host was given, or in the cache of the Hugging Face Hub. All
 files there count except hidden ones and Markdown, because a host may read any of them.
-`settings_text` covers the host's settings that change the numbers in a KV cache.
-"""
+`settings_text` covers the host's settings that change the numbers in a KV cache."""
 
 from __future__ import annotations
 
@@ -48,7 +47,6 @@ class ModelName(NamedTuple):
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the files are unchanged since they were hashed."""
         try:
             for file in self.files:
                 file.check_unchanged()
@@ -105,7 +103,6 @@ def _plain(value: Any) -> Any:
 
 
 def _path_of(model: HostModel) -> Path | None:
-    """The model's directory or file on this machine; None if there is none."""
     try:
         path = Path(model.name)
         if path.exists():

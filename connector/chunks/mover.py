@@ -7,8 +7,7 @@ copies between the host's memory and the slab, and an orderly shutdown.
 
 A subclass defines the jobs and begins them. In `vllm/tier_transfers.py` each call begins its job at
 once, because vLLM's scheduler must not wait. In `tiers.py` stores wait for room in the slab, and
-answers are futures.
-"""
+answers are futures."""
 
 from __future__ import annotations
 
@@ -67,9 +66,8 @@ class Copied(NamedTuple):
 
 
 class ChunkMover(ABC):
-    """Owns the tiers of an `Assembly`. `lock` guards the hierarchy, `failed` and the jobs; it is
-    held for short work in memory, never during a copy. If the thread fails, every chunk is a
-    miss."""
+    """Owns the tiers of an `Assembly`. `lock` guards the hierarchy, `failed` and the jobs. It is
+    never held during a copy. If the thread fails, every chunk is a miss."""
 
     THREAD: ClassVar[str]
     THEN: ClassVar[str]  # the fate of all chunks once the thread has failed
@@ -107,8 +105,7 @@ class ChunkMover(ABC):
 
     @abstractmethod
     def _turn(self) -> bool:
-        """Do the work that is due, with one copy at most. Return False if there was none. The
-        thread calls this without the lock."""
+        """Do due work, with one copy at most. False if there was none. Called without the lock."""
 
     @abstractmethod
     def _give_back(self) -> None:
@@ -119,7 +116,6 @@ class ChunkMover(ABC):
         """End every job with its results so far. Must not use the hierarchy: it may have failed."""
 
     def _wait_seconds(self) -> float:
-        """The longest sleep of the thread, in seconds."""
         return LOOK_SECONDS
 
     @property
@@ -146,8 +142,7 @@ class ChunkMover(ABC):
     def _copy_out(
         self, ticket: LoadTicket, proofs: Sequence[Proof | None], chunks: Iterable[Parts]
     ) -> Copied:
-        """Copy the chunks that are in the slab to the host, and check the copied bytes. Chunks
-        without slots are missing."""
+        """Copy chunks to the host and check the bytes. Chunks without slots are missing."""
         copied = Copied([], [])
         wanted = []
         for key, slot, proof, parts in zip(ticket.keys, ticket.slots, proofs, chunks, strict=True):

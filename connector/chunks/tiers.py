@@ -2,8 +2,7 @@
 """Stores, looks up and loads chunks of one size, under 40-byte keys, for another engine (the host).
 
 `store`, `lookup` and `load` return a future at once, which ends within `Limits`. The host's bytes
-are read or written only until then. One thread does all the work in the hierarchy.
-"""
+are read or written only until then. One thread does all the work in the hierarchy."""
 
 from __future__ import annotations
 
@@ -47,7 +46,6 @@ class _Job:
     ended: int = 0
 
     def resolve_partial(self) -> None:
-        """End the job with the answers so far."""
         if not self.future.done():
             self.future.set_result(list(self.answers))
 
@@ -86,7 +84,6 @@ class ChunkTiers(ChunkMover):
         return self._queue(self._stores, keys, chunks, self.limits.store_seconds)
 
     def lookup(self, keys: Sequence[bytes]) -> Future[list[bool]]:
-        """Look up chunks. The future says for each chunk whether a tier has it."""
         return self._queue(self._lookups, keys, (), self.limits.lookup_seconds)
 
     def load(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:

@@ -26,8 +26,7 @@ class Calibration(TierEstimates):
     uses measured rates.
 
     stores   each reads some of its blocks and discards them
-    slab     empty slots are copied to unused blocks of the pool
-    """
+    slab     empty slots are copied to unused blocks of the pool"""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._economics = context.economics

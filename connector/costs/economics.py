@@ -12,8 +12,7 @@ saves most seconds is chosen; if no end saves time, there is no load. The time i
 first computes other requests does not count as time of the load. Near break-even the last choice
 for about as many blocks from the same tier is repeated. Every `PROBE_EVERY`-th plan that would not
 load all blocks loads some more, to notice that a tier has become quick again. All seconds are
-estimates. This module handles no requests, keys or tickets.
-"""
+estimates. This module handles no requests, keys or tickets."""
 
 from __future__ import annotations
 
@@ -143,8 +142,7 @@ class Economics:
     def max_wait_seconds(
         self, first_token: int, num_blocks: int, *, num_queued_tokens: int = 0
     ) -> float | None:
-        """The most seconds to wait for blocks: the time to compute them and the queued tokens.
-        None: no limit."""
+        """The seconds to compute the blocks and the queued tokens; None if there is no limit."""
         if self.choice is not Choice.AUTO:
             return None
         compute = self._compute(first_token, num_blocks)
@@ -287,7 +285,6 @@ def _runs(tiers: Sequence[str]) -> list[Run]:
 
 
 def _between(runs: Sequence[Run], start: int, end: int) -> Iterator[Run]:
-    """The parts of the runs between the blocks `start` and `end`."""
     first = 0
     for tier, count in runs:
         inside = min(end, first + count) - max(start, first)

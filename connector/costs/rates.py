@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moving estimates of the time to compute a prompt and to move its blocks.
-
-New samples outweigh old ones, so an estimate shows the latest steps or loads.
-"""
+"""Moving estimates of the time to compute a prompt and to move its blocks. New samples outweigh old
+ones, so an estimate shows the latest steps or loads."""
 
 from __future__ import annotations
 
@@ -42,11 +40,8 @@ class _Watched:
 
 class ReadTimes:
     """Begins and ends loads of `hierarchy`. It times loads that wait for a store, and updates the
-    store's rate in `links` from them.
-
-    A load that the caller has abandoned is still timed, because it is the best evidence that its
-    store is slow.
-    """
+    store's rate in `links` from them. A load that the caller has abandoned is still timed, because
+    it is the best evidence that its store is slow."""
 
     def __init__(
         self,
@@ -145,8 +140,7 @@ class PrefillRate:
 
         seconds of a token  =  free part  +  slope x position
 
-    fitted to the last steps, each weighted by its tokens.
-    """
+    fitted to the last steps, each weighted by its tokens."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -161,8 +155,7 @@ class PrefillRate:
         return self._seconds / self._tokens if self._tokens else None
 
     def record_prefill(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
-        """Record that computing `num_tokens` took `seconds`. `num_context_tokens` is the sum of the
-        positions of these tokens."""
+        """Record a prefill. `num_context_tokens` is the sum of the positions of its tokens."""
         mean = num_context_tokens / num_tokens
         self._tokens = self._tokens * _KEPT + num_tokens
         self._seconds = self._seconds * _KEPT + seconds
@@ -199,8 +192,7 @@ class LinkRate:
     sample whose span contains the estimate changes nothing. Otherwise the estimate moves towards
     the span by a share of the distance in logarithms: a link 100 times slower is noticed as soon as
     one 100 times faster. Small transfers mostly change the fixed part, large ones the part for each
-    byte.
-    """
+    byte."""
 
     def __init__(self, fixed_seconds: float, bytes_per_second: float) -> None:
         self.fixed_seconds = fixed_seconds

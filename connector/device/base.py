@@ -18,8 +18,7 @@ A caller must do this:
   after the event of its store;
 - read a block only after the event of its load;
 - not read or write the slots of a copy between the call of `copy` and the end of its event. A
-  device handles no keys, requests or tiers below the slab.
-"""
+  device handles no keys, requests or tiers below the slab."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 To test a new device, also one outside this project, write a `Surroundings` for it and call
 `check_device_contract`; or call the checks in `CHECKS` one by one, each on a new `Rig`. The checks
-copy real bytes. A check raises ContractBroken, which names the fault.
-"""
+copy real bytes. A check raises ContractBroken, which names the fault."""
 
 from __future__ import annotations
 

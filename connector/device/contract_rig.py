@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rig for the checks of `contract.py`: a device with a pool and a slab.
-
-To test a device, subclass `Surroundings`.
-"""
+"""The rig for the checks of `contract.py`: a device with a pool and a slab. To test a device,
+subclass `Surroundings`."""
 
 from __future__ import annotations
 

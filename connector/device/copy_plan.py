@@ -7,8 +7,7 @@
 
 Sources are always read in the order of the stream. Stores need this, because a kernel queued before
 may still write the block. CUDA could read the source of a load before earlier work of the stream
-has ended. But a store in the other stream may still write the slot, so loads do not use this.
-"""
+has ended. But a store in the other stream may still write the slot, so loads do not use this."""
 
 from __future__ import annotations
 

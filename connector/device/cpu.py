@@ -4,8 +4,7 @@
 The pool is ordinary memory and the forward pass runs on the caller's thread, so the last writer of
 a block has finished when a copy is queued. If the forward pass would wait for a store, the calling
 thread makes the copy itself, unless it is large, because waking another thread costs as much as
-copying half a megabyte. All other rules are the same as on CUDA.
-"""
+copying half a megabyte. All other rules are the same as on CUDA."""
 
 from __future__ import annotations
 
@@ -35,10 +34,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class CpuEvent:
-    """An event that ends when its creator calls `mark_done`.
-
-    Each copy has an event, but threads wait for few of them, so the first waiter makes the lock.
-    """
+    """An event that ends when its creator calls `mark_done`. Each copy has an event, but threads
+    wait for few of them, so the first waiter makes the lock."""
 
     __slots__ = ("_ended", "_error", "_gate", "_seconds", "digests", "pages")
 

@@ -8,8 +8,7 @@
 
 If this way to copy is missing or slow on a machine, the fastest measured way replaces it: single
 copies, copies through a page-locked buffer, or a kernel of few programs. An error that leaves CUDA
-unusable closes the device, and later calls raise it.
-"""
+unusable closes the device, and later calls raise it."""
 
 from __future__ import annotations
 
@@ -113,7 +112,6 @@ class CudaCopyDevice(CopyDevice):
         return store.digests if isinstance(store, CopyEvent) else None
 
     def wait_locked(self, timeout_seconds: float) -> bool:
-        """Wait until the slab is page-locked as far as possible; False if time ran out."""
         return self._slab is not None and self._slab.wait(timeout_seconds)
 
     def register_pool(self, pool: torch.Tensor) -> None:
@@ -149,7 +147,6 @@ class CudaCopyDevice(CopyDevice):
         self._say_cost()
 
     def writer_event(self) -> Event:
-        """An event that ends when all work in the calling thread's current stream has run."""
         self._check_open()
         with self._blamed():
             self._enter()

@@ -4,8 +4,7 @@
 torch offers most of these functions too, but two of its streams may be the same CUDA stream, and
 its events report no error codes. A test compares every number and signature here with the headers
 of CUDA 12.8 and 13. Batched copies and page-locking are in `kernels/copy/copy_engine.py`. Importing
-this module needs no CUDA.
-"""
+this module needs no CUDA."""
 
 from __future__ import annotations
 
@@ -68,10 +67,8 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
 
 
 class CudaApi:
-    """The functions of one CUDA library as Python functions, for any thread.
-
-    ctypes releases the interpreter's lock during each call. Every method raises CudaError.
-    """
+    """The functions of one CUDA library as Python functions, for any thread. ctypes releases the
+    interpreter's lock during each call. Every method raises CudaError."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -85,8 +82,7 @@ class CudaApi:
         self._call("cudaSetDevice", index)
 
     def relax_capture(self) -> None:
-        """Let the calling thread call CUDA while another thread captures a graph. Without this CUDA
-        would refuse the calls and end the capture."""
+        """Let the calling thread call CUDA while another thread captures a graph."""
         mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
         self._call("cudaThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copies of one direction of the CUDA device, made in the fastest of the measured ways.
-
-This module works with addresses of pool and slab; it handles no events, order or threads.
-"""
+"""The copies of one direction of the CUDA device, made in the fastest of the measured ways. This
+module works with addresses of pool and slab; it handles no events, order or threads."""
 
 from __future__ import annotations
 
@@ -46,12 +44,9 @@ def measure_rates(
     runtime: Runtime, staging: StagingBuffer, stream: int, direction: Stream, block_bytes: int
 ) -> Rates:
     """Measure the bytes per second of each way to copy that works on this machine. `staging` must
-    be idle.
-
-    Takes some milliseconds. Copies scattered pieces of a block's size between scratch buffers,
-    never the pool or the slab. A kernel has to be compiled, so it is tried only for small blocks,
-    which the copy engine copies slowly.
-    """
+    be idle. Takes some milliseconds. Copies scattered pieces of a block's size between scratch
+    buffers, never the pool or the slab. A kernel has to be compiled, so it is tried only for small
+    blocks, which the copy engine copies slowly."""
     locked = staging.memory.tensor()
     size = min(block_bytes, locked.numel() // 2)
     count = min(MOST_COPIES, locked.numel() // size)

@@ -3,8 +3,7 @@
 
 The protocol is minimal, so that tests can replace CUDA's streams by queues. Streams and events are
 handles of the CUDA runtime; addresses are numbers. A thread must call `enter_thread` before the
-other methods. Every method may raise CudaError.
-"""
+other methods. Every method may raise CudaError."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class Runtime(Protocol):
     def seconds_between(self, start: int, end: int) -> float: ...
 
     def copy_batch(self, batch: Batch, stream: int) -> None:
-        """Queue all copies in one call; sources are read in stream order. Needs page-locked
-        memory."""
+        """Queue all copies in one call, read in stream order. Needs page-locked memory."""
 
     def copy_each(self, batch: Batch, stream: int, *, to_host: bool) -> None:
         """Queue the copies one by one. With ordinary memory the call may wait, and may read sources

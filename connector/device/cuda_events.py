@@ -2,8 +2,7 @@
 """Events of the CUDA device, for which streams and threads can wait.
 
 A `Point` is an event of CUDA, recorded once. A copy's event gets its point when the copy has been
-queued in CUDA. Until then a stream cannot wait for the event, only a thread can.
-"""
+queued in CUDA. Until then a stream cannot wait for the event, only a thread can."""
 
 from __future__ import annotations
 
@@ -33,7 +32,6 @@ class Point:
         runtime.record_event(self.handle, stream)
 
     def synchronise(self) -> None:
-        """Sleep until the stream has run past this point."""
         self._runtime.synchronise_event(self.handle)
 
     def __del__(self) -> None:
@@ -108,8 +106,7 @@ def point_of(event: Event) -> Point | None:
 
 
 def wait_for_point(event: Event, timeout_seconds: float) -> Point | None:
-    """Wait until the event has a CUDA point, and return it; None if the event ended without one.
-    Raises DeviceError if neither happens in time."""
+    """The event's CUDA point; None if it ended without one. Raises DeviceError at the timeout."""
     deadline = time.monotonic() + timeout_seconds
     if isinstance(event, CopyEvent) and not event.done():
         event.wait_queued(timeout_seconds)

@@ -152,8 +152,8 @@ class Lane:
 
     def _wait_as_a_thread(self, job: Job) -> list[Point]:
         """Wait until each event has a point or has ended; if the CPU makes copies, until all have
-        ended. Return the points, for which the stream will wait. Raises DeviceError if it takes too
-        long."""
+        ended. Return the points, for which the stream will wait. Raises DeviceError at a
+        timeout."""
         deadline = time.monotonic() + self._dependency_seconds
         points = []
         try:
@@ -193,7 +193,6 @@ class Lane:
         job.event.queued(job.ended)
 
     def _wait_for_end(self, job: Job) -> Exception | None:
-        """Wait for the end of a job, failed or not. Return its error, if any."""
         try:
             if job.ended is not None:
                 job.ended.synchronise()

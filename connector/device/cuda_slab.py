@@ -3,8 +3,7 @@
 
 Locking some gigabytes takes a second, and the copy engine reaches only locked memory. So a thread
 locks piece after piece while the engine already serves requests. Copies of slots that are not
-locked yet are slower. If the system refuses to lock more, the rest stays ordinary memory.
-"""
+locked yet are slower. If the system refuses to lock more, the rest stays ordinary memory."""
 
 from __future__ import annotations
 

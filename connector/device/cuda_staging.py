@@ -2,8 +2,7 @@
 """Copies between the pool and ordinary memory, through a small page-locked buffer in two halves.
 
 The copy engine works on one half while the calling thread works on the other half. A call waits
-until all its copies have ended.
-"""
+until all its copies have ended."""
 
 from __future__ import annotations
 

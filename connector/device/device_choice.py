@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a copy device by its name: `cpu`, `cuda`, or one of several GPUs, `cuda:1`.
-
-The CPU device imports nothing of CUDA.
-"""
+"""Makes a copy device by its name: `cpu`, `cuda`, or one of several GPUs, `cuda:1`. The CPU device
+imports nothing of CUDA."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ An e4m3 number has three mantissa bits, so rounding changes it by 1/16 at most; 
 numbers are 2 ** -9 apart. Numbers within a sixteenth of the dtype's maximum could round to
 infinity. Blocks with such numbers, an infinity or a NaN are stored without encoding.
 
-The codec is not in `tiers/codecs/`, because `tiers/` imports no torch.
-"""
+The codec is not in `tiers/codecs/`, because `tiers/` imports no torch."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 LMCache's controllers submit tasks from two threads, sleep on event fds, and take each result once.
 A task that never ended would hang a request in LMCache, so every task ends. At its time limit a
 task reports the chunks that have come. If the tiers are not open or have failed, all its chunks are
-misses.
-"""
+misses."""
 
 from __future__ import annotations
 
@@ -133,7 +132,6 @@ class StrataL2Adapter(L2AdapterInterface):
         return self._take_found(task_id)
 
     def delete(self, keys: list[Any]) -> None:
-        """Drop chunks from every tier."""
         models = self._models_of(keys)
         named = [(key, name) for key in keys if (name := models[key.model_name]) is not None]
         for shelf, tiers in self._open_shelves():

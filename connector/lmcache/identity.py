@@ -8,8 +8,7 @@ that determines its bytes.
 
 If the model's files are on this machine, `model` is a digest of them (model_names.py). LMCache's kv
 rank holds world size and rank, and its hash covers token ids. LMCache's name of a chunk lacks
-shapes and dtypes, so they are in the root, and each root has tiers of its own.
-"""
+shapes and dtypes, so they are in the root, and each root has tiers of its own."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 LMCache's server loads no model; its engines do, each at its own time. So a thread makes the digest
 once, when the first chunk of a model comes. If the files change afterwards, engines may have the
-old or the new weights, so no chunk of that model is kept from then on.
-"""
+old or the new weights, so no chunk of that model is kept from then on."""
 
 from __future__ import annotations
 

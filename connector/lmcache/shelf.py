@@ -4,8 +4,7 @@ opens them. A separate thread does this, because it reads an index and faults in
 
     opening ──► open                     tasks that came meanwhile go on
        │  └───► refused                  for good: every chunk is a miss, and the reason is logged
-       └──late► every chunk is a miss until it is open
-"""
+       └──late► every chunk is a miss until it is open"""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 slab as soon as they are stored, so that little is left to load when the request runs here.
 
 The request may never come; then the blocks stay in the slab until they are evicted. Requests that
-wait for such a prompt are in `prefill_waits.py`.
-"""
+wait for such a prompt are in `prefill_waits.py`."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ are kept there for a while.
 
 This engine's knowledge of the store may be out of date, so the lease decides: the store answers
 which of the blocks it has, and evicts none of them during the lease. A hand-over that takes longer
-than MOST_SECONDS ends with its missing blocks.
-"""
+than MOST_SECONDS ends with its missing blocks."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class _HandOver:
 
 class HandOvers(HandOver):
     """The hand-overs of one connector. An alarm wakes the engine at a hand-over's time limit. A
-    hand-over begins after its request has ended and the connector has dropped the request's
-    record."""
+    hand-over begins after the connector has dropped the record of its ended request."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy

@@ -6,8 +6,7 @@
 `wait_limit.py` decides when and how a wait ends. After the wait the request loads the blocks that
 other engines have stored, and computes the rest. A waiting request holds no blocks of the pool. Its
 prompt is followed (`followed_prompts.py`), so that the blocks are in the slab when the wait ends. A
-request waits at most once, and only after a call of `PromptsElsewhere.await_prefill`.
-"""
+request waits at most once, and only after a call of `PromptsElsewhere.await_prefill`."""
 
 from __future__ import annotations
 
@@ -127,7 +126,6 @@ class PrefillWaits(PromptsElsewhere):
         return bool(ended)
 
     def end_wait(self, offload: RequestOffload, end: End) -> None:
-        """End the wait of the request, if it waits."""
         offload.elsewhere = Elsewhere.NO
         wait, offload.wait = offload.wait, None
         if wait is not None:
@@ -136,7 +134,6 @@ class PrefillWaits(PromptsElsewhere):
             self._counters.count_prefill_wait(end.value, time.monotonic() - wait.began)
 
     def clear(self) -> None:
-        """End all waits with `End.LOST`."""
         for offload in list(self.waiting.values()):
             self.end_wait(offload, End.LOST)
 

@@ -6,8 +6,7 @@ slow      this engine computes the rest quicker than the other engine, by the ra
 stalled   no block has come for too long
 capped    MOST_SECONDS are over
 lost      the store that engines share is down, or all tiers were cleared
-gone      the request itself has ended
-"""
+gone      the request itself has ended"""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class WaitLimit:
     `compute_seconds(start, end)` is the time in which this engine computes the blocks from `start`
     to `end`. If it is None (unknown or ignored), the wait ends after `unknown_seconds` without a
     new block. Other engines stored the `num_before` blocks in front of these shortly before the
-    wait, the last one at `last`; they show the speed of the other engine.
-    """
+    wait, the last one at `last`; they show the speed of the other engine."""
 
     num_blocks: int
     began: float  # monotonic, as all moments here

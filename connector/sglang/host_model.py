@@ -32,9 +32,8 @@ class ModelNames(NamedTuple):
 
 
 def names_of(served_name: str, revision: str | None) -> ModelNames:
-    """The names of model and settings, from the arguments of the SGLang in this process, which
-    serves the model as `served_name`. `revision` is StrataKV's setting. Raises ConfigError for a
-    model that cannot be read."""
+    """The names of model and settings, from SGLang's arguments in this process. `revision` is
+    StrataKV's setting. Raises ConfigError for a model that cannot be read."""
     arguments = _server_arguments()
     path = getattr(arguments, "model_path", None)
     if not path:

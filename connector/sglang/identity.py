@@ -8,8 +8,7 @@ determines its bytes.
 
 SGLang's hash chains token ids, adapters and the request's `cache_salt`. It does not cover model,
 dtype, ranks and the layout of bytes in the host pool. With MLA every tensor-parallel rank has the
-same bytes and one rank writes them, so the identity leaves the rank out.
-"""
+same bytes and one rank writes them, so the identity leaves the rank out."""
 
 from __future__ import annotations
 

@@ -139,8 +139,7 @@ class StrataHiCacheStorage(HiCacheStorage):
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
-        """Load pages into `target_locations`. Return the tensors, None for a page that did not
-        come."""
+        """Load pages into `target_locations`. Return the tensors; None means a miss."""
         targets = list(target_locations or [])
         if len(targets) != len(keys) or any(each is None for each in targets):
             raise ValueError("StrataKV loads pages into tensors that are given, one for each key")
@@ -160,7 +159,6 @@ class StrataHiCacheStorage(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Store pages. Return whether all are kept."""
         if not self._config.is_storage_writer:
             return True
         held = [each.contiguous() for each in values or []]
@@ -175,7 +173,6 @@ class StrataHiCacheStorage(HiCacheStorage):
         return None
 
     def close(self) -> None:
-        """Write unwritten pages within `shutdown_seconds`, and release everything."""
         tiers, self._tiers = self._tiers, None
         if tiers is not None:
             tiers.close(self._settings.shutdown_seconds)
@@ -194,7 +191,6 @@ class StrataHiCacheStorage(HiCacheStorage):
         return _wait(tiers.store(self._names(keys), pages), tiers.limits.store_seconds)
 
     def _places(self, keys: Sequence[str], host_indices: Any) -> list[list[memoryview]]:
-        """Views of the pieces of each page in the host pool."""
         if self._tiers is None:
             return []
         if len(host_indices) != len(keys) * self._page_tokens:

@@ -10,8 +10,7 @@ A third class replaces vLLM's KV offloading (`kv_connector_module_path`):
 
     StrataConnector    a KV connector between vLLM's KV cache and StrataKV's slab
 
-docs/vllm.md says which class to use and how. The first use of a class imports vLLM.
-"""
+docs/vllm.md says which class to use and how. The first use of a class imports vLLM."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ class ModelNames(NamedTuple):
 
 
 def names_of(vllm_config: Any, revision: str | None) -> ModelNames:
-    """The names, from vLLM's whole configuration. `revision` is StrataKV's setting. Raises
-    ConfigError for a model that cannot be read."""
+    """The names, from vLLM's configuration. Raises ConfigError for a model that cannot be read."""
     model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
     # For a model in an object store, `model_weights` has the address of its weights.
     name = getattr(model, "model_weights", "") or model.model

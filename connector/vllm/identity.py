@@ -7,8 +7,7 @@
 
 vLLM's hash chains token ids, adapters, images and the request's `cache_salt`, but not the model,
 dtype, layout or parallel ranks. A chunk holds the pages of all ranks side by side, so a key has no
-rank, and engines with different numbers of ranks never share a key.
-"""
+rank, and engines with different numbers of ranks never share a key."""
 
 from __future__ import annotations
 

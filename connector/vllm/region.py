@@ -5,8 +5,7 @@ regions whose engines have ended.
 vLLM removes the region at an orderly stop. Next to it StrataKV keeps an empty lock file, which
 every process of the engine locks before the region is made. If no process has this lock, the engine
 has ended, and the next engine to start removes both files. The kernel drops the locks of killed
-processes; locks also work between containers that share `/dev/shm`.
-"""
+processes; locks also work between containers that share `/dev/shm`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the tiers below vLLM, read from vLLM's JSON configuration or written into one.
-
-A setting's name is StrataKV's flag without `--kv-offload-`, with underscores.
-"""
+"""The settings of the tiers below vLLM, read from vLLM's JSON configuration or written into one. A
+setting's name is StrataKV's flag without `--kv-offload-`, with underscores."""
 
 from __future__ import annotations
 

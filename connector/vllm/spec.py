@@ -2,8 +2,7 @@
 """StrataSpec: vLLM's tiering spec with StrataTier below its region, and a worker for CPU builds.
 
 vLLM's own manager stays in use, and on a GPU vLLM's own copies between KV cache and region. The
-settings stand under "stratakv" in `kv_connector_extra_config`.
-"""
+settings stand under "stratakv" in `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -49,7 +48,6 @@ class StrataSpec(TieringOffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """The metric definitions of vLLM and of StrataTier."""
         from .tier import StrataTier
 
         definitions: dict[str, Any] = super().build_metric_definitions(extra_config)
@@ -95,8 +93,7 @@ class StrataSpec(TieringOffloadingSpec):
 
 
 def tier_config(extra_config: Any) -> dict[str, Any]:
-    """StrataTier's entry in vLLM's list of secondary tiers. Every process that reads the settings
-    raises ConfigError if they cannot work."""
+    """StrataTier's entry in vLLM's secondary tiers. Raises ConfigError for unusable settings."""
     given = extra_config.get(SECTION, {})
     if not isinstance(given, dict):
         raise ConfigError(f"{SECTION} takes an object of settings, not {format_value(given)}")

@@ -6,8 +6,7 @@
     submit_store      take chunks that vLLM has just stored    a job, done by a thread
     get_finished_jobs report the jobs that the thread has done
 
-Chunks whose load failed are misses for a while, so that vLLM computes them.
-"""
+Chunks whose load failed are misses for a while, so that vLLM computes them."""
 
 from __future__ import annotations
 
@@ -91,14 +90,12 @@ class StrataTier(SecondaryTierManager):
             return _RESULTS[self._tiers.lookups.find_chunk(key, req_context)]
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Load chunks into vLLM's region."""
         names = self._register_job(job_metadata, is_load=True)
         with self._tiers.transfers.lock:
             self._tiers.lookups.loading(list(names), job_metadata.req_context)
         self._tiers.transfers.load(job_metadata.job_id, list(names), job_metadata.chunk_ids)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Store chunks that vLLM has stored in its region."""
         names = self._register_job(job_metadata, is_load=False)
         context = job_metadata.req_context
         positions = versions.key_positions(context)
@@ -109,7 +106,6 @@ class StrataTier(SecondaryTierManager):
         self._tiers.transfers.store(job_metadata.job_id, list(names), job_metadata.chunk_ids)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """The results of the jobs that have ended since the last call."""
         results = []
         for ended in self._tiers.transfers.take_ended():
             is_load, names = self._jobs.pop(ended.job_id)
@@ -156,8 +152,7 @@ class StrataTier(SecondaryTierManager):
         return self._metrics.build_stats()
 
     def shutdown(self) -> None:
-        """Write unwritten chunks, and release everything. Idempotent. No effect in a forked
-        process, where the threads do not run."""
+        """Write unwritten chunks, and release all. Idempotent. No effect in a forked process."""
         atexit.unregister(self.shutdown)
         if self._process_id != os.getpid():
             return
@@ -250,8 +245,7 @@ class PrefillMeter:
         self._steps: list[_Step] = []
 
     def scheduled(self, request_ids: Collection[str]) -> None:
-        """Record a step that vLLM has scheduled, and the requests that run in it for the first
-        time. Call it once for each step."""
+        """Record a step and the requests that run for the first time. Call once for each step."""
         self._record_steps()
         if request_ids:
             self._steps.append(_Step(self._clock(), set(request_ids)))

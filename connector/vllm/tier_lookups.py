@@ -8,8 +8,7 @@ until the tiers change or a load fails. The answer is MISS also for
 - chunks for which a request has waited too long: without this limit a server with damaged answers
   would be asked again and again,
 - chunks for which vLLM's region has no room besides chunks that wait there for other requests:
-  promoted chunks would evict each other before they are loaded.
-"""
+  promoted chunks would evict each other before they are loaded."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiers' metrics for vLLM, in addition to vLLM's own counts of every secondary tier.
-
-vLLM sums the reports of a counter, so each report has the growth since the last one.
-"""
+"""The tiers' metrics for vLLM, in addition to vLLM's own counts of every secondary tier. vLLM sums
+the reports of a counter, so each report has the growth since the last one."""
 
 from __future__ import annotations
 

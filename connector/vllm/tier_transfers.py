@@ -3,8 +3,7 @@
 
 vLLM's scheduler makes the calls in its step loop, so only `wait_for_jobs` and `close` may wait. The
 other calls only reserve or pin slots, and a thread does the rest. The thread also completes stores,
-so chunks reach a cache server even while the engine is idle.
-"""
+so chunks reach a cache server even while the engine is idle."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ class Transfers(ChunkMover):
         self._thread.start()
 
     def store(self, job_id: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        """Copy rows to the slab, except those that the slab has or has no room for. The caller must
-        not change any of the rows until the job has ended."""
+        """Copy missing rows while there is room. Rows must not change until the job has ended."""
         row_of = dict(zip(keys, rows, strict=True))
         with self.lock:
             self._num_open += 1
@@ -103,15 +101,13 @@ class Transfers(ChunkMover):
         self._wakeup.set()
 
     def take_ended(self) -> list[Ended]:
-        """The jobs that have ended since the last call, each once."""
         ended = []
         while self._ended:
             ended.append(self._ended.popleft())
         return ended
 
     def wait_for_jobs(self, seconds: float) -> None:
-        """Wait `seconds` at most until every job has ended. Loads whose copy has not begun by then
-        fail."""
+        """Wait until every job has ended. Loads not yet copying after `seconds` fail."""
         with self.lock:
             if not self._idle.wait_for(lambda: not self._num_open, seconds):
                 self._let_go_loads()
@@ -120,7 +116,6 @@ class Transfers(ChunkMover):
                 self._idle.wait_for(lambda: not self._num_open, CLOSE_SECONDS)
 
     def close(self, seconds: float) -> None:
-        """Close as `ChunkMover.close` does, and release vLLM's region."""
         super().close(seconds)
         if not self._thread.is_alive():
             self._rows = np.empty((0, 0), np.uint8)
@@ -143,7 +138,6 @@ class Transfers(ChunkMover):
         return load is not None or store is not None
 
     def _store_rows(self, job: _Store) -> None:
-        """Copy rows to the slab."""
         digests = self._copy_in(job.ticket, self._parts(job.rows))
         with self.lock:
             self._end_store(job.ticket, digests)

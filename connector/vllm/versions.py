@@ -9,8 +9,7 @@
 
 All other members that StrataConnector overrides or reads are the same in all versions.
 
-This module reads vLLM's objects by their attributes and imports vLLM only inside its functions.
-"""
+This module reads vLLM's objects by their attributes and imports vLLM only inside its functions."""
 
 from __future__ import annotations
 
@@ -54,7 +53,6 @@ def key_positions(context: Any) -> Mapping[bytes, int]:
 
 
 def tier_arguments(detector: Any) -> dict[str, Any]:
-    """The arguments of a secondary tier's base class that not every version takes."""
     return {} if detector is None else {"backpressure_detector": detector}
 
 

@@ -3,8 +3,7 @@
 
 Each call makes its copy itself, because on a CPU the forward pass would wait just as long for a
 copying thread. No other thread writes to the memory meanwhile. So a job has ended when its call
-returns; it fails only if the worker's process ends.
-"""
+returns; it fails only if the worker's process ends."""
 
 from __future__ import annotations
 

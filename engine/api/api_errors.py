@@ -2,8 +2,7 @@
 """The errors that clients get, in the form of OpenAI's API, and the mapping of exceptions to them.
 
 Any code that a route calls may raise `ApiError`. `to_api_error` converts every other exception to
-an `ApiError`, so no client gets a traceback.
-"""
+an `ApiError`, so no client gets a traceback."""
 
 from __future__ import annotations
 
@@ -66,8 +65,6 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """The JSON body of an error answer."""
-
     error: ErrorDetail
 
 
@@ -99,8 +96,7 @@ def encode_error(error: ApiError) -> bytes:
 
 
 def error_response(error: ApiError) -> Response:
-    """Return the HTTP response. Statuses 408 and 413 close the connection, because the request's
-    body is not read to its end."""
+    """Return the response. 408 and 413 close the connection, as the body is not read to its end."""
     headers = {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

@@ -2,8 +2,7 @@
 """The HTTP application: its routes, their checks and their error answers.
 
 `http_server.py` runs the application. Handlers are plain ASGI applications below FastAPI, because
-FastAPI's validation and response classes cost more time per request than decoding a prompt does.
-"""
+FastAPI's validation and response classes cost more time per request than decoding a prompt does."""
 
 from __future__ import annotations
 
@@ -114,8 +113,7 @@ def create_app(
     raises ValueError for parameters that a logits processor refuses. `pooling` is the kind of
     pooling for embeddings. `tool_call_parser` names the parser of tool calls; if empty, the chat
     template determines the parser. `chat_template` replaces the model's own. Raises ConfigError for
-    an unusable chat template or parser.
-    """
+    an unusable chat template or parser."""
     settings = settings or ApiSettings()
     if chat_template is None and tokenizer is not None:
         chat_template = ChatTemplate.load(model_path, tokenizer)
@@ -204,8 +202,7 @@ def _allow_cross_origin(app: FastAPI, allowed: CrossOrigin) -> None:
 
 
 class _Endpoint:
-    """A handler as an ASGI application. Requests of a `counted` handler are in flight until they
-    are answered."""
+    """An ASGI handler. Requests of a `counted` handler are in flight until they are answered."""
 
     def __init__(self, front: Front, handler: Handler, counted: bool) -> None:
         self._front = front
@@ -358,7 +355,6 @@ async def _metrics(front: Front, request: Request) -> ASGIApp:
 
 
 async def _reset_prefix_cache(front: Front, request: Request) -> ASGIApp:
-    """Forget the cached blocks of the pool, or of every tier."""
     tiers = _only_parameter(request, "tiers", RESETS)
     try:
         await front.client.call("reset_prefix_cache", tiers)

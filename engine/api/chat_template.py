@@ -4,8 +4,7 @@
 Templates come from model repositories, so they are treated as untrusted code. Jinja's sandbox,
 without access to Python's internals, compiles and renders templates in a separate process with
 limits on time and memory. The length of source and output, and the number of renderings at once,
-are limited too.
-"""
+are limited too."""
 
 from __future__ import annotations
 
@@ -107,7 +106,6 @@ class ChatTemplate:
 
     @classmethod
     def from_source(cls, source: str, tokenizer: SpecialTokens, origin: str) -> ChatTemplate:
-        """Return the template with this source and the special tokens of the model."""
         return cls(source, _texts_of(tokenizer), origin)
 
     def for_tools(self, tools: Sequence[object] | None) -> ChatTemplate:

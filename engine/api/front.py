@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Front`, the state of all routes: engine client, model name, tokenizer, template and settings.
-
-`Front` also converts prompts to checked token ids, and raises ApiError for invalid input.
-"""
+"""`Front`, the state of all routes, which also converts prompts to checked token ids."""
 
 from __future__ import annotations
 
@@ -43,8 +40,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The state of the HTTP front for one served model."""
-
     client: EngineClient
     model_name: str
     tokenizer: Tokenizer | None  # None: token ids in, token ids out
@@ -201,7 +196,6 @@ class Front:
             raise self.refused_text(error, param) from None
 
     def refused_text(self, error: ValueError, param: str) -> ApiError:
-        """Return the ApiError for a text that the tokenizer refused with `error`."""
         if not isinstance(error, PromptTooLong):
             return ApiError(str(error), param=param, code="invalid_value")
         context = f"the context of {self.max_model_len} tokens leaves one for the answer"

@@ -7,8 +7,7 @@ A token's text is the text that it adds to the tokens before it, including a spa
     Ġworld         " world"    20 77 6f 72 6c 64
     ▁world         " world"    20 77 6f 72 6c 64
     âĤ             "\ufffd"    e2 82                 two thirds of a character
-    <0xE2>         "\ufffd"    e2
-"""
+    <0xE2>         "\ufffd"    e2"""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """The changes of the persistent batch in one step, for code that keeps state for each row.
 
 Readers apply the three lists in this order: removed rows, added rows, moved rows. An added row
-replaces the row at its index.
-"""
+replaces the row at its index."""
 
 from __future__ import annotations
 
@@ -42,8 +41,6 @@ class MovedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchUpdate:
-    """The changes of the batch in one step. A `BatchUpdate` is immutable."""
-
     batch_size: int  # rows in use after the changes
     removed: Sequence[int]  # descending
     added: Sequence[AddedRow]
@@ -54,8 +51,7 @@ class BatchUpdateBuilder:
     """Collects the changes of one step: all removals first, then additions and moves.
 
     New requests get removed rows, the lowest first, which keeps the batch dense. A removed row that
-    is reused is not reported as removed, since the added request replaces its content.
-    """
+    is reused is not reported as removed, since the added request replaces its content."""
 
     def __init__(self) -> None:
         self._reset()

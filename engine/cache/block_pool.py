@@ -54,7 +54,6 @@ _evicted_block = partial(tuple.__new__, EvictedBlock)
 
 class BlockPool:
     """A pool of `num_blocks` pages. Page 0 is the null block, which is never allocated or named.
-
     Called by one thread. No method blocks."""
 
     def __init__(self, num_blocks: int, enable_caching: bool = True, width: int = 1) -> None:
@@ -123,9 +122,7 @@ class BlockPool:
         self, digests: Sequence[bytes], group_ids: Sequence[int] = (0,)
     ) -> tuple[list[KVCacheBlock], ...]:
         """Return the longest prefix of `digests` whose blocks every group has: one list per group.
-
-        Changes nothing; the blocks may be reused until `touch` holds them.
-        """
+        Changes nothing; the blocks may be reused until `touch` holds them."""
         prefix = [self._leading(digests, group_ids[0])]
         for group in group_ids[1:]:
             # The next group need not look further than this group's prefix.
@@ -161,9 +158,7 @@ class BlockPool:
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
         """Allocate `count` blocks from the front of the free queue: all, or none (RuntimeError).
-
-        The blocks lose their names; `take_evicted` will return those that were named and
-        computed."""
+        They lose their names; `take_evicted` returns those that were named and computed."""
         blocks = self.free_queue.popleft_n(count)
         self._cold.num_unseen += count
         self.residency.taken(blocks)
@@ -292,17 +287,15 @@ class BlockPool:
         return self._num_fresh - len(self.fresh)
 
     def tell_dropped(self, tell: Callable[[Sequence[EvictedBlock]], None]) -> None:
-        """Set the function that is called with blocks that lose their names other than by
-        eviction."""
+        """Set the function to call with blocks that lose their names other than by eviction."""
         self._tell_dropped = tell
 
     def offer_all(self) -> None:
-        """From now on queue every computed block for `take_fresh`, not only offered ones."""
+        """Queue every computed block for `take_fresh` from now on, not only offered ones."""
         self._offers_all = True
 
     def begin_step(self, step_id: int) -> None:
-        """Assign the names given from now on to this step. Raise ValueError unless the id has
-        grown."""
+        """Assign names given from now on to this step. Raise ValueError unless the id has grown."""
         if step_id <= self._step_id:
             raise ValueError(f"steps are numbered upwards: {step_id} came after {self._step_id}")
         self._step_id = step_id
@@ -321,8 +314,7 @@ class BlockPool:
             self._add_fresh(computed)
 
     def drop_uncomputed(self, from_step_id: int = 0) -> None:
-        """Drop the names that this failed step and all later steps gave (0: those of all uncomputed
-        blocks)."""
+        """Drop the names given by this failed step and all later ones (0: all uncomputed names)."""
         named = self._uncomputed.items()
         self.drop_names([block for block, step_id in named if step_id >= from_step_id])
 
@@ -360,7 +352,6 @@ class BlockPool:
                 self._tell_unnamed([key for key in keys if key not in self._named])
 
     def drop_keys(self, digests: Sequence[bytes], group_id: int = 0) -> None:
-        """Call `drop_names` for every block that has one of these names."""
         suffix = group_suffix(group_id)
         blocks: list[KVCacheBlock] = []
         for digest in digests:

@@ -30,8 +30,7 @@ class ColdBlocks:
         self.was_late = False  # a block was evicted that had not been offered
 
     def added(self, count: int) -> None:
-        """Record that `count` blocks were added at the end of the queue. Added blocks matter only
-        if the queue is so short that they lie in the window."""
+        """Record `count` blocks added at the end, which matter only if they lie in the window."""
         if self._queue.num_free - count < self._window:
             self.num_unseen += count
 

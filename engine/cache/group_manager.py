@@ -38,8 +38,7 @@ class GroupManager(ABC):
         self._most_step_tokens = most_step_tokens
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Return the most blocks that a request of `num_tokens` holds at once, if it shares
-        none."""
+        """Return the most blocks that a request of `num_tokens` holds at once if it shares none."""
         return self.attention.most_blocks(num_tokens, self._block_size, self._most_step_tokens)
 
     @abstractmethod
@@ -119,8 +118,7 @@ class FullAttentionManager(GroupManager):
 
 
 class LocalAttentionManager(GroupManager):
-    """Local attention: a token reads only nearby tokens, in a window or a chunk. `null` is the
-    pool's null block."""
+    """Attention to nearby tokens only, in a window or a chunk. `null` is the pool's null block."""
 
     def __init__(
         self,
@@ -192,8 +190,7 @@ class LocalAttentionManager(GroupManager):
         return not any(block.is_null for block in table[first:end])
 
     def _first_held(self, table: Sequence[KVCacheBlock], end: int) -> int:
-        """Return the index of the first block before `end` that the request holds. All blocks
-        before it are null blocks."""
+        """Return the index of the first held block before `end`; all blocks before it are null."""
         start = end if end < len(table) else len(table)
         while start and not table[start - 1].is_null:
             start -= 1

@@ -23,8 +23,7 @@ Layers that only carry a state, or only have an MLP, have no K and V and no tabl
 sequence's states is cut into pieces. Each piece takes a page, which is named like a page of an
 additional group (`state_checkpoints.py`):
 
-    D|0   K and V of the block that ends here      D|1 D|2 D|3   the states behind it
-"""
+    D|0   K and V of the block that ends here      D|1 D|2 D|3   the states behind it"""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(state: StateSpec | None, dtype: str) -> StateBytes | None:
-    """Return the size of the states of a model that computes in `dtype`; None without state
-    layers."""
+    """Return the size of a model's states if it computes in `dtype`; None without state layers."""
     if state is None:
         return None
     return StateBytes(state.slot_bytes(dtype), f"{state} {dtype}")
@@ -141,13 +139,11 @@ class CacheGroups:
 
     @property
     def attention(self) -> tuple[LayerAttention, ...]:
-        """The attention of each group, in the order of the groups."""
         return tuple(group.attention for group in self.groups)
 
     @property
     def forgets(self) -> bool:
-        """Whether some group releases blocks of a running sequence (sliding windows, for
-        example)."""
+        """Whether some group releases blocks of a running sequence, as sliding windows do."""
         return not all(group.attention.is_full for group in self.groups)
 
     @property
@@ -206,8 +202,7 @@ def pages_per_block(attention: Sequence[LayerAttention]) -> int:
 
         full full                             2
         full full window window window window    2
-        full window window                    1
-    """
+        full window window                    1"""
     runs = [len(list(run)) for _, run in groupby(attention)]
     return math.gcd(*runs)
 
@@ -267,7 +262,6 @@ def plan_groups(
 
 
 def _with_draft(groups: CacheGroups, draft: BlockLayout) -> CacheGroups:
-    """Add places for the layers of a draft model to the groups."""
     size, draft_size = groups.layout.place_bytes, draft.place_bytes
     # A page with a multiple of `unit` places holds a whole number of the draft's places.
     unit = draft_size // math.gcd(size, draft_size)

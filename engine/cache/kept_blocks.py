@@ -25,7 +25,6 @@ class KeptBlocks:
         return len(self._ended)
 
     def keep_blocks(self, request: Request) -> None:
-        """Keep the blocks of a request that ends, until `release_blocks`."""
         holder = f"\0kept {request.number}"  # no request can have this id
         self._manager.pin(request, holder)
         request.progress.kept = KeptEnd(holder)
@@ -37,7 +36,6 @@ class KeptBlocks:
             kept.num_heirs += 1
 
     def blocks_for(self, request: Request) -> GroupBlocks:
-        """Return the kept blocks in which a waiting request will continue."""
         return self._manager.tables(_kept_for(request).holder)
 
     def lend(self, request: Request) -> None:
@@ -66,8 +64,7 @@ class KeptBlocks:
                 self.release_blocks([before])
 
     def release_blocks(self, requests: Iterable[Request]) -> None:
-        """Release the blocks kept for these ended requests; requests without kept blocks are
-        ignored."""
+        """Release the blocks kept for these requests; requests without kept blocks are ignored."""
         for request in requests:
             if (kept := request.progress.kept) is not None:
                 request.progress.kept = None

@@ -20,8 +20,7 @@ BlockIds = tuple[list[int], ...]
 
 
 class BlockCopy(NamedTuple):
-    """A page that a request shares, and the copy that replaces it before the request writes to
-    it."""
+    """A page that a request shares, and the copy to which the request will write instead."""
 
     request_id: str
     group_id: int
@@ -69,7 +68,6 @@ class FreeBlockQueue:
         return self.num_free
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
-        """Iterate over the blocks in the order of reuse."""
         block = self._head.next_free
         while block is not self._tail:
             yield block
@@ -95,7 +93,6 @@ class FreeBlockQueue:
         return taken
 
     def append(self, block: KVCacheBlock) -> None:
-        """Add one block at the end, so that it is reused last."""
         self.append_n((block,))
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -109,7 +106,6 @@ class FreeBlockQueue:
         self.remove_n((block,))
 
     def remove_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Remove blocks from any position."""
         for block in blocks:
             after = block.next_free
             if after is block:

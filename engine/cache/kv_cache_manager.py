@@ -120,8 +120,7 @@ class KVCacheManager:
         return len(self.tables(request_id)[0]) * self.block_size
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the most pages that a request of `num_tokens` holds at once, if it loads its
-        states."""
+        """Return the most pages that a request of `num_tokens` holds at once if it loads states."""
         num_blocks = self._width * sum(group.most_blocks(num_tokens) for group in self._groups)
         return num_blocks if self.states is None else num_blocks + self.states.num_pages
 
@@ -232,8 +231,7 @@ class KVCacheManager:
         return added
 
     def fork(self, parent_id: str, child: Request, num_tokens: int) -> None:
-        """Let `child`, which has no blocks, share the parent's blocks of their common first
-        `num_tokens`."""
+        """Let `child`, which has no blocks, share the parent's blocks of the first `num_tokens`."""
         num_full, rest = divmod(num_tokens, self.block_size)
         num_blocks = num_full + (rest > 0)
         tables = tuple([table[:num_blocks] for table in self._tables[parent_id]])
@@ -261,8 +259,7 @@ class KVCacheManager:
         return True
 
     def name_blocks(self, request: Request, num_tokens: int) -> None:
-        """Name the full blocks of the first `num_tokens`, which the last scheduled step
-        computes."""
+        """Name the full blocks of the first `num_tokens`, computed by the last scheduled step."""
         self._name_full(request, num_tokens)
         if self.states is not None:
             self.states.name_known(request)
@@ -320,8 +317,7 @@ class KVCacheManager:
         self._free(request.request_id)
 
     def pin(self, request: Request, holder: str) -> None:
-        """Move the blocks of an ended request to the id `holder`, which never runs, until
-        `unpin`."""
+        """Move an ended request's blocks to the id `holder`, which never runs, until `unpin`."""
         request_id = request.request_id
         self.shared_tails.remove_request(request_id)
         if self.states is not None:
@@ -376,7 +372,6 @@ class KVCacheManager:
         return (*pages, self.states.load_page_ids(request_id))
 
     def page_ids(self, blocks: GroupBlocks) -> BlockIds:
-        """Return the page ids of these blocks in each cache group."""
         return page_tables(blocks, self._width)
 
     def _add_blocks(

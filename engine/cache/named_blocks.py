@@ -37,8 +37,7 @@ class NamedBlocks:
     def name_full(
         self, request: Request, tables: GroupBlocks, num_tokens: int, *, computed: bool
     ) -> None:
-        """Name the full, unnamed blocks among the first `num_tokens`. Does nothing for a request
-        without digests."""
+        """Name full, unnamed blocks of the first `num_tokens`, if the request has digests."""
         pool, digests = self._pool, request.block_hashes
         each, known = self.hashes_per_block, self.counts.get(request.request_id, 0)
         full = min(num_tokens // self._block_size, len(digests) // each)
@@ -52,8 +51,7 @@ class NamedBlocks:
             self.counts[request.request_id] = full
 
     def name_tail(self, request: Request, tables: GroupBlocks) -> None:
-        """Name the block at the prompt's end if it is partly filled. The caller makes sure that the
-        prompt is computed and that the request writes no more tokens."""
+        """Name a partly filled block at the prompt's end; see `KVCacheManager.name_tail`."""
         if tail := request.prompt_tail_hash():
             index = (request.num_prompt_tokens - 1) // self._block_size
             for group, table in zip(self._groups, tables, strict=True):
@@ -77,8 +75,7 @@ class NamedBlocks:
         return list(self.of_blocks(request.block_hashes))
 
     def of_prompt(self, request: Request, *, with_tail: bool = True) -> list[bytes]:
-        """Return the digests of a prompt's blocks; with `with_tail`, also of a partly filled last
-        block."""
+        """Return the digests of a prompt's blocks; `with_tail` adds a partly filled last block."""
         blocks = self.of_blocks(request.block_hashes)
         digests = list(blocks[: request.num_prompt_tokens // self._block_size])
         tail = request.prompt_tail_hash() if with_tail else b""

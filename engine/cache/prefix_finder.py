@@ -57,8 +57,7 @@ class PrefixFinder(ABC):
     def _local_blocks(
         self, group: GroupManager, digests: Sequence[bytes], length: int
     ) -> list[KVCacheBlock]:
-        """Return a group's blocks for a hit of `length` blocks; null blocks stand for unread
-        ones."""
+        """Return a group's blocks for a hit of `length` blocks; unread ones are null blocks."""
         pool, suffix = self._pool, group_suffix(group.group_id)
         first = group.first_needed(length * self.block_size)
         return [pool.null_block] * first + [pool.named(d + suffix) for d in digests[first:length]]

@@ -51,7 +51,6 @@ class Residency:
             self._born[block_id] = self._used[block_id] = now
 
     def touched(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Record prefix hits of blocks."""
         followed = self._followed.intersection(blocks)
         if not followed:
             return
@@ -61,7 +60,6 @@ class Residency:
             self._used[block.block_id] = now
 
     def stats(self) -> dict[str, Any]:
-        """Return the three histograms as plain dicts."""
         return {
             "lifetime": asdict(self.lifetime),
             "idle_before_evict": asdict(self.idle_before_evict),

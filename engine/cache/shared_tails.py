@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SharedTails: copy-on-write for the last, partly filled block that forked requests share.
 
-forked first: 17 4 9 second: 17 4 9 9 is half full second writes first: 17 4 9 second: 17 4 30 the
-device copies 9 over 30 first writes in place: no other request holds 9 any more"""
+forked         first: 17 4 9    second: 17 4 9     9 is half full
+second writes  first: 17 4 9    second: 17 4 30    the device copies 9 over 30
+first writes   in place: no other request holds 9 any more"""
 
 from __future__ import annotations
 

@@ -106,8 +106,7 @@ class StateCheckpoints:
         return 0
 
     def note_hit(self, request_id: str, digest: bytes) -> None:
-        """Record that a request starts at this checkpoint of the pool, without holding its
-        pages."""
+        """Record that a request starts at this checkpoint, without holding its pages."""
         self._newest[request_id] = digest
         self._hits[request_id] = [self._pool.named(digest + suffix) for suffix in self._suffixes]
 
@@ -183,8 +182,7 @@ class StateCheckpoints:
         return self.interval - end % self.interval - 1
 
     def num_to_pin(self, request_id: str) -> int:
-        """Return how many pages `pin` would hold for a request's newest checkpoint; 0 without
-        one."""
+        """Return how many pages `pin` would hold for the newest checkpoint; 0 without one."""
         digest = self._newest.get(request_id)
         return self.num_pages if digest is not None and self.is_readable(digest) else 0
 
@@ -232,8 +230,7 @@ class StateCheckpoints:
             self._pool.free_blocks(blocks)
 
     def drop_unnamed(self) -> bool:
-        """Give up all checkpoints without a name, to make room. Return whether any were given
-        up."""
+        """Give up all checkpoints without a name, to make room. Return whether there were any."""
         given_up = list(self._unnamed)
         for request_id in given_up:
             self._drop_unnamed(request_id)
@@ -303,8 +300,7 @@ class StateCheckpoints:
         return digest is not None and self._pool.has(digest + self._suffixes[0])
 
     def _digest(self, request: Request, position: int) -> bytes | None:
-        """Return the name of a checkpoint after `position` tokens; None if a token before it is
-        unknown."""
+        """Return the name of a checkpoint after `position` tokens; None if one is unknown."""
         index, rest = divmod(position, self._block_size)
         if rest:
             return request.prompt_tail_hash()

@@ -2,8 +2,7 @@
 """Flags that several commands have, and a parser that reports an error in one sentence.
 
 A parser with the engine's flags also reads environment variables and a config file (`config/`), so
-its result has the effective values.
-"""
+its result has the effective values."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class Parser(argparse.ArgumentParser):
         """Parse the arguments. Raises ConfigError for an unknown flag, with the most similar one.
 
         If the parser has the engine's flags, the namespace's `settings` and options have the values
-        from all layers (flags, environment, file).
-        """
+        from all layers (flags, environment, file)."""
         namespace, unknown = self.parse_known_args(list(argv))
         if unknown:
             word = unknown[0].partition("=")[0]
@@ -109,8 +107,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(group: argparse._ActionsContainer, options: Mapping[str, Option]) -> None:
-    """Add a flag for each option, with its default in the help text. The namespace has only given
-    options."""
+    """Add options as flags, with their defaults as help. The namespace has only given options."""
     for name, option in options.items():
         text = f"{option.help} (default: {option.default_text})"
         settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv bench NAME`: runs one of the project's benchmarks, by the name of its module.
 
-Every benchmark takes --quick and --out DIR and writes DIR/NAME.json.
-"""
+Every benchmark takes --quick and --out DIR and writes DIR/NAME.json."""
 
 from __future__ import annotations
 
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Parse the benchmark's own options and run it."""
     known = ", ".join(BENCHMARKS)
     if args.name is None:
         raise ConfigError(f"stratakv bench takes the name of a benchmark: {known}")
@@ -75,8 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_directory(path: Path) -> None:
-    """Make the directory for the results before the benchmark runs, so that an error shows before a
-    long run. Raises ConfigError."""
+    """Make the directory for the results, so that an error shows early. Raises ConfigError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

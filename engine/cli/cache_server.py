@@ -5,8 +5,7 @@
 only clients of its own user: it writes a token to a file that these clients can read. On SIGHUP the
 server reads tenants, tokens and certificates again, and keeps its blocks. On SIGTERM or SIGINT the
 server reports NOT_SERVING, finishes running calls, writes blocks to disk, and ends; a second signal
-ends it at once. The server needs only the base installation, without torch and the engine.
-"""
+ends it at once. The server needs only the base installation, without torch and the engine."""
 
 from __future__ import annotations
 
@@ -49,7 +48,6 @@ _SWITCH_SECONDS = 0.0005
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each option, --config and --new-token."""
     parser.add_argument(
         "--config", metavar="FILE",
         help=f"YAML or TOML file of these options; flags and {CACHE_SERVER_PREFIX}* come before it",

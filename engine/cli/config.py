@@ -3,8 +3,7 @@
 origins. `config vllm|lmcache|sglang` prints the configuration for another engine.
 
 `show` accepts and refuses the same arguments as `serve`; its output is a file for `--config`.
-`vllm` prints the value of vLLM's `--kv-transfer-config`. These commands start no engine.
-"""
+`vllm` prints the value of vLLM's `--kv-transfer-config`. These commands start no engine."""
 
 from __future__ import annotations
 
@@ -53,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand."""
     if args.word not in _WORDS:
         near = did_you_mean(args.word or "", _WORDS)
         given = "" if args.word is None else f", not {args.word!r}{near}"

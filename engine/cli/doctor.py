@@ -3,8 +3,7 @@
 vllm`: finds problems of StrataKV's tiers below another engine.
 
 The command prints a line for each check, starts no engine and changes nothing. Exit codes: 0 no
-problem, 1 at least one problem, 2 wrong usage.
-"""
+problem, 1 at least one problem, 2 wrong usage."""
 
 from __future__ import annotations
 
@@ -44,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks, print the findings, and return the exit code."""
     if args.host is None:
         return _host(args)
     if args.host not in _HOSTS:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv generate`: continues one prompt, and prints the text while it is generated.
 
-Only the text goes to standard output; statistics go to standard error.
-"""
+Only the text goes to standard output; statistics go to standard error."""
 
 from __future__ import annotations
 
@@ -52,7 +51,6 @@ _FLAGS = {"bad_words": "--bad-word"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the prompt, the sampling flags and the engine's flags."""
     parser.add_argument("--prompt", metavar="TEXT", help="the text; - reads standard input")
     for name, (_, text) in _SAMPLING.items():
         parser.add_argument(flag_of(name), metavar="N", default=argparse.SUPPRESS, help=text)

@@ -2,8 +2,7 @@
 """The command line `stratakv`: runs a command, and reports a failure in one sentence.
 
 Exit codes: 0 done, 1 the engine failed, 2 wrong usage or environment, 130 interrupted. This module
-needs only the base installation; a command's modules are imported when it runs.
-"""
+needs only the base installation; a command's modules are imported when it runs."""
 
 from __future__ import annotations
 
@@ -54,7 +53,6 @@ EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _write_any_text()
     _lose_what_standard_error_cannot_take()

@@ -3,8 +3,7 @@
 of the tiers, and which prefixes load faster than they compute.
 
 The command reads config.json and checks whether the weight files exist. In `engine/plan`,
-`memory_plan.py` has the arithmetic, `machine_rates.py` the rates, and `table.py` the printing.
-"""
+`memory_plan.py` has the arithmetic, `machine_rates.py` the rates, and `table.py` the printing."""
 
 from __future__ import annotations
 
@@ -133,7 +132,6 @@ class Subject:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model's argument, and the flags for sizes and rates."""
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
         help="a directory with config.json, or org/model on the Hub (default: the embedded model)",

@@ -2,8 +2,7 @@
 """`stratakv route`: a proxy in front of prefill and decode nodes.
 
 The proxy needs neither a model nor torch. After SIGINT or SIGTERM it accepts no new connections,
-lets running requests finish for --drain-seconds, and ends.
-"""
+lets running requests finish for --drain-seconds, and ends."""
 
 from __future__ import annotations
 
@@ -35,7 +34,6 @@ _LAST_WORDS_SECONDS = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for nodes, and a flag for each option."""
     for role, text in (
         ("decode", "a node that answers requests; may be given several times, and one is needed"),
         ("prefill", "a node that computes long prompts first; may be given several times"),

@@ -3,8 +3,7 @@
 
 The port is bound before the model is loaded, so that a port in use is known at once. After SIGINT
 or SIGTERM the server accepts no new requests, lets running requests finish for a few seconds,
-writes pending blocks to the tiers, and ends.
-"""
+writes pending blocks to the tiers, and ends."""
 
 from __future__ import annotations
 

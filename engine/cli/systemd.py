@@ -3,8 +3,7 @@
 
 The notifications are for units with `Type=notify` or `notify-reload`. A message is a datagram to
 the socket that the variable NOTIFY_SOCKET names; without the variable no message is sent. A message
-that cannot be sent causes one log line and does not end the server.
-"""
+that cannot be sent causes one log line and does not end the server."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """`stratakv trace explain|export`: reads a file that `--step-trace` wrote.
 
 Both subcommands read the last run in a file. `explain` prints the history of a request in words, or
-lists the requests; `export` makes a timeline for Perfetto.
-"""
+lists the requests; `export` makes a timeline for Perfetto."""
 
 from __future__ import annotations
 
@@ -37,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand."""
     if args.word not in _WORDS:
         near = did_you_mean(args.word or "", _WORDS)
         given = "" if args.word is None else f", not {args.word!r}{near}"
@@ -46,7 +44,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `explain`."""
     parser.add_argument("file", metavar="FILE", help="that --step-trace wrote")
     parser.add_argument(
         "request", metavar="REQUEST", nargs="?",
@@ -56,7 +53,6 @@ def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `export`."""
     parser.add_argument("file", metavar="FILE", help="that --step-trace wrote")
     parser.add_argument(
         "--out", metavar="FILE", help="where the timeline goes (default: FILE.json beside it)"

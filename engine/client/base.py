@@ -5,8 +5,7 @@ A client guarantees:
 - `generate` yields outputs in order and ends after the output with a finish reason, or raises
   EngineDead; closing the iterator early aborts the request in the core;
 - every wait ends at a deadline or when the core ends;
-- a bad request fails alone: its last output carries `error` and finish reason "error".
-"""
+- a bad request fails alone: its last output carries `error` and finish reason "error"."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client of an engine core in the same process; a thread runs the core's steps.
 
-Messages are not encoded. The Python API and tests use this client.
-"""
+Messages are not encoded. The Python API and tests use this client."""
 
 from __future__ import annotations
 

@@ -104,7 +104,6 @@ class LaunchedCore:
 
 
 def describe_exit(status: int) -> str:
-    """Describe an exit status in words."""
     if status >= 0:
         return f"ended with exit status {status}"
     try:

@@ -2,8 +2,7 @@
 """The common base of engine clients: it passes outputs to requests, and replies to calls.
 
 A subclass sends messages to the core, and passes the core's messages to `_receive`. All code in
-this module runs in one event loop.
-"""
+this module runs in one event loop."""
 
 from __future__ import annotations
 
@@ -100,7 +99,6 @@ class MessageClient(EngineClient):
                 self._send_soon(AbortRequests([request_id], reason))
 
     async def open_prompt(self, request: AddRequest) -> None:
-        """See `EngineClient.open_prompt`."""
         request_id = request.request_id
         self._open_mailbox(request_id)
         sent: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -114,7 +112,6 @@ class MessageClient(EngineClient):
         self._start_unread_timer(request_id)
 
     async def extend_prompt(self, part: ExtendPrompt) -> None:
-        """See `EngineClient.extend_prompt`."""
         self._raise_if_dead()
         mailbox = self._mailboxes.get(part.request_id)
         if mailbox is None:
@@ -144,7 +141,6 @@ class MessageClient(EngineClient):
         await self._send_to_core(AbortRequests(request_ids))
 
     async def call(self, name: str, argument: str = "", timeout_seconds: float = 10.0) -> Any:
-        """See `EngineClient.call`."""
         self._raise_if_dead()
         call_id = next(self._call_ids)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -176,7 +172,6 @@ class MessageClient(EngineClient):
         """Wait until the core, which is shutting down, has ended; then release resources."""
 
     def _receive(self, message: FromCore) -> None:
-        """Handle a message from the core."""
         if isinstance(message, Outputs):
             self.num_failed_steps = message.num_failed_steps
             for output in message.outputs:
@@ -304,11 +299,8 @@ class MessageClient(EngineClient):
 
 class Mailbox:
     """Holds the outputs of a request, merged into one, until the reader takes them. A mailbox has
-    one writer and one reader, in one event loop.
-
-    Merging limits the mailbox to the length of one answer, so a slow reader neither delays other
-    requests nor fills the memory.
-    """
+    one writer and one reader, in one event loop. Merging limits it to the length of one answer, so
+    a slow reader neither delays other requests nor fills the memory."""
 
     __slots__ = ("_error", "_filled", "_pending")
 

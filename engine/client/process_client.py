@@ -2,8 +2,7 @@
 """The client of an engine core in a separate process: msgpack over ZMQ on private Unix sockets.
 
 Two processes keep the HTTP server's Python threads from competing with the step loop for the
-interpreter. The client detects the exit of the core process at once.
-"""
+interpreter. The client detects the exit of the core process at once."""
 
 from __future__ import annotations
 
@@ -63,11 +62,9 @@ class ProcessClient(MessageClient):
         log_json: bool = False,
         timeout_seconds: float = START_SECONDS,
     ) -> ProcessClient:
-        """Start a core process, and return its client once the core is ready.
-
-        Raises ConfigError for a setting that cannot work, EngineDead if the core failed, and
-        TimeoutError if it is not ready in time. After an error, process and sockets are gone.
-        """
+        """Start a core process, and return its client once the core is ready. Raises ConfigError
+        for a setting that cannot work, EngineDead if the core failed, and TimeoutError if it is not
+        ready in time. After an error, process and sockets are gone."""
         client = cls()
         try:
             client._core.start(config, log_level, log_json)
@@ -151,7 +148,6 @@ class ProcessClient(MessageClient):
         return socket
 
     async def _receive_messages(self) -> None:
-        """Handle the core's messages until cancelled."""
         while True:
             frame = await self._from_core.recv()
             try:

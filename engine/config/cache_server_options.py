@@ -2,8 +2,7 @@
 """The options of `stratakv cache-server`, and the `ServerSettings` made from them.
 
 Flags override environment variables, which override the file of --config. The environment variable
-STRATAKV_CACHE_SERVER_PORT=9400 means --port 9400.
-"""
+STRATAKV_CACHE_SERVER_PORT=9400 means --port 9400."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """The settings of an engine, as frozen dataclasses whose fields are the engine's options.
 
 Field names include units, such as `memory_bytes`. Each dataclass checks its own values. A
-ConfigError names the expected value, the given value and a remedy.
-"""
+ConfigError names the expected value, the given value and a remedy."""
 
 from __future__ import annotations
 
@@ -287,7 +286,6 @@ class SchedulerConfig:
 
     @property
     def most_step_tokens(self) -> int:
-        """The maximum number of tokens of one request in one step."""
         return self.long_prefill_token_threshold or self.max_num_batched_tokens
 
 

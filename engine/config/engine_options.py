@@ -70,8 +70,7 @@ def engine_config(
     model. A Hub model that is not in the local cache is downloaded; with `is_fetched` False, the
     settings have the model's id as its path.
 
-    Raises ConfigError for an unknown option, an invalid value, or a contradiction.
-    """
+    Raises ConfigError for an unknown option, an invalid value, or a contradiction."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
     for name, value in given.items():
         option = OPTIONS.get(name)

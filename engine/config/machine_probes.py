@@ -2,8 +2,7 @@
 """Measures rates of this machine: memory copies, disk reads, multiplications.
 
 Each probe takes some tenths of a second and returns the rate of its fastest try, because only a try
-without other load shows the limit of the hardware.
-"""
+without other load shows the limit of the hardware."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that read option values of the engine and the servers, in addition to those in
-`tiers/settings/readers.py`."""
+"""Readers of option values, in addition to those in `tiers/settings/readers.py`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages that name the optional extra of StrataKV which installs a missing package.
 
-The table has the import names of packages that the extras in `pyproject.toml` install.
-"""
+The table has the import names of packages that the extras in `pyproject.toml` install."""
 
 from __future__ import annotations
 

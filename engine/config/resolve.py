@@ -8,8 +8,7 @@ option of the higher layer also hides the option of the lower layer. Within one 
 options are a contradiction, which is refused when the values are used. The rules are the same for
 all commands, so one file serves all commands. `STRATAKV_BLOCK_SIZE=32` is `--block-size 32`; an
 unknown variable with the prefix `STRATAKV_` is refused, because a mistyped name would otherwise be
-ignored silently.
-"""
+ignored silently."""
 
 from __future__ import annotations
 
@@ -55,8 +54,6 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.+")
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The value of an option, and its origin."""
-
     value: Any
     kind: str  # FLAG | VARIABLE | FILE
     origin: str  # as the user wrote it: `--port`, `STRATAKV_PORT`, `port of x.yaml`
@@ -107,8 +104,7 @@ def resolve(
     that the flag --config names.
 
     Raises ConfigError for an unknown name, a value of the wrong kind, and two spellings of one
-    option in one layer. Contradictions between options are detected when the options are used.
-    """
+    option in one layer. Contradictions between options are detected when the options are used."""
     place = config if config is not None else environ.get(CONFIG_VARIABLE)
     path, from_file = None, _Read({}, {}, [])
     if place is not None:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All options of the engine and of the server, in one table.
-
-`SCHEMA` has the options that environment variables and files may set.
-"""
+"""`SCHEMA`: the options of engine and server that environment variables and files may set."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ def variable_of(name: str) -> str:
 
 
 def value_in(name: str, engine: EngineConfig, server: ServerConfig) -> Any:
-    """Return the value that an option has in these settings."""
     option = SCHEMA[name]
     if option.section == "server":
         return getattr(server, option.field)

@@ -146,5 +146,4 @@ SERVER_OPTIONS: Mapping[str, Option] = options_of(ServerConfig, "server")
 
 
 def server_config(given: Mapping[str, Any]) -> ServerConfig:
-    """Make the server's settings from the given options of the server."""
     return ServerConfig(**read_fields(SERVER_OPTIONS, given))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's options for features that StrataKV lacks, each with a reason and an alternative.
 
-The error for such an option has this reason instead of a suggestion of a similarly named option.
-"""
+The error for such an option has this reason instead of a suggestion of a similarly named option."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """vLLM's names for options, accepted as flags and in files, so that vLLM's command lines work here.
 
 Each name stands for an option of StrataKV, or is accepted only with values that change nothing, or
-is refused with the reason and a remedy. An option without an effect is noted in the log.
-"""
+is refused with the reason and a remedy. An option without an effect is noted in the log."""
 
 from __future__ import annotations
 
@@ -47,8 +46,6 @@ Translate = Callable[[str, Any], Meaning]  # (how it was called, value)
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A vLLM option that StrataKV accepts."""
-
     translate: Translate
     metavar: str = ""  # empty: a switch with --no-
     is_server: bool = False  # not a flag of `generate`

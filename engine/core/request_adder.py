@@ -3,8 +3,7 @@
 
 add ──► built and checked ──► queued
              └─► queued, but not yet scheduled ──► its grammar is compiled during other steps
-                                               ──► add_compiled ──► it may be scheduled
-"""
+                                               ──► add_compiled ──► it may be scheduled"""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ attention reads them: this halved the time for 64 requests of 1,000 tokens.
 Old data in the slots after a request's last token never changes a result. Chunks end at the
 request's last token. Decode batches set these slots to zero in the gathered copy; a mask alone
 would let NaN through, since 0 * NaN is NaN. Block tables are padded with the null block, which
-holds zeros.
-"""
+holds zeros."""
 
 from __future__ import annotations
 

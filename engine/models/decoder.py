@@ -6,8 +6,7 @@ rounding would make results depend on the order of additions. The weights decide
 computed: a bias or a norm that is None is left out. This module has no requests, blocks or
 sampling; the caller passes positions and the attention plan.
 
-    embed ─► each layer: attention ─► rest (output matrix, MLP) ─► last norm ─► logits
-"""
+    embed ─► each layer: attention ─► rest (output matrix, MLP) ─► last norm ─► logits"""
 
 from __future__ import annotations
 
@@ -389,8 +388,7 @@ class Decoder:
         the last mixer only the rows `wanted` are computed. An `attention` from `in_library`
         computes all layers; its `plan` has one plan per view. With kernels, `x` is overwritten.
         `slots`, int32 `[tokens]`, has the adapter slot of each row, -1 for none; None: no row has
-        an adapter. An attention from `in_library` takes no `pictures`.
-        """
+        an adapter. An attention from `in_library` takes no `pictures`."""
         if slots is not None:
             if self.slots is None:
                 raise ValueError("a step has adapters, but the model was loaded without slots")

@@ -4,8 +4,7 @@
 `auto` means the type that config.json names, if the device computes fast in it. A CPU without units
 for a 16-bit type computes in float32, because the 16-bit type would be many times slower. On a GPU,
 float32 and float64 become bfloat16: it halves the bytes that a step reads, and tensor cores compute
-in it. The choice of a name needs no torch; only the torch dtypes do.
-"""
+in it. The choice of a name needs no torch; only the torch dtypes do."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@
 Rows are sorted by expert, so that the matrices of each expert are read once. On a GPU, one grouped
 matrix product computes all experts. The borders of the groups stay on the device, so the product
 never waits for the host, and a CUDA graph can capture the step. On the CPU, each expert that has
-rows is computed by a product of its own, whose cost is the reading of the expert's matrices.
-"""
+rows is computed by a product of its own, whose cost is the reading of the expert's matrices."""
 
 from __future__ import annotations
 

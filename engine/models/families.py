@@ -3,8 +3,7 @@
 
 All families use the same decoder: RMS norms, rotary positions, grouped-query attention, and a gated
 MLP or a mixture of such MLPs. An entry has the constants of the family's code in transformers, and
-its defaults for keys that config.json lacks.
-"""
+its defaults for keys that config.json lacks."""
 
 from __future__ import annotations
 

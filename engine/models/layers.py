@@ -3,8 +3,7 @@
 
 Plain torch makes several passes over the same numbers for a norm, a rotation or a gate. On a GPU,
 each kernel of `kernels/layer/` makes one pass. On other devices torch.compile makes one pass too,
-but only with `--compilation elementwise`, because compiling takes seconds at the start.
-"""
+but only with `--compilation elementwise`, because compiling takes seconds at the start."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class Linear:
     reordered into oneDNN's blocks, for float32 only. Measured on an AMD EPYC with one thread and
     matrices of 256 to 3072: in float32 the library is 1.7 to 2.6 times as fast as oneDNN for one
     row, 1.3 to 1.6 times for 16 rows, and 0.9 to 1.3 times for 64 and more. In bfloat16 the library
-    is 1.4 to 2.3 times as fast as torch for one row, and 6 to 10 times for 16 and more.
-    """
+    is 1.4 to 2.3 times as fast as torch for one row, and 6 to 10 times for 16 and more."""
 
     __slots__ = ("_adapters", "_bias", "_is_packed", "_rows", "_shape", "_weight", "packed")
 

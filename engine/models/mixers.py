@@ -3,8 +3,7 @@
 
 Most layers have an `AttentionMixer`, which reads the K and V of earlier tokens. Other layers have a
 mixer that carries a state (`states/state_mixer.py`), and some layers have attention and a state. A
-mixer takes the normed rows of a step and returns the input of the layer's output matrix.
-"""
+mixer takes the normed rows of a step and returns the input of the layer's output matrix."""
 
 from __future__ import annotations
 

@@ -123,8 +123,7 @@ class ModelSpec:
         In a family that multiplies the results of attention and MLP by a factor r before they are
         added, the hidden states are kept divided by r instead, so the results need no factor. Norms
         give the same results with divided hidden states, because a factor of their input cancels,
-        except against eps; `stream_eps` is eps divided to match.
-        """
+        except against eps; `stream_eps` is eps divided to match."""
         if self.scales is not None:
             return self.scales.embedding / self.scales.residual
         return float(self.hidden_size**0.5) if self.family.scaled_embeddings else 1.0

@@ -3,8 +3,7 @@
 
 Frequencies and angles are computed in float32 in transformers' order of operations, because models
 are trained with its rounding. Only the finished tables of cosines and sines are converted to the
-model's type.
-"""
+model's type."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def rope_tables(
     `turning_order`.
 
     `length` must not exceed the model's `max_context`. Up to `max_context`, no kind of positions
-    depends on the length of a sequence, and the tables equal those of transformers.
-    """
+    depends on the length of a sequence, and the tables equal those of transformers."""
     frequencies, scale = inverse_frequencies(rope, turning_dim or head_dim, max_positions)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
     cos, sin = (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
@@ -69,8 +67,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tu
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `[tokens, heads, head_dim]`; `cos` and `sin` are `[tokens, 1, head_dim // 2]`.
 
-    As in Llama, element i of a head's first half is paired with element i of its second half.
-    """
+    As in Llama, element i of a head's first half is paired with element i of its second half."""
     first, second = x.chunk(2, dim=-1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     left, right = out.chunk(2, dim=-1)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the arguments of `LLM`, and turns them into one value for each prompt.
 
-All functions raise ValueError with the expected and the given value.
-"""
+All functions raise ValueError with the expected and the given value."""
 
 from __future__ import annotations
 

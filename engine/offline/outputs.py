@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results of the Python API: an answer to each prompt, with one choice or several.
 
-Fields that vLLM has too have the same names. `ProgressLine` shows progress on a terminal.
-"""
+Fields that vLLM has too have the same names. `ProgressLine` shows progress on a terminal."""
 
 from __future__ import annotations
 
@@ -67,7 +66,6 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def add(self, part: TextOutput) -> None:
-        """Add the next part of the choice."""
         self.text += part.text
         self.token_ids.extend(part.token_ids)
         self.finish_reason, self.stop_reason = part.finish_reason, part.stop_reason
@@ -132,7 +130,6 @@ class RequestOutput:
     embedding: bytes | None = field(default=None, repr=False)  # as the engine sent it
 
     def add(self, index: int, part: TextOutput) -> None:
-        """Add the next part of the choice `index`."""
         self.outputs[index].add(part)
         if part.prompt_logprobs is not None:
             self.prompt_logprobs = part.prompt_logprobs
@@ -206,7 +203,6 @@ class EmbeddingRequestOutput:
     def from_request_output(
         cls, answer: RequestOutput, *, normalize: bool, dimensions: int | None
     ) -> EmbeddingRequestOutput:
-        """Make the output from the answer to a request for an embedding."""
         vector: list[float] = []
         error = answer.error
         if error is None:

@@ -2,8 +2,7 @@
 """Runs the prompts of a Python API call as one request for each choice.
 
 The choices of a prompt start together, so that the prompt is computed once. A failed request does
-not end other requests. A `PromptRunner` may be used in one event loop only.
-"""
+not end other requests. A `PromptRunner` may be used in one event loop only."""
 
 from __future__ import annotations
 
@@ -30,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 
 class CheckedPrompt(NamedTuple):
-    """A prompt whose arguments have been checked."""
-
     request: AddRequest  # for all its choices
     text: str | None  # None for token ids and numbers
     # Whether the answer begins inside a thought; None: thoughts are not split off.
@@ -85,8 +82,7 @@ class PromptRunner:
         return answers
 
     def name_logprobs(self, answers: Sequence[RequestOutput]) -> None:
-        """Set `logprobs` of every choice. For many choices this takes long, so it must not run on
-        an event loop."""
+        """Set `logprobs` of every choice. This may take too long for an event loop."""
         from ..api.token_texts import TokenTexts
 
         texts = TokenTexts(self._tokenizer)
@@ -108,7 +104,6 @@ class PromptRunner:
         return RequestOutput(request.request_id, prompt.text, ids, choices)
 
     def _runs_of(self, prompt: CheckedPrompt, answer: RequestOutput) -> Iterator[Run]:
-        """Yield a `Run` for each choice of a prompt."""
         request, params = prompt.request, prompt.request.sampling_params
         requests = [request]
         if params.n > 1:

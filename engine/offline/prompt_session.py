@@ -72,8 +72,7 @@ class PromptSession:
                 self._extend(tokens)
 
     def answer(self, part: str | Sequence[int] = "") -> RequestOutput:
-        """Add the last part, and return the answer to the whole prompt. Raises like `feed` and
-        `LLM.generate`."""
+        """Add the last part, and return the answer. Raises like `feed` and `LLM.generate`."""
         with self._exclusively():
             num_kept, tokens = self._parts.end_prompt(self._checked(part))
             whole = self._made(self._parts.token_ids)

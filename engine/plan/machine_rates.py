@@ -2,8 +2,7 @@
 """The rates of a plan (bytes, operations or tokens per second): given by the user, measured on this
 machine in about a second, or reference figures.
 
-Every rate has its origin, which is printed.
-"""
+Every rate has its origin, which is printed."""
 
 from __future__ import annotations
 

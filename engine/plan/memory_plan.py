@@ -10,8 +10,7 @@ measure, read files or print. The prefill of n tokens takes this number of opera
 
 The term with n^2 is for the attention scores and the weighted sums of values, over half of the
 square. Loads are counted in whole blocks, each contiguous. A block from a lower tier is counted
-twice: as a read into the CPU tier and as a copy to the device, one after the other.
-"""
+twice: as a read into the CPU tier and as a copy to the device, one after the other."""
 
 from __future__ import annotations
 
@@ -263,8 +262,7 @@ def block_seconds(
     """Return the seconds to load one block from each tier to the devices; `rates` are in bytes per
     second.
 
-    Each device has its own link to the CPU tier; all devices share the disk and the network.
-    """
+    Each device has its own link to the CPU tier; all devices share the disk and the network."""
     to_device = layout.page_bytes / rates["cpu"]
     seconds = {"cpu": to_device}
     if "ssd" in rates:
@@ -316,8 +314,7 @@ def break_even_tokens(
 
     The times to load and to compute an empty prefix are 0, except that every load includes the
     blocks of states. If the first token is computed faster than it is loaded, only the quadratic
-    term of prefill can make loading faster.
-    """
+    term of prefill can make loading faster."""
     dearer, states = seconds_per_block / block_size - prefill.per_token, 0.0
     states = num_state_blocks * seconds_per_block
     if dearer < 0 and not states:

@@ -30,8 +30,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     at its present length, scores above the worst finished answer; "never" ends it when no beam
     could score above that answer at any length. Scores use the log-probabilities before
     temperature, so `temperature` has no effect, as in vLLM. With `ignore_eos`, every answer has
-    `max_tokens` tokens. Raises ValueError, which names the field, for an invalid value.
-    """
+    `max_tokens` tokens. Raises ValueError, which names the field, for an invalid value."""
 
     beam_width: int
     max_tokens: int

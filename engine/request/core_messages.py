@@ -2,8 +2,7 @@
 """Messages between the front (the HTTP server or the Python API) and the engine core.
 
 Between processes, ZMQ sends each message as one msgpack frame; in-process mode passes objects.
-Messages are arrays on the wire, so a new field goes to the end and needs a default.
-"""
+Messages are arrays on the wire, so a new field goes to the end and needs a default."""
 
 from __future__ import annotations
 

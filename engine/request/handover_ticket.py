@@ -3,8 +3,7 @@
 
 A ticket grants no access to blocks. The answering node computes the block hashes from its own
 prompt, model and tenant, so a ticket of another tenant finds no blocks. A ticket that matches the
-request saves computing the prompt's last token again; a ticket that does not match is ignored.
-"""
+request saves computing the prompt's last token again; a ticket that does not match is ignored."""
 
 from __future__ import annotations
 

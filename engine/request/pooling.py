@@ -2,8 +2,7 @@
 """Prompt embeddings in the front: requesting, scaling and shortening a vector.
 
 The pooled hidden states depend on the model and are set by `--pooling`. In a matryoshka model, the
-first numbers of a vector form a usable shorter vector; the model's config.json declares this.
-"""
+first numbers of a vector form a usable shorter vector; the model's config.json declares this."""
 
 from __future__ import annotations
 

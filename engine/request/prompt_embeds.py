@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt embeddings from the bytes of a safetensors file, as clients send them.
 
-The bytes are untrusted. The header is checked before the data, which is only read as numbers.
-"""
+The bytes are untrusted. The header is checked before the data, which is only read as numbers."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def read_embeds(
     types become float32, without loss. `largest` is the largest number of the model's type.
 
     Raises EmbedsError, which names the fault, for any other content, for numbers that are not
-    finite and for numbers that the model's type cannot hold.
-    """
+    finite and for numbers that the model's type cannot hold."""
     tensor, content = _only_tensor(data)
     name, shape = tensor.dtype, tensor.shape
     if name not in _TYPES:

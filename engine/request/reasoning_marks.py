@@ -6,8 +6,7 @@ mark is one token or several. Marks are matched by token ids; `text/reasoning.py
 
     prompt            output
     … <think> a b c   d e </think> f g <think> h …
-              └ a thought of 5 ┘       └ another one
-"""
+              └ a thought of 5 ┘       └ another one"""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ class ThoughtTracker:
         Array operations find the marks, so Python code runs only once for each mark and for the
         last tokens. In a prompt, the last start mark begins the thought, because earlier messages
         may have start marks too. In an output, the first start mark begins it, so a second start
-        mark does not restart the budget.
-        """
+        mark does not restart the budget."""
         tracker = cls(start, end)
         marks = [(place, True) for place in start.ends_in(prompt)]
         marks += [(place, False) for place in end.ends_in(prompt)]
@@ -101,7 +99,6 @@ class ThoughtTracker:
         return tracker
 
     def track_token(self, token_id: int) -> None:
-        """Update the state by the sequence's next token."""
         if not self.is_inside:
             self._start_matched = self._start.matched_after(self._start_matched, token_id)
             self.is_inside = self._start_matched == len(self._start)

@@ -140,8 +140,7 @@ class KeptEnd:
 @dataclass(slots=True)
 class Progress:
     """The scheduler's state of one request: end tokens, timestamps, KV load and lost tokens.
-    Timestamps are seconds of the monotonic clock; None means that the event has not happened
-    yet."""
+    Timestamps are seconds of the monotonic clock, and None before the event."""
 
     end_ids: frozenset[int] = frozenset()
     is_known: bool = False  # the worker has the request
@@ -180,8 +179,7 @@ class Request:
     and V are computed or are being loaded. The scheduler schedules the tokens between these two
     counts. The scheduler may go past `num_tokens` by `num_placeholders`, the number of tokens that
     steps in flight will choose. `draft_token_ids` are unverified tokens after `num_tokens`; the
-    next step computes them too.
-    """
+    next step computes them too."""
 
     __slots__ = (
         "_block_hasher",
@@ -390,8 +388,7 @@ class Request:
         """Return the timings for the last output, in seconds (and the number of preemptions).
 
         A stage that the request did not reach has 0 seconds. `queue_seconds` includes the time of a
-        KV load for which the request waits.
-        """
+        KV load for which the request waits."""
         progress, arrival = self.progress, self.arrival_seconds
         scheduled = now if progress.scheduled is None else progress.scheduled
         first_token = now if progress.first_token is None else progress.first_token

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampling parameters of a request, checked once when a client sends them.
 
-The names are as in OpenAI's and vLLM's APIs. Token ids are checked where a vocabulary is known.
-"""
+The names are as in OpenAI's and vLLM's APIs. Token ids are checked where a vocabulary is known."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `reasoning_end_token_ids`; the front sets these marks to the model's. Without marks the budget
     has no effect. `structured_outputs` restricts the answer's form. `extra_args` are copied. `n` is
     the number of answers; the front makes a request for each by `child_params`. Raises ValueError,
-    which names the field, for values of a wrong type or out of bounds.
-    """
+    which names the field, for values of a wrong type or out of bounds."""
 
     max_tokens: int = 16
     min_tokens: int = 0

@@ -2,8 +2,7 @@
 """The form that a client requires of an answer: a schema, a regex, a choice or a grammar.
 
 The field names are vLLM's. This module makes only the checks that need no grammar compiler; the
-compiler finds the faults in a grammar.
-"""
+compiler finds the faults in a grammar."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class StructuredOutputsParams(
 
     `disable_any_whitespace` and `whitespace_pattern` set which white space JSON may have. Raises
     ValueError, which names the field, if no field or several are given, for a wrong type, and for a
-    text that is too long, too deep or no JSON.
-    """
+    text that is too long, too deep or no JSON."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -82,7 +80,6 @@ class StructuredOutputsParams(
 
     @property
     def spec(self) -> GrammarSpec:
-        """The grammar to compile."""
         kind = next(kind for kind in Kind if getattr(self, kind) not in (None, False))
         text = "" if kind is Kind.JSON_OBJECT else getattr(self, kind)
         if kind is Kind.CHOICE:

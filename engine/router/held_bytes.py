@@ -6,8 +6,7 @@ no room from other clients.
 
     a body                  the bytes received, until its answer has ended
     a prompt in parts       its first part until its answer has ended, and the current part's bytes
-    a websocket's message   from its first bytes on, before it is whole
-"""
+    a websocket's message   from its first bytes on, before it is whole"""
 
 from __future__ import annotations
 
@@ -30,8 +29,6 @@ class HeldBytes:
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """The number of bytes that are held for one request."""
-
     _all: HeldBytes
     num_bytes: int = 0
 
@@ -67,7 +64,6 @@ class Share:
 
 
 def too_many(message: str) -> ApiError:
-    """Return the error for a request beyond the router's limits."""
     return ApiError(
         f"{message}; send this one again in a moment",
         status=429,

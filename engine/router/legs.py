@@ -2,8 +2,7 @@
 """Makes a request's bodies for its prefill and decode node, and the facts for choosing them.
 
 Fields are kept as the client's bytes, so a decode node reads exactly the client's text. A body that
-is not a JSON object is sent unchanged to a decode node, which reports the error.
-"""
+is not a JSON object is sent unchanged to a decode node, which reports the error."""
 
 from __future__ import annotations
 

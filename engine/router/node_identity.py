@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The identity of a node (`GET /node`), and the check that two nodes can serve the same clients.
 
-A field is compared only if both nodes report it, so newer nodes may report additional fields.
-"""
+A field is compared only if both nodes report it, so newer nodes may report additional fields."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """TLS for connections to https nodes, with certificate authorities from a file that may change.
 
 Every request has its own connection. The file is checked before each connection, so a new file
-needs no restart.
-"""
+needs no restart."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ A node is refused if it was started for another role, or if its identity differs
 is up sets the reference. The reference stays while a decode node with this identity is alive and
 not drained, so one node that restarts with another model cannot make all others refused. When no
 decode node with the reference is left, the next decode node that is up sets a new one. A prefill
-node never sets the reference, because answers are possible without prefill nodes.
-"""
+node never sets the reference, because answers are possible without prefill nodes."""
 
 from __future__ import annotations
 
@@ -41,15 +40,11 @@ _TOO_MANY = 429
 
 
 class Role(StrEnum):
-    """The role of a node."""
-
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class Node:
-    """The router's state of one node."""
-
     def __init__(self, address: NodeAddress, role: Role) -> None:
         self.address = address
         self.role = role
@@ -69,7 +64,6 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The node's name in messages."""
         return f"{self.role} node {self.address.url}"
 
     @contextmanager

@@ -8,8 +8,7 @@ The first line is read whole, because the choice of a node needs it. The other l
 as fast as the node reads them, and are not kept. Time limits:
 
     a part          from its first bytes until it is whole
-    between parts   the node's own time limit: the node's answer ends the prompt
-"""
+    between parts   the node's own time limit: the node's answer ends the prompt"""
 
 from __future__ import annotations
 
@@ -151,8 +150,7 @@ class PartsBody:
 
 
 class HttpParts:
-    """The body of a POST, whose lines are a prompt's parts. A line with `is_last` ends the
-    prompt."""
+    """The body of a POST, whose lines are parts. A line with `is_last` ends the prompt."""
 
     def __init__(self, receive: Receive, max_line_bytes: int) -> None:
         self._receive = receive
@@ -163,7 +161,6 @@ class HttpParts:
         self._is_whole = False
 
     async def read_lines(self) -> bytes:
-        """Return more bytes, or b"" after the end. Raises ClientGone, ApiError for a long line."""
         while not self._is_whole:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -209,8 +206,6 @@ class SocketParts:
         self._is_whole = False
 
     async def read_lines(self) -> bytes:
-        """Return the next message as a line, or b"" after the last message. Raises ApiError for an
-        invalid message, and ClientGone."""
         self.num_held = 0  # the last message has been passed on
         if self._is_whole:
             return b""
@@ -226,7 +221,6 @@ class SocketParts:
 
     @property
     def began_at(self) -> float | None:
-        """The time at which the message that is being received began; see PartsSource."""
         return self._incoming.began_at
 
     async def receive_end(self) -> Message:

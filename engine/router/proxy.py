@@ -9,8 +9,7 @@
 
 Each request gets one answer or one error. A request is retried on another node only while no part
 of an answer has been sent and no part of the prompt after the first has been passed on. A failed
-prefill costs only time, because the decode node computes the blocks that it does not find.
-"""
+prefill costs only time, because the decode node computes the blocks that it does not find."""
 
 from __future__ import annotations
 
@@ -171,8 +170,7 @@ class Proxy:
         deadline: float,
         first: Node | None = None,
     ) -> None:
-        """Send a request to decode nodes until one answers. `first` is tried first if it is a
-        candidate."""
+        """Send a request to decode nodes until one answers; `first`, if a candidate, is first."""
         tried: list[Node] = []
         error: NodeError | None = None
         with self._leg(Role.DECODE) as leg:

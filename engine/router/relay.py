@@ -2,8 +2,7 @@
 """Relays a node's answer to the client, and ends the answer properly even if the node is lost.
 
 Server-sent events are passed on only when they are whole. The client never reads half an event, and
-an event with the error can follow if the node is lost.
-"""
+an event with the error can follow if the node is lost."""
 
 from __future__ import annotations
 
@@ -44,7 +43,6 @@ class Reply:
         self.status = 0
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Send the status and headers of the answer."""
         self.is_started = True
         self.status = status
         await self._send(
@@ -130,8 +128,7 @@ async def _pass_events(answer: NodeAnswer, reply: Reply, headers: Headers) -> No
 
 
 async def _next_chunk(answer: NodeAnswer, events: WholeEvents) -> bytes:
-    """Return more bytes of a stream; b"" at its end, or if the node is lost after the last
-    event."""
+    """Return more of a stream; b"" at its end, also if the node is lost after the last event."""
     try:
         return await answer.read_chunk()
     except NodeError:
@@ -153,8 +150,7 @@ class WholeEvents:
         return bytes(self._tail)
 
     def add(self, chunk: bytes) -> bytes:
-        """Add a chunk; return all events that are now complete. Raises NodeLost for an event over
-        HELD_BYTES."""
+        """Add a chunk; return all complete events. Raises NodeLost for an event over HELD_BYTES."""
         seen = max(0, len(self._tail) - 3)  # an end may span two chunks
         self._tail += chunk
         end = 0

@@ -2,8 +2,7 @@
 """The router as an ASGI application: its own routes, and the routes that it passes to nodes.
 
 Only API routes for clients are passed on. Routes that control a node (`/pause`, `/metrics`) need a
-direct connection to the node.
-"""
+direct connection to the node."""
 
 from __future__ import annotations
 
@@ -108,14 +107,12 @@ class Router:
             self._ended.set_result(None)
 
     async def close(self) -> None:
-        """End open requests and the nodes' health checks."""
         self.end_requests()
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         is_socket = scope["type"] == "websocket"
         if scope["type"] != "http" and not is_socket:
             return
@@ -171,8 +168,7 @@ class Router:
         )
 
     def _drain(self, scope: Scope, *, is_draining: bool) -> Response:
-        """Start or end the draining of one node, which then gets no new requests. The node's
-        requests in flight continue."""
+        """Start or end the draining of a node, which gets no new requests but finishes its own."""
         urls = parse_qs(scope["query_string"].decode("latin-1")).get("url", [])
         node = self.nodes.by_url(urls[0]) if len(urls) == 1 else None
         if node is None:

@@ -21,8 +21,6 @@ OUTCOMES = {
 
 
 class RouterMetrics:
-    """The metrics of one router, in their own registry."""
-
     def __init__(self, nodes: Nodes, num_open: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
         self._requests = Counter(

@@ -26,8 +26,6 @@ _MOST_SECONDS = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class NodeAddress:
-    """The address of a node."""
-
     host: str
     port: int
     is_tls: bool = False

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SocketReply`: sends a node's HTTP answer as messages of a client's websocket.
 
-application/json one message events one message each; the connection's close takes the place of
-[DONE] an error one message, and a close with the code of the error
+    application/json   one message
+    events             one message each; the connection's close takes the place of [DONE]
+    an error           one message, and a close with the code of the error
 
-A node's answer that is not JSON is replaced by an error object, because the client expects JSON.
-"""
+A node's answer that is not JSON is replaced by an error object, because the client expects JSON."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ _error_decoder = msgspec.json.Decoder(_SaidError)
 
 
 class SocketReply(Reply):
-    """The answer to one client over an open websocket."""
-
     def __init__(self, send: Send) -> None:
         super().__init__(send)
         self._held = bytearray()
@@ -63,7 +61,6 @@ class SocketReply(Reply):
             raise NodeLost(f"its answer has more than {MAX_HELD_BYTES} bytes")
 
     async def finish_body(self, data: bytes = b"") -> None:
-        """Send the rest, and close the websocket."""
         await self.write(data)
         self.is_ended = True
         if not self.is_events:

@@ -2,8 +2,7 @@
 """An HTTP/1.1 request to a node and its answer, read as fast as the client takes it.
 
 Every request has its own connection. A request never gets a connection that the node has just
-closed, and an early close shows the node that the client no longer waits.
-"""
+closed, and an early close shows the node that the client no longer waits."""
 
 from __future__ import annotations
 

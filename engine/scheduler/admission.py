@@ -257,8 +257,7 @@ class Admission:
         return Verdict.RUNS
 
     def _ask_tiers_too(self, request: Request) -> None:
-        """Ask the tiers for the request's blocks, because the pool gave up the blocks kept for
-        it."""
+        """Ask the tiers for the request's blocks: the pool gave up those kept for it."""
         context, request.progress.context = request.progress.context, None
         if context is not None and not request.skip_reading_prefix_cache:
             request.external_load_failed = False
@@ -373,8 +372,7 @@ class Admission:
         return reservations is None or reservations.has_room_for(request, hits, num_more)
 
     def _commit_reserved(self) -> bool:
-        """Commit the reservation that `_may_reserve` checked. Return True, for use in
-        conditions."""
+        """Commit the reservation that `_may_reserve` checked. Return True, for conditions."""
         return self._reservations is None or self._reservations.commit_reserved()
 
     def _drives_out(self, request: Request, hits: GroupBlocks) -> bool:
@@ -450,7 +448,6 @@ class Admission:
         step.fork(parent, child)
 
     def _note_wait(self, request: Request, obstacle: Obstacle) -> None:
-        """Report to the observer that the request was considered, and what it waits for."""
         self._observer.decision(request, Decision.WAITS, obstacle.value)
 
     def _count_reuse(self, request: Request) -> None:

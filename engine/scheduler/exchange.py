@@ -55,8 +55,7 @@ class ConnectorExchange:
         self._least_ahead = max(MIN_AHEAD_BLOCKS, self._soon_taken // 2)
 
     def build_meta(self, evicted: Sequence[EvictedBlock]) -> ConnectorMetadata:
-        """Return the copies of this step, including copies of blocks that are stored before their
-        eviction."""
+        """Return this step's copies, including those of blocks stored before their eviction."""
         pool, ahead = self._pool, NONE_AHEAD
         # Most steps find neither; the code in between is slow because it is seldom run.
         if pool.fresh or pool.has_cold(self._least_ahead):

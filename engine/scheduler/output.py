@@ -167,8 +167,6 @@ def fault_of(
 
 @dataclass(slots=True)
 class NewRequestData:
-    """A request that is new to the worker."""
-
     request_id: str
     prompt_token_ids: TokenArray  # int32 [num_prompt_tokens]
     sampling_params: SamplingParams
@@ -271,8 +269,7 @@ class ModelRunnerOutput:
 
 
 def end_token_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Return the token ids that end this request: its own `stop_token_ids`, and the model's end
-    tokens unless it ignores them."""
+    """Return the ids that end this request: its own, and the model's unless it ignores them."""
     own = request.sampling_params.stop_token_ids
     eos = frozenset() if request.sampling_params.ignore_eos else eos_token_ids
     return eos.union(own) if own else eos
@@ -300,8 +297,7 @@ def check_stop(
 
 
 def stop_reason(request: Request, token_id: int) -> int | None:
-    """Return the stop token id that ended a stopped request; None if the model's end token ended
-    it."""
+    """Return the stop token id that ended a stopped request; None for the model's end token."""
     return token_id if token_id in request.sampling_params.stop_token_ids else None
 
 

@@ -45,8 +45,7 @@ Job = bytes  # the tenant's salt and the job's id
 
 
 class Estimator(Protocol):
-    """Estimates how many seconds a tool runs. The step thread calls it, until it raises an
-    exception."""
+    """Estimates the seconds of a tool, in the step thread, until it raises an exception."""
 
     def turn_ended(self, job: Job, now: float) -> None: ...
     def turn_arrives(self, job: Job, tool: str, now: float) -> None: ...
@@ -80,8 +79,7 @@ class ToolEstimator:
             _put(self._average, tool, mean, MOST_TOOLS)
 
     def tool_seconds(self, job: Job, tool: str) -> float | None:
-        """Return the average seconds of `tool` ("": the job's last tool), or None if it was never
-        timed."""
+        """Return the average seconds of `tool` ("": the job's last tool); None if never timed."""
         return self._average.get(tool or self._last_tool.get(job, ""))
 
 
@@ -189,8 +187,7 @@ class Pins:
         return True
 
     def tool_called(self, job: Job, tool: str) -> None:
-        """Record that a job's last turn called `tool`. Release the job's pin if the tool is
-        slow."""
+        """Record that a job's last turn called `tool`; release the pin if the tool is slow."""
         seconds = self._seconds(job, tool)
         if seconds is not None and self._retention is not None:
             self._retention.turn_expected(job, _due(seconds))
@@ -199,8 +196,7 @@ class Pins:
             self._counts["pins_not_worth"] += 1
 
     def expire(self, now: float) -> None:
-        """Release the pins that are older than PIN_SECONDS; the counter `pins_expired` counts
-        them."""
+        """Release the pins older than PIN_SECONDS; the counter `pins_expired` counts them."""
         while self.is_due(now):
             self._unpin_job(next(iter(self._pins)))
             self._counts["pins_expired"] += 1
@@ -258,8 +254,7 @@ class Pins:
         return seconds is None or not seconds > THRESHOLD_SECONDS
 
     def _call_estimator(self, name: str, *arguments: object) -> float | None:
-        """Call a method of the estimator. If it raises, log the error and use no estimator from
-        then on."""
+        """Call a method of the estimator. If it raises, log the error and drop the estimator."""
         if self._estimator is None:
             return None
         try:
@@ -272,6 +267,5 @@ class Pins:
 
 
 def _due(seconds: float) -> float:
-    """Return the seconds from now after which the tiers must load the blocks, if the tool takes
-    `seconds`."""
+    """Return the seconds until the tiers must load the blocks, if the tool takes `seconds`."""
     return max(0.0, seconds - max(AHEAD_SECONDS, AHEAD_SHARE * seconds))

@@ -188,8 +188,7 @@ _Found = tuple[RequestQueue, Request]
 
 
 class FCFSPolicy(SchedulingPolicy):
-    """First come, first served. All requests of an earlier queue come before those of a later
-    one."""
+    """First come, first served. Requests of earlier queues come before those of later ones."""
 
     deferred_first = True
 
@@ -299,8 +298,7 @@ POLICIES: dict[str, type[SchedulingPolicy]] = {
 
 
 def open_policy(name: str) -> SchedulingPolicy:
-    """Make the policy with this name. Raises ConfigError for an unknown name or a failing
-    constructor."""
+    """Make the policy of this name. Raises ConfigError if it is unknown or cannot be made."""
     if name in POLICIES:
         return POLICIES[name]()
     try:

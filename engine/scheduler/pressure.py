@@ -61,8 +61,7 @@ class MemoryPressure:
     def has_room_for(
         self, request: Request, hits: GroupBlocks | None, running: Iterable[Request]
     ) -> bool:
-        """Whether `request` can compute its whole prompt without the preemption of another
-        request."""
+        """Whether `request` can compute its whole prompt without preempting another request."""
         if self._preempt_blocks >= self._usable:
             return True
         most = self._preempt_blocks - self._num_held
@@ -101,8 +100,7 @@ class Reservations:
         self._needed = 0  # by the last request that was found to have room
 
     def recount(self) -> None:
-        """Recompute the spare blocks at the next check, because blocks were allocated or
-        released."""
+        """Recompute the spare blocks at the next check: blocks were allocated or released."""
         self._spare = None
 
     def has_room_for(self, request: Request, hits: GroupBlocks | None, num_more: int = 0) -> bool:
@@ -128,8 +126,7 @@ class Reservations:
         return True
 
     def _tokens_of(self, request: Request) -> int:
-        """Return the number of tokens to reserve blocks for. An answer's last token needs no
-        slot."""
+        """Return the number of tokens to reserve for. An answer's last token needs no slot."""
         return request.max_num_tokens - 1 if self._is_full else request.num_tokens
 
     def _count_spare_blocks(self) -> int:

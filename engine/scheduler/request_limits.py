@@ -18,8 +18,7 @@ class QueueFull(ValueError):
 
 
 def check_config(config: SchedulerConfig, max_model_len: int) -> None:
-    """Raise ConfigError if chunked prefill is off and the longest prompt may not fit into one
-    step."""
+    """Raise ConfigError if the longest prompt may not fit into a step without chunked prefill."""
     if config.enable_chunked_prefill:
         return
     if config.max_num_batched_tokens < max_model_len:

@@ -149,8 +149,7 @@ class RequestLoads:
             request.external_load_failed = not (report.is_cancelled or report.shorter_tokens)
 
     def _end_overlap(self, request: Request) -> None:
-        """End the load and count its tokens as computed: the computed tokens have reached the
-        load."""
+        """End a load that the computed tokens have reached, and count its tokens as computed."""
         report = self._take_report(request)
         if report is None or report.num_loaded_tokens == 0:
             return  # no block came, and the request has computed all tokens

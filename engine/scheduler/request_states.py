@@ -66,7 +66,6 @@ class RequestStates:
 
     @property
     def unfinished(self) -> dict[str, Request]:
-        """The unfinished requests by id."""
         if self.num_unfinished == len(self.requests):
             return self.requests.copy()
         return {
@@ -83,12 +82,10 @@ class RequestStates:
 
     @property
     def num_deferred(self) -> int:
-        """The number of requests that wait for a load or for an answer of the tiers, not for
-        room."""
+        """The number of requests that wait for a load or for the tiers' answer, not for room."""
         return len(self.deferred) + self.num_loading
 
     def find_unfinished(self, request_id: str) -> Request | None:
-        """Return the unfinished request with this id; None for an ended or unknown request."""
         request = self.requests.get(request_id)
         return None if request is None or request.is_finished else request
 
@@ -227,8 +224,7 @@ class RequestStates:
         return self.release_pin(request) if may_take else self._release_kept()
 
     def _release_kept(self) -> bool:
-        """Release the kept blocks that the policy chooses. Return whether any blocks were
-        released."""
+        """Release the kept blocks that the policy chooses. Return whether any were released."""
         ended = self.kept.ended
         if not ended:
             return False

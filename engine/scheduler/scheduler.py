@@ -18,8 +18,7 @@ No request can block all others:
   and waits for the connector's reports of these loads, which always come.
 - If no request runs, the first waiting request takes blocks from ended loads too, and the watermark
   is ignored. The request may use them to run, but not to load: loaded requests come first.
-- `add_request` refuses a request that could not run even alone.
-"""
+- `add_request` refuses a request that could not run even alone."""
 
 from __future__ import annotations
 
@@ -150,7 +149,6 @@ class Scheduler:
         return {state: dict(of) for state, of in self._admission.adapters.counts().items()}
 
     def tool_called(self, job: bytes, tool: str) -> None:
-        """Record that the job's last request called this tool."""
         if self._states.pins is not None:
             self._states.pins.tool_called(job, tool)
             self._stalled = False
@@ -242,8 +240,7 @@ class Scheduler:
         return output
 
     def grammar_ready(self, request: Request) -> None:
-        """Allow a request to run that was added with `awaits_grammar`. An ended request is
-        ignored."""
+        """Allow a request added with `awaits_grammar` to run. An ended request is ignored."""
         if request in self._states.awaiting_grammar:
             self._states.grammar_ready(request)
             self._stalled = False
@@ -574,8 +571,7 @@ class Scheduler:
     def _take_reports(
         self, worker_output: ConnectorWorkerOutput | None, now: float
     ) -> list[TokenOutput]:
-        """Queue requests whose loads have ended; with `fails_with_load`, end those whose load
-        failed."""
+        """Queue requests whose loads ended; with `fails_with_load`, end those that failed."""
         has_reports, outputs = self._exchange.take_reports(worker_output, now)
         if has_reports:
             self._stalled = False

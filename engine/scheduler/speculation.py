@@ -53,8 +53,7 @@ class _Average:
 
 @dataclass(slots=True)
 class _Pace:
-    """Measurements of decode-only steps with similar batch sizes: their seconds and their
-    tokens."""
+    """The seconds and tokens of decode-only steps with similar batch sizes."""
 
     plain_seconds: _Average = field(default_factory=_Average)
     seconds: _Average = field(default_factory=_Average)  # while drafts are in use
@@ -141,8 +140,7 @@ class Speculation:
         return min(record.most, useful)
 
     def note_accepted(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Record that a step checked `num_drafts` drafts of a request and accepted
-        `num_accepted`."""
+        """Record that a step accepted `num_accepted` of a request's `num_drafts` drafts."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted

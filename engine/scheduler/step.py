@@ -24,8 +24,7 @@ from .speculation import Speculation
 
 
 class EntryKind(Enum):
-    """Whether a request of the step continues, is new to the worker, or resumes after a
-    preemption."""
+    """Whether a request goes on, is new to the worker, or resumes after a preemption."""
 
     GOES_ON = "goes on"
     STARTS = "starts"
@@ -33,8 +32,6 @@ class EntryKind(Enum):
 
 
 class StepEntry(NamedTuple):
-    """The part of a step that belongs to one request."""
-
     request: Request
     num_tokens: int  # tokens to compute
     num_computed_tokens: int  # before them
@@ -46,8 +43,7 @@ class StepEntry(NamedTuple):
 
     @property
     def is_current(self) -> bool:
-        """Whether the request still runs, and has not been preempted since the step was
-        scheduled."""
+        """Whether the request still runs, and was not preempted since the step was scheduled."""
         request = self.request
         is_running = request.status is RequestStatus.RUNNING
         return is_running and request.num_preemptions == self.num_preemptions
@@ -107,8 +103,7 @@ class StepBuilder:
         return any(entry.request is request for entry in self.entries)
 
     def go_on(self, request: Request, num_tokens: int, added: GroupBlocks) -> None:
-        """Add a running request that computes `num_tokens` more tokens; `added` are its new blocks
-        for them."""
+        """Add a running request's next `num_tokens`; `added` are the new blocks for them."""
         self._grant(request, num_tokens, self._ids_of(added), EntryKind.GOES_ON)
 
     def decode(self, requests: list[Request]) -> None:
@@ -130,8 +125,7 @@ class StepBuilder:
         self.budget -= len(requests)
 
     def add_drafts(self, index: int, drafts: Sequence[int], added: GroupBlocks) -> None:
-        """Add draft tokens to the entry at `index`, after its one token; `added` are the new blocks
-        for the drafts."""
+        """Add drafts to the entry at `index`, after its one token; `added` are their new blocks."""
         entry, count = self.entries[index], len(drafts)
         entry = entry._replace(num_tokens=entry.num_tokens + count, draft_token_ids=drafts)
         self._put_entry(index, entry, added)
@@ -140,8 +134,7 @@ class StepBuilder:
         request.num_computed_tokens = request.num_told_tokens = entry.end
 
     def add_room(self, index: int, added: GroupBlocks) -> None:
-        """Add blocks after the tokens of the entry at `index`, for drafts that the worker will
-        propose."""
+        """Add blocks, for drafts that the worker will propose, to the entry at `index`."""
         self._put_entry(index, self.entries[index], added)
 
     def _put_entry(self, index: int, entry: StepEntry, added: GroupBlocks) -> None:
@@ -260,8 +253,7 @@ class StepBuilder:
         )
 
     def _describe(self) -> tuple[list[NewRequestData], CachedRequestData]:
-        """Return the data of requests that are new to the worker, and the changes of requests that
-        it knows."""
+        """Return the data of requests new to the worker, and the changes of those it knows."""
         new, cached = [], CachedRequestData()
         states = self.manager.states
         for entry in self._to_tell.values():

@@ -263,9 +263,9 @@ class GrammarCompiler:
         self._builder.put("", partial(_free, dropped))
 
     def stop_taking_over(self) -> None:
-        """From now on leave all grammars in processes, although that is slow, and drop the cached
-        grammars, which are compiled again when requests need them. Called when a thread hangs in a
-        grammar that was built in the engine process, which should not happen."""
+        """Leave all grammars in processes, although that is slow, and drop the cached grammars,
+        which are compiled again when requests need them. Called when a thread hangs in a grammar
+        that was built in the engine process, which should not happen."""
         if self._processes is None or not self._processes.trusts_threads:
             return
         self._processes.trusts_threads = False

@@ -26,8 +26,7 @@ NO_CONNECTOR = "none"
 class StepTrace(Observer):
     """Writes a step trace to the file at `path` until `close`. `num_blocks` is the KV pool's size.
 
-    Raises ConfigError if the file cannot be opened.
-    """
+    Raises ConfigError if the file cannot be opened."""
 
     def __init__(
         self,
@@ -144,7 +143,6 @@ class StepTrace(Observer):
         self._writer.put(_GoingOn(self._decisions, made.step_id, self._now(), self._going_on))
 
     def wait_until_written(self, timeout_seconds: float) -> bool:
-        """Wait until the file has all records; see `TraceWriter.wait_until_written`."""
         return self._writer.wait_until_written(timeout_seconds)
 
     def close(self) -> None:

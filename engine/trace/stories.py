@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a `Story` for each traced request: its states, with their start and end times.
 
-queued ──► waiting ──► loading ──► waiting ──► running ──► (preempted: waiting) ──► ended
-"""
+queued ──► waiting ──► loading ──► waiting ──► running ──► (preempted: waiting) ──► ended"""
 
 from __future__ import annotations
 
@@ -29,8 +28,6 @@ _STANDS_ASIDE = {
 
 
 class State(Enum):
-    """A state of a request."""
-
     WAITING = "waiting"
     LOADING = "loading"
     RUNNING = "running"

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a step trace as a timeline of JSON trace events, which Perfetto and Chromium open.
 
-Each request has a track with its states, the steps share a track, and counters show blocks.
-"""
+Each request has a track with its states, the steps share a track, and counters show blocks."""
 
 from __future__ import annotations
 

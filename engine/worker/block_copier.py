@@ -3,8 +3,7 @@
 
 A copy is needed when a request is about to write to a block that it shares with other requests. The
 overwritten page may be an evicted one that the connector still has to read, so the copy must run
-after this read. On a GPU the order of the stream ensures this.
-"""
+after this read. On a GPU the order of the stream ensures this."""
 
 from __future__ import annotations
 

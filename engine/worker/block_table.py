@@ -8,8 +8,7 @@ Attention may read smaller blocks than those of the pool. A table then has sever
 block of the pool:
 
     blocks of 32 tokens            7        3
-    entries of 16 tokens         14 15     6 7
-"""
+    entries of 16 tokens         14 15     6 7"""
 
 from __future__ import annotations
 

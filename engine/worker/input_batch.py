@@ -3,8 +3,7 @@
 updated by the changes of each step.
 
 A step removes rows, then adds rows, then calls `condense_rows`, which moves the last rows into the
-empty ones and returns a `BatchUpdate`. The sampler applies the same `BatchUpdate` to its rows.
-"""
+empty ones and returns a `BatchUpdate`. The sampler applies the same `BatchUpdate` to its rows."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class InputBatch:
     `condense_rows`.
 
     The number of a row's tokens includes a token that the device is still sampling. Until the host
-    has this token, `expected_index` is its index among the step's sampled tokens.
-    """
+    has this token, `expected_index` is its index among the step's sampled tokens."""
 
     def __init__(self, max_rows: int, max_model_len: int, tables: MultiGroupBlockTable) -> None:
         self.tables = tables
@@ -308,8 +306,7 @@ class PromptEmbeds:
     def add(self, new: NewRequestData) -> None:
         """Keep the embeddings of a new request, if it has any. Raises ValueError, which fails the
         step, if the embeddings do not have one row for each token of the prompt; the engine checks
-        this when it accepts a request.
-        """
+        this when it accepts a request."""
         embeds = new.prompt_embeds
         if embeds is None:
             return

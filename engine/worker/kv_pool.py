@@ -2,8 +2,7 @@
 """KvPool: the KV pool, one tensor that is allocated once and in which every block is contiguous.
 
 Block 0 is the null block, to which unused entries of block tables and padding refer. The null block
-is never written, so it always has zeros.
-"""
+is never written, so it always has zeros."""
 
 from __future__ import annotations
 

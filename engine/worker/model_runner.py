@@ -8,8 +8,7 @@ waits once in a step, for the sampled tokens. The next step can begin before:
     begin 1 · sample 1 · begin 2 · collect 1 · sample 2 · begin 3 · collect 2 · ...
 
 Step 2 reads the tokens of step 1 on the device. The host collects them before step 2 samples, so
-sampling (penalties, seeds, masks) sees them.
-"""
+sampling (penalties, seeds, masks) sees them."""
 
 from __future__ import annotations
 
@@ -130,8 +129,7 @@ class ModelRunner:
         `num_adapter_slots` different adapters, each of rank `max_lora_rank` or less. Raises
         ConfigError if the weights do not fit `spec`, the pool cannot hold one request of the
         requested length, the layers cannot be divided into `num_groups` groups, or a processor
-        cannot be made.
-        """
+        cannot be made."""
         device = placement.device
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, spec.eos_token_ids, processors)
         self._runtime = runtime = runtime or open_runtime(placement)
@@ -273,8 +271,7 @@ class ModelRunner:
     @_in_queue
     def sample(self, step: BegunStep, mask: TokenMask | None = None) -> None:
         """Start to sample the tokens that `mask` allows; every request in it must get a token.
-        Waits for the tokens of the previous step. Raises like `launch_step`.
-        """
+        Waits for the tokens of the previous step. Raises like `launch_step`."""
         self._take_tokens()
         self._check_follows(step.output)
         try:
@@ -294,8 +291,7 @@ class ModelRunner:
     @_in_queue
     def collect_output(self, step: BegunStep) -> ModelRunnerOutput:
         """Wait for a sampled step's tokens, and return its output, which names requests without a
-        token (logits not finite, failed processor, all banned). Raises like `launch_step`.
-        """
+        token (logits not finite, failed processor, all banned). Raises like `launch_step`."""
         if step is self._due:
             self._take_tokens()
         if step.error is not None:

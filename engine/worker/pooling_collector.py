@@ -6,8 +6,7 @@ compute the prompts.
     mean    the mean over all of its tokens; each chunk adds to a sum in float64
 
 The hidden states are those after the last norm. After a preemption, a prompt is computed again from
-its first token, and the sum is computed again too.
-"""
+its first token, and the sum is computed again too."""
 
 from __future__ import annotations
 

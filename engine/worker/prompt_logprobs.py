@@ -12,8 +12,7 @@ none, since the sampler uses its logits.
     its entries                 c     d         entries[0] stays None
 
 Entries are stored by position. If a prompt is computed again after a preemption, its entries are
-overwritten.
-"""
+overwritten."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ layer.
 Each step writes the experts of all its rows to `Decoder.chosen_experts`. The collector stores the
 experts of a request by position. When a request gets a token, the experts of all earlier positions
 that were not delivered yet are delivered. If a position is computed again, after a preemption or a
-rejected draft, its experts are overwritten.
-"""
+rejected draft, its experts are overwritten."""
 
 from __future__ import annotations
 

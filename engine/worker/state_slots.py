@@ -16,8 +16,7 @@ computed tokens.
     computed 7, drafts a b     row 0 ──► slot 1     row 1 (a) ──► slot 2     row 2 (b) ──► slot 3
     next step: computed 9      goes on from slot 2
 
-A saved slot fills its pages in order; the last page is padded with zeros.
-"""
+A saved slot fills its pages in order; the last page is padded with zeros."""
 
 from __future__ import annotations
 

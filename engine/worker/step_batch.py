@@ -18,8 +18,7 @@ class StepBatch:
     are not in the batch (preempted ones).
 
     If an update fails midway, the step fails, and the scheduler ends the requests of this step. The
-    batch is then incomplete, so the next step first gives every other request a row again.
-    """
+    batch is then incomplete, so the next step first gives every other request a row again."""
 
     def __init__(self, batch: InputBatch) -> None:
         self.batch = batch

@@ -3,8 +3,7 @@
 
 The checks are of shapes, types, strides and devices, never of contents, so they do not wait for a
 device. All implementations of a kernel have the same checks. `../pool_checks.py` has the checks of
-the KV pool alone.
-"""
+the KV pool alone."""
 
 from __future__ import annotations
 

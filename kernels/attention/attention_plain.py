@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads of the paged KV pool in torch, for the plain attention kernels.
 
-This module has no requests and no lengths: the caller drops tokens beyond a request's length.
-"""
+This module has no requests and no lengths: the caller drops tokens beyond a request's length."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ buffers, and the library computes attention over the buffers.
     buffers           | K K K |, | V V V |    contiguous, the same for every request and layer
 
 Requests are computed one by one. The host has the requests' lengths, so it does not wait for a
-device.
-"""
+device."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """paged_decode: attention of one new token of each request over the paged KV pool of one layer.
 
 The function checks its arguments and runs the Triton kernel, the compiled library for CPUs, or
-plain torch.
-"""
+plain torch."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def paged_decode(
     calls give equal bits. If `num_splits` is given, the bits of a request do not depend on other
     requests or on the width of the table. Lengths and block ids are on the device and are not
     checked. The caller must ensure that each length fits its row of the table, and that block ids
-    are in the pool.
-    """
+    are in the pool."""
     check_query_and_pool(q, kv, "requests")
     _check_batch(len(q), block_tables, seq_lens)
     _check_splits(num_splits, plan, len(q))

@@ -4,8 +4,7 @@ splits of a context.
 
 The parameters are in a fixed table. Kernels are not tuned while the engine runs, because measuring
 them would delay requests. `kernels/shipped.py` lists the kernel configurations that result from the
-table.
-"""
+table."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ multiplied. Float8 pools are computed in float16, and queries are converted to i
 would cost a permute for each conversion. Scales of tokens are first divided by the largest scale of
 their tile; otherwise small products would become 0 in float16.
 
-This module imports triton, so the callers import it only when its kernel runs.
-"""
+This module imports triton, so the callers import it only when its kernel runs."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 KV pool of one layer.
 
 The function checks its arguments and runs the Triton kernel, the compiled library for CPUs, or
-plain torch.
-"""
+plain torch."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def paged_prefill(
     with a scale for each token, NaN before a window does. Equal calls give equal bits. If
     `max_query_len` is the same, the bits of a request do not depend on other requests. Lengths,
     starts and block ids are on the device and are not checked. The caller must ensure that each
-    length fits its row of the table, and that block ids are in the pool.
-    """
+    length fits its row of the table, and that block ids are in the pool."""
     check_query_and_pool(q, kv, "tokens")
     _check_batch(block_tables, seq_lens, query_starts)
     _check_options(max_query_len, scale)

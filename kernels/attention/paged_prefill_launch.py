@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launch parameters of the prefill kernel: tiles, warps and pipeline stages, from a table.
 
-Kernels are not tuned while the engine runs, so a call has the same launch in every process.
-"""
+Kernels are not tuned while the engine runs, so a call has the same launch in every process."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 The plain kernel computes on any device and for any head size, and in float64 for exact comparisons
 with the Triton kernel. The plain kernel reads the lengths on the host, so on a GPU it waits for the
-device.
-"""
+device."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ heads that share the KV head share the loads of K and V:
 
 Each program finds its tokens on the device by bisecting `query_starts`, so the host needs only the
 numbers of tokens and requests to compute the grid. Sums are in float32. Scores are computed for
-powers of 2 instead of e.
-"""
+powers of 2 instead of e."""
 
 from __future__ import annotations
 
@@ -278,8 +277,7 @@ def paged_prefill_triton(
 ) -> Tensor:
     """Write the result to `out`, and return `out`. `paged_prefill` has checked the arguments.
 
-    The host does not read from the device, and does not wait for it.
-    """
+    The host does not read from the device, and does not wait for it."""
     num_kv_heads, num_requests = kv.shape[3], len(seq_lens)
     group = q.shape[1] // num_kv_heads
     is_fp8 = kv.dtype == torch.float8_e4m3fn

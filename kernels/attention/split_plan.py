@@ -7,8 +7,7 @@ made from the lengths of the step's requests.
 
 The list has a fixed length that suffices for any batch, so that its address and the grid stay the
 same in a CUDA graph; unused entries are -1. Without a plan, the splits are computed from the width
-of the block table, which depends on the longest possible request.
-"""
+of the block table, which depends on the longest possible request."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ class SplitPlanner:
 class PlanArray:
     """The layout of a plan in one array, so that one copy moves it to the device:
 
-    share · first item of each request · request of each item · split of each item
-    """
+    share · first item of each request · request of each item · split of each item"""
 
     def __init__(self, planner: SplitPlanner, max_requests: int) -> None:
         self._planner = planner

@@ -18,8 +18,7 @@ so a list of fixed length can be used partly. The copies of a call run in no fix
 must not write a block twice, and must not both read and write a block. The plain kernel, which has
 to wait for the ids anyway, raises KernelRefused for a block that is written twice, or read and
 written, and for ids beyond the pool. The Triton kernel cannot report errors; it skips ids beyond
-the pool.
-"""
+the pool."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def copy_blocks(
     """Copy block `sources[i]` of `pool` to block `targets[i]`, for each i.
 
     `max_programs` limits the share of the GPU that the copy uses: 12 programs do not slow decode
-    down. Raises KernelRefused for arguments that do not fit together.
-    """
+    down. Raises KernelRefused for arguments that do not fit together."""
     _move(pool, pool, sources, targets, pool.device, max_programs, kernel, strict)
 
 
@@ -65,8 +63,7 @@ def gather_blocks(
     `out` must not share memory with the pool. `out` is on the pool's device or in page-locked CPU
     memory; for other memory only the plain kernel works. The Triton kernel writes to page-locked
     memory directly, so the bytes are complete when the stream has run the copy, not when this
-    function returns.
-    """
+    function returns."""
     _move(pool, out, block_ids, None, pool.device, max_programs, kernel, strict)
 
 

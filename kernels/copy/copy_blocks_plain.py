@@ -2,8 +2,7 @@
 """Copies of blocks in plain torch: the reference for the Triton kernel, used if it cannot run.
 
 The plain copies wait for the device, because the host reads the ids. A few blocks are copied at a
-time, to keep the temporary copy small.
-"""
+time, to keep the temporary copy small."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ def move_blocks_plain(
 
     Raises KernelRefused for ids outside the tensors, for a target given twice, and, if source and
     target are one tensor, for a block that is both source and target. If KernelRefused is raised,
-    no block has been copied.
-    """
+    no block has been copied."""
     given = source_ids if source_ids is not None else target_ids
     count = target.shape[0] if given is None else given.numel()
     from_ids = range(count) if source_ids is None else source_ids.tolist()

@@ -2,8 +2,7 @@
 """Copies of blocks in Triton: a fixed number of programs copy the chunks of all blocks.
 
 One kernel makes all kinds of copies, which differ only in whether the source, the target or both
-have ids. The number of programs, not of blocks, determines the kernel's share of the GPU.
-"""
+have ids. The number of programs, not of blocks, determines the kernel's share of the GPU."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ CUDA.
 A caller must do this:
 - keep source and target memory alive, and registered, until the stream has run the batch;
 - name no target twice in a batch, and no target that is also a source, because the copies of a
-  batch run in no fixed order.
-"""
+  batch run in no fixed order."""
 
 from __future__ import annotations
 
@@ -129,8 +128,7 @@ class CudaRuntime:
 
     The functions use the current device of the calling thread, which must be the device of the
     stream. `refusal` is the reason why batched copies do not exist, or None; all other functions
-    exist.
-    """
+    exist."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -167,8 +165,7 @@ class CudaRuntime:
         `copy_batch` returns before the copies run. The copies read their sources after all earlier
         work of the stream. Raises KernelRefused if there is a `refusal`, and for the default
         stream, which cudaMemcpyBatchAsync does not accept. Raises CudaError if the call fails; some
-        of the copies may have been queued.
-        """
+        of the copies may have been queued."""
         if self.refusal is not None:
             raise KernelRefused(self.refusal)
         if stream in LEGACY_STREAMS:
@@ -198,8 +195,7 @@ class CudaRuntime:
     def register_host(self, address: int, num_bytes: int) -> None:
         """Page-lock existing host memory, so that the device can access it.
 
-        Raises KernelRefused for an empty range, and CudaError if CUDA fails.
-        """
+        Raises KernelRefused for an empty range, and CudaError if CUDA fails."""
         if address <= 0 or num_bytes <= 0:
             raise KernelRefused(
                 f"expected an address and a size above 0, got {address} and {num_bytes} bytes"
@@ -277,8 +273,7 @@ class PageLockedMemory:
     """Page-locked host memory of exactly the given size, for the copy engine and for kernels.
 
     Torch would allocate the next power of two instead. Call `close` after the last copy that uses
-    the memory.
-    """
+    the memory."""
 
     def __init__(self, num_bytes: int, runtime: CudaRuntime) -> None:
         """Raise KernelRefused and CudaError like `register_host`; OSError without memory."""
@@ -303,8 +298,7 @@ class PageLockedMemory:
     def close(self) -> None:
         """Free the memory, at once or with the last tensor that uses it. Idempotent.
 
-        If CudaError is raised, the memory is not freed.
-        """
+        If CudaError is raised, the memory is not freed."""
         if self._is_registered:
             self._runtime.unregister_host(self.address)
             self._is_registered = False

@@ -10,8 +10,7 @@ until the other's threads stop spinning.
 The environment variable STRATAKV_CPU_KERNELS gives the variant, `avx2`, `avx512` or `avx512_bf16`,
 or `none` for no library. If the variable is not set, the last of these variants that the processor
 supports is used. `avx512_bf16` is like `avx512`, but rounds the inputs that are multiplied by
-bfloat16 weights to bfloat16.
-"""
+bfloat16 weights to bfloat16."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Matrices that are packed in the compiled library's order, and products with them.
 
 The bits of a row do not depend on the other rows or on the number of threads, because sums always
-run over the inputs in order.
-"""
+run over the inputs in order."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ class PackedMatrix:
     up.T + bias)`.
 
     The object keeps no reference to the original weights. Only one thread at a time may use a
-    matrix.
-    """
+    matrix."""
 
     num_puts = 0  # of adapters into slots, by all matrices
 

@@ -5,8 +5,7 @@ Between a step's embeddings and its hidden states, no Python code and no torch o
 products, rotation, writes to the pool, attention and activation are phases of one call. If a second
 thread would save less time than its waking costs, one thread computes everything. With 16-bit
 weights, intermediate values between two products are float32; K, V and queries are rounded to the
-weights' type.
-"""
+weights' type."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 A request may have any number of new tokens; the library decides how to compute each request. Every
 `run` checks types and shapes. Block ids, slots and lengths are checked once, when a step is made,
-because wrong values would make the library read other memory.
-"""
+because wrong values would make the library read other memory."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ class CpuAttentionStep:
         Without a `workspace`, the step can be used by a `CpuNetwork`, but `run` cannot be called.
 
         Raises KernelRefused for values out of bounds, for a wrong shape or type, and if the library
-        cannot be used.
-        """
+        cannot be used."""
         why = reason_against(pool.dtype, pool.shape[-1])
         library = cpu_library()
         if why is not None or not isinstance(library, CpuLibrary):

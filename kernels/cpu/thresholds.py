@@ -4,8 +4,7 @@ first step.
 
 A thread must save several times the time that its waking costs. The threshold is computed from two
 measurements: the time until a woken thread runs, and the speed at which a thread reads the weights
-of a matrix.
-"""
+of a matrix."""
 
 from __future__ import annotations
 

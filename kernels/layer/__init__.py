@@ -3,5 +3,4 @@
 rotation of queries and keys with the write of K and V.
 
 If they cannot run, functions of `engine/models/layers.py` and `rope.py` and `write_kv` run instead.
-The kernels round values at the same steps as these functions.
-"""
+The kernels round values at the same steps as these functions."""

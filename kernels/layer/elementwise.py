@@ -4,8 +4,7 @@
 `choose_elementwise` decides at the start of the engine whether these kernels are used. If the
 kernels are not used, a decoder calls the functions of `engine/models/layers.py`, which compute the
 same in torch. The results of kernels and torch differ only by the order of a sum and by the last
-digit of `exp`.
-"""
+digit of `exp`."""
 
 from __future__ import annotations
 

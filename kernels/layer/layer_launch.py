@@ -2,8 +2,7 @@
 """Launch constants of the kernels of a layer.
 
 Every thread loads 16 bytes at a time, that is, eight 16-bit values. A decode step has few rows, so
-each program is small, and a row of the norm is divided among many warps.
-"""
+each program is small, and a row of the norm is divided among many warps."""
 
 from __future__ import annotations
 

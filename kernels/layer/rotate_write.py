@@ -3,8 +3,7 @@
 
 `choose_rotate_write` decides at the start of the engine whether this kernel is used. If the kernel
 is not used, functions of `engine/models/` norm and rotate, and `write_kv` writes; only the norm's
-rounding differs.
-"""
+rounding differs."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ def rotate_write(
 
     K and V of tokens with a slot of -1 are not written, but the positions of these tokens must be
     in the tables of cosines and sines too. Raises KernelRefused for arguments that do not fit
-    together.
-    """
+    together."""
     _check(qkv, rotary, kv, slots, kv_scales)
     run_rotate_write(qkv, rotary, kv, slots, kv_scales)
 

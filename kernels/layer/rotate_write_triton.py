@@ -9,8 +9,7 @@ kind:
 A head is in registers as two halves, because the rotation pairs an element of one half with an
 element of the other. Products are rounded where torch's operators round. So the bits equal those of
 `norm`, `rotate` and `write_kv` one after the other, except for the order of the norm's sum. The
-kernel checks only the slots, because they are on the device.
-"""
+kernel checks only the slots, because they are on the device."""
 
 from __future__ import annotations
 

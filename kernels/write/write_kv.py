@@ -5,8 +5,7 @@ quantises them.
 The pool of one layer is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`. The last stride of
 the pool is 1 and the others may be any, so it may be a view of a pool in which all layers of a
 block are contiguous. A slot is `block_id * block_size + offset`. A call must not name a slot twice,
-because it is undefined which of the two rows is written last.
-"""
+because it is undefined which of the two rows is written last."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ def write_kv(
     written. A number beyond the range of float8, also an infinity, becomes the end of the range.
     NaN stays NaN.
 
-    Raises KernelRefused for arguments that do not fit together.
-    """
+    Raises KernelRefused for arguments that do not fit together."""
     check_write(k, v, kv, slots, kv_scales)
     run_write(choose_write_kernel(k, kv, kernel=kernel, strict=strict), k, v, kv, slots, kv_scales)
 

@@ -3,8 +3,7 @@
 
 The tile is the same for all devices and dtypes. A program copies TILE elements, 16 per thread: two
 wide loads of 16-bit values. The tile is small, so that many programs run at once and hide each
-other's latency.
-"""
+other's latency."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 Plain and Triton kernel quantise by the same operations in the same order, so their results are
 equal bit for bit. The plain kernel waits for the device, because the host reads the slots to find
-the rows to write.
-"""
+the rows to write."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 base        the contract of a filter, and the filter that admits every block
 filters     filters by name, and filters without a model     reuse    the filter with a model
-contract    the check that any filter has to pass
-"""
+contract    the check that any filter has to pass"""
 
 from .base import AdmissionFilter, AdmitAll
 from .filters import DEFAULT_FILTER, FILTERS, WriteBudget, known_filters, make_filter

@@ -2,8 +2,7 @@
 """Admission filters decide which blocks that the slab is about to evict are written to the disk.
 
 Writing every block wears a disk out and evicts blocks that would have been used again. A filter
-handles no disks, slots or threads; `Hierarchy` calls a filter only from its own thread.
-"""
+handles no disks, slots or threads; `Hierarchy` calls a filter only from its own thread."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """A check that an admission filter keeps the contract in `base.py`.
 
 Authors of filters, also outside this project, call `check_filter_contract` with their filter's
-factory. The check does not judge which blocks are worth writing.
-"""
+factory. The check does not judge which blocks are worth writing."""
 
 from __future__ import annotations
 

@@ -160,8 +160,7 @@ def known_filters() -> list[str]:
 
 
 def make_filter(name: str, blocks_below: int) -> AdmissionFilter:
-    """Make a built-in filter or one of another package. Raises TierConfigError for an unknown name
-    and for a filter that cannot be loaded or breaks the contract of `base.py`."""
+    """Make a built-in or installed filter. Raises TierConfigError if it cannot be used."""
     name = ALIASES.get(name, name)
     if name in FILTERS:
         return FILTERS[name](blocks_below)

@@ -12,8 +12,7 @@ whatever its chance, unless its conversation has continued without it. The block
 block in its chain are admitted too, because a block is useless if a block before it is missing.
 
 The filter remembers four times as many blocks as the tier below holds, at least `MIN_BLOCKS` and at
-most `MAX_BLOCKS`; a block takes about 400 bytes.
-"""
+most `MAX_BLOCKS`; a block takes about 400 bytes."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 This servicer replaces the servicer of grpc's package, in which a watcher that does not read delays
 every change of the status. The service needs no credentials; therefore it limits the number of
-calls and the time in which a request must arrive.
-"""
+calls and the time in which a request must arrive."""
 
 from __future__ import annotations
 

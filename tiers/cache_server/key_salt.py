@@ -4,8 +4,7 @@
     stored key = HMAC-SHA256(tenant key, key) | the key's group and shard
     tenant key = HMAC-SHA256(server secret, tenant)
 
-No client can choose the stored key of another tenant's block. Stored keys do not reveal prompts.
-"""
+No client can choose the stored key of another tenant's block. Stored keys do not reveal prompts."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Layout notes: a file PATH/NAME.layout beside a store's folder has the layout of its blocks.
 
 A restarted server reads a tenant store's layout from this file and opens the store before an engine
-attaches. Without a readable file the store is opened when an engine attaches.
-"""
+attaches. Without a readable file the store is opened when an engine attaches."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ def write_layout_note(path: Path, tenant_store: str, layout: BlockLayout) -> Non
 
 
 def stores_left(path: Path, names: Iterable[str]) -> list[StoreEntry]:
-    """The stores in `path` that belong to no tenant store in `names`, such as those of removed
-    tenants. Raises TierConfigError if `path` is no folder."""
+    """The stores in `path` that belong to no store in `names`. Raises TierConfigError."""
     if not path.is_dir():
         raise TierConfigError(f"{path} is no folder; give the --ssd-path of a cache server")
     known = {store_folder(path, name).name for name in names}
@@ -99,8 +97,7 @@ def stores_left(path: Path, names: Iterable[str]) -> list[StoreEntry]:
 
 
 def remove_left(folder: Path) -> int:
-    """Remove a tenant store's folder and its note. Return the number of bytes freed. Raises
-    TierConfigError if the folder is in use."""
+    """Remove a store's folder and note; return bytes freed. Raises TierConfigError if in use."""
     freed = remove(folder)
     folder.with_suffix(".layout").unlink(missing_ok=True)
     return freed

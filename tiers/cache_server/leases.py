@@ -10,8 +10,7 @@ Each store and each session has its own `Leases` table, and ends the expired lea
 
 A ReadLease or WriteLease that only a thread of the server uses is in no table. The thread always
 ends it, and its slots must not be freed before that. Times are monotonic, so that setting the clock
-ends no lease.
-"""
+ends no lease."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class ReadLease:
 
 @dataclass(slots=True, eq=False)
 class WriteLease:
-    """Blocks being stored. `slots[i]` is the slot to fill if `states[i]` is WANTED, else it is
-    None."""
+    """Blocks being stored. `slots[i]` is the slot to fill if `states[i]` is WANTED, else None."""
 
     keys: list[bytes]
     states: list[State]
@@ -135,8 +133,7 @@ class Leases(Generic[_Held]):
             raise TooMuch(f"{self._most_each} leases of {owner} run already; end some or wait")
 
     def grant_lease(self, held: _Held, seconds: float, owner: str = "") -> Lease[_Held]:
-        """Make a lease of `held` for `owner`. Raises InvalidBlock for a wrong duration, TierBusy,
-        TooMuch."""
+        """Make a lease of `held` for `owner`. Raises InvalidBlock, TierBusy, TooMuch."""
         deadline = self._deadline(seconds)
         self.check_room(owner)
         lease = Lease(next(self._numbers), owner, held, deadline)

@@ -2,8 +2,7 @@
 """Reads or makes the file with a cache server's secret, which salts the keys of stored blocks.
 
 A process that has the secret can find out which prompts have blocks on a disk. A server that has
-lost the secret does not find the blocks on its disk.
-"""
+lost the secret does not find the blocks on its disk."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@
 Thread-safe. The store does not hold its lock while bytes are read, copied or hashed.
 
     begin_load → wait_loaded → (bytes go out) → end_load   blocks keep their slots in between
-    begin_store → (bytes come in, checked) → end_store     every later look-up finds them
-"""
+    begin_store → (bytes come in, checked) → end_store     every later look-up finds them"""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ class ServedStore(ABC):
     @property
     @abstractmethod
     def corrupt_blocks(self) -> int:
-        """The number of blocks refused since the start because their bytes did not match their
-        digest."""
+        """The number of blocks refused since the start because their digests differed."""
 
     @property
     @abstractmethod
@@ -90,8 +88,7 @@ class ServedStore(ABC):
 
     @abstractmethod
     def begin_load(self, keys: Sequence[bytes]) -> ReadLease:
-        """Pin the blocks that are in memory, and begin to read the rest from disk. Does not
-        wait."""
+        """Pin the blocks in memory, and begin to read the rest from disk. Does not wait."""
 
     @abstractmethod
     def wait_loaded(self, read_lease: ReadLease, deadline: float) -> None:
@@ -205,8 +202,7 @@ class ServedStores(ABC):
 
     @abstractmethod
     def ready(self, name: str) -> ServedStore:
-        """Return the store. Raises NotAttached, NotReady, or the error with which it failed to
-        open."""
+        """Return the store. Raises NotAttached, NotReady, or the error of its opening."""
 
     @abstractmethod
     def layout(self, name: str) -> BlockLayout | None:
@@ -217,12 +213,10 @@ class ServedStores(ABC):
         """The stores that are ready, by name."""
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> list[str]:
-        """Change the set of stores. Stores that are not in `quotas` are closed; new stores are
-        opened when they are needed. Return the names of stores whose size changes at the next
-        start."""
+        """Change the set of stores: close those not in `quotas`, open new ones when needed. Return
+        the names of stores whose size changes at the next start."""
         raise NotImplementedError(f"{type(self).__name__} has the same stores for ever")
 
     @abstractmethod
     def close(self, timeout_seconds: float) -> bool:
-        """Close every store within `timeout_seconds`. False if one could not be closed.
-        Idempotent."""
+        """Close every store within `timeout_seconds`. False if one was not closed. Idempotent."""

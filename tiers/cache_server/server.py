@@ -6,8 +6,7 @@
     drain   report NOT_SERVING; refuse new calls; finish running calls; write blocks to the disk
 
 The server checks all its addresses before it starts any part. It refuses an address that is in use,
-and an address that other machines can reach without TLS and credentials.
-"""
+and an address that other machines can reach without TLS and credentials."""
 
 from __future__ import annotations
 
@@ -160,8 +159,7 @@ class CacheServer:
         """Apply the tenants, credentials and certificates in the settings that `read` returns;
         `read` runs on a thread. A removed token becomes invalid: tickets and data connections that
         it opened are refused at their next request. Return sentences about changes that need a
-        restart. Raises TierConfigError or the errors of `read`, and then changes nothing.
-        """
+        restart. Raises TierConfigError or the errors of `read`, and then changes nothing."""
         old = self.settings
         try:
             settings = await asyncio.to_thread(read)
@@ -310,8 +308,7 @@ class CacheServer:
         return Opened(tenant_store, tenant.name, lambda: caller.is_known_to(self.settings.tenants))
 
     def _close_data(self, seconds: float) -> None:
-        """Close the data plane and wait until it has ended. The call waits, so make it on a
-        thread."""
+        """Close the data plane and wait until it has ended. Call it on a thread."""
         end = time.monotonic() + seconds
         for server in (self._data, self._memory):
             if server is not None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache server's Prometheus metrics: for each tenant store, for each call and for the server.
 Label values come from the tenants file, the protocol and grpc, so their number is limited. Each
-scrape reads the statistics of the tenant stores.
-"""
+scrape reads the statistics of the tenant stores."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """The gRPC calls of the cache service; proto/v1/cache_service.proto describes each call.
 
 The event loop never waits for a tenant store (`tenant_store_calls.py`). A call raises its errors,
-and `access/call_guard.py` turns them into a gRPC status.
-"""
+and `access/call_guard.py` turns them into a gRPC status."""
 
 from __future__ import annotations
 
@@ -231,9 +230,8 @@ class CacheService:
 
     async def _looked_up(self, tenant_store: ServedStore, keys: list[bytes]) -> list[State]:
         """Look keys up. Up to _QUICK_KEYS keys are looked up on the event loop. More than
-        _ALONE_KEYS keys are looked up on a thread, one such look-up of a tenant at a time. A number
-        in between is looked up on the loop unless the tenant has another large look-up, because
-        waking a thread takes longer."""
+        _ALONE_KEYS are looked up on a thread, one such look-up of a tenant at a time. A number in
+        between goes to a thread only beside another large look-up: waking a thread takes longer."""
         if len(keys) <= _QUICK_KEYS:
             return await self._run_quick(
                 tenant_store, lambda: tenant_store.lookup(keys, asked=True)

@@ -10,8 +10,7 @@ takes a lock. The lock is not held while bytes are read, copied or hashed.
 
 Callers copy blocks into and out of `buffer(slot)`. Methods take the keys of clients; blocks are
 stored under salted keys. Only engines make and compare tags. The store keeps a block's tag with the
-block, in memory and on the disk, and sends both.
-"""
+block, in memory and on the disk, and sends both."""
 
 from __future__ import annotations
 
@@ -121,7 +120,6 @@ class TenantStore(ServedStore):
         return _states_of(answers)
 
     def begin_load(self, keys: Sequence[bytes]) -> ReadLease:
-        """Pin the blocks that the slab has, and begin to read the rest from disk. Does not wait."""
         stored = self._salt.salt_keys(keys)
         with self._changed:
             self._check_open()
@@ -258,8 +256,7 @@ class TenantStore(ServedStore):
     def pin(
         self, keys: Sequence[bytes], seconds: float, deadline: float, owner: str = ""
     ) -> Lease[list[bytes]]:
-        """Lease the leading blocks to `owner`, after loading the blocks on the disk. Raises the
-        errors of `ServedStore.pin`. Leases may hold up to LEASED_SHARE of the slab."""
+        """See ServedStore. Leases may hold up to LEASED_SHARE of the slab."""
         with self._changed:
             self._check_open()
             self._leases.check_room(owner)
@@ -323,8 +320,7 @@ class TenantStore(ServedStore):
         return len(set(gone))
 
     def clear(self) -> None:
-        """Forget every block. Slots are freed in groups, so that no other call waits long for the
-        lock. Waits for the disk, so that no block returns after a restart."""
+        """See ServedStore. Slots are freed in groups, so that no other call waits long."""
         with self._changed:
             self._check_open()
             self._hierarchy.clear(sweep=False)
@@ -376,8 +372,7 @@ class TenantStore(ServedStore):
             raise TierClosed("the tenant store was closed")
 
     def _keep(self) -> None:
-        """Run the keeper thread, which processes completions of the stores and ends expired
-        leases."""
+        """Process completions of the stores, and end expired leases. Runs on the keeper thread."""
         failures = 0  # in a row
         while not self._closed:
             try:

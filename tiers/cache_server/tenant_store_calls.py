@@ -4,8 +4,7 @@
     run_quick   on the loop if the tenant store's lock is free, else on a thread
     run         on a thread, for work that may wait or take long
 
-Each tenant has a limited number of threads, so a slow store leaves threads for other tenants.
-"""
+Each tenant has a limited number of threads, so a slow store leaves threads for other tenants."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ class TenantStoreCalls:
         work: Callable[[], _Result],
         undo: Callable[[_Result], object] | None = None,
     ) -> _Result:
-        """Do `work` on a thread. If the caller is cancelled before that ends, `undo` gets the
-        result."""
+        """Do `work` on a thread. `undo` gets the result if the caller is cancelled before."""
         future = await self.submit(tenant, work)
         try:
             return await asyncio.wrap_future(future)

@@ -8,8 +8,7 @@
 A thread opens each tenant store, because allocating its memory takes long. A tenant store with
 blocks on the disk is opened when the server starts. If the disk is full or missing, the store
 starts without the disk, and adds it when it can be opened. Thread-safe. Only `close`, and `start`
-with required disks, wait.
-"""
+with required disks, wait."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ class TenantStores(ServedStores):
         self._leaving: list[threading.Thread] = []  # threads that close stores of removed tenants
 
     def start(self) -> None:
-        """Begin to open the tenant stores whose layout is known from the disk. If disks are
-        required, wait for the stores, and raise TierConfigError if one cannot be opened."""
+        """See ServedStores. Waits if disks are required. Raises TierConfigError if one fails."""
         if self._settings.require:
             for path in self._ssd_paths:
                 _check_writable(path)
@@ -173,8 +171,7 @@ class TenantStores(ServedStores):
             }
 
     def close(self, timeout_seconds: float) -> bool:
-        """Close all tenant stores in parallel within `timeout_seconds`, and write the blocks that
-        their disks lack. False if a tenant store could not be closed. Idempotent."""
+        """See ServedStores. Closes stores in parallel, and writes the blocks that disks lack."""
         deadline = time.monotonic() + timeout_seconds
         with self._lock:
             self._closed = True

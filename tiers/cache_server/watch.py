@@ -6,8 +6,7 @@
     because the store does not report evictions
 
 A watcher that reads too slowly loses events, and is sent the number of lost events. Other watchers
-lose none.
-"""
+lose none."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class Happening:
 
 
 class Watcher:
-    """The event queue of one watcher. Any thread may write to the queue; one event loop reads
-    it."""
+    """The event queue of one watcher. Any thread writes to it; one event loop reads it."""
 
     def __init__(self, max_keys: int, loop: asyncio.AbstractEventLoop, tenant: str = "") -> None:
         self.tenant = tenant
@@ -117,14 +115,12 @@ class TenantStoreWatch:
         self._notify_watchers(stored=keys)
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """See Listener. The tenant store calls this."""
         with self.lock:
             for key in keys:
                 self.told.pop(key, None)
         self._notify_watchers(removed=keys)
 
     def cleared(self) -> None:
-        """See Listener. The tenant store calls this."""
         with self.lock:
             self.told.clear()
         for watcher in self.watchers:
@@ -156,8 +152,7 @@ class TenantStoreWatch:
 
 
 class Watches:
-    """The watchers of a server, at most `limits.max_watchers`, divided among tenants by `Shares`.
-    Used on one event loop only."""
+    """A server's watchers, divided among tenants by `Shares`. Used on one event loop only."""
 
     def __init__(
         self,

@@ -11,8 +11,7 @@ A caller may rely on this:
 - for any bytes, `decode` fills a block or raises ValueError, in memory bounded by a block's size;
 - several threads may call all methods at the same time.
 
-Every buffer must be a `memoryview` of format B (bytes), and a payload `layout.page_bytes` long.
-"""
+Every buffer must be a `memoryview` of format B (bytes), and a payload `layout.page_bytes` long."""
 
 from __future__ import annotations
 

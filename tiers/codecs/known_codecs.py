@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs by name: the values of the codec flag, and the functions that make the codecs.
-
-`CODECS` has the codecs without torch; callers pass in others (connector/device/fp8_codec.py).
-"""
+"""Codecs by name: the values of the codec flag, and the functions that make the codecs. `CODECS`
+has the codecs without torch; callers pass in others (connector/device/fp8_codec.py)."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ CODECS: Mapping[str, CodecFactory] = {"lossless": _lossless}
 def make_codec(
     name: str, layout: BlockLayout, more: Mapping[str, CodecFactory] | None = None
 ) -> Codec | None:
-    """Make the codec `name` from `CODECS` or `more`; None for "none". Raises TierConfigError for an
-    unknown name, an unsupported layout, or a codec that is not installed."""
+    """Make the codec `name`; None for "none". Raises TierConfigError if it cannot be used."""
     if name == NONE:
         return None
     codecs = {**CODECS, **(more or {})}

@@ -5,8 +5,7 @@ Every fault of a store becomes a miss. This module counts each fault and reports
 store's two circuit breakers. Reads and writes have separate breakers, because reads may succeed
 while writes hang. While a breaker is open, the store is probed with one block at intervals. A read
 probe has its own memory and takes no slot of the slab, because a hanging store may write to the
-memory later.
-"""
+memory later."""
 
 from __future__ import annotations
 
@@ -43,9 +42,8 @@ REFUSED, DAMAGED, WRONG_TAG = "refused", "damaged_in_slab", "wrong_tag"
 
 @dataclass(slots=True)
 class Traffic:
-    """Counters of the transfers between the slab and one store, since the start. A *promotion* is a
-    batch read from the store, a *cascade* is a batch written to it. Only the hierarchy's thread
-    changes the counters."""
+    """Counters of the transfers between the slab and one store: a *promotion* is a batch read, a
+    *cascade* a batch written. Only the hierarchy's thread changes the counters."""
 
     active_promotions: int = 0  # batches under way now
     active_cascades: int = 0  # batches under way now
@@ -134,9 +132,8 @@ class GuardedStore:
         return answers
 
     def prefetch_lookup(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> bool:
-        """Call the store's `prefetch_lookup` for a queued prompt with these blocks, in prompt
-        order. Return True if the store asks its server; `mailbox.version` changes with the
-        answer."""
+        """Look up a queued prompt's blocks, in prompt order. Return True if the store asks its
+        server; `mailbox.version` changes with the answer."""
         if not self.breaker.allows:
             return False
         try:
@@ -159,9 +156,8 @@ class GuardedStore:
     def lease(
         self, keys: Sequence[bytes], seconds: float, done: Callable[[list[bool]], None]
     ) -> None:
-        """Lease blocks for `seconds`. The owner's thread calls `done`, perhaps at once, with a bool
-        for each block: whether the store protects it from eviction. All are False if the store
-        fails."""
+        """Lease blocks for `seconds`. The owner's thread calls `done`, perhaps at once, with
+        whether each block is protected: none if the store fails."""
         none = [False] * len(keys)
         try:
             future = self.tier.lease(keys, seconds) if self.breaker.allows else None
@@ -193,8 +189,7 @@ class GuardedStore:
         self.breaker.announce_probe(self.mailbox)
 
     def stats(self) -> TierStats:
-        """The store's counters, whose `errors` include the faults that this object has counted. If
-        the store raises, the last known counters are used."""
+        """The store's counters, or the last known ones if it raises, with this object's faults."""
         try:
             stats = self.tier.stats()
             if not isinstance(stats, TierStats):
@@ -271,7 +266,7 @@ def name_of(reason: str | Exception) -> str:
 def find_stores(
     stores: Sequence[GuardedStore], keys: Sequence[bytes], awaited: set[bytes] | None = None
 ) -> list[GuardedStore | None]:
-    """For each key, the first store that has it, or None. A key whose block a store reports as
+    """Return for each key the first store that has it, or None. A key that a store reports as
     PENDING during a prefetched look-up is added to `awaited`. Any other PENDING counts as a miss,
     because no completion would wake a request that waits for the block."""
     places: list[GuardedStore | None] = [None] * len(keys)

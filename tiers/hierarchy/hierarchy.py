@@ -16,8 +16,7 @@ A caller may rely on this:
 - the bytes in a load's slots do not change from when `LoadTicket.waiting` is 0 to `end_load`. A
   caller must do this:
 - call every method from one thread, and call `poll` after each `wakeup`;
-- end each ticket exactly once.
-"""
+- end each ticket exactly once."""
 
 from __future__ import annotations
 
@@ -53,9 +52,8 @@ class StoreTicket:
 
 
 class Hierarchy:
-    """A slab and any number of stores below it, the fastest first. Blocks are written back to each
-    store that is not read-only. The hierarchy owns the slab and the stores, so its `close` closes
-    them."""
+    """A slab and any number of stores below it, the fastest first, all owned by the hierarchy.
+    Blocks are written back to each store that is not read-only."""
 
     def __init__(
         self,
@@ -87,7 +85,6 @@ class Hierarchy:
 
     @property
     def stores(self) -> Sequence[StoreTier]:
-        """The stores below the slab, the fastest first."""
         return [store.tier for store in self._stores]
 
     @property
@@ -108,9 +105,8 @@ class Hierarchy:
 
     @property
     def num_unwritten(self) -> int:
-        """The number of slab blocks not yet written to a store, for the store with the most of
-        them. If the slab evicted these blocks now, that store would not get them. A store with an
-        open breaker does not count."""
+        """The number of slab blocks that a store would not get if they were evicted now, for the
+        store that lacks most. A store with an open breaker does not count."""
         return self._write_backs.num_unwritten
 
     @property
@@ -133,8 +129,7 @@ class Hierarchy:
         )
 
     def announce_prompt(self, chain: Sequence[bytes]) -> None:
-        """Report a prompt to the eviction policies of slab and stores and to the admission filter.
-        `chain` lists the prompt's blocks in order, whichever tier they are in."""
+        """Report a prompt's blocks, in order, to the eviction policies and the admission filter."""
         now = time.monotonic()
         self._slab.observe(chain, now)
         if self._stores:
@@ -167,8 +162,7 @@ class Hierarchy:
         return self._promotions.begin_load(keys, context)
 
     def end_load(self, ticket: LoadTicket) -> None:
-        """Unpin the blocks of a load. Reads under way continue; later loads can use their
-        blocks."""
+        """Unpin a load's blocks. Reads under way continue; later loads can use their blocks."""
         self._mailbox.is_due = True
         self._promotions.end_load(ticket)
 
@@ -219,8 +213,7 @@ class Hierarchy:
         self._slab.restore(slots)
 
     def poll(self) -> bool:
-        """Process completions, give up late reads and writes, start due write-backs and probes.
-        True if a ticket or a result of `find_prefix` may have changed."""
+        """Process completions and deadlines, start due work. True if an answer may have changed."""
         now = time.monotonic()
         if not self._mailbox.is_due and now < self._poll_at:
             return False
@@ -236,9 +229,9 @@ class Hierarchy:
         return self.version != before
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Write all blocks to the stores that lack them, the most recently used blocks first. False
-        if some were not written. Only for shutdown: the call waits, but gives up a store that takes
-        no block."""
+        """Write all blocks to the stores that lack them, the most recently used first. False if
+        some were not written. Only for shutdown: it waits, but gives up a store that takes no
+        block."""
         return self._write_backs.write_missing(timeout_seconds, self._mailbox)
 
     def forget_blocks(self, keys: Sequence[bytes]) -> None:
@@ -271,10 +264,9 @@ class Hierarchy:
         return self._slab.sweep(most)
 
     def shared(self, keys: Sequence[bytes], *, write: bool = False) -> list[Answer]:
-        """For each key: HIT if the shared store has the block, PENDING if the block is being
-        written to that store, else MISS. With `write`, blocks that the slab has and that store
-        lacks are written to it. If no store is shared but the slab is served, the answers are the
-        slab's."""
+        """Return for each key HIT if the shared store has the block, PENDING if it is being
+        written there, else MISS. With `write`, blocks that only the slab has are written to it.
+        If no store is shared but the slab is served, the answers are the slab's."""
         shared = next(((i, s) for i, s in enumerate(self._stores) if s.is_shared), None)
         if shared is None:
             served = self._slab.is_served
@@ -339,8 +331,7 @@ class Hierarchy:
         self._slab.release(hold)
 
     def stats(self) -> dict[str, TierStats]:
-        """Counters by tier. The slab's `dropped_stores` includes blocks evicted before they were
-        written."""
+        """Counters by tier. The slab's `dropped_stores` includes blocks evicted unwritten."""
         slab = self._slab.stats()
         slab.dropped_stores += sum(store.traffic.lost_blocks for store in self._stores)
         return {self._slab.name: slab} | {store.name: store.stats() for store in self._stores}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the tier of each block of a prefix. The slab is searched first, then the stores in order.
-
-A look-up has no side effects and never blocks.
-"""
+"""Finds the tier of each block of a prefix. The slab is searched first, then the stores in order. A
+look-up has no side effects and never blocks."""
 
 from __future__ import annotations
 
@@ -19,9 +17,8 @@ FIRST_BLOCKS, FIND_BLOCKS = 4, 256
 
 
 class Prefix(NamedTuple):
-    """The leading blocks that were found. `tiers` has the name of each block's tier. `pending` says
-    that the next block is being copied into the slab, `asked` that a server is being asked for
-    it."""
+    """The leading blocks that were found, and their `tiers`. `pending` says that the next block is
+    being copied into the slab, `asked` that a server is being asked for it."""
 
     tiers: list[str]
     pending: bool
@@ -69,9 +66,9 @@ class PrefixLookup:
         return Prefix(tiers, False)
 
     def answers(self, keys: Sequence[bytes]) -> list[Answer]:
-        """HIT, MISS or PENDING for each key, whatever the other keys are. PENDING: the block is
-        being copied into the slab and a load cannot wait for it. A block being promoted is a HIT,
-        because a load can wait for the promotion."""
+        """HIT, MISS or PENDING for each key by itself. A block being promoted is a HIT, because a
+        load can wait for it. PENDING: it is being copied into the slab and no load can wait for
+        it."""
         answers = self._slab.lookup(keys)
         hit, miss, pending = Answer.HIT, Answer.MISS, Answer.PENDING
         if answers.count(hit) == len(answers):

@@ -5,8 +5,7 @@ A load asks for the leading blocks of a prompt. If a block is in no tier, or the
 for it, the blocks after it are useless and are not read. A block is read only once, however many
 loads wait for it. If a promotion misses its deadline, the waiting loads fail. Its slots stay
 reserved until the read has ended, because the store may still write to them. Blocks that the late
-read brings are published for later loads.
-"""
+read brings are published for later loads."""
 
 from __future__ import annotations
 
@@ -103,7 +102,6 @@ class Promotions:
         return ticket
 
     def end_load(self, ticket: LoadTicket) -> None:
-        """See `Hierarchy.end_load`."""
         if not ticket.ended:
             ticket.ended = True
             pairs = zip(ticket.keys, ticket.slots, strict=True)
@@ -125,8 +123,7 @@ class Promotions:
             promotion.wanted = False
 
     def drop_promotions(self, keys: Sequence[bytes]) -> None:
-        """Keep later loads from waiting for promotions of these blocks, which are being
-        forgotten."""
+        """Keep later loads from waiting for promotions of these forgotten blocks."""
         for key in keys:
             promotion = self.by_key.get(key)
             if promotion is not None:
@@ -221,8 +218,7 @@ class Promotions:
         self._finish_promotion(promotion, proofs, fault)
 
     def _tagged(self, promotion: Promotion, proofs: list[Proof | None]) -> list[Proof | None]:
-        """`proofs`, with None for a block whose tag does not match its key and digest. The store
-        drops such a block, so that it can be stored again."""
+        """`proofs`, with None for a block whose tag is wrong. The store drops such a block."""
         tagger = self._tagger
         if tagger is None:
             return proofs
@@ -238,8 +234,7 @@ class Promotions:
         return [None if k in wrong else p for k, p in zip(promotion.keys, proofs, strict=True)]
 
     def _finish_promotion(self, promotion: Promotion, proofs: Proofs, fault: str = MISSED) -> None:
-        """Publish the blocks that were read, and pin them for waiting loads. `fault` is the reason
-        why others were not read."""
+        """Publish read blocks, and pin them for loads. `fault` says why others were not read."""
         ok = [promotion.wanted and proof is not None for proof in proofs]
         store = promotion.store
         self._write_backs.promoted(store, self._slab.commit(promotion.keys, ok, proofs))

@@ -10,8 +10,7 @@ counts them. An admission filter may refuse a block; the filter is asked again a
 next use.
 
 Blocks go to a shared store at once and without the filter, because other engines wait for them.
-Write-back has no thread: `Hierarchy` runs it in its own calls and after completions.
-"""
+Write-back has no thread: `Hierarchy` runs it in its own calls and after completions."""
 
 from __future__ import annotations
 
@@ -90,7 +89,6 @@ class WriteBack:
 
     @property
     def pending(self) -> bool:
-        """Whether any block is still to be written or is being written."""
         return bool(self._dirty or self._writes)
 
     def added(self, keys: Sequence[bytes]) -> None:
@@ -129,8 +127,7 @@ class WriteBack:
         self._store.traffic.lost_stores += bool(lost)
 
     def will_be_evicted(self, count: int) -> None:
-        """Record that `count` evictions are near. Queued blocks among them are then written at
-        once."""
+        """Record that `count` evictions are near: queued blocks among them are written now."""
         self._num_next = count
 
     def pump(self, *, reading: bool) -> bool:
@@ -168,9 +165,8 @@ class WriteBack:
         return not (self.pending or self._writes.has_failed)
 
     def recheck(self) -> None:
-        """Prepare a flush: queue the blocks that the store lacks. Only the slab's newest blocks
-        that fit into the store are queued, so that no batch evicts the blocks of an earlier
-        batch."""
+        """Prepare a flush: queue those of the slab's newest blocks that the store lacks, as many as
+        fit into the store, so that no batch evicts an earlier one."""
         self._writes.begin_flush()
         self._dirty.clear()
         self._refused.clear()
@@ -182,16 +178,14 @@ class WriteBack:
         self.added([k for k, a in zip(newest_first, answers, strict=True) if self._may_lack(a)])
 
     def discard_dirty(self, keys: Sequence[bytes]) -> None:
-        """Remove these blocks from the queue. Blocks being written are dropped from the store when
-        their write ends."""
+        """Remove these blocks from the queue. Those being written are dropped afterwards."""
         for key in keys:
             self._dirty.pop(key, None)
             self._refused.discard(key)
         self._writes.drop_on_arrival(keys)
 
     def clear(self) -> None:
-        """Empty the queue. Blocks being written are dropped from the store when their write
-        ends."""
+        """Empty the queue. Blocks being written are dropped when their write ends."""
         self._dirty.clear()
         self._refused.clear()
         self._writes.drop_all()
@@ -282,9 +276,8 @@ class WriteBack:
 
 
 class WriteBacks:
-    """Has the `WriteBack` of each store, and passes the events of the slab to all of them. Without
-    `options.inclusive`, the first store drops promoted blocks. Only one thread calls the
-    methods."""
+    """Owns each store's `WriteBack`, and passes the slab's events to all of them. Without
+    `options.inclusive`, the first store drops promoted blocks. One thread calls the methods."""
 
     def __init__(
         self, slab: SlabTier, stores: Sequence[GuardedStore], options: HierarchyOptions

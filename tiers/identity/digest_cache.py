@@ -16,8 +16,7 @@ with each change of content. So an entry is valid only if all six numbers still 
 entry is written while ctime is younger than two seconds: a file system may count ctime in steps of
 two seconds, so a later change could leave the numbers as they are. Digests are kept only for files
 on file systems that are known to advance ctime, and not on read-only images, whose times were set
-by the maker of the image.
-"""
+by the maker of the image."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
     digest = SHA-256( "stratakv.file" | size u64 | SHA-256 of each 8 MiB, in order )
 
 Several threads hash the pieces, so that with enough processors hashing takes no longer than
-reading. A file whose digest is in the cache is not read again (digest_cache.py).
-"""
+reading. A file whose digest is in the cache is not read again (digest_cache.py)."""
 
 from __future__ import annotations
 
@@ -56,10 +55,8 @@ def digest_files(
     paths: Sequence[Path], cache: DigestCache | None = None, progress: Progress | None = None
 ) -> list[FileDigest]:
     """Return the digest of each file, in the order of the paths. `cache` defaults to the cache of
-    this user. `progress` is called with a line every two seconds.
-
-    Raises ConfigError for a file that cannot be read to its end, or that changes while it is read.
-    """
+    this user. `progress` is called with a line every two seconds. Raises ConfigError for a file
+    that cannot be read to its end, or that changes while it is read."""
     cache = DigestCache.of_user() if cache is None else cache
     told = _Told(progress)
     found: dict[Path, FileDigest] = {}
@@ -172,8 +169,7 @@ def _digest_piece(descriptor: int, start: int, end: int) -> tuple[int, bytes]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, FileState]]:
-    """Yield a descriptor and the state of the file. Raises ConfigError, also for an OSError raised
-    in the block."""
+    """Yield a descriptor and the file's state. Raises ConfigError in place of OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:

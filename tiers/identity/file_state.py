@@ -25,7 +25,6 @@ class FileState(NamedTuple):
 
 
 def state_of(path: Path) -> FileState | None:
-    """The state of the file at `path`; None if stat fails."""
     try:
         return FileState.from_stat(os.stat(path))
     except OSError:

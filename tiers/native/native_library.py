@@ -3,8 +3,7 @@
 
 The library is a plain shared library whose functions take addresses, so it works with any version
 of Python. Without the library, the callers use Python code with the same results. The environment
-variable STRATAKV_BYTES=none switches the library off.
-"""
+variable STRATAKV_BYTES=none switches the library off."""
 
 from __future__ import annotations
 
@@ -187,8 +186,7 @@ class ProvenRecords:
 
 
 class Received(NamedTuple):
-    """The results of `receive_and_digest` for the payloads that arrived whole, in order: their
-    digests, the bytes that followed each payload, and their tags if names were given."""
+    """The digests, trailers and (if names were given) tags of the payloads that arrived whole."""
 
     digests: list[bytes]
     trailers: list[bytes]

@@ -5,8 +5,7 @@ make four objects.
 
 The functions are looked up by name in the library that hashlib is linked to. `name_maker` returns
 None, and hashlib is used, if that library is missing (a Python with OpenSSL built in), if there is
-no compiled library, or if a first test HMAC is wrong.
-"""
+no compiled library, or if a first test HMAC is wrong."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ def _openssl() -> _OpenSsl | None:
 
 
 class NameMaker:
-    """Makes HMAC-SHA256 with a key of up to 64 bytes. Thread-safe. Raises OSError if OpenSSL
-    fails."""
+    """Makes HMAC-SHA256 with a key of up to 64 bytes. Thread-safe. Raises OSError."""
 
     def __init__(self, openssl: _OpenSsl, call: Callable[..., int], key: bytes) -> None:
         if len(key) > _BLOCK_BYTES:
@@ -97,8 +95,7 @@ class NameMaker:
     _outer: int
 
     def hmac_keys(self, keys: bytes, count: int) -> bytes:
-        """Take `count` joined keys of equal length, 32 bytes or more. Return them with the first 32
-        bytes of each key replaced by the key's HMAC."""
+        """`count` joined keys of equal length, each with its first 32 bytes turned to its HMAC."""
         size = len(keys) // max(1, count)
         if size * count != len(keys) or (count and size < _DIGEST_BYTES):
             raise ValueError(f"{len(keys)} bytes are no {count} keys")

@@ -10,8 +10,7 @@ follow it in a chain, unless those must not be evicted. Before the first `observ
 and as cheap, for owners that do not report prompts.
 
 The policy also remembers evicted blocks: three times its owner's number of blocks plus `MIN_GONE`,
-but at most `MAX_GONE`. A block takes about 400 bytes.
-"""
+but at most `MAX_GONE`. A block takes about 400 bytes."""
 
 from __future__ import annotations
 
@@ -197,8 +196,7 @@ class AdaptivePolicy(EvictionPolicy):
         return self._choose(count, may_evict, limit)
 
     def _choose(self, count: int, may_evict: Callable[[bytes], bool], limit: float) -> list[bytes]:
-        """The keys of up to `count` blocks to evict, from runs with a value below `limit`. A run is
-        a group of blocks that one prompt used last."""
+        """Up to `count` keys to evict, from runs (blocks last used by one prompt) below `limit`."""
         taken = take_tails_first(self._runs(limit), count, may_evict)
         chosen = [block.key for block in taken]
         if limit == inf and len(chosen) < count:

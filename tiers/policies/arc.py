@@ -11,8 +11,7 @@ Two details differ from the paper, because an owner evicts before it inserts the
 comes back changes `target` after the eviction instead of before it. If the size of t1 equals
 `target`, the new key does not decide which list loses a key. Names of keys that the owner removes
 for other reasons than eviction go to b1 and b2 as well. b1 and b2 together never have more names
-than the capacity, nor do t1 and b1 together.
-"""
+than the capacity, nor do t1 and b1 together."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ The owner may rely on this:
 - `victims` changes nothing: the owner may evict all of the listed keys, some of them or none, for
   instance if the list is too short;
 - keys given together are ordered as given, the last one hottest.
-The owner must insert each key only once, and must remove the keys that it evicts.
-"""
+The owner must insert each key only once, and must remove the keys that it evicts."""
 
 from __future__ import annotations
 

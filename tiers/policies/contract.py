@@ -4,8 +4,7 @@
 Authors of policies, also outside this project, call `check_policy_contract` with their policy's
 factory. The check uses the policy like a tier: it inserts, touches and removes keys and requests
 victims in every allowed way. Every run does the same, in some tens of milliseconds. The check does
-not judge whether an order of eviction is good.
-"""
+not judge whether an order of eviction is good."""
 
 from __future__ import annotations
 

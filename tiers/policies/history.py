@@ -15,8 +15,7 @@ block:
 Runs are ordered in queues, one for each class, cost of a miss and bin of ages. The model ranks the
 queues. All runs of a queue have the same value, and the oldest is evicted first. A run moves to the
 next queue when its age leaves the bin, at most a few dozen times. So no work is repeated for each
-block or at short intervals.
-"""
+block or at short intervals."""
 
 from __future__ import annotations
 
@@ -185,9 +184,8 @@ class History:
             self.queues.link(run, self.now)
 
     def _used(self, run: Run, count: int, prompt: Prompt) -> None:
-        """Report to the model that `prompt` used `count` blocks of `run`, which are now in the
-        prompt's runs. If `prompt` continues an earlier prompt, the class of the rest of `run`
-        becomes LEFT_BEHIND."""
+        """Report to the model that `prompt` used `count` blocks of `run`. If `prompt` continues an
+        earlier prompt, the class of the rest of `run` becomes LEFT_BEHIND."""
         age = self.now - run.time
         self._model.used(run.name, age, run.weight(count))
         self._drop_if_empty(run)

@@ -8,8 +8,7 @@ Another package adds a policy in its own `pyproject.toml`:
 
 `MyPolicy` takes the number of blocks that its owner can hold and returns an EvictionPolicy. The
 policy must pass the check in `contract.py` before it is used. If a built-in policy has the same
-name, the built-in policy is used.
-"""
+name, the built-in policy is used."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """The policy `lru`: the least recently used key is evicted first.
 
 The order is an OrderedDict, because finding the first key of a plain dict takes a walk over all
-entries that earlier evictions have emptied.
-"""
+entries that earlier evictions have emptied."""
 
 from __future__ import annotations
 

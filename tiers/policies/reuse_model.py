@@ -5,8 +5,7 @@ The age of a block is the time since its last use. For each class, ages are divi
 grow with age. A bin counts the reuses in it and the seconds that blocks waited in it for a reuse.
 Blocks that are never reused add seconds too, so a class that is never used again gets low rates. A
 class is a tuple, and its parent is the tuple without the last element. A class with few uses has
-the rates of its parent times one factor, until its own bins have enough uses.
-"""
+the rates of its parent times one factor, until its own bins have enough uses."""
 
 from __future__ import annotations
 

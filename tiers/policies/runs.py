@@ -97,9 +97,8 @@ class Block:
 
 
 class Prompt:
-    """A remembered prompt. `turn` is the number of earlier prompts that it continues, one after the
-    other. `gap` is the mean time in seconds between them; each gap halves the weight of earlier
-    gaps."""
+    """A remembered prompt. `turn` is the number of prompts that it continues. `gap` is the mean
+    time in seconds between them; each gap halves the weight of earlier gaps."""
 
     __slots__ = ("gap", "length", "time", "turn")
 

@@ -8,8 +8,7 @@ A use only raises the key's count, up to three, and moves no key. In the paper, 
 queues at an eviction; in this module, when the owner removes the victims that `victims` has
 returned. Until then the moves are a plan, which an insert or a use discards. A key that is removed
 without a plan only leaves its queue; a name from the small queue goes to ghost. When main is full,
-the paper also evicts from main; this module evicts only as many keys as requested.
-"""
+the paper also evicts from main; this module evicts only as many keys as requested."""
 
 from __future__ import annotations
 

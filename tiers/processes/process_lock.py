@@ -3,8 +3,7 @@
 
 A flock lock belongs to the open file, and a fork copies the descriptor. A child would hold the lock
 as long as it lives, even after its parent has closed the file or was killed, and could release or
-change the lock of its parent. So a forked child closes its copy at once.
-"""
+change the lock of its parent. So a forked child closes its copy at once."""
 
 from __future__ import annotations
 

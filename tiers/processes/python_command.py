@@ -3,8 +3,7 @@
 
 `python -m` and `python -c` put the working directory first on the path, so a file there, such as a
 `msgspec.py`, would run in place of a package. -P keeps the directory off the path; PYTHONSAFEPATH
-does the same for processes whose command line the standard library writes.
-"""
+does the same for processes whose command line the standard library writes."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ _VARIABLE = "PYTHONSAFEPATH"
 
 
 def python_command(*words: str, python: str | None = None) -> list[str]:
-    """The command line of `python WORDS`. `python` is another Python of version 3.11 or later; by
-    default this one is used."""
+    """The command line of `python WORDS`, by default of this Python; others must be 3.11+."""
     return [python or sys.executable, "-P", *words]
 
 

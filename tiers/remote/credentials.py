@@ -3,8 +3,7 @@
 
 The files are read for each connection, so that renewed files need no restart. A client with neither
 token nor certificate uses the token file that a server of the same user wrote on this machine
-(`wire/own_token.py`).
-"""
+(`wire/own_token.py`)."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class Credentials:
             )
 
     def metadata(self, address: ServerAddress | None = None) -> tuple[tuple[str, str], ...]:
-        """The gRPC metadata of every call to the server at `address`. Raises TierConfigError if the
-        token cannot be read."""
+        """The gRPC metadata of calls to `address`. Raises TierConfigError for a bad token."""
         token = self._own_token(address) if self.token_file is None else self._given_token()
         if token is None:
             return ()
@@ -62,15 +60,13 @@ class Credentials:
         return token
 
     def _own_token(self, address: ServerAddress | None) -> str | None:
-        """The token that a server of this user wrote, or None. Always None if the server is on
-        another machine or the client has a certificate."""
+        """The token of this user's server. None for another machine or a client certificate."""
         if address is None or self.cert_file is not None or not is_loopback(address.host):
             return None
         return find_token(address.port)
 
     def missing(self, address: ServerAddress) -> str:
-        """A hint to append to the message of a refused call: the paths where no token file was
-        found. Empty if the client needs no token file, or found one."""
+        """A hint for a refused call: where no token file was found. Empty if none is missing."""
         is_looked_for = self.token_file is None and self.cert_file is None
         if not is_looked_for or not is_loopback(address.host):
             return ""
@@ -83,8 +79,7 @@ class Credentials:
         return f"; no token of a server of this user's lies in {places}"
 
     def grpc(self) -> Any:
-        """The credentials of a secure gRPC channel. Raises TierConfigError for an unreadable
-        file."""
+        """The credentials of a secure channel. Raises TierConfigError for an unreadable file."""
         import grpc
 
         ca, cert, key = (

@@ -16,8 +16,7 @@ _R = TypeVar("_R")
 
 
 def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
-    """Return a future of `work(future.result())`. It gets the error of `future` or `work`, if
-    any."""
+    """Return a future of `work(future.result())`. It gets any error of `future` or `work`."""
     result: Future[_R] = Future()
 
     def done(ended: Future[_T]) -> None:
@@ -61,8 +60,7 @@ def all_of(futures: Sequence[Future[Any]], work: Callable[[], _R]) -> Future[_R]
 
 
 def _set_result(future: Future[_R], work: Callable[[], _R]) -> None:
-    """Complete `future` with the result or the error of `work`, so that no caller waits for
-    ever."""
+    """Complete `future` with the result or error of `work`: no caller may wait for ever."""
     try:
         future.set_result(work())
     except Exception as error:  # noqa: BLE001 - the future gets the error

@@ -2,8 +2,7 @@
 """The list of cache servers, and the server that owns each block. Rendezvous hashing chooses the
 owner: every server gets a score for a key, and the server with the highest score owns the block.
 When a server is added or removed, only the blocks of that server move. A membership service could
-implement `Membership` in place of the fixed list.
-"""
+implement `Membership` in place of the fixed list."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class StaticMembership:
 
 
 class Rendezvous:
-    """Finds the owner of each key among `members`. All clients with the same servers find the same
-    owner."""
+    """Finds each key's owner among `members`. Clients with the same servers find the same owner."""
 
     def __init__(self, members: Sequence[ServerAddress]) -> None:
         self._seeds = [
@@ -59,8 +57,7 @@ class Rendezvous:
         ]
 
     def owners(self, keys: Sequence[bytes]) -> list[int]:
-        """The index in `members` of each key's owner. Uses a key's first 8 bytes, which are
-        random."""
+        """Each key's owner, as an index in `members`. Uses the first 8 bytes, which are random."""
         seeds = self._seeds
         if len(seeds) == 1:
             return [0] * len(keys)
@@ -91,7 +88,6 @@ class ServerAddress:
 
 
 def is_address(text: str) -> bool:
-    """Whether `text` begins with `grpc://` or `grpcs://`."""
     return text.partition("://")[0] in SCHEMES and "://" in text
 
 

@@ -3,8 +3,7 @@
 
 When a request is queued, the tier sends one look-up of the whole prompt to all engines at the same
 time. It loads a block from an engine that has reported the block. If an engine fails, the failure
-is counted and that engine's blocks are misses.
-"""
+is counted and that engine's blocks are misses."""
 
 from __future__ import annotations
 
@@ -74,7 +73,6 @@ class PeerTier(StoreTier):
         return any(peer.link.is_up for peer in self._peers)
 
     def wait_up(self, timeout_seconds: float) -> bool:
-        """Wait until every engine is attached. Return whether all are."""
         return all_up([peer.link for peer in self._peers], timeout_seconds)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
@@ -170,9 +168,8 @@ class PeerTier(StoreTier):
             watch.close()
 
     def _divided(self, keys: Sequence[bytes]) -> list[tuple[_Peer, list[int]]]:
-        """The engines to load from, each with the positions of its keys. The engine that has the
-        most keys loads all that it has, then the engine that has the most of the remaining keys,
-        and so on."""
+        """The engines to load from, each with the positions of its keys. The engine that has most
+        keys loads all of them, then the one that has most of the rest, and so on."""
         believed = [
             (peer, {i for i, a in enumerate(peer.link.presence.answers(keys)) if a is Answer.HIT})
             for peer in self._peers

@@ -3,8 +3,7 @@
 
 It keeps the server's answers, which expire, and the look-ups without an answer. An answer is a
 hint: if the server evicts the block later, a load of the block is a miss. The number of answers is
-limited; the oldest answer is dropped first. Thread-safe.
-"""
+limited; the oldest answer is dropped first. Thread-safe."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ class PresenceCache:
                 self._asked[key] = self._asked.get(key, 0) + 1
 
     def answered(self, keys: Sequence[bytes], hits: Sequence[bool] | None) -> None:
-        """Record the end of a look-up or store of each key. `hits` is None if the server did not
-        answer."""
+        """Record the end of a look-up or store. `hits` is None if the server did not answer."""
         with self._lock:
             for key in keys:
                 left = self._asked.get(key, 1) - 1

@@ -3,8 +3,7 @@
 
 When a request is queued, `prefetch_lookup` asks the servers which blocks of its prompt they have;
 `lookup` returns the servers' last answers. Rendezvous hashing divides blocks among the servers. If
-a server fails, its blocks are misses, and the failure is counted.
-"""
+a server fails, its blocks are misses, and the failure is counted."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ class RemoteStore(StoreTier):
         return any(server.link.is_up for server in self._servers)
 
     def wait_up(self, timeout_seconds: float) -> bool:
-        """Wait until every server is attached. Return whether all are. Tools, tests and engines
-        that must not start without their servers call this."""
+        """Wait until all servers are attached. Return whether all are. Called at the start."""
         return all_up([server.link for server in self._servers], timeout_seconds)
 
     def kinds(self) -> set[str]:
@@ -202,8 +200,7 @@ class RemoteStore(StoreTier):
         return all_of(futures, lambda: outcomes)
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Delete blocks on the servers, so that no engine finds them. Return how many were
-        known."""
+        """Delete blocks on the servers, for all engines. Return how many were known."""
         self._check_open()
         known = 0
         for server, places in self._divided(keys):
@@ -305,8 +302,7 @@ class RemoteStore(StoreTier):
         return known
 
     def _drop_corrupt(self, server: _Server, keys: Sequence[bytes]) -> None:
-        """Delete blocks whose tag does not match, so that they can be stored on the server
-        again."""
+        """Delete blocks whose tag does not match, so that they can be stored again."""
         try:
             self._drop_at(server, keys)
         except TierError as error:  # the queue was closed
@@ -348,8 +344,7 @@ class RemoteStore(StoreTier):
 def open_remote(
     addresses: Sequence[ServerAddress], layout: BlockLayout, settings: RemoteSettings | None = None
 ) -> RemoteStore:
-    """Make the tier on these servers. Raises TierConfigError for credentials that cannot be
-    read."""
+    """Make the tier on these servers. Raises TierConfigError for unreadable credentials."""
     return RemoteStore(StaticMembership(addresses), layout, settings)
 
 

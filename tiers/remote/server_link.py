@@ -5,8 +5,7 @@
       └──refused (credentials, layout, version)──► told once, tried rarely
 
 A restarted server has a new boot id, and the link then forgets the server's blocks. Transfers run
-on their own threads (`transfers.py`), look-ups on grpc's threads.
-"""
+on their own threads (`transfers.py`), look-ups on grpc's threads."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ _CHANNEL_OPTIONS = (
 
 
 def open_channel(address: ServerAddress, credentials: Credentials) -> Any:
-    """Make a channel to the server. The channel connects on its first call. Raises TierConfigError
-    for credentials that cannot be read."""
+    """Make a channel, which connects at its first call. Raises TierConfigError for credentials."""
     options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
     if not address.tls:
         return make_channel(address.target, None, options)
@@ -73,13 +71,11 @@ def open_channel(address: ServerAddress, credentials: Credentials) -> Any:
 
 
 def all_up(links: Sequence[ServerLink], timeout_seconds: float) -> bool:
-    """Wait until all links are attached. Return whether all are."""
     deadline = time.monotonic() + timeout_seconds
     return all(link.wait_up(max(0.0, deadline - time.monotonic())) for link in links)
 
 
 def errors_of(links: Sequence[ServerLink]) -> dict[str, int]:
-    """The error counts of all links together, by reason."""
     errors: Counter[str] = Counter()
     for link in links:
         errors.update(dict(link.errors))
@@ -129,16 +125,14 @@ class ServerLink:
             self.errors[reason] = self.errors.get(reason, 0) + 1
 
     def mark_lost(self, boot_id: bytes | None = None) -> None:
-        """Mark the link as down, so that it attaches again. With `boot_id`, only if that id is
-        new."""
+        """Mark the link as down, to attach again. With `boot_id`, only if that id is new."""
         with self._changed:
             if boot_id is None or boot_id != self._boot_id:
                 self._is_up = False
                 self._changed.notify_all()
 
     def prefetch_lookup(self, keys: Sequence[bytes]) -> list[Future[None]]:
-        """Ask the server which of these blocks it has, in as few calls as possible. Each future
-        completes when `presence` has the answers, or with a RemoteError if the server fails."""
+        """Look blocks up in few calls. A future ends when `presence` knows, or by a RemoteError."""
         asked = self.presence.to_ask(keys) if self._is_up else []
         futures = []
         for start in range(0, len(asked), MAX_KEYS):
@@ -151,8 +145,7 @@ class ServerLink:
 
     def pin_blocks(self, keys: Sequence[bytes], seconds: float) -> Future[int]:
         """Pin up to MAX_BLOCKS blocks for `seconds`, at most MAX_LEASE_SECONDS. The result is the
-        number of leading blocks that the server has and pins. The future gets a RemoteError if the
-        server does not answer."""
+        number of leading blocks pinned, or a RemoteError if the server does not answer."""
         result: Future[int] = Future()
         lease_ms = max(1, int(1000 * min(seconds, MAX_LEASE_SECONDS)))
         request = messages.PinRequest(keys=pack_keys(keys), lease_ms=lease_ms)
@@ -186,8 +179,7 @@ class ServerLink:
         return result
 
     def stream_events(self) -> Iterator[Any]:
-        """The WatchEvents of the tenant's blocks from now until the link is closed. Raises
-        RemoteError, and grpc.RpcError if the server ends the call."""
+        """The tenant's WatchEvents until the link is closed. Raises RemoteError, grpc.RpcError."""
         stub = self._stub
         if stub is None or not self._is_up:
             raise RemoteError(f"{self.address} cannot be reached")

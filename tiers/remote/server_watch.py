@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """ServerWatch: a stream on which a server reports stored and removed blocks. The reports update the
-link's `presence`; without a watch, only look-ups, loads and stores do.
-"""
+link's `presence`; without a watch, only look-ups, loads and stores do."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ _PAUSE_SECONDS = 1.0  # between the end of a watch and the next one
 
 
 class ServerWatch:
-    """A watch on one server, from construction to `close`. After each report the watch's thread
-    calls `news` with the keys of the stored blocks."""
+    """Watches one server until `close`. Its thread calls `news` with keys of stored blocks."""
 
     def __init__(self, link: ServerLink, news: Callable[[Sequence[bytes]], None]) -> None:
         self._link = link

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TransferQueue: one thread makes the transfers of a server in order, each with a deadline. A
-transfer that has not begun by its deadline fails without an attempt.
-"""
+transfer that has not begun by its deadline fails without an attempt."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class _Job(NamedTuple):
 
 
 class TransferQueue:
-    """A queue of up to `most_bytes` of waiting and running transfers. Its thread calls `ended`
-    last."""
+    """A queue of up to `most_bytes` of transfers. Its thread calls `ended` last."""
 
     def __init__(
         self, name: str, most_bytes: int, ended: Callable[[], None] = lambda: None

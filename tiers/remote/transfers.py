@@ -4,8 +4,7 @@
 The first transfer opens a connection, and later transfers use it. A connection that fails is
 closed. If that connection was open before the transfer, the transfer is tried again on a new
 connection. The server may have restarted, or the old connection may have been idle too long. A
-fallback connection is closed at intervals, so that the next transfer tries to open a better one.
-"""
+fallback connection is closed at intervals, so that the next transfer tries to open a better one."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ class Transfers(Generic[_T]):
         self.corrupt_blocks = 0
 
     def submit(self, transfer: Transfer) -> Future[list[_T]]:
-        """Queue a transfer. The future gets a list with an answer for each block, or a RemoteError.
-        Raises TierBusy, TierClosed."""
+        """Queue a transfer; its future may get a RemoteError. Raises TierBusy, TierClosed."""
         return self._queue.submit(
             lambda deadline: self._run(transfer, deadline),
             time.monotonic() + self._seconds,

@@ -4,5 +4,4 @@
 option      one option, and fields of value objects that are options
 readers     from text, or from Python, YAML and TOML, to values
 file        the layer of a YAML or TOML file
-values, sizes, format, suggestions    bounds, units and words of messages
-"""
+values, sizes, format, suggestions    bounds, units and words of messages"""

@@ -2,8 +2,7 @@
 """Reads settings from a flat YAML or TOML file. The file name's extension tells the format.
 
 Each key is an option's name, with `-` or `_`, and may occur only once. Values must not be nested
-and must not have types that need YAML tags. Raises ConfigError that names the file and the key.
-"""
+and must not have types that need YAML tags. Raises ConfigError that names the file and the key."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 
 `options_of` turns the fields of such a class into a table. The flags, environment variables, file
 keys, help and defaults of all serving commands and of the adapters come from that table. So a new
-option takes one field and the code that uses it.
-"""
+option takes one field and the code that uses it."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class Option:
             size_within(called, value, self.least_bytes)
 
     def file_value(self, value: Any) -> Any:
-        """The value as a file would have it: a string, a number or a boolean. None for an empty
-        value, `MASK` for a secret."""
+        """The value as in a file, None if it is empty, `MASK` for a secret."""
         if self.read is readers.tiers:
             return ",".join(value) or "none"
         if value is None or value in ("", b"", {}, ()):
@@ -154,8 +152,7 @@ def build_settings(
 
 
 def read_fields(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the values that `given` has for these options, and return them by field. Other names
-    in `given` are ignored. Raises ConfigError that names the flag."""
+    """Convert `given`, by field; ignore other names. Raises ConfigError that names the flag."""
     return {
         option.field: option.read(flag_of(name), given[name])
         for name, option in table.items()
@@ -164,8 +161,7 @@ def read_fields(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[s
 
 
 def check_options(table: Mapping[str, Option], settings: object) -> None:
-    """Check the values of these options in `settings`, the object with all settings. Raises
-    ConfigError that names the flag."""
+    """Check these options in `settings`. Raises ConfigError that names the flag."""
     for name, option in table.items():
         option.check_value(flag_of(name), attrgetter(option.path)(settings))
 

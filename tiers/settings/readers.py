@@ -3,8 +3,7 @@
 
 A reader takes the option's name as the user gave it (`--port`, `STRATAKV_PORT`, `port of x.yaml`)
 and the value. It converts the value or raises ConfigError. A converted value can be read again,
-unchanged.
-"""
+unchanged."""
 
 from __future__ import annotations
 
@@ -189,8 +188,7 @@ def one_of(*known: str, synonyms: Mapping[str, str] | None = None) -> Callable[[
 
 
 def one_of_these_or(known: Collection[str], all_known: Callable[[], list[str]]) -> Reader:
-    """Return a reader of one word out of `known`, or else out of the result of `all_known`, which
-    also looks up the names that other packages register."""
+    """Return a reader of a word out of `known`, or else out of the result of `all_known`."""
 
     def read(called: str, value: Any) -> str:
         if isinstance(value, str) and value in known:

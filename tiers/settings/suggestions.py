@@ -10,11 +10,9 @@ _MOST_BEGINNINGS = 3
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `"; did you mean X?"`, or an empty text if no known word is near.
-
-    Up to three known words that begin with the wrong word are suggested, because it may be cut
-    short. If there are none or more, the most similar known word is suggested.
-    """
+    """Return `"; did you mean X?"`, or an empty text if no known word is near. Up to three known
+    words that begin with the wrong word are suggested, because it may be cut short. If there are
+    none or more, the most similar known word is suggested."""
     # The dashes of flags are ignored: they make any two flags alike.
     stem, words = word.lstrip("-"), {each.lstrip("-"): each for each in known}
     near = [each for each in words if stem and each.startswith(stem)]

@@ -27,8 +27,7 @@ class ConfigError(ValueError):
 
 
 def check_device(called: str, value: str) -> str:
-    """Return a value like `cpu`, `cuda`, `cuda:1`. Raises ConfigError for others, as several
-    GPUs."""
+    """Return a value like `cpu`, `cuda:1`. Raises ConfigError, also for several GPUs."""
     if _DEVICE.fullmatch(value):
         return value
     if value.startswith("cuda") and ("," in value or "+" in value):

@@ -9,8 +9,7 @@ slots from `fd`. The caller fills and reads the slots (`reserve`/`commit`, `pin`
        └────────────────────────────────┴───────┘ evicted or dropped, never while pinned
 
 With an index (`slab_index.py`), another process can serve the slab's blocks to other engines. That
-process protects slots from eviction while it reads them.
-"""
+process protects slots from eviction while it reads them."""
 
 from __future__ import annotations
 
@@ -57,9 +56,7 @@ class _Slot:
 
 class CpuSlab(SlabTier):
     """Slots of `layout.slot_bytes` in shared memory. Calls are thread-safe, and O(1) for each key.
-
-    Raises TierConfigError if the capacity is less than a block or the host lacks the memory.
-    """
+    Raises TierConfigError if the capacity is less than a block or the host lacks the memory."""
 
     def __init__(
         self,
@@ -149,8 +146,7 @@ class CpuSlab(SlabTier):
     def commit(
         self, keys: Sequence[bytes], ok: Sequence[bool], proofs: Proofs | None = None
     ) -> list[bytes]:
-        """See SlabTier. Raises InvalidBlock, changing nothing, for a key that is not
-        reserved."""
+        """See SlabTier. Raises InvalidBlock, changing nothing, for a key not reserved."""
         with self._lock:
             slots = [self._slots.get(key) for key in keys]
             if len(keys) != len(ok) or any(slot is None or slot.committed for slot in slots):

@@ -43,7 +43,6 @@ def _groups_above(cgroups: Path, own: Path) -> Iterator[tuple[Path, tuple[str, s
 
 
 def _host_bytes(meminfo: Path) -> int | None:
-    """Bytes available on the host, as the kernel reports them."""
     try:
         lines = meminfo.read_text(encoding="ascii").splitlines()
     except OSError:

@@ -9,8 +9,7 @@ setting on the host, but the kernel may refuse. A virtual machine's disk took th
 for blocks on scattered pages.
 
 The size is sealed before another process gets `fd`, because SIGBUS kills a process that has mapped
-a memfd if another process shrinks the memfd.
-"""
+a memfd if another process shrinks the memfd."""
 
 from __future__ import annotations
 
@@ -42,9 +41,7 @@ _MFD_HUGE_2MB = 21 << os.MFD_HUGE_SHIFT
 
 class SharedMemory:
     """`size` bytes in `map`, backed by the memfd `fd`. `is_huge` tells if they are on huge pages.
-
-    Raises TierConfigError if less memory is available.
-    """
+    Raises TierConfigError if less memory is available."""
 
     def __init__(
         self, name: str, size: int, *, huge_pages: bool, threads: int, progress: Progress | None

@@ -13,8 +13,7 @@ and the engine that loads the block compares the digest.
     header    magic, slots, journal entries; epoch; number of journal entries written
     journal   a ring: the slot whose record has changed, or _ALL
     records   sequence (odd while it changes), epoch, key, tag, digest
-    holds     a time for each slot, of CLOCK_MONOTONIC, which all processes of a host share
-"""
+    holds     a time for each slot, of CLOCK_MONOTONIC, which all processes of a host share"""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class SlabIndex:
         self._append_journal(_ALL)
 
     def retain_slots(self, slots: Sequence[int], until: float, most: int) -> None:
-        """Protect these slots from eviction until `until` (monotonic seconds), by holds of the
-        engine, not of the server. At most `most` slots are protected at a time."""
+        """Protect slots, `most` in all, by the engine's holds until `until` (monotonic seconds)."""
         now = time.monotonic()
         held = {slot: end for slot, end in self._own_holds.items() if end > now}
         for slot in slots:

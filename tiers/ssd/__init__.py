@@ -7,8 +7,7 @@ reader.py          slots → buffers, verified          writer.py    buffers →
 index/             the block of each slot, in memory and in LMDB
 disk/              the file of slots, and the threads that read and write it
 folder/            opens a store at a path: lock, identity, other formats, sizes
-store_check.py     index against records, of a store that is not open
-"""
+store_check.py     index against records, of a store that is not open"""
 
 from .store import SsdStore
 

@@ -11,8 +11,7 @@ The failure of one disk does not affect the other disks. A block that a disk can
 a block that a disk cannot store is refused. A disk that has not answered for `HUNG_SECONDS` gets no
 look-ups, loads, stores or leases until it answers again, while the other disks continue to work.
 Calls that were sent to the disk before it hung wait for its answer, because the disk may still
-write into their buffers.
-"""
+write into their buffers."""
 
 from __future__ import annotations
 

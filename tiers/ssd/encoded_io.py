@@ -5,8 +5,7 @@ Every slot has the size of an unencoded block. So encoding reduces the bytes rea
 no more blocks fit. A block whose encoding saves no page is written unencoded; its row has
 `encoded_bytes` 0, and `DecodingReader` is not used for it. The checksum covers the encoded bytes
 and is checked before decoding. A lossy codec does not restore the stored bytes exactly, so the
-block's tag is made from the decoded bytes.
-"""
+block's tag is made from the decoded bytes."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class EncodingWriter:
     def encode(
         self, entry: Entry, payload: memoryview, scratch: Scratch, tag: bytes, digest: bytes
     ) -> Entry:
-        """Write header and encoded block to the scratch, or only the header if encoding saves no
-        page. Return the entry, with its `encoded_bytes` set if the block was encoded."""
+        """Encode block or only header into the scratch. Return the entry with `encoded_bytes`."""
         state, codec = self._state, self._codec
         used = codec.encode(payload, scratch.encoded[: state.layout.slot_bytes - ALIGNMENT])
         if used:

@@ -3,8 +3,7 @@
 
 A record that differs from the expected record is a miss: its defect is counted and the block is
 removed from the index. A record that cannot be read is also a miss; its block stays in the index
-only if the cause was a temporary shortage, such as of memory.
-"""
+only if the cause was a temporary shortage, such as of memory."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ class Reader:
         self._pool = IoPool(state.slot_file, io_threads, "stratakv-ssd-read", flight_bytes)
 
     def submit(self, parts: Sequence[Part]) -> None:
-        """Start to read all parts. `settle_parts` later sets their answers and unpins their slots.
-        Called under the lock."""
+        """Start to read parts; `settle_parts` ends them. Called under the lock."""
         if not self.queued_blocks:
             self._busy_since = time.monotonic()
         self.queued_blocks += len(parts)
@@ -188,7 +186,6 @@ class _Reading:
             return [error] if len(parts) == 1 else []
 
     def _verified(self, parts: Sequence[Part], num_bytes: int, scratch: Scratch) -> list[Outcome]:
-        """Verify the parts that were read whole. Return their outcomes."""
         state = self._reader.state
         payloads = [part.payload for part in parts]
         whole = state.slot_file.take_read(num_bytes, payloads, scratch)

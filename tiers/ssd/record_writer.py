@@ -4,8 +4,7 @@
 A run is a group of records in neighbouring slots. Several runs of a batch are written at the same
 time. While the disk writes some runs, threads hash the blocks of the next runs; hashing releases
 the GIL. A block whose bytes do not match its proof gets no header, and look-ups never find it.
-`RecordWriter` makes a tag only for a block that came without a proof.
-"""
+`RecordWriter` makes a tag only for a block that came without a proof."""
 
 from __future__ import annotations
 

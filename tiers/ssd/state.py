@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """State shared by a store, its writer and its reader: a lock and the data that the lock guards.
-
-Futures are completed without the lock, because completing a future runs callbacks of the caller.
-"""
+Futures are completed without the lock, because completing a future runs callbacks of the caller."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class StoreState:
-    """The shared state of one open store. `index`, `stats` and jobs change only under `lock`; the
-    other fields never change."""
+    """The state of a store. `lock` guards `index`, `stats` and jobs; other fields never change."""
 
     layout: BlockLayout
     slot_file: SlotFile
@@ -103,8 +100,7 @@ class Job(Generic[_T]):
         self.waiting_for -= 1
 
     def complete(self) -> None:
-        """Complete the future. The thread that made `waiting_for` zero calls this once, without the
-        lock."""
+        """Complete the future, without the lock. The thread that made `waiting_for` 0 calls it."""
         if self.error is not None:
             self.future.set_exception(self.error)
         else:

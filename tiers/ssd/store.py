@@ -2,8 +2,7 @@
 """The SSD tier: keeps blocks in a slot file and their index in LMDB, and verifies every block read.
 
 Look-ups use only the index in memory. A few threads read blocks and a few others write them;
-`reader.py` and `writer.py` describe the guarantees of reads and writes.
-"""
+`reader.py` and `writer.py` describe the guarantees of reads and writes."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ class SsdStore(DiskStore):
     If `create` is false, only an existing store is opened.
 
     Raises TierConfigError if the path, the size or the files cannot be used, TierDown if the disk
-    is the cause.
-    """
+    is the cause."""
 
     learns = False
 
@@ -159,8 +157,7 @@ class SsdStore(DiskStore):
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Future[list[Proof | None]]:
-        """See StoreTier. A block that is still being stored is a miss. Raises TierBusy if too many
-        blocks are queued."""
+        """See StoreTier. A block being stored is a miss. Raises TierBusy if the queue is full."""
         payloads = self._payloads(keys, buffers, writable=True)
         job: Job[Proof | None] = Job([None] * len(keys))
         with self._state.lock:

@@ -12,8 +12,7 @@ is rebuilt, because only that file proves that the records belong to the store. 
 changed. Sealed records can be verified only with their key. Without the key, only headers are
 checked and no index is rebuilt.
 
-The check takes memory for each row, as the store does, and a fixed amount for payloads.
-"""
+The check takes memory for each row, as the store does, and a fixed amount for payloads."""
 
 from __future__ import annotations
 
@@ -65,10 +64,8 @@ def check_store(
     scan_timeout_seconds: float = 600.0,
 ) -> CheckResult:
     """Check all rows and records of the store at `path`. With `fix`, repair faults if possible.
-
     Takes the store's lock. Raises TierConfigError if there is no store, if the store is in use or
-    cannot be read or written, or if `mac_key` is given but is not the store's key.
-    """
+    cannot be read or written, or if `mac_key` is given but is not the store's key."""
     directory = StoreDirectory(Path(path), create=False)
     with closing(directory):
         result = CheckResult(directory.path, max_problems)

@@ -129,8 +129,7 @@ class Writer:
     def add(
         self, blocks: Iterable[tuple[bytes, memoryview, Proof | None, int]], job: Job[Stored]
     ) -> None:
-        """Queue blocks (key, payload, proof, position in `job.answers`). The job waits for earlier
-        writes of blocks that are queued already. Called under the lock."""
+        """Queue blocks as `WriteQueue.add` does. Called under the lock."""
         self.queue.add(blocks, job)
         self._work.notify()
 
@@ -140,8 +139,7 @@ class Writer:
         self._work.notify()
 
     def clear(self) -> None:
-        """Forget every block stored so far, also after a restart. Called under the lock, after the
-        index has forgotten all blocks."""
+        """Forget all blocks, also after a restart. Called under the lock, after the index did."""
         self.queue.cancel_all()
         self._cleared_up_to = self._generation
         self.wake()
@@ -196,8 +194,7 @@ class Writer:
             self._end_promises(self._promises, is_kept=False)
 
     def _goes_on(self) -> bool:
-        """Call `_advance_batches`. Count an exception instead of raising it: if the thread ended,
-        every later `store` would wait for ever."""
+        """Call `_advance_batches`. Count an exception, so that the thread does not end."""
         try:
             return self._advance_batches()
         except Exception as error:  # noqa: BLE001 - what is in hand is ended by the next steps
@@ -390,8 +387,7 @@ class Writer:
         return True
 
     def _commit_offered(self) -> None:
-        """Sync and commit the blocks in `_offered`, and forget them if that fails. A durable store
-        has none."""
+        """Sync and commit `_offered`, or forget it on failure. A durable store has none."""
         entries = self._offered.drain_entries()
         if not entries or (self._sync(entries) and self._rows.commit(entries)):
             return
@@ -432,9 +428,8 @@ class Writer:
                 self._end_promises(due, is_kept=is_kept)
 
     def _forget_rows_and_records(self) -> bool:
-        """Remove the rows and records of dropped blocks; return False if the disk fails. Cleared
-        blocks need no removal. Without its record, a block cannot come back even if the index is
-        rebuilt from the records."""
+        """Remove the rows and records of dropped blocks, so that a rebuilt index lacks them too.
+        False if the disk fails. Cleared blocks need no removal."""
         index = self._state.index
         with self._state.lock:
             has_rows = index.has_leaving_after(self._noted)

@@ -12,8 +12,7 @@ The text form of a plan is a list of rules CALL:KIND=VALUE, separated by commas:
     store:partial=0.5       in half of the batches only a leading part is done
     load:reorder=0.5        half of the completions wait until a later completion has passed them
 
-`FaultyStore` carries out the plan.
-"""
+`FaultyStore` carries out the plan."""
 
 from __future__ import annotations
 

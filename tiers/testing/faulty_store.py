@@ -3,8 +3,7 @@
 
 A drill checks that a broken tier causes misses and nothing else. So the wrapper keeps the contract
 of `StoreTier`: a HIT still means the exact bytes, and buffers are used only until the future ends.
-`fault_plan.py` lists the kinds of faults. Damage to bytes on a disk is not among them.
-"""
+`fault_plan.py` lists the kinds of faults. Damage to bytes on a disk is not among them."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class _Batch(Generic[_T]):
 class FaultyStore(ForwardingStore):
     """Wraps the store `inner` and adds the faults of `plan`, which may be replaced at any time.
     Thread-safe. `close` closes `inner` too. The same seed and calls give the same faults. Counts
-    each fault in `stats().errors`, as `injected_<call>_<kind>`.
-    """
+    each fault in `stats().errors`, as `injected_<call>_<kind>`."""
 
     def __init__(self, inner: StoreTier, plan: FaultPlan, *, seed: int = 0) -> None:
         super().__init__(inner.name, inner.layout, inner)
@@ -298,8 +296,7 @@ class Drill:
 
         load:error=0.1                       every tier below the slab
         ssd:load:delay=0.2,net:store:hang=1  one fault in each of two tiers
-        load:error=0.1,seed=7                the same calls give the same faults again; default 0
-    """
+        load:error=0.1,seed=7                the same calls give the same faults again; default 0"""
 
     plans: Mapping[str, FaultPlan]
     seed: int = 0

@@ -2,8 +2,7 @@
 """A store in a dict: the simplest tier that keeps the whole contract of `StoreTier`.
 
 It is the test double of every tier below the slab, and therefore in the package: `fault` makes the
-calls that a test chooses slow, busy or broken. Its only threads are the timers of delays.
-"""
+calls that a test chooses slow, busy or broken. Its only threads are the timers of delays."""
 
 from __future__ import annotations
 

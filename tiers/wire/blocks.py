@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions to send and receive blocks on a socket. A block is a payload with a trailer. Payloads
 are hashed while their bytes are in the CPU cache. If the compiled library is available, one call
-receives and hashes all blocks of a batch, and one call sends a batch.
-"""
+receives and hashes all blocks of a batch, and one call sends a batch."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ server checks digests and keeps tags unchanged; a client checks the tag of each 
 
 All integers are little-endian. PIN, UNPIN, RESERVE and COMMIT work on Unix sockets only. A client
 may send a request before the last reply has come; replies come in the order of requests. The server
-closes the connection after any other message.
-"""
+closes the connection after any other message."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class Verb(IntEnum):
 
 
 class State(IntEnum):
-    """The state of one block in a reply. The numbers are those of `BlockState` in
-    cache_service.proto."""
+    """The state of one block in a reply, numbered as `BlockState` in cache_service.proto."""
 
     MISS = 0
     HIT = 1

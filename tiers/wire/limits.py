@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache server's limits on the work and memory that clients can cause.
-
-The limits of a single message (keys, blocks, the longest lease) are in `frames.py`.
-"""
+"""The cache server's limits on the work and memory that clients can cause. The limits of a single
+message (keys, blocks, the longest lease) are in `frames.py`."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@
 At each start the server writes a new token, with mode 0600, to the first of these paths that it can
 write. If the file vanishes (a logout empties $XDG_RUNTIME_DIR), the server writes it again. The
 server removes the file when it ends. The token in the file of a killed server is not valid. A
-client reads the first of these files that exists.
-"""
+client reads the first of these files that exists."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ _MOST_BYTES = 4096
 
 
 def leave_token(port: int, token: str) -> Path:
-    """Write the token of the server at `port`, replacing an older token, and return the file's
-    path. Raises TierConfigError if no folder can be written."""
+    """Write the token of the server at `port`; return its path. Raises TierConfigError."""
     why = []
     for folder in _folders():
         path = folder / _name(port)
@@ -62,8 +60,7 @@ def token_places(port: int) -> list[Path]:
 
 
 def find_token(port: int) -> str | None:
-    """The token that a server of this user wrote for `port`, or None. Raises TierConfigError if
-    other users can read or write the file."""
+    """The token for `port`, or None. Raises TierConfigError if others can use the file."""
     for folder in _folders():
         try:
             return _read(folder / _name(port))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of layouts and block headers between protobuf messages and the types of the tiers.
 Client and server use it. An invalid message raises WireError. `read_layout` returns any valid
-layout, and its caller compares that layout with the expected one.
-"""
+layout, and its caller compares that layout with the expected one."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ def layout_message(layout: BlockLayout) -> LayoutMessage:
 
 
 def read_layout(message: LayoutMessage) -> BlockLayout:
-    """The layout in a message. Raises WireError for an invalid layout, or for a layout version
-    other than LAYOUT_VERSION."""
+    """The layout in a message. Raises WireError for an invalid layout or another version."""
     if message.layout_version != LAYOUT_VERSION:
         raise WireError(
             f"the layout has version {message.layout_version} and this side knows version "

@@ -5,8 +5,7 @@ copies the payload once, after the other fields. The decoder returns a view of t
     piece = fields 1 to 4, as the generated code writes them | tag of field 5 | length | payload
 
 The encoded message is valid protobuf, and the decoder accepts fields in any order. For a malformed
-or unusual message the decoder calls the generated code, which copies the payload.
-"""
+or unusual message the decoder calls the generated code, which copies the payload."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ _LARGEST_STATE = max(State)
 
 @dataclass(slots=True)
 class Piece:
-    """A part of one block, or the message that a block is missing. The fields are those of
-    BlockPiece."""
+    """A part of one block, or that a block is missing. Its fields are those of BlockPiece."""
 
     index: int = 0
     state: State = State.MISS
@@ -51,8 +49,7 @@ def encode_piece(piece: Piece) -> bytes:
 
 
 def decode_piece(raw: bytes) -> Piece:
-    """Decode a piece. Its payload is a view of `raw` if possible. Raises WireError for bytes that
-    are no BlockPiece, or for an unknown state."""
+    """Decode a piece, whose payload is a view of `raw` if possible. Raises WireError."""
     parts = _take_apart(raw)
     try:
         if parts is None:

@@ -12,8 +12,7 @@ wait for that message before the server could check credentials and deadlines. A
 credentials could then keep calls open for ever.
 
 A request that cannot be decoded raises WireError in the servicer when it receives the request.
-Other modules check credentials and do the work of the calls.
-"""
+Other modules check credentials and do the work of the calls."""
 
 from __future__ import annotations
 
@@ -87,10 +86,9 @@ METHODS = tuple(_method(descriptor) for descriptor in _SERVICE.methods)
 def make_channel(
     target: str, tls: Any = None, options: Sequence[tuple[str, int | str]] = ()
 ) -> Any:
-    """Make a channel to `host:port` that uses no proxy and connects on its first call. All clients
-    use this function. `tls` are grpc's channel credentials. New certificate files need a new
-    channel.
-    """
+    """Make a channel to `host:port` without proxy, which connects on its first call. All clients
+    use this function. `tls` are grpc's channel credentials, for which new files need a new
+    channel."""
     given = [*_NO_PROXY, *options]
     if tls is None:
         return grpc.insecure_channel(target, given)
@@ -98,7 +96,7 @@ def make_channel(
 
 
 class Stub:
-    """Has an attribute for each call: `stub.lookup(LookupRequest(...), timeout=0.05)`."""
+    """Offers an attribute for each call: `stub.lookup(LookupRequest(...), timeout=0.05)`."""
 
     def __init__(self, channel: Any) -> None:
         for method in METHODS:
@@ -116,8 +114,7 @@ class Stub:
 
 
 def generic_handler(servicer: object, request_seconds: float) -> Any:
-    """Make the handler for `grpc.aio.Server.add_generic_rpc_handlers`. A request of a single
-    message must arrive within `request_seconds`."""
+    """Make grpc's handler. A request of a single message must come within `request_seconds`."""
     handlers = {}
     for method in METHODS:
         behaviour = _checking(method, getattr(servicer, method.attribute), request_seconds)
@@ -138,8 +135,7 @@ def stream_handler(behaviour: Any, server_streaming: bool, **codec: Any) -> Any:
 
 
 async def only(requests: AsyncIterator[Any], seconds: float) -> Any:
-    """Wait for the only message of a request. Raises TimeoutError after `seconds`, WireError if
-    the request ends without one."""
+    """A request's only message. Raises TimeoutError after `seconds`, WireError if there is none."""
     async with asyncio.timeout(seconds):
         async for request in requests:
             return request

@@ -2,8 +2,7 @@
 """Connection: a connected socket with deadlines. It receives exact lengths and sends whole buffers,
 without copies. On a plain socket the kernel waits for the whole length (`MSG_WAITALL`), and one
 call sends many buffers; TLS moves records of 16 KiB. A call ends at its deadline, even if the peer
-is slow.
-"""
+is slow."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ class Connection:
 
     @property
     def can_digest(self) -> bool:
-        """Whether the next four methods work. They need the compiled library and a socket without
-        TLS."""
+        """Whether the next four methods work: the library is there, and there is no TLS."""
         return not self._is_tls and has_digests()
 
     def receive_and_digest(
@@ -88,9 +86,8 @@ class Connection:
         deadline: float,
         arrived: list[tuple[bytes, bytes]],
     ) -> None:
-        """Fill payloads of one length, LEAST_BYTES or more, in one call. The trailer and digest of
-        each payload that was received whole are appended to `arrived`, even if a later payload
-        fails."""
+        """Fill payloads of one length, LEAST_BYTES or more, in one call. Append trailer and digest
+        of each whole payload to `arrived`, even if a later payload fails."""
         came = receive_and_digest(self._sock.fileno(), payloads, trailer_bytes, deadline)
         arrived += zip(came.trailers, came.digests, strict=True)
         if came.lost is not None:
@@ -110,8 +107,7 @@ class Connection:
     def send_payloads(
         self, head: bytes, payloads: Sequence[memoryview], trailers: bytes, deadline: float
     ) -> None:
-        """Send `head`, then payloads of one length, each followed by an equal part of `trailers`.
-        The payloads must be writable."""
+        """Send `head`, then writable payloads of one length, each with its part of `trailers`."""
         try:
             send_payloads(self._sock.fileno(), head, payloads, trailers, deadline)
         except OSError as error:
@@ -165,8 +161,7 @@ class Connection:
             raise ConnectionLost("the connection was closed") from error
 
     def receive_fd(self, size: int, deadline: float) -> tuple[bytes, int | None]:
-        """Receive exactly `size` bytes and the file descriptor that came with them, or None. Unix
-        sockets only. The caller closes the descriptor."""
+        """Receive `size` bytes and a descriptor (or None); the caller closes it. Unix only."""
         self._set_timeout(deadline, socket.SO_RCVTIMEO)
         try:
             raw, fds, _, _ = socket.recv_fds(self._sock, size, 1, socket.MSG_WAITALL)
@@ -190,8 +185,7 @@ class Connection:
             raise _lost(error, "took") from error
 
     def abort(self) -> None:
-        """Make the present call and every later call raise ConnectionLost. Any thread may call
-        this."""
+        """Make this call and every later one raise ConnectionLost. Any thread may call it."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 

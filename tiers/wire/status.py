@@ -4,8 +4,7 @@
     server  error ──► Ending: code, reason, message ──► the wire (the reason as trailing metadata)
     client  the wire ──► Verdict: the reason of a miss, and the client's next step
 
-An engine treats every error as a miss, and counts the error by `reason`.
-"""
+An engine treats every error as a miss, and counts the error by `reason`."""
 
 from __future__ import annotations
 

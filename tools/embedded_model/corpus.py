@@ -6,8 +6,7 @@ library that runs this script into plain documents, holds out whole topics, writ
 question-and-answer chats from the docstrings, and trains the tokenizer.
 
 The network and the training schedule are elsewhere. The caller names a directory, and nothing is
-downloaded. The RST cleaning is light: tables and rare directives stay as they are written.
-"""
+downloaded. The RST cleaning is light: tables and rare directives stay as they are written."""
 
 from __future__ import annotations
 

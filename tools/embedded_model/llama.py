@@ -5,8 +5,7 @@ A state dict of this module is a valid weight file for `LlamaForCausalLM` with t
 that the export renames nothing.
 
 Optimisers, data, tokenizers, key-value caches and sampling are elsewhere. The module computes
-losses for training and for the held-out evaluation, and writes weights.
-"""
+losses for training and for the held-out evaluation, and writes weights."""
 
 from __future__ import annotations
 
@@ -242,11 +241,9 @@ def save_weights(path: Path, weights: dict[str, Tensor], metadata: dict[str, str
 
 @torch.no_grad()
 def evaluate(model: Llama, stream: Tensor, text_bytes: int) -> dict[str, Any]:
-    """Bits per byte of a token stream of `text_bytes` bytes, and the loss by position.
-
-    The stream is read in windows of the longest length, with the rounded weights that are shipped.
-    The last window may be shorter; then it does not count for the losses by position.
-    """
+    """Bits per byte of a token stream of `text_bytes` bytes, and the loss by position. The stream
+    is read in windows of the longest length, with the rounded weights that are shipped. The last
+    window may be shorter; then it does not count for the losses by position."""
     length = model.shape.max_position_embeddings
     shipped = Llama(model.shape)
     shipped.load_state_dict({name: weight.float() for name, weight in model.rounded().items()})

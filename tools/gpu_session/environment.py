@@ -2,8 +2,7 @@
 """The environment of the commands of `tools/on_gpu.py`: path, carried wheels, commit, GPU.
 
 Nothing is installed: this checkout of StrataKV is put on the Python path, and wheels of packages
-that the machine lacks are unpacked into a temporary folder on that path.
-"""
+that the machine lacks are unpacked into a temporary folder on that path."""
 
 from __future__ import annotations
 

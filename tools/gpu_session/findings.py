@@ -2,8 +2,7 @@
 """Findings of the step `first`: wrong tokens, bytes or order, after which measuring is useless.
 
 `tools/gpu_tokens.py` marks its wrong results in its JSON. A test's failed comparison or access out
-of bounds counts as wrong, except for failed comparisons of the tests in `NOT_ABOUT_BYTES`.
-"""
+of bounds counts as wrong, except for failed comparisons of the tests in `NOT_ABOUT_BYTES`."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Running of a step's commands: process groups, their limits, logs, and the archive of results.
 
 The archive is replaced after every command by a rename, so a step that is cut off keeps the results
-of the commands that had ended.
-"""
+of the commands that had ended."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 A loan is the time for which the GPU machine is lent. The commands of a group run side by side, and
 the groups one after the other. All seconds below are for a loan of `LENT_SECONDS`; `groups_of`
-scales them to another length.
-"""
+scales them to another length."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 If every request of a case has one new token, the case is a decode. The pool has several layers, as
 the engine's has: a block holds its layers one after the other. Each launch reads another layer, and
-all layers together do not fit into the level-2 cache. Block ids are in random order.
-"""
+all layers together do not fit into the level-2 cache. Block ids are in random order."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Paged decode: the rate at which it reads K and V, as a share of the device's copy bandwidth.
 
 The cases vary requests and context, then groups, head and block sizes, types, scales, window and
-soft cap. The cases of the targets come first, since a section's time is limited.
-"""
+soft cap. The cases of the targets come first, since a section's time is limited."""
 
 from __future__ import annotations
 

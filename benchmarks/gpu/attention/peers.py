@@ -5,8 +5,7 @@ Peers are imported from the installed packages or from the folder of `--peers`, 
 the path. No peer is required: if a peer lacks a case, gives a wrong result or fails, a note says
 so. A peer's versions differ in their argument names, so a call passes only the arguments that the
 function has. This section runs last, because a kernel that breaks the device's context makes all
-later work fail.
-"""
+later work fail."""
 
 from __future__ import annotations
 

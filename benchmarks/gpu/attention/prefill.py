@@ -2,8 +2,7 @@
 """Paged prefill: operations per second for chunks over contexts of several lengths.
 
 Masked keys do not count as operations. The cases of the target come first, since a section's time
-is limited.
-"""
+is limited."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 The gather is timed with the library's work, because an engine pays for it too. The engine itself
 measures which of them `--attention-backend auto` uses, at every start
-(`engine/worker/forward/prefill_backend.py`).
-"""
+(`engine/worker/forward/prefill_backend.py`)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """KV writes: the rate at which they move bytes, as a share of the device's copy bandwidth.
 
 K and V are slices of one qkv tensor, as after a fused projection. The byte floor counts what must
-be read and written once: keys, values, slots, and the scales of tokens if there are any.
-"""
+be read and written once: keys, values, slots, and the scales of tokens if there are any."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 The section `copies` times CUDA calls only. This section times everything between a caller's request
 and the end of the copy: the plan, the threads, the events and the order between them. Every byte is
-compared once before. A rehearsal uses the CPU's copy device.
-"""
+compared once before. A rehearsal uses the CPU's copy device."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 Steps run in a stream of high priority and copies in streams of low priority. Windows of steps alone
 and of steps beside copies take turns, so that a changing clock affects both. Each step is timed by
-itself, because a mean hides the steps that wait.
-"""
+itself, because a mean hides the steps that wait."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ slab  [ slots of the jobs to the host | slots of those to the device ]
 A method makes one call for each block, one call for all blocks, a kernel launch, or a kernel launch
 and a call. Each direction has a stream. `prepare` makes what a job needs; the launch that it
 returns does what a running engine would do for every job. A rehearsal has ordinary memory and no
-streams.
-"""
+streams."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def page_locked(
 ) -> Iterator[torch.Tensor]:
     """A uint8 tensor `[bytes]` in page-locked memory. On exit all work of the device ends before
     the memory is freed. `note` gets a remark if the memory had to be torch's own page-locked
-    memory.
-    """
+    memory."""
     if place.is_rehearsal:
         yield torch.zeros(num_bytes, dtype=torch.uint8)
         return
@@ -164,10 +162,8 @@ class Field:
     def jobs(
         self, block_bytes: int, *, run_length: int = 1, slots_in_order: bool = False
     ) -> tuple[list[Job], list[Job]]:
-        """Jobs to the host and jobs to the device, as many as fit.
-
-        In the pool, and in the slab, each run of `run_length` blocks lies together.
-        """
+        """Jobs to the host and jobs to the device, as many as fit. In the pool, and in the slab,
+        each run of `run_length` blocks lies together."""
         half_bytes = self.slab.numel() // 2
         count = count_jobs(half_bytes, block_bytes)
         blocks = count * BLOCKS

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of blocks from the pool to the slab and back: every method, size and direction.
-
-The 64 blocks of a job lie scattered in the pool and in a page-locked slab. Every byte of every job
-is compared before it is timed.
-"""
+"""Copies of blocks from the pool to the slab and back: every method, size and direction. The 64
+blocks of a job lie scattered in the pool and in a page-locked slab. Every byte of every job is
+compared before it is timed."""
 
 from __future__ import annotations
 
@@ -138,11 +136,9 @@ def merge_microseconds(job: Job) -> float:
 
 
 def set_ratios(results: Results, block_bytes: int) -> None:
-    """Set the targets' figures from the rows of one size and of the methods for any blocks.
-
-    Merged runs are left out, because blocks have neighbours only sometimes. The submission time is
-    that of the cheapest method that is nearly as fast as the fastest, in the dearer direction.
-    """
+    """Set the targets' figures from the rows of one size and of the methods for any blocks. Merged
+    runs are left out, because blocks have neighbours only sometimes. The submission time is that of
+    the cheapest method that is nearly as fast as the fastest, in the dearer direction."""
     rows = [
         row
         for row in results.rows(NAME)

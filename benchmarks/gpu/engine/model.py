@@ -2,8 +2,7 @@
 """The model of the whole-engine sections: Llama-3.1-8B's shape, or a tiny one in a rehearsal.
 
 The model directory has only a config.json. The engine makes random weights, so nothing is
-downloaded and nothing large is written.
-"""
+downloaded and nothing large is written."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ For each length an engine without a server answers questions about a few documen
 little more than one document. Each document is asked about with nothing cached, right after another
 question about it, after the other documents have evicted it from the pool, and after a restart. A
 phase whose prompt did not come from its tier is an error, and so is a token that was unlikely with
-nothing cached.
-"""
+nothing cached."""
 
 from __future__ import annotations
 

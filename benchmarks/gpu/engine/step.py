@@ -5,8 +5,7 @@
 
 The time of a step runs from the scheduler's output to the sampled ids on the host: batch, buffers,
 model and sampler. Steps run as CUDA graphs ("recorded") and without ("launched"), with K and V in
-16 bits and in 8.
-"""
+16 bits and in 8."""
 
 from __future__ import annotations
 

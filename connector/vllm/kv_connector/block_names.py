@@ -4,8 +4,7 @@
 
 vLLM names a block by the hash at the block's own end. If every block is a position and has one
 hash, both names are the same. If groups have blocks of unlike sizes, or vLLM hashes in smaller
-steps than blocks, this module names a position's blocks once vLLM has named all of them.
-"""
+steps than blocks, this module names a position's blocks once vLLM has named all of them."""
 
 from __future__ import annotations
 

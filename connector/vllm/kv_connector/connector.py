@@ -11,8 +11,7 @@ Every load is asynchronous: its request waits in vLLM's scheduler and delays no 
 load brought only its first blocks, or none, vLLM computes the rest: the connector reports the ids
 of the missing blocks. vLLM can use these ids only with one cache group; with several groups a load
 brings all its blocks or fails. The worker of each rank reports the end of its part of a load; vLLM
-goes on when all ranks have reported.
-"""
+goes on when all ranks have reported."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     # Both
 
     def shutdown(self) -> None:
-        """Write unwritten blocks, and release everything. Idempotent. No effect in a forked
-        process, where the threads do not run."""
+        """Write unwritten blocks, and release all. Idempotent. No effect in a forked process."""
         atexit.unregister(self.shutdown)
         if self._process_id != os.getpid():
             return
@@ -156,8 +154,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """The number of tokens that can be loaded after the computed ones; see
-        `SchedulerRole.matched`."""
+        """See `SchedulerRole.matched`; `num_computed_tokens` are in vLLM's own cache."""
         return self._role_in_scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -249,5 +246,4 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._role_in_worker.invalid_blocks()
 
     def build_connector_worker_meta(self) -> StrataWorkerMetadata:
-        """Return the worker's report of the step for the scheduler role."""
         return StrataWorkerMetadata(self._role_in_worker.report())

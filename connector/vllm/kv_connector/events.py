@@ -3,8 +3,7 @@
 
 vLLM publishes them together with the events of its own cache. An event has the block's tokens and
 parent, so that a router can recognise the prefix. If these are not known, the event has only the
-block's name. Blocks that only a disk or a cache server has are not announced.
-"""
+block's name. Blocks that only a disk or a cache server has are not announced."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ and the tiers treat a column like a cache group:
 In a windowed group vLLM drops blocks that no later token attends to, and puts its null block (id 0)
 in their places in a request's block table. A block of a state group holds the state behind the
 block's last token, so a hit needs only the last block. A load brings exactly the blocks that a hit
-needs, so a kind of group that this module has no rule for is refused.
-"""
+needs, so a kind of group that this module has no rule for is refused."""
 
 from __future__ import annotations
 
@@ -73,7 +72,6 @@ class Columns:
         return self.position_tokens // self.block_tokens[group]
 
     def number_of(self, group: int, index: int) -> int:
-        """The index of the column that has the block at `index` of a group's table."""
         return self._first_of[group] + index % self.blocks_per_position(group)
 
     def parts(self, num_ranks: int) -> Parts:

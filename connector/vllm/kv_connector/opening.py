@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens the tiers of a StrataConnector: checks vLLM's configuration, and derives from it the layout
-and the identity of the blocks.
-"""
+and the identity of the blocks."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """Chooses the blocks of vLLM's pool to store in a step: evicted blocks, and blocks not evicted yet.
 
 With `stores_all`, blocks not evicted yet are stored one step after they were computed. Otherwise
-they are stored when they are among the next blocks in vLLM's free queue to be evicted.
-"""
+they are stored when they are among the next blocks in vLLM's free queue to be evicted."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class OutgoingBlocks:
     def choose(
         self, watch: PoolWatch, output: Any, most_ahead: int
     ) -> tuple[list[NamedBlock], list[NamedBlock]]:
-        """The blocks that the step of `output` (vLLM's SchedulerOutput) overwrites, and at most
-        `most_ahead` others to store in parallel with the step."""
+        """The blocks that the step overwrites, and up to `most_ahead` others to store beside it."""
         namings, evicted = watch.take_named(), watch.take_evicted()
         # vLLM names blocks when it schedules the step that computes them. If the same step preempts
         # the request, its blocks are not computed.
@@ -77,7 +75,6 @@ class OutgoingBlocks:
             self._near.pop(block.block_id, None)
 
     def clear(self) -> None:
-        """Forget all choices, after the tiers have dropped all blocks."""
         self._coming.clear()
         self._near.clear()
 

@@ -13,8 +13,7 @@ Cache groups overlay each other: a block belongs to one group at a time, and eve
 use the same bytes. So a block has the size of the largest group's pages. If it belongs to a smaller
 group, the unused bytes are copied too.
 
-If a registered tensor does not begin at its described place, the engine does not start.
-"""
+If a registered tensor does not begin at its described place, the engine does not start."""
 
 from __future__ import annotations
 
@@ -141,8 +140,7 @@ def _overlaid(groups: Sequence[tuple[PagePart, ...]]) -> tuple[PagePart, ...]:
 
 
 def buffer_of(plan: PagePlan, kv_caches: Mapping[str, Any]) -> torch.Tensor:
-    """The bytes `[size]` of the buffer under vLLM's tensors. Raises ConfigError if a tensor does
-    not lie at its described place."""
+    """The buffer's bytes `[size]`. Raises ConfigError if a tensor does not lie at its place."""
     import torch
 
     first = _tensors_of(kv_caches[plan.groups[0][0].layers[0]])[0]

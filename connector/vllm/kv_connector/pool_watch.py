@@ -10,8 +10,7 @@ vLLM does not report these events to a connector. But it hands over the pool
     reset_prefix_cache   all blocks lose their names
 
 An evicted block keeps its bytes until the scheduled step runs, so it can still be copied. The
-original method always runs, with the same result as without the watch.
-"""
+original method always runs, with the same result as without the watch."""
 
 from __future__ import annotations
 

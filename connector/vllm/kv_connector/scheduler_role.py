@@ -14,8 +14,7 @@ generated tokens are stored like a prompt's.
 vLLM ends if a connector raises, so no call after the start raises. After an error the role gives up
 the loads of all waiting requests, vLLM computes their prompts, and every later look-up is a miss.
 vLLM makes all calls from one thread. A second thread polls the tiers while vLLM is idle; both take
-the same lock.
-"""
+the same lock."""
 
 from __future__ import annotations
 
@@ -164,8 +163,7 @@ class SchedulerRole:
         self._safely(self._begin_load, None, request, load, first, num_tokens)
 
     def hits_of(self, request_id: str) -> tuple[int, list[str]]:
-        """The number of tokens that a load brings from the slab, and the tiers that the other
-        tokens may come from."""
+        """The number of tokens from the slab, and the tiers that the others may come from."""
         load = self._loads.get(request_id)
         num_near = 0 if load is None else load.num_near_blocks * self._block_tokens
         return num_near, self._side.tiers[1:]
@@ -201,8 +199,7 @@ class SchedulerRole:
         self._safely(self._apply_step_report, None, report)
 
     def end_request(self, request: Any) -> dict[str, Any] | None:
-        """Drop a request that has ended, so that vLLM may free its blocks. Return the parameters
-        for its answer, if another engine decodes it."""
+        """Drop an ended request. Return parameters if another engine decodes it."""
         return self._safely(self._finished, None, request)
 
     def has_pending_work(self) -> bool:

@@ -2,8 +2,7 @@
 """Statistics of the tiers for vLLM's log and its /metrics.
 
 A report has the growth of each counter since the last report, because vLLM sums reports, and the
-value of each gauge. The names are those of StrataTier (`../tier_metrics.py`) and three more.
-"""
+value of each gauge. The names are those of StrataTier (`../tier_metrics.py`) and three more."""
 
 from __future__ import annotations
 
@@ -128,7 +127,6 @@ class StrataPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one engine's report."""
         engine = self._engines[engine_idx]
         for name, values in transfer_stats_data.get(GAUGED, {}).items():
             for label, value in values.items():

@@ -2,8 +2,7 @@
 """Messages between the two roles in a step: plain values, because vLLM sends them to its workers.
 
 Both roles map the slab. The scheduler role sends its process id and the slab's file descriptor,
-with which the worker role maps the slab in the first step.
-"""
+with which the worker role maps the slab in the first step."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ class SlabPlace:
     descriptor: int
 
     def map_slab(self) -> MappedSlab:
-        """Map the slab in this process. Raises OSError if the slab's process has ended, or if this
-        one has no right to open its files."""
+        """Map the slab. Raises OSError if its process has ended or its files cannot be opened."""
         if self.process_id == os.getpid():
             return MappedSlab(self.layout, self.num_slots, self.descriptor)
         path = f"/proc/{self.process_id}/fd/{self.descriptor}"
@@ -46,7 +44,6 @@ class MappedSlab:
         self._map = mmap.mmap(descriptor, num_slots * layout.slot_bytes)
 
     def memory(self) -> memoryview:
-        """The bytes of all slots, in order."""
         return memoryview(self._map)
 
 

@@ -11,8 +11,7 @@ copy of a load, a thread hashes the load's bytes in the slab and compares them w
 digests; if they differ, the load has failed.
 
 vLLM's worker ends if a connector raises, so no call after `register` raises. A copy that cannot
-begin counts as failed; if the slab cannot be mapped, all copies count as failed.
-"""
+begin counts as failed; if the slab cannot be mapped, all copies count as failed."""
 
 from __future__ import annotations
 
@@ -223,8 +222,7 @@ class WorkerRole:
         )
 
     def _verify_loaded_part(self, part: PartLoad) -> Future[list[int]]:
-        """A future of the positions in the job whose bytes do not match their digests. The job's
-        slots stay pinned until it has been reported."""
+        """The positions with wrong digests. The job's slots stay pinned until it is reported."""
         if self._checker is None or self._slots is None:
             done: Future[list[int]] = Future()
             done.set_result([])

@@ -25,7 +25,6 @@ class ApiKeyMiddleware:
         self._digest = hashlib.sha256(api_key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on requests that have the key or need none; answer 401 to all others."""
         is_open = scope["type"] not in ASKING or scope["path"] in self._open_paths
         if is_open or self._allowed(scope):
             await self._app(scope, receive, send)

@@ -4,8 +4,7 @@
 After a web page is loaded, its site can make its own name resolve to this machine (DNS rebinding).
 The browser then treats the page and a server on this machine as one origin, and the page's requests
 have the page's name in Host. A server that listens on loopback and needs no key accepts only an
-address, localhost or a configured name in Host. A page cannot put an address into Host.
-"""
+address, localhost or a configured name in Host. A page cannot put an address into Host."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ _SHOWN_CHARACTERS = 64
 def hosts_to_check(
     given: Sequence[str], listens_on: str, *, asks_for_key: bool
 ) -> frozenset[str] | None:
-    """Return the names that requests may have in Host; None for any. `given` is the value of
-    --allowed-hosts."""
+    """Return the names that Host may have; None for any. `given` is from --allowed-hosts."""
     if ANY in given or (not given and (asks_for_key or not is_loopback(listens_on))):
         return None
     return frozenset((*given, listens_on.lower()))
@@ -58,7 +56,6 @@ class HostMiddleware:
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on requests with an allowed Host; answer all other requests with an error."""
         if scope["type"] in ASKING:
             try:
                 check_host(scope, self._allowed)

@@ -50,8 +50,7 @@ class HttpProtocol(H11Protocol):
 
     Without limits, a client that sends no head, or half of a head, would keep the connection open
     for ever. A client that does not read would also keep its answer in memory. Bytes that are not
-    HTTP are answered with an error object.
-    """
+    HTTP are answered with an error object."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -62,15 +61,13 @@ class HttpProtocol(H11Protocol):
     _lingering: LingeringTransport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Set up the connection, and start the timer for its first request head."""
         self._lingering = LingeringTransport(transport, self._is_body_unread)
         super().connection_made(cast(asyncio.Transport, self._lingering))
         self._reader = StalledReader(self.loop, transport)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        """Process bytes. A timer runs until the request head is whole; the body has its own
-        limit."""
+        """Process bytes. A timer runs until the request head is whole; a body has its own limit."""
         if self._lingering.lingers:
             return
         super().data_received(data)
@@ -93,9 +90,8 @@ class HttpProtocol(H11Protocol):
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """Close the connection when the server ends. With TLS a close needs the client's reply,
-        which an idle client does not send, so the transport is aborted if no bytes wait to be
-        sent."""
+        """Close the connection when the server ends. A TLS close needs the client's reply, which
+        an idle client does not send, so the transport is aborted if no bytes wait to be sent."""
         super().shutdown()
         if self.scheme != "https" or not self.transport.is_closing():
             return

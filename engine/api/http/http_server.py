@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP server: uvicorn, with the limits and time-outs of this project.
 
-The server's sockets are bound before the model is loaded, so a port in use is reported early.
-"""
+The server's sockets are bound before the model is loaded, so a port in use is reported early."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ class HttpServer(uvicorn.Server):
     """The HTTP server. `serve(sockets)` runs it, and setting `should_exit` stops it gracefully."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve on bound sockets until a signal or `should_exit`."""
         for sock in sockets or ():
             if sock.family in (socket.AF_INET, socket.AF_INET6):
                 # Accepted sockets inherit TCP_NODELAY; asyncio sets it only for sockets made with

@@ -4,8 +4,7 @@
     a message that is not whole     its fragments, and the bytes of the next one
     messages that are whole         until the application takes them
 
-The application's ASGI scope has the count, for a limit. ASGI reports only whole messages.
-"""
+The application's ASGI scope has the count, for a limit. ASGI reports only whole messages."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 The kernel resets a socket that is closed with unread bytes, and the reset can arrive before the
 answer. A client that is still writing would see a broken pipe instead of the error. The transport
 first sends the end of the answer, and drops incoming bytes until the client closes or
-LINGER_SECONDS have passed.
-"""
+LINGER_SECONDS have passed."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 A browser lets a page open a websocket to any host and read from it. For other requests to another
 origin the browser asks the host first (CORS), but not for a websocket. The server itself refuses
-the pages that CORS would refuse. Programs other than browsers send no Origin.
-"""
+the pages that CORS would refuse. Programs other than browsers send no Origin."""
 
 from __future__ import annotations
 

@@ -32,7 +32,6 @@ class StalledReader:
             self._timer = self._loop.call_later(seconds, self._check, self.num_waiting, seconds)
 
     def stop_watching(self) -> None:
-        """Stop the timer, because the client has read the bytes or the connection is lost."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

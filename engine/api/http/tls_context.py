@@ -49,8 +49,7 @@ def make_tls_context(server: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _read_certificates(flag: str, path: Path, context: ssl.SSLContext) -> None:
-    """Make `context` trust the certificates in a file. Raises ConfigError if the file holds no
-    certificate."""
+    """Make `context` trust a file's certificates. Raises ConfigError if the file holds none."""
     _check_readable(flag, path)
     try:
         context.load_verify_locations(path)

@@ -53,7 +53,6 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._reader = StalledReader(self.loop, cast(asyncio.Transport, transport))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the timers, and drop unparsed bytes."""
         self._is_lost = True
         self._reader.stop_watching()
         self._unparsed.clear()
@@ -110,8 +109,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._parse_soon()
 
     def shutdown(self) -> None:
-        """End the connection when the server ends. A running application gets the same time to
-        finish as an HTTP request."""
+        """End the connection. The application gets the same time to finish as an HTTP request."""
         if self.close_sent or not self.handshake_initiated:
             super().shutdown()
 

@@ -3,8 +3,7 @@
 
 `metric_tables.py` maps the values in `stats` to metrics. Each scrape requests new values from the
 core. If the core does not reply, the scrape shows the last values, their age, and whether the core
-is alive.
-"""
+is alive."""
 
 from __future__ import annotations
 
@@ -60,7 +59,6 @@ class CoreCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families of the last values."""
         yield self._one(tables.UP, float(self._is_alive))
         if self._taken_seconds is None:
             return

@@ -134,7 +134,6 @@ class Watch:
         self._is_closed = False
 
     def record_output(self, output: TextOutput) -> None:
-        """Record one output of the engine."""
         metrics = self._metrics
         if output.token_ids:
             now = time.monotonic()

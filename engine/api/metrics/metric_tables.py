@@ -2,8 +2,7 @@
 """Tables of the metrics for the values in the core's `stats`: names, types and help texts.
 
 Users' dashboards and autoscalers already read the names that begin with `vllm:`. `docs/metrics.md`
-explains each metric in full.
-"""
+explains each metric in full."""
 
 from __future__ import annotations
 
@@ -18,16 +17,12 @@ _TIERING = "vllm:kv_offload_tiering_"
 
 
 class Kind(Enum):
-    """The type of a metric."""
-
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
 
 
 class Shown(NamedTuple):
-    """The name, type and help text of one metric."""
-
     name: str
     kind: Kind
     text: str

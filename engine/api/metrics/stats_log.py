@@ -3,8 +3,7 @@
 
     running 12, waiting 3, prompts 3,410 tok/s (62 % cached), computed 1,800 tok/s, pool 43 %
 
-Rates and preemptions are differences of two replies to `stats`; other values are current.
-"""
+Rates and preemptions are differences of two replies to `stats`; other values are current."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/chat/completions: answers a conversation with the assistant's next message.
 
-The model's chat template converts the conversation and the available tools to one prompt.
-"""
+The model's chat template converts the conversation and the available tools to one prompt."""
 
 from __future__ import annotations
 
@@ -143,8 +142,7 @@ class ChatAnswer(Answer):
 
 
 async def create_chat_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """Answer a request. With `follows`, the request itself comes later, and the core only follows
-    its prompt (see `follow.py`)."""
+    """Answer a request. With `follows`, the core only follows its prompt (see `follow.py`)."""
     arrival_seconds = time.monotonic()
     request = await read_chat(front, http)
     tools = tools_of(front, request)
@@ -218,8 +216,7 @@ def _answered_tool(request: ChatRequest) -> str:
 
 
 def thoughts_of(marks: ReasoningMarks | None, request: ChatRequest, prompt: str) -> Thoughts | None:
-    """Return the splitter of thoughts for this prompt's answer; None if thoughts stay in the
-    text."""
+    """Return the splitter of thoughts for this prompt's answer; None if they stay in the text."""
     if marks is None or request.separate_reasoning is False:
         return None
     goes_on = bool(request.continue_final_message)

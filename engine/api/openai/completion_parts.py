@@ -6,8 +6,7 @@
 
 The engine computes each part while the next one arrives. The prompt ends with the body, or with a
 line that has `"is_last": true`, after which no line is read. The answer has the form of
-/v1/completions. `parts_socket.py` reads the same parts as messages of a websocket.
-"""
+/v1/completions. `parts_socket.py` reads the same parts as messages of a websocket."""
 
 from __future__ import annotations
 
@@ -58,8 +57,6 @@ class FirstPart(CompletionRequest, kw_only=True, forbid_unknown_fields=True):
 
 
 class FurtherPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A part of a prompt after the first part."""
-
     prompt: str | list[int] | UnsetType = UNSET
     is_last: bool = False
 
@@ -147,7 +144,6 @@ class PartReader:
 
 
 async def create_completion_of_parts(front: Front, http: Request) -> ASGIApp:
-    """Answer POST /v1/completions/parts, reading the body as it arrives."""
     check_kind(http, JSON_LINES)
     answer = await read_parts(front, http, _read_lines(front, http))
     return await answer.respond(http)
@@ -198,7 +194,6 @@ async def read_parts(
 
 
 def part_overdue(seconds: float) -> ApiError:
-    """Return the error for a client whose next part does not come within `seconds`."""
     message = (
         f"no part of the prompt came for {seconds:g} s, and none said `is_last`; send the whole "
         "prompt to /v1/completions"
@@ -207,7 +202,6 @@ def part_overdue(seconds: float) -> ApiError:
 
 
 def part_too_large(front: Front, what: str) -> ApiError:
-    """Return the error for a part that is longer than the limit of a body."""
     message = f"{what} is over the limit of {front.settings.max_body_bytes} bytes; send less"
     return ApiError(message, status=413, code="body_too_large")
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/completions: answers prompts with text and token ids.
 
-Every prompt is checked before the engine gets the first one.
-"""
+Every prompt is checked before the engine gets the first one."""
 
 from __future__ import annotations
 
@@ -119,8 +118,7 @@ class CompletionAnswer(Answer):
 
 
 async def create_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """Answer a request. With `follows`, the request itself comes later, and the core only follows
-    its prompt (see `follow.py`)."""
+    """Answer a request. With `follows`, the core only follows its prompt (see `follow.py`)."""
     arrival_seconds = time.monotonic()
     request = await read_completion(front, http)
     embeds: list[bytes] = []

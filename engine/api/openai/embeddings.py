@@ -2,8 +2,7 @@
 """POST /v1/embeddings: answers each prompt with a vector.
 
 Every prompt is checked before the engine gets the first one. The vectors are hidden states of the
-served model, pooled as `--pooling` says, and normalized to length 1 unless `normalize` is false.
-"""
+served model, pooled as `--pooling` says, and normalized to length 1 unless `normalize` is false."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 prompt another node computes now.
 
 The body is that of the later request. The tiers follow the prompt: they read its blocks while the
-other node stores them. The engine computes nothing; the reply counts the followed prompts.
-"""
+other node stores them. The engine computes nothing; the reply counts the followed prompts."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 
 The answer is one message with the JSON of /v1/completions, or one message per chunk with `stream`;
 the close code is 1000. An error is one message with the error object, and sets the close code. A
-connection serves one prompt; a client that closes the connection aborts the answer.
-"""
+connection serves one prompt; a client that closes the connection aborts the answer."""
 
 from __future__ import annotations
 
@@ -41,7 +40,6 @@ class PartsSocket:
         self._front = front
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read one prompt and answer it."""
         try:
             check_origin(scope, self._front.settings.cross_origin)
         except ApiError as error:

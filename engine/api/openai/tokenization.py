@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /tokenize and /detokenize: the token ids of a text, and the text of token ids.
 
-A text may be longer than the context, because no tokens are generated.
-"""
+A text may be longer than the context, because no tokens are generated."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ _OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "cha
 
 
 async def tokenize(front: Front, http: Request) -> ASGIApp:
-    """Answer /tokenize, for a text or a conversation."""
     request, body = await read_request(http, front.settings, _tokenize_decoder)
     front.check_model(request.model)
     if request.messages is not None:
@@ -46,7 +44,6 @@ async def tokenize(front: Front, http: Request) -> ASGIApp:
 
 
 async def detokenize(front: Front, http: Request) -> ASGIApp:
-    """Answer /detokenize."""
     request, _ = await read_request(http, front.settings, _detokenize_decoder)
     front.check_model(request.model)
     tokenizer = front.need_tokenizer("tokens", "nothing can be detokenized")

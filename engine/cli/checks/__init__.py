@@ -8,5 +8,4 @@ host.py      this machine for an engine or a cache server, and the list of its c
 machine.py   memory, shared memory, the clock
 disk.py      the place of an SSD tier
 servers.py   cache servers
-vllm.py      vLLM's transfer configuration, and the list of checks for vLLM
-"""
+vllm.py      vLLM's transfer configuration, and the list of checks for vLLM"""

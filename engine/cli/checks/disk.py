@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a directory for an SSD tier: file system, free space, direct I/O, and existing files.
 
-The checks create no directory, and write one page to an unnamed temporary file.
-"""
+The checks create no directory, and write one page to an unnamed temporary file."""
 
 from __future__ import annotations
 

@@ -83,7 +83,6 @@ def check_kernel(case: HostCase) -> Iterator[Finding]:
 
 
 def check_tier_memory(case: HostCase) -> Iterator[Finding]:
-    """Check the memory for the cpu tier, and its huge pages."""
     yield from check_memory(case.cpu_bytes, 0)
     if case.huge_pages:
         for each in check_huge_pages(case.cpu_bytes, case.meminfo):
@@ -134,13 +133,11 @@ def check_limits(case: HostCase) -> Iterator[Finding]:
 
 
 def check_disk(case: HostCase) -> Iterator[Finding]:
-    """Check the directory of the SSD tier, if there will be such a tier."""
     if case.ssd is not None:
         yield from check_disks(case.ssd, check_folder)
 
 
 def check_ports(case: HostCase) -> Iterator[Finding]:
-    """Check that each port can be bound."""
     for port in case.ports:
         try:
             check_free(case.host, port, "--port")
@@ -189,7 +186,6 @@ def check_host_clock(case: HostCase) -> Iterator[Finding]:
 
 
 def check_gpu(case: HostCase) -> Iterator[Finding]:
-    """Check that an engine can compute on the GPU, if it will use a GPU."""
     if not case.uses_gpu:
         yield ok("gpu", "none was asked for")
         return

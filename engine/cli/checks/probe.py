@@ -3,8 +3,7 @@
 script prints one line of JSON about this Python. The script imports only the standard library and
 the modules named in its argument:
 
-    {"modules": [names], "host": "vllm" | null, "hash_algorithm": "sha256"}
-"""
+    {"modules": [names], "host": "vllm" | null, "hash_algorithm": "sha256"}"""
 
 from __future__ import annotations
 
@@ -23,7 +22,6 @@ MARK = "stratakv-probe "
 
 
 def main() -> None:
-    """Import the modules, and print the line of JSON."""
     told = json.loads(sys.argv[1])
     found = {
         "version": list(sys.version_info[:3]),

@@ -3,8 +3,7 @@
 StrataKV and the packages it needs must be installed.
 
 The checks run `probe.py` in the other engine's Python, and the probe imports that engine. The
-import takes seconds, but only an import shows whether the engine can be imported.
-"""
+import takes seconds, but only an import shows whether the engine can be imported."""
 
 from __future__ import annotations
 
@@ -43,8 +42,6 @@ PACKAGES = {
 
 
 class Module(msgspec.Struct, frozen=True):
-    """The result of an import."""
-
     version: str = ""
     error: str = ""
 
@@ -66,8 +63,6 @@ class VllmModule(msgspec.Struct, frozen=True):
 
 
 class PythonFacts(msgspec.Struct, frozen=True):
-    """The facts that the probe reports about a Python installation."""
-
     version: tuple[int, int, int]
     modules: Mapping[str, Module]
     vllm: VllmModule = VllmModule()

@@ -82,8 +82,7 @@ class VllmCase:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the configuration names StrataSpec instead of vLLM's spec with StrataKV's
-        tier."""
+        """Whether the configuration names StrataSpec, not vLLM's spec with StrataKV's tier."""
         return (self.extra.get("spec_name"), self.extra.get("spec_module_path")) == (SPEC, MODULE)
 
     @property
@@ -136,7 +135,6 @@ def read_transfer(text: str) -> Mapping[str, Any]:
 
 
 def check_python(case: VllmCase) -> Iterator[Finding]:
-    """Check the interpreter, and vLLM and StrataKV in its environment."""
     yield from python_checks.check_interpreter(case.python, case.facts, is_slow=case.is_slow)
     if not isinstance(case.facts, str):
         yield from python_checks.check_vllm_version(case.facts.vllm, case.python)
@@ -192,7 +190,6 @@ def check_connector(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_settings(case: VllmCase) -> Iterator[Finding]:
-    """Check StrataKV's own settings."""
     if case.given is None:
         yield problem(
             "settings", "our tiers are named nowhere in it", "give what stratakv config vllm prints"
@@ -245,7 +242,6 @@ def check_region(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_sizes(case: VllmCase) -> Iterator[Finding]:
-    """Check that there is memory for slab and region."""
     settings = case.settings
     if settings is not None:
         slab = settings.cpu.capacity_bytes
@@ -255,7 +251,6 @@ def check_sizes(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_disk(case: VllmCase) -> Iterator[Finding]:
-    """Check the directory of the SSD tier, if there will be such a tier."""
     settings = case.settings
     if settings is not None and settings.ssd.path is not None:
         yield from check_disks(settings.ssd, lambda disk: check_ssd(disk, NAMESPACE, "vLLM"))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv cache ls|du|rm`: the SSD tiers on this machine, their sizes, and their removal.
 
-The command searches the default cache folder and given folders, and reads no blocks.
-"""
+The command searches the default cache folder and given folders, and reads no blocks."""
 
 from __future__ import annotations
 
@@ -40,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand."""
     if args.word not in _WORDS:
         near = did_you_mean(args.word or "", _WORDS)
         given = "" if args.word is None else f", not {args.word!r}{near}"
@@ -49,7 +47,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_look_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ls` and `du`."""
     parser.add_argument(
         "paths", metavar="PATH", nargs="*", help="look here too: a --kv-offload-ssd-path, or above"
     )
@@ -57,7 +54,6 @@ def add_look_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rm_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rm`."""
     parser.add_argument("paths", metavar="PATH", nargs="*", help="the directory of an SSD tier")
     parser.add_argument(
         "--all", action="store_true", help="all in the default cache folder, unless one is in use"

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code that the commands for cache servers share: address, credentials, calls, errors.
 
-This module needs only the base installation, and imports neither torch nor the engine.
-"""
+This module needs only the base installation, and imports neither torch nor the engine."""
 
 from __future__ import annotations
 
@@ -41,7 +40,6 @@ class NoAnswer(Exception):
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ADDRESS, credentials and --json."""
     parser.add_argument("address", metavar="ADDRESS", help="such as grpc://host:9400, or grpcs://")
     for name, text in _FILES.items():
         parser.add_argument(

@@ -4,8 +4,7 @@
 `stratakv check PATH --tenants FILE` reads the folder of a cache server instead, and lists the data
 of tenants that are not in the file.
 
-Exit codes: 0 no fault, 1 at least one fault, even if it was repaired.
-"""
+Exit codes: 0 no fault, 1 at least one fault, even if it was repaired."""
 
 from __future__ import annotations
 
@@ -35,7 +34,6 @@ _TENANTS_FLAG = "--tenants"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the directory, and the flags for checks and repairs."""
     parser.add_argument("path", metavar="PATH", help="the directory of the SSD tier")
     parser.add_argument(
         "--fix", action="store_true",
@@ -54,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, print the result, and return the exit code."""
     path = readers.path("PATH", args.path)
     if args.tenants is not None:
         if args.mac_key_file is not None:

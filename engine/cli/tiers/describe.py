@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv describe ADDRESS`: prints a cache server's version and limits, and the tenant's data.
 
-The command changes nothing at the server. Exit codes: 0 the server answered, 1 it did not.
-"""
+The command changes nothing at the server. Exit codes: 0 the server answered, 1 it did not."""
 
 from __future__ import annotations
 
@@ -32,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask the server, print the answer, and return the exit code."""
     try:
         with client_of(args) as client:
             found = _ask(client)

@@ -3,8 +3,7 @@
 
 The command times round trips of two calls and, if the tenant has a layout, of a lookup and of a
 load of one missing block, over the connection that an engine on this machine would use. The command
-changes nothing at the server. Exit codes: 0 the server serves, 1 it does not.
-"""
+changes nothing at the server. Exit codes: 0 the server serves, 1 it does not."""
 
 from __future__ import annotations
 
@@ -41,7 +40,6 @@ _MOST_SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the server's address, and the number and interval of calls."""
     add_client_arguments(parser)
     parser.add_argument("--count", metavar="N", default=5, help="round trips of each kind (5)")
     parser.add_argument(
@@ -50,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Call the server, print the times, and return the exit code."""
     count = readers.integer_within(1, 1000)("--count", args.count)
     interval = readers.number("--interval", args.interval)
     if not 0 <= interval <= _MOST_SECONDS:

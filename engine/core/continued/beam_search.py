@@ -8,8 +8,7 @@ round. The search keeps the best answers.
 
     round    beams            continuations          beams of the next round    answers
     1        ""               a -0.2  b -1.9  …       a, b
-    2        a, b             ac -0.5  a. -0.9  bd -2.0  …    ac, bd             a.
-"""
+    2        a, b             ac -0.5  a. -0.9  bd -2.0  …    ac, bd             a."""
 
 from __future__ import annotations
 

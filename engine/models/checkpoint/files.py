@@ -3,8 +3,7 @@
 
 Without these checks a reader would wait for ever on a named pipe. A reader would also treat a
 symbolic link to a deleted file (from a half-cleared download cache) like an absent optional file,
-and show a traceback for an unreadable file. The checks raise ConfigError in these cases.
-"""
+and show a traceback for an unreadable file. The checks raise ConfigError in these cases."""
 
 from __future__ import annotations
 

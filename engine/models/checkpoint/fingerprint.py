@@ -6,8 +6,7 @@
 `spec` has the fields of the `ModelSpec`, `config` is the digest of config.json, and `weights` has
 the name and digest of each safetensors file, in the order of `find_shards`. Each digest covers a
 whole file (see `tiers/identity`). So copies have the same fingerprint, and a difference of one byte
-in these files gives another one. This module does not read tensors.
-"""
+in these files gives another one. This module does not read tensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error texts for directories and files that are not a model in the supported form.
 
-Each error text says what the directory or file is and what the user should give instead.
-"""
+Each error text says what the directory or file is and what the user should give instead."""
 
 from __future__ import annotations
 

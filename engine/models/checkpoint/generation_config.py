@@ -3,8 +3,7 @@
 
 Only the numeric keys that a request may set too are read from the file. `do_sample: false` in the
 file does not make the server sample greedily, since exporters write it for every model. The front
-end decides whether a recommended value applies to a request. This module does not import torch.
-"""
+end decides whether a recommended value applies to a request. This module does not import torch."""
 
 from __future__ import annotations
 

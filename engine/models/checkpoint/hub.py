@@ -6,8 +6,7 @@ downloaded into it.
 environment variables apply: HF_HOME and HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only
 files that the engine reads are downloaded, which a fixed list or the index of the weights names;
 never code or pickled weights. Weights are downloaded last, so a directory with weights is complete.
-An interrupted download continues at the next start.
-"""
+An interrupted download continues at the next start."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def fetch_model(repo_id: str, revision: str = "", *, needs_weights: bool = True)
     downloaded with a progress bar on standard error. The directory has the weights. Without
     `needs_weights`, it may have only the configuration.
 
-    Raises ConfigError with a remedy if the model cannot be downloaded.
-    """
+    Raises ConfigError with a remedy if the model cannot be downloaded."""
     revision = revision or _MAIN
     if not _REVISION.fullmatch(revision) or ".." in revision:
         raise ConfigError(

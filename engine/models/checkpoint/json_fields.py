@@ -2,8 +2,7 @@
 """Readers for the JSON files of a model directory, with a size limit and a type check for each
 field.
 
-Every error is a ConfigError that names the file and the key.
-"""
+Every error is a ConfigError that names the file and the key."""
 
 from __future__ import annotations
 

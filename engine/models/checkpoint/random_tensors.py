@@ -22,8 +22,7 @@ class RandomTensors:
 
     The numbers depend on the order in which tensors are read. Each start on the same kind of device
     makes the same random weights, so blocks in the tiers stay valid. Other kinds of devices make
-    other weights.
-    """
+    other weights."""
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, norm: float = 1.0

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight files of a Hugging Face directory, and the file that must hold each tensor.
 
-`checkpoint.py` opens the files; `fingerprint.py` reads their bytes.
-"""
+`checkpoint.py` opens the files; `fingerprint.py` reads their bytes."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ convolution).
 
 A vector that the layer's kind of recurrence does not use is None. All input matrices of a layer are
 joined to one matrix; the mixer splits the matrix's output in the order of the rows. Vectors of a
-recurrence are float32 or wider, like the computation of the recurrence.
-"""
+recurrence are float32 or wider, like the computation of the recurrence."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """StoredTensors: the tensors in the files of a safetensors model, checked by name, shape and type.
 
 This module reads only the files' headers and needs no torch; `checkpoint.py` reads the numbers. The
-caller passes the expected names and shapes.
-"""
+caller passes the expected names and shapes."""
 
 from __future__ import annotations
 

@@ -184,8 +184,7 @@ def load_weights(
     """Read the weights under `path` to `device`, check their names and shapes, and convert them to
     `dtype`. With `joins_gate`, the gate and up matrices of a layer become one matrix.
 
-    Raises ConfigError with the name of a missing, unknown or misshapen tensor or file.
-    """
+    Raises ConfigError with the name of a missing, unknown or misshapen tensor or file."""
     with Checkpoint(path, device, name_of(spec)) as checkpoint:
         expected = expected_tensors(spec, checkpoint.tensor_names)
         checkpoint.check_expected(expected)

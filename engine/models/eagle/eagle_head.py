@@ -7,8 +7,7 @@
 The head reads the model's last hidden state after the last norm, the input of `logits`, as heads in
 vLLM do. The head has no norm after its layers, and none before the attention of its first layer. It
 uses the model's embedding and output matrix, which are in memory once. A checkpoint of a head may
-have copies of these matrices that training did not change; the copies are not read.
-"""
+have copies of these matrices that training did not change; the copies are not read."""
 
 from __future__ import annotations
 

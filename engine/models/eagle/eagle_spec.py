@@ -8,8 +8,7 @@ A head has one or a few Llama layers over the hidden states of the model for whi
     hidden state before ──┘
 
 A head has the hidden size and the vocabulary of its model. EAGLE-3 heads are rejected by an error
-that names them: they read hidden states of three layers and have their own vocabulary.
-"""
+that names them: they read hidden states of three layers and have their own vocabulary."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ rows. A factor of a matrix's input is applied to the output instead, and a bias 
 divided by the factor. The factor of keys is applied to the attention scores. The gate's factor is
 applied to the weights of the norm before the MLP, which become wide; it then multiplies the output
 of `up_proj` too. The factor that remains for the MLP is `residual`: hidden states (see
-`ModelSpec.embedding_scale`) and the mixers' outputs are divided by it.
-"""
+`ModelSpec.embedding_scale`) and the mixers' outputs are divided by it."""
 
 from __future__ import annotations
 

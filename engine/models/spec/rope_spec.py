@@ -2,8 +2,7 @@
 """RopeSpec: the rotary positions in a model's config.json, in Hugging Face's older and newer form.
 
 The newer form has `rope_parameters` with `rope_theta` inside. The older form has `rope_scaling`,
-and `rope_theta` at the top level. `rope.py` computes the tables.
-"""
+and `rope_theta` at the top level. `rope.py` computes the tables."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ def parse_rope(
     `parse_query_growth` read, or that have no effect for text. Raises ConfigError with the key that
     has an unusable value.
 
-    If config.json has both forms, a non-empty `rope_scaling` is used, as in transformers.
-    """
+    If config.json has both forms, a non-empty `rope_scaling` is used, as in transformers."""
     fields = _rope_fields(config)
     theta = config.number("rope_theta", default_theta)
     if PARTIAL in heeded:
@@ -110,8 +108,7 @@ def parse_two_ropes(
     In the newer form, `rope_parameters` has an object for each of the two kinds of layers. In the
     older form, `rope_theta` and `rope_scaling` are for layers with full attention, and
     `rope_local_base_freq` is the theta of layers with a window. If config.json has a `rope_scaling`
-    and the newer form, the fields of `rope_scaling` override those of full attention.
-    """
+    and the newer form, the fields of `rope_scaling` override those of full attention."""
     new = config.inner("rope_parameters")
     for name in new.values:
         if name not in LAYER_KINDS:
@@ -235,8 +232,7 @@ def stable_length(rope: RopeSpec, max_positions: int) -> int:
     In a longer sequence, `dynamic` and `longrope` rotate a token by the length that the sequence
     has in this step. K would then depend on how the prompt is divided into chunks, and could not be
     shared. `yarn` stretches the original length by its factor, and the result counts even if
-    `max_position_embeddings` is lower.
-    """
+    `max_position_embeddings` is lower."""
     if rope.kind == STILL.kind:
         return MAX_COUNT
     if rope.kind == "longrope":

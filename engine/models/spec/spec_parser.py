@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a ModelSpec from a Hugging Face directory's config.json.
 
-Models that this project cannot compute as they were trained raise ConfigError with the key.
-"""
+Models that this project cannot compute as they were trained raise ConfigError with the key."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ _SPELT = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 def load_model_spec(path: Path) -> ModelSpec:
     """Read the ModelSpec from config.json and, if it exists, generation_config.json.
 
-    Raises ConfigError, with file and key, for missing and unsupported values.
-    """
+    Raises ConfigError, with file and key, for missing and unsupported values."""
     check_directory(path)
     if not is_there(path / CONFIG):
         raise ConfigError(explain_no_config(path))

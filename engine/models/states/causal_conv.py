@@ -2,8 +2,7 @@
 """CausalConv: a convolution over the rows of a sequence, for each channel separately.
 
 The products with the columns of its window are always added in the same order. So the results of a
-sequence are equal to the last bit, however it is divided into steps.
-"""
+sequence are equal to the last bit, however it is divided into steps."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ token's value with the value that S gives for the token's key, and adds the diff
     S = S + key (beta * (value - key S))        out = query S
 
 `take_row` updates S for one row. `scan_rows` updates S for chunks of rows: the corrections within a
-chunk are the solution of one triangular system, which is linear in the state before the chunk.
-"""
+chunk are the solution of one triangular system, which is linear in the state before the chunk."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 x is the head's part of the token, multiplied by the head's time step; B and C are the same for all
 heads of a group. `take_row` updates S for one row. `scan_rows` updates S for chunks of rows: one
 product with a triangular matrix gives the effect of a chunk's rows on each other, and S is read
-once per chunk.
-"""
+once per chunk."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ShortConv: a layer whose state is only the last columns of the input of a gated convolution.
 
-in ──► B | C | x        out = C * convolution(B * x)
-"""
+in ──► B | C | x        out = C * convolution(B * x)"""
 
 from __future__ import annotations
 

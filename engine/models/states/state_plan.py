@@ -7,8 +7,7 @@ and write.
 
 A decode is a sequence with one row and a save after it, so all decodes of a step are one batch.
 Drafts to verify have a save after each row too, since any prefix of the drafts may be accepted. The
-plan is made once per step and is the same for every layer.
-"""
+plan is made once per step and is the same for every layer."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class StateSequence(NamedTuple):
     The state before the first row is read from the slot `source`; None means a state of zeros.
     `saves` has (row, slot) pairs, with ascending rows in (start, end]. The state after all rows
     before `row` is written to `slot`. `source` may be one of the slots in `saves`. Other sequences
-    of the step must not use the slots of this sequence.
-    """
+    of the step must not use the slots of this sequence."""
 
     start: int
     end: int
@@ -40,7 +38,7 @@ class StateSequence(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """One row of each of several sequences, which are computed together."""
+    """A row of each of several sequences, which are computed together."""
 
     rows: Tensor | None  # int64 [batch]; None: all rows of the step, in order
     sources: Tensor  # int64 [batch]: slots to read; any value for `fresh` rows

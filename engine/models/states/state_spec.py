@@ -4,8 +4,7 @@
 A layer with a state mostly has no K and V; only some families have layers with both. A state has up
 to two parts: the last columns that its convolution reads, in the type of the computation, and a
 recurrent part, in float32 (or float64 if the computation is in float64). This module needs no
-torch, so memory plans and error messages need none either.
-"""
+torch, so memory plans and error messages need none either."""
 
 from __future__ import annotations
 

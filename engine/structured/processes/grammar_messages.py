@@ -4,8 +4,7 @@ the first process are packets, some with file descriptors. The other processes u
 which each message follows its length (u32, little-endian).
 
     engine ── Start, Fork, Reap ──► the first process, which forks the others and never compiles
-           ── Ask, Row, Leave   ──► a forked process: it compiles grammars and makes mask rows
-"""
+           ── Ask, Row, Leave   ──► a forked process: it compiles grammars and makes mask rows"""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 package by entry point, or the parser whose format the model's chat template shows.
 
     [project.entry-points."stratakv.tool_parsers"]
-    myform = "mypackage.parser:MyParser"      # a subclass of base.ToolCallParser
-"""
+    myform = "mypackage.parser:MyParser"      # a subclass of base.ToolCallParser"""
 
 from __future__ import annotations
 

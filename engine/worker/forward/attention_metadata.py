@@ -15,8 +15,7 @@ of the context begins in the first block that the window reaches, and lengths ar
 beginning of this block.
 
     blocks of the table   | before, not read | b | b | b | b |
-    tokens                                   |   | window  |n|    n: computed in this step
-"""
+    tokens                                   |   | window  |n|    n: computed in this step"""
 
 from __future__ import annotations
 
@@ -246,8 +245,7 @@ class _CausalMasks:
     Row i is 0 up to and including column `_width + i`, and -inf after it. The mask for `context`
     tokens before the tile begins at column `_width - context`. With a window of w tokens, only the
     last w of these zeros stay 0, and the columns before them are -inf; `context` is then always
-    less than the window.
-    """
+    less than the window."""
 
     def __init__(self, dtype: torch.dtype, max_context: int, window: int | None) -> None:
         self._dtype, self._window = dtype, window

@@ -4,8 +4,7 @@
     in place   the CPU library's kernels read the pool without a copy: `in_place_forward.py`
     gather     torch's attention over gathered blocks, on a CPU without the library (this module)
     kernels    the kernels of `kernels/` over permanent buffers: `kernel_forward.py`
-All three take the same `StepInputs` and return the same hidden states.
-"""
+All three take the same `StepInputs` and return the same hidden states."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class StepInputs:
     on.
 
     Requests with one token come first, then short chunks, then long chunks, so that each kind is
-    contiguous.
-    """
+    contiguous."""
 
     tables: Sequence[BlockTable]  # one for each cache group
     rows: IntArray  # [requests] of the batch and its block tables

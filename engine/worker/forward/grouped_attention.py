@@ -2,8 +2,7 @@
 """Attention for models whose layers differ in cache group or window. Each layer reads its part of a
 page, by the attention plan of its view:
 
-    view = (cache group, window)     one plan for each view; most models have one view
-"""
+    view = (cache group, window)     one plan for each view; most models have one view"""
 
 from __future__ import annotations
 

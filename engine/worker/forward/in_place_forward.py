@@ -4,8 +4,7 @@
 
 This attention needs no padding: for each request it reads a row of the block table, the length, and
 the request's rows of the step. One call computes all layers of a model. If the library cannot
-compute a part of the model, each layer calls it to write new K and V and to compute attention.
-"""
+compute a part of the model, each layer calls it to write new K and V and to compute attention."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ for every step.
 A CUDA graph keeps the addresses of its buffers, so the buffers never move. There are two sets of
 staging memory: the host can fill one set while the device still has to copy the other. The host
 writes to a set only after the device has copied the set's old content. Padding rows belong to no
-request: they have length 0, slot -1 (not written) and the null block.
-"""
+request: they have length 0, slot -1 (not written) and the null block."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class InputBuffers:
     ) -> None:
         """`max_blocks` is the minimum width of the block tables; there is one table for each cache
         group. `views` are the model's views (see `grouped_attention.py`). `split_planner` plans how
-        programs share the contexts of decodes; None means that no plan is needed.
-        """
+        programs share the contexts of decodes; None means that no plan is needed."""
         self._runtime = runtime
         self._views = tuple(views)
         # Rows are aligned to 16 bytes. Triton would compile anew for other addresses, and a step's

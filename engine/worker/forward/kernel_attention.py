@@ -10,8 +10,7 @@ keys in the launch that writes K and V.
 The kernels of a model are chosen once, when the attention is made. A plan's arguments are checked
 in the first layer only, since the tensors have the same shapes in all layers. The attention code
 does not read the values of tensors on the device. So attention never waits for the device, and a
-CUDA graph can capture a step whose plan is over permanent buffers.
-"""
+CUDA graph can capture a step whose plan is over permanent buffers."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
     one small chunk    as the only request: replay the CUDA graph of the next larger chunk size
     other steps        launch kernel by kernel
 
-This code copies no results to the host.
-"""
+This code copies no results to the host."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ class StepGraphs:
 
     A small step is hundreds of small kernel launches, whose Python code takes longer than the
     device's work. A graph over permanent buffers needs only one launch. A step uses the graph of
-    the smallest size that is not less than the step's, padded with unused rows.
-    """
+    the smallest size that is not less than the step's, padded with unused rows."""
 
     def __init__(
         self, runtime: DeviceRuntime, work_of: Callable[[int], Work], buckets: Sequence[int]
@@ -84,8 +82,7 @@ class StepGraphs:
     def record_all(self, prepare: Callable[[int], None]) -> int:
         """Capture the graphs of all sizes, and return their number. `prepare(bucket)` fills the
         buffers with padding, on which the step can run safely. The largest size is captured first;
-        the smaller ones then fit into its memory.
-        """
+        the smaller ones then fit into its memory."""
         for bucket in reversed(self._buckets):
             prepare(bucket)
             self._recorded[bucket] = self._runtime.record_work(self._work_of(bucket))

@@ -7,8 +7,7 @@ library over gathered K and V.
     the others  the kernel
 
 The kernel still computes the chunks that a library cannot compute: short chunks, chunks whose
-context does not fit into the buffers, and chunks of layers with a window.
-"""
+context does not fit into the buffers, and chunks of layers with a window."""
 
 from __future__ import annotations
 

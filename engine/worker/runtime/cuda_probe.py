@@ -2,8 +2,7 @@
 """Checks whether this machine's GPUs can compute, and explains why if they cannot.
 
 The probe (`probe_cuda`) and the decision (`choose_gpu`) are separate, so that decisions can be
-tested without a GPU.
-"""
+tested without a GPU."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ events, graphs and free memory.
 All work runs in one stream, whose priority is higher than that of the streams that copy blocks. In
 CUDA, each thread has its own current device and stream. An engine may be built in one thread and
 run its steps in another, so the second thread must call `enter_thread` first. This module is
-imported only if the worker uses a GPU.
-"""
+imported only if the worker uses a GPU."""
 
 from __future__ import annotations
 

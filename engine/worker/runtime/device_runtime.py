@@ -2,8 +2,7 @@
 """DeviceRuntime: the services of a device other than arithmetic: its queue, staging memory, marks
 (CUDA events) and graphs.
 
-`HostRuntime` is for the CPU, which has no queue and no graphs; `cuda_runtime.py` is for CUDA.
-"""
+`HostRuntime` is for the CPU, which has no queue and no graphs; `cuda_runtime.py` is for CUDA."""
 
 from __future__ import annotations
 

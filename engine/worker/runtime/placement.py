@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement: the settings of the worker, which are the device of the model and its kernels.
 
-`engine/core/` makes the placement from the engine's settings.
-"""
+`engine/core/` makes the placement from the engine's settings."""
 
 from __future__ import annotations
 

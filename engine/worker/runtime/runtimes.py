@@ -2,8 +2,7 @@
 """Makes the objects that compute on the device of a `Placement`: the runtime, the memory meter, the
 forward pass.
 
-CUDA is imported and used only if the placement's device is a GPU.
-"""
+CUDA is imported and used only if the placement's device is a GPU."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class PoolSizer:
     the weights are loaded, and used after they are loaded.
 
     The sizer runs the largest step of the model without a pool and without computing attention.
-    Attention kernels allocate only their result, which this run allocates too.
-    """
+    Attention kernels allocate only their result, which this run allocates too."""
 
     def __init__(self, placement: Placement, meter: MemoryMeter) -> None:
         """Raises ConfigError if the share of the device's memory that the placement gives is not

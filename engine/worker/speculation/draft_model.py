@@ -19,8 +19,7 @@ never computed, and are set to zero too.
 
 To make several drafts, the draft model writes K and V after the newest token, to blocks that the
 scheduler has reserved (`Speculation.looks_ahead`). If fewer blocks are reserved, fewer drafts are
-made.
-"""
+made."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ drafts are the same with either pairing, since only distances between rotary pos
 The first draft is computed from a hidden state of the model, later drafts from hidden states of the
 head. After the model has accepted drafts, their K and V in the head are computed again from the
 model's hidden states. The head computes every block of an answer, because it is small; a draft
-model skips blocks.
-"""
+model skips blocks."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 The states have the type of the computation, even if K and V have another type. A state is in the
 slot of its token, divided over as many layer places of the page as it needs:
 
-    place    | block_size slots of part 0 |    place    | block_size slots of part 1, zeros |
-"""
+    place    | block_size slots of part 0 |    place    | block_size slots of part 1, zeros |"""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """NgramProposer: proposes the tokens that followed an earlier occurrence of a request's last
 tokens.
 
-The proposer helps with answers that quote the prompt or themselves: code, quotations, tables.
-"""
+The proposer helps with answers that quote the prompt or themselves: code, quotations, tables."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
     tokens of a step are known ──► propose ──► drafts, checked in the request's next step
 
 Drafts change the number of steps that an answer takes, but not its tokens. So a proposer may guess
-in any way, but must not use texts of other tenants.
-"""
+in any way, but must not use texts of other tenants."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ request itself and in earlier answers of the same tenant.
 
 The proposer helps with answers that resemble each other: tool calls of agents, filled-in forms. The
 number of drafts is higher if the matching run of tokens is longer, and if more of its occurrences
-agree on the next tokens.
-"""
+agree on the next tokens."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ def test_a_disk_is_read_before_the_turn_that_was_announced(
         kv_offload_cpu_bytes="1MiB",
         kv_offload_ssd_path=str(tmp_path / "ssd"),
         kv_offload_ssd_bytes="16MiB",
+        kv_offload_load="always",  # a busy machine's measured costs would have the turn computed
     )
     slots = counters(core)["tiers"]["cpu"]["capacity_blocks"]
     blocks = PROMPT // BLOCK

@@ -61,15 +61,17 @@ def test_y03_honest_schemas_are_answered_beside_hostile_ones(
         lambda: open_backend("guidance", embedded),
         lambda: None, vocab_size=VOCAB, processes=processes, limit=LIMIT,
     )  # fmt: skip
-    tried: list[str] = []
-    try_out = processes.try_out
+    taken: list[str] = []
+    get = FairQueue.get
 
-    def noting(spec, limit, *, is_second=False):  # type: ignore[no-untyped-def]
-        if not is_second:
-            tried.append(spec.text)
-        return try_out(spec, limit, is_second=is_second)
+    def noting(queue):  # type: ignore[no-untyped-def]
+        with queue._condition:  # nothing is taken or queued between taking and noting
+            job = get(queue)
+            if isinstance(job, Compilation) and job.spec.text not in taken:
+                taken.append(job.spec.text)
+            return job
 
-    monkeypatch.setattr(processes, "try_out", noting)
+    monkeypatch.setattr(FairQueue, "get", noting)
 
     def ask(fields: dict[str, object], tenant: str) -> Compilation:
         return compiler.ask(StructuredOutputsParams(**fields).spec, tenant)  # type: ignore[arg-type]
@@ -87,13 +89,13 @@ def test_y03_honest_schemas_are_answered_beside_hostile_ones(
             for number, fields in enumerate(list(tool.hostile_grammars(0).values())[::ONE_OF])
         ]
         for number in range(1, 4):
-            before = len(tried)
+            before = len(taken)
             honest = ask(tool.honest_schema(number), "honest")
-            queued = len(tried)  # what began while it was asked for had its turn before it
+            queued = len(taken)  # what was taken while it was asked for had its turn before it
             until_done(honest)
             assert honest.grammar is not None, honest.error
             # One of each client at the most.
-            between = tried[queued : tried.index(honest.spec.text, before)]
+            between = taken[queued : taken.index(honest.spec.text, before)]
             assert len(between) <= tool.NUM_CLIENTS
         until_done(*asked)
         assert not any(each.may_be_later for each in asked if "killed" in each.error)

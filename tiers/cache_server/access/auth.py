@@ -2,8 +2,7 @@
 """Authentication of calls: finds the tenant of a call. Handlers call `current_tenant`.
 
 Credentials are a token in `authorization: Bearer ...` or a client certificate that TLS has verified
-(TLS refuses expired certificates). If a call has both, both must belong to one tenant.
-"""
+(TLS refuses expired certificates). If a call has both, both must belong to one tenant."""
 
 from __future__ import annotations
 
@@ -41,17 +40,14 @@ class Caller(NamedTuple):
 
 
 def set_caller(caller: Caller) -> None:
-    """Set the caller of the call that runs in this task."""
     _CALLER.set(caller)
 
 
 def current_caller() -> Caller:
-    """The caller of the call that runs in this task."""
     return _CALLER.get()
 
 
 def current_tenant() -> Tenant:
-    """The tenant of the call that runs in this task."""
     return _CALLER.get().tenant
 
 

@@ -140,7 +140,6 @@ class CallConnections:
         self._turn_away(rest[limits.max_strangers :], STRANGERS)
 
     def _connections(self) -> list[_Connection]:
-        """The open connections of the gRPC port."""
         now = time.monotonic()
         seen: dict[int, _Connection | None] = {}
         for name in os.listdir(_OWN_FILES):

@@ -2,8 +2,7 @@
 """The interceptor around every call. It authenticates the call, sets its deadline, limits the calls
 of its tenant, turns an error into a status of `wire/status.py`, and counts the call.
 
-Calls of grpc.health.v1 need no credentials and are not intercepted.
-"""
+Calls of grpc.health.v1 need no credentials and are not intercepted."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
     cap     of one tenant: an equal share, and at least an eighth of all places
 
 Some places are kept for each tenant, and the rest go to the first tenants that ask. A tenant at its
-cap leaves the kept places of other tenants free. Thread-safe.
-"""
+cap leaves the kept places of other tenants free. Thread-safe."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@
     pool = "everyone"                       # tenants that name one pool share their blocks in it
 
 Without a file there is one tenant with the whole quota. The file has the hash of a token and not
-the token; the hash cannot be used as a token. `auth.py` checks the credentials of calls.
-"""
+the token; the hash cannot be used as a token. `auth.py` checks the credentials of calls."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ SizeReader = Callable[[str, Any], int]
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant. Tenants with the same `pool` share one tenant store; a tenant without a pool has
-    its own store."""
+    """A tenant. Tenants with the same `pool` share one tenant store; others have their own."""
 
     name: str
     cpu_bytes: int
@@ -58,8 +56,7 @@ class Tenant:
 
     @property
     def tenant_store(self) -> str:
-        """The name of the tenant's store. A pool and a tenant of the same name have different
-        stores."""
+        """The store's name. A pool and a tenant of the same name have different stores."""
         return f"pool:{self.pool}" if self.pool else f"tenant:{self.name}"
 
 
@@ -125,8 +122,7 @@ class Tenants:
         return self._by_name.get(name)
 
     def by_token(self, token: bytes) -> Tenant | None:
-        """The tenant of a token, or None. Only whole hashes are compared, so the time of the
-        comparison reveals nothing about other tokens."""
+        """The tenant of a token, or None. Comparing hashes reveals nothing about other tokens."""
         return self.by_digest(hashlib.sha256(token).digest()) if token else None
 
     def by_digest(self, digest: bytes) -> Tenant | None:
@@ -135,9 +131,8 @@ class Tenants:
         return tenant if hmac.compare_digest(known, digest) else None
 
     def by_certificate(self, names: Iterable[str]) -> Tenant | None:
-        """The tenant of a verified client certificate. If no tenant has its names, the result is
-        the tenant that takes any certificate, or None. If two tenants have its names, it is
-        None."""
+        """The tenant of a verified client certificate, else the tenant that takes any certificate,
+        or None. It is None if two tenants have its names."""
         found = {
             self._by_certificate[name.lower()].name: self._by_certificate[name.lower()]
             for name in names
@@ -188,8 +183,7 @@ def only_tenant(
 
 
 def read_tenants(text: str, called: str, size: SizeReader) -> Tenants:
-    """Parse the text of a tenants file. `called` is the file's name for messages. Raises
-    TierConfigError, or the errors of `size`."""
+    """Parse a tenants file named `called`. Raises TierConfigError, or the errors of `size`."""
     if len(text) > _MAX_FILE_CHARACTERS:
         raise TierConfigError(f"{called} is longer than {_MAX_FILE_CHARACTERS} characters")
     try:

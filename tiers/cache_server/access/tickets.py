@@ -2,8 +2,7 @@
 """Tickets for the data connection. A ticket opens one connection of a tenant and soon expires.
 
 A ticket identifies the caller, so the data connection needs no other credentials. A valid ticket
-must be kept as secret as a token. Thread-safe.
-"""
+must be kept as secret as a token. Thread-safe."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class Tickets:
             return ticket
 
     def use_ticket(self, ticket: bytes) -> Caller | None:
-        """Invalidate a ticket. Return the caller that got the ticket, or None if it was not
-        valid."""
+        """Invalidate a ticket. Return the caller that got it, or None if it was not valid."""
         with self._lock:
             self._expire(self._clock())
             return self._remove(ticket)

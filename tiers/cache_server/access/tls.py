@@ -3,8 +3,7 @@
 
 With a client CA every client must send a certificate; an expired certificate fails the handshake.
 `LiveTls` replaces the files of a running server: later handshakes use the new files, and open
-connections stay open.
-"""
+connections stay open."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class TlsFiles:
     client_ca: Path | None = None
 
     def ends_at(self) -> dict[Path, datetime]:
-        """The certificate files, each with the earliest end of its certificates. Raises
-        TierConfigError."""
+        """Certificate files with their certificates' earliest ends. Raises TierConfigError."""
         files = {self.cert: "--tls-cert"}
         if self.client_ca is not None:
             files[self.client_ca] = "--tls-client-ca"
@@ -95,8 +93,7 @@ class LiveTls:
         self.look_at_ends()
 
     def credentials(self) -> Any:
-        """The server credentials for gRPC. At each handshake gRPC fetches a new configuration, if
-        any."""
+        """gRPC's server credentials. Each handshake fetches a new configuration, if any."""
         return grpc.dynamic_ssl_server_credentials(
             self._first,
             self._take_fresh,
@@ -104,8 +101,7 @@ class LiveTls:
         )
 
     def prepared(self, files: TlsFiles) -> LiveTls:
-        """Read and check these files, so that `take_over` cannot fail. Raises TierConfigError, also
-        for an expired certificate."""
+        """Read and check the files. Raises TierConfigError, also for an expired certificate."""
         if (files.client_ca is None) != (self.files.client_ca is None):
             raise TierConfigError(
                 "whether clients need certificates (--tls-client-ca) cannot be changed while the "

@@ -2,8 +2,7 @@
 """The files for serving an engine's blocks: token, certificate, key and client CA.
 
 The serving process reads the files when it starts and again when a file changes, so that renewed
-files need no restart.
-"""
+files need no restart."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
             token_digest(token, f"the token in {self.token_file} (--kv-serve-token-file)")
 
     def token(self) -> str | None:
-        """Read the token. Raises TierConfigError if the file is unreadable or open to other
-        users."""
+        """Read the token. Raises TierConfigError for an unreadable file or one open to others."""
         return None if self.token_file is None else _read_token(Path(self.token_file))
 
     def tls(self) -> TlsFiles | None:

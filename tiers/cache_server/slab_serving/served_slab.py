@@ -3,8 +3,7 @@
 can load blocks, but cannot store or delete any.
 
 Blocks are sent from their slots. The engine does not evict a block while it is sent or leased
-(`slab/slab_index.py`). A block that was evicted just before that is a miss.
-"""
+(`slab/slab_index.py`). A block that was evicted just before that is a miss."""
 
 from __future__ import annotations
 
@@ -41,9 +40,8 @@ _CLOSE_SECONDS = 1.0
 
 
 class PeerStore(ServedStore):
-    """A store over an engine's slab. `slab_fd` is the slab's memory, `reader` reads the slab's
-    index, and `layout` is the layout of its blocks. `tags` makes the tags that other engines
-    expect."""
+    """A store over an engine's slab in `slab_fd`, with blocks of `layout`. `reader` reads the
+    slab's index, and `tags` makes the tags that other engines expect."""
 
     is_read_only = True
 

@@ -3,8 +3,7 @@
 
 A thread watches the process. If the process ends, or writes nothing for `SILENT_SECONDS`, the
 thread starts a new process after a pause, which grows with each failure. Until then other engines
-get misses without waiting.
-"""
+get misses without waiting."""
 
 from __future__ import annotations
 
@@ -181,7 +180,6 @@ class SlabServing:
             self._sent, self._held = (0, 0), 0
 
     def _handle_line(self, line: bytes) -> None:
-        """Handle one line of the process's output."""
         try:
             said: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
         except msgspec.MsgspecError:  # a line of the interpreter itself
@@ -206,9 +204,8 @@ class SlabServing:
 
 
 def _lines(stream: IO[bytes], first_seconds: float, silent_seconds: float) -> Iterator[bytes]:
-    """Yield the lines of a pipe until its end. Raises TimeoutError after `first_seconds` without a
-    first byte, or `silent_seconds` without a later byte. A line longer than _MAX_LINE_BYTES comes
-    in pieces."""
+    """Yield a pipe's lines, in pieces of _MAX_LINE_BYTES at most. Raises TimeoutError after
+    `first_seconds` without a first byte, or `silent_seconds` without a later one."""
     held, wait = b"", first_seconds
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)

@@ -6,8 +6,7 @@
                        {"sent": [blocks, bytes], "held": blocks}
 
 The process can read the slab's memory and its index, and can protect slots from eviction. It runs
-at a lower priority than the engine, and no engine step waits for a lock of this process.
-"""
+at a lower priority than the engine, and no engine step waits for a lock of this process."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
     pieces of one block, in order ──► its slot ──► its digest ──► end of the store, in groups
 
-The payload of a block that is already stored, or has no slot, is discarded.
-"""
+The payload of a block that is already stored, or has no slot, is discarded."""
 
 from __future__ import annotations
 
@@ -124,8 +123,7 @@ class BlockReceiver:
         self._current = None
 
     def store_whole(self) -> None:
-        """Store the received blocks, the last one first: a prompt's last blocks are evicted
-        first."""
+        """Store received blocks, the last first: a prompt's last blocks are evicted first."""
         stored: list[tuple[bytes, State]] = []
         while self._whole:
             block = self._whole.pop()

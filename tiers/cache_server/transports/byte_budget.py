@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """ByteBudget: limits the bytes in flight. A stream waits in a queue until other streams have given
-back enough bytes. Only one event loop may use a budget.
-"""
+back enough bytes. Only one event loop may use a budget."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from collections import deque
 
 
 class ByteBudget:
-    """Grants up to `total` bytes in order of arrival: a small request does not overtake a large
-    one."""
+    """Grants up to `total` bytes in order of arrival: small requests overtake no large one."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -23,8 +21,7 @@ class ByteBudget:
         return self._total - self._free
 
     async def take_bytes(self, wish: int) -> int:
-        """Wait for `wish` bytes, or for the total if that is less. Return the number to give
-        back."""
+        """Wait for `wish` bytes, `total` at most. Return the number to give back."""
         wish = min(wish, self._total)
         if not self._line and wish <= self._free:
             self._free -= wish

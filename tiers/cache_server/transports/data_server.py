@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DataServer: accepts data connections on a TCP port, with TLS if the gRPC service uses TLS. The
-kernel chooses the sizes of socket buffers, because its choice is better than any fixed size.
-"""
+kernel chooses the sizes of socket buffers, because its choice is better than any fixed size."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 """DataSession: serves LOAD and STORE, which move blocks between slots and the connection.
 
 While one part of a LOAD is sent, the disk reads the next part. All slots are released however the
-connection ends.
-"""
+connection ends."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 The socket is in its own folder, which only this user can enter, and the server refuses clients of
 other users (SO_PEERCRED). The client's ticket selects the tenant store, so no client gets another
 tenant's memory. The server locks its folder; a later server removes unlocked folders, which killed
-servers left.
-"""
+servers left."""
 
 from __future__ import annotations
 
@@ -99,8 +98,7 @@ class MemoryServer(SessionServer):
 
 
 def _lock(folder: str) -> int | None:
-    """Lock a folder. Return a descriptor, or None if another process has the lock. May raise
-    OSError."""
+    """Lock a folder. Return a descriptor, or None if it is locked already. May raise OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,8 +112,7 @@ def _lock(folder: str) -> int | None:
 
 
 def _parents() -> list[str]:
-    """The parent folders to try for the socket's folder, in order. The first writable one is
-    used."""
+    """Parents to try for the socket's folder, in order. The first writable one is used."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     named = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - the folder in it is 0700 and new
     return list(dict.fromkeys((named, "/tmp", runtime, "/dev/shm")))  # noqa: S108 - likewise

@@ -5,8 +5,7 @@ A lease ends at its deadline or with its connection, so a killed client keeps no
 that is stopped during a copy continues to write when it runs again. The slots that it reserved
 therefore stay unused until the client sends COMMIT or its connection ends. Until then the server
 does not close the connection as idle. If a client writes to a slot after that, other clients notice
-that the block's tag does not match.
-"""
+that the block's tag does not match."""
 
 from __future__ import annotations
 

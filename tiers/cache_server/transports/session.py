@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Session: the server's side of one data connection. It answers requests in order. `DataSession`
-and `MemorySession` implement the verbs.
-"""
+and `MemorySession` implement the verbs."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ class Session(ABC):
         """The methods that answer the verbs. Each takes the request and a deadline."""
 
     def run(self) -> None:
-        """Answer requests until the connection ends or is silent for too long. Raises
-        ConnectionLost, NotKnown, or WireError for an invalid request."""
+        """Answer requests until end or silence. Raises ConnectionLost, NotKnown, WireError."""
         while self._wait_for_request():
             if not self.is_known():
                 raise NotKnown("the client's credentials are not known any more")

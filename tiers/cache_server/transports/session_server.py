@@ -3,8 +3,7 @@
 
 The number of connections is limited, in total and for each tenant. A stranger (a connection that
 has not sent a ticket) has a short time to send one. If the total is reached, the oldest stranger is
-shut down. `DataServer` and `MemoryServer` are the two implementations.
-"""
+shut down. `DataServer` and `MemoryServer` are the two implementations."""
 
 from __future__ import annotations
 
@@ -97,8 +96,7 @@ class SessionServer(ABC):
 
     @abstractmethod
     def _wrap(self, sock: socket.socket) -> Connection:
-        """Make a connection from an accepted socket, on the connection's thread. Raises OSError, or
-        ConnectionLost if the client is refused."""
+        """Make a connection, on its own thread. Raises OSError, or ConnectionLost if refused."""
 
     @abstractmethod
     def _session(self, connection: Connection, tenant_store: ServedStore) -> Session:
@@ -118,8 +116,7 @@ class SessionServer(ABC):
         self._acceptor.start()
 
     def close(self, timeout_seconds: float) -> None:
-        """Accept no more connections. After `timeout_seconds` abort those still open.
-        Idempotent."""
+        """Accept no more connections. Abort those open after `timeout_seconds`. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -159,8 +156,7 @@ class SessionServer(ABC):
                 sock.close()
 
     def _begin_session(self, sock: socket.socket) -> None:
-        """Start the thread of a connection, or close it if there are too many. Raises OSError,
-        RuntimeError."""
+        """Start a thread, or close the socket at the limit. Raises OSError, RuntimeError."""
         thread = threading.Thread(
             target=self._serve, args=(sock,), name="stratakv-data", daemon=True
         )

@@ -7,8 +7,7 @@
 
 Bytes in flight are limited, in total and for each tenant. With several tenants, each has a reserve
 that no other tenant can use, for one call at a time; all other calls wait in a queue for the rest.
-The server ends a call whose client stalls, so that waiting calls can start.
-"""
+The server ends a call whose client stalls, so that waiting calls can start."""
 
 from __future__ import annotations
 
@@ -205,7 +204,6 @@ def _begin_part(tenant_store: ServedStore, keys: list[bytes], read_leases: list[
 
 
 def _wait_part(tenant_store: ServedStore, read_lease: ReadLease) -> list[Proof | None]:
-    """Wait for the blocks of a read lease. Return their proofs."""
     tenant_store.wait_loaded(read_lease, time.monotonic() + _READ_SECONDS)
     return tenant_store.proofs(read_lease)
 

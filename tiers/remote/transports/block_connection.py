@@ -9,8 +9,7 @@ map, `StreamConnection` through gRPC. A caller may rely on this:
 - a call raises ConnectionLost at its deadline (monotonic seconds) if it has not ended. A caller
   must do this:
 - make one call at a time (except `abort_call`), and close a connection that raised;
-- pass at most `frames.MAX_BLOCKS` blocks to a call.
-"""
+- pass at most `frames.MAX_BLOCKS` blocks to a call."""
 
 from __future__ import annotations
 

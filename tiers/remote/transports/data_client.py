@@ -128,8 +128,7 @@ class DataConnection(SocketConnection):
         proofs: list[Proof | None],
         deadline: float,
     ) -> None:
-        """Receive the blocks `hits` into their buffers, and fill in their proofs. Count blocks
-        whose tag does not match."""
+        """Receive blocks and fill in their proofs. Count blocks whose tag does not match."""
         if not hits:
             return
         tags = self._tags

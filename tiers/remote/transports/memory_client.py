@@ -8,8 +8,7 @@ One call copies and hashes a block and releases the GIL meanwhile; with a tag ke
 it in parts. If a lease ends before a block is copied out, the block is a miss, because its slot may
 hold another block by then. The client reads the clock before each copy into a slot. If the process
 is stopped during such a copy, the server does not reuse the slot until the client sends COMMIT or
-its connection ends.
-"""
+its connection ends."""
 
 from __future__ import annotations
 
@@ -323,8 +322,7 @@ class MemoryConnection(SocketConnection):
     def _copy_in(
         self, key: bytes, buffer: memoryview, target: memoryview, lease_ends: float
     ) -> Any | None:
-        """Copy a block to `target` and hash it. Return the hasher, or None if the lease ended. The
-        server hashes the copy again."""
+        """Copy a block to `target` and hash it. Return the hasher, or None if the lease ended."""
         if time.monotonic() >= lease_ends:
             return None
         if not self._tags.are_keyed:

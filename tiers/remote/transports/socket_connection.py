@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SocketConnection: the base class of `DataConnection` and `MemoryConnection`. It sends requests
-and receives replies. A message that the protocol does not allow raises ConnectionLost.
-"""
+and receives replies. A message that the protocol does not allow raises ConnectionLost."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ def greet(connection: Connection, ticket: bytes, layout: BlockLayout, deadline: 
 
 
 def welcomed(raw: bytes, layout: BlockLayout) -> Welcome:
-    """Decode a welcome. Raises Refused for a status that is not OK, ConnectionLost for a wrong
-    block size."""
+    """Decode a welcome. Raises Refused, or ConnectionLost for a wrong block size."""
     welcome = decode(decode_welcome, raw)
     if welcome.status is not Status.OK:
         raise Refused(welcome.status)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client's end of the gRPC streams, for servers whose data connection cannot be reached. The
-streams are slower than the other transports, but they pass through any proxy.
-"""
+streams are slower than the other transports, but they pass through any proxy."""
 
 from __future__ import annotations
 

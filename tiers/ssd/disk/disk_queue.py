@@ -4,8 +4,7 @@
 A thread that waits for each call gives the disk only one request at a time. Many such threads would
 lose time on wake-ups and on the GIL for every record. So one thread submits many requests to the
 kernel together and collects the finished ones (`AioQueue`). If the kernel has no asynchronous I/O,
-`BlockingQueue` runs the requests one by one.
-"""
+`BlockingQueue` runs the requests one by one."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ class AioContext:
     ended. Both release the GIL. io_uring could do the same, but many containers forbid it, and
     Python lacks the memory barriers for it. See io_submit(2) and <linux/aio_abi.h>.
 
-    Raises OSError if processor, kernel or the limit `/proc/sys/fs/aio-max-nr` allow no context.
-    """
+    Raises OSError if processor, kernel or the limit `/proc/sys/fs/aio-max-nr` allow no context."""
 
     def __init__(self, depth: int) -> None:
         numbers = _NUMBERS.get(platform.machine())
@@ -135,8 +133,7 @@ class AioContext:
         del prepared[:]
 
     def events(self, at_least: int) -> list[tuple[int, int]]:
-        """Wait until at least `at_least` requests have ended. Return the number and the result of
-        every ended request; a result is a count of bytes or a negative errno."""
+        """Wait until `at_least` have ended. Return each one's number and result (bytes, -errno)."""
         ended, self._refused = self._refused, []
         wanted = max(0, at_least - len(ended))
         while True:
@@ -191,8 +188,7 @@ class DiskQueue(Protocol):
         """Start all requests that `start` has queued."""
 
     def wait_completions(self) -> list[tuple[int, Result]]:
-        """Wait until at least one request has ended. Return the numbers and the results of all
-        ended requests. At least one request must be running."""
+        """Wait until a running request has ended. Return numbers and results of all ended ones."""
 
     def close(self) -> None:
         """Free the kernel's resources for this queue. No request may be running."""

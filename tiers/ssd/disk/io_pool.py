@@ -11,8 +11,7 @@ wakes only one thread, because one thread can keep a disk busy. More threads wou
 from the engine and slow its steps as much as the writing itself does. Several batches wake several
 threads. One batch also wakes several threads if its blocks take long to encode or verify
 (`spread`), or if every request blocks its thread (`BlockingQueue`). A `Work` says what to do with a
-run.
-"""
+run."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ An encoded payload is shorter than its slot; the bytes after it are left from an
 
 Bytes go directly between the disk and the caller's buffers (O_DIRECT), because the page cache would
 only hold one more copy of a block. Only header pages and the last, partly filled page of a payload
-are copied through a `Scratch`. So bytes after a payload are never read or written.
-"""
+are copied through a `Scratch`. So bytes after a payload are never read or written."""
 
 from __future__ import annotations
 
@@ -61,10 +60,8 @@ class Scratch:
 
 class SlotFile:
     """A preallocated file of `num_slots` records, mode 0600. Thread-safe, but each scratch and each
-    queue must be used by one thread only.
-
-    Raises OSError if the file cannot be created or cannot get its full size.
-    """
+    queue must be used by one thread only. Raises OSError if the file cannot be created or cannot
+    get its full size."""
 
     def __init__(self, path: Path, layout: BlockLayout, num_slots: int) -> None:
         self._path = path
@@ -106,9 +103,8 @@ class SlotFile:
         disk.start(number, False, self._vector(payloads, scratch), slot * self.record_bytes)
 
     def take_read(self, num_bytes: int, payloads: Sequence[memoryview], scratch: Scratch) -> int:
-        """Return how many whole records a read of `num_bytes` has brought, which is fewer than
-        requested at the end of the file. Copy each record's last, partly filled page to its
-        buffer."""
+        """Return how many whole records a read of `num_bytes` has brought: fewer than asked for at
+        the end of the file. Copy each record's partly filled last page to its buffer."""
         whole = num_bytes // self.record_bytes
         if self._tail:
             for payload, tail in zip(payloads[:whole], scratch.tails, strict=False):
@@ -155,8 +151,7 @@ class SlotFile:
         return HEADER_PAGE_BYTES + _whole_pages(size)
 
     def saved_bytes(self, size: int) -> int:
-        """Bytes that need not be read or written because a payload is encoded in `size` bytes.
-        Without a codec, `size` and the result are 0."""
+        """Bytes that encoding a payload in `size` bytes saves. Without a codec both are 0."""
         return self.record_bytes - HEADER_PAGE_BYTES - _whole_pages(size) if size else 0
 
     def erase(self, slots: Sequence[int]) -> None:
@@ -170,8 +165,7 @@ class SlotFile:
         os.fdatasync(self._buffered)
 
     def can_be_read(self) -> bool:
-        """Whether one of up to four trial reads succeeds. An error of a temporary shortage, such as
-        of memory, counts as success. Waits for the disk."""
+        """Whether one of up to four trial reads succeeds or finds a temporary shortage. Waits."""
         descriptor = self._buffered if self._direct is None else self._direct
         page = Scratch(1, 0).headers[0]
         num_slots = os.fstat(self._buffered).st_size // self.record_bytes

@@ -6,8 +6,7 @@ The plan counts every file that a store may have on the disk:
     slot file            slots * (header page + payload, padded)
     index                as large as it may ever become, allocated at once
     index set aside      a damaged index is kept for inspection, one at most
-    small files          lock file, directories, the file system's own maps of the above
-"""
+    small files          lock file, directories, the file system's own maps of the above"""
 
 from __future__ import annotations
 
@@ -43,7 +42,6 @@ class SpacePlan:
 
     @property
     def total_bytes(self) -> int:
-        """The most disk space that the store ever takes."""
         return self.slot_file_bytes + 2 * self.index_bytes + SMALL_FILES_BYTES
 
 

@@ -10,8 +10,7 @@
     PATH/format-n/     a store of another format (`other_formats.py`)
 
 Files get mode 0600 and folders mode 0700, even if they had other modes before. A PATH that existed
-before keeps its mode. No symbolic link below PATH is followed.
-"""
+before keeps its mode. No symbolic link below PATH is followed."""
 
 from __future__ import annotations
 
@@ -46,10 +45,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 class StoreDirectory:
     """The directory of a store, locked until `close`. Raises TierConfigError with cause and cure,
-    or TierDown if the path cannot be written to at present.
-
-    If `create` is false, a directory without a store is refused.
-    """
+    or TierDown if the path cannot be written to at present. If `create` is false, a directory
+    without a store is refused."""
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
         self.path = path.absolute()

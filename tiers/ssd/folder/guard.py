@@ -3,8 +3,7 @@
 
 A damaged LMDB file can kill the process that opens it, by SIGBUS or SIGABRT. So `scan.py` checks
 and reads the file in a child process with a time limit. Without its index the store only starts
-empty, but a damaged index could kill the engine.
-"""
+empty, but a damaged index could kill the engine."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
 
 
 class _Watch:
-    """Kills a child process that gives no output for too long. `run` runs on a thread of its own;
-    only the thread that reads from the child calls `saw`."""
+    """Kills a silent child. `run` has its own thread; only the reading thread calls `saw`."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.over = threading.Event()

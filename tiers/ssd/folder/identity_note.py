@@ -11,8 +11,7 @@ index is rebuilt from the records, the file gives the namespace, which record he
 has the last epoch, so that no opening repeats an epoch. The file has the generation of the last
 clear, so that cleared blocks stay forgotten although their rows and records remain. The file is one
 line of JSON and one line with its checksum. A change replaces the file by a rename, or overwrites
-it if the disk is full.
-"""
+it if the disk is full."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 A folder with a lock file and at least one other file of a store counts as a store. Damaged stores
 are listed too and can be removed. Listing reads a few pages of each store and follows no symbolic
-link below the given folder. Only `remove` changes anything.
-"""
+link below the given folder. Only `remove` changes anything."""
 
 from __future__ import annotations
 

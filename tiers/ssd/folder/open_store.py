@@ -2,8 +2,7 @@
 """Opens a store: checks its directory, reads its index and fits its files to the capacity.
 
 Opening reads no payloads unless the store shrinks, so it is as fast with large blocks as with
-small. The caller must hold the lock of the returned state to use the state's `index`.
-"""
+small. The caller must hold the lock of the returned state to use the state's `index`."""
 
 from __future__ import annotations
 
@@ -204,8 +203,7 @@ def _read_store(
 
 
 def _choose_victims(index: SlotIndex, name: str, make: PolicyFactory) -> None:
-    """Make the index evict by this policy, unless the store has more than `MOST_POLICY_SLOTS`
-    slots. Raises TierConfigError if the policy cannot be made."""
+    """Evict by this policy if there are at most `MOST_POLICY_SLOTS`. Raises TierConfigError."""
     if index.num_slots > MOST_POLICY_SLOTS:
         log.warning(
             "the SSD tier has %d slots and evicts by least recent use: with more than %d the "
@@ -284,8 +282,7 @@ class _OtherFormat(Exception):
 
 
 def _check_format(path: Path, found: Identity, wanted: Identity) -> None:
-    """Raise _OtherFormat if only the format version differs. Raise TierConfigError if the layout or
-    the namespace differs as well."""
+    """Raise _OtherFormat if only the format version differs, TierConfigError if more differs."""
     if found.format_version == wanted.format_version:
         return
     if not found._replace(format_version=wanted.format_version).is_same(wanted):

@@ -10,8 +10,7 @@ disk has room for them and for the store in use. Single blocks cannot be removed
 so the first `clear` or `wait_forgotten` removes them all.
 
 The caller must hold the store's lock. Every function may raise OSError. The next opening finishes a
-move that a crash interrupted. No symbolic link is followed.
-"""
+move that a crash interrupted. No symbolic link is followed."""
 
 from __future__ import annotations
 
@@ -108,8 +107,7 @@ def _end_keeping(path: Path, moving: Path) -> Path:
 
 
 def _take_back(path: Path, moving: Path, format_version: int) -> None:
-    """Move the files of the store that is being opened back into `path`, if another version crashed
-    while it moved that store away."""
+    """Move files back into `path` if another version crashed while it moved them away."""
     note = read_note(path)
     if not _is_folder(moving) or note is None or note.format_version != format_version:
         return

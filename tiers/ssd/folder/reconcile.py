@@ -3,8 +3,7 @@
 
 `RecordFile` reads a whole slot file and verifies every record against its own header. `Reconciler`
 compares the rows of an index with these records, in the order of the slots. Faults go into a
-`CheckResult`; the store is not changed.
-"""
+`CheckResult`; the store is not changed."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ _SLOT_BITS = 32
 
 
 def _of_group(key: bytes) -> str:
-    """Message text that names the block's KV cache group; empty for the first group. A hit on a
-    prompt needs blocks of every group."""
+    """Message text with the block's KV cache group; empty for the first group."""
     group = unpack_key(key).group
     return f", a block of cache group {group}" if group else ""
 
@@ -95,11 +93,9 @@ class Found(NamedTuple):
 
 
 class RecordFile:
-    """A slot file opened for reading only, with direct I/O if the file system has it.
-
-    `seal` is the seal of the records. If `verifies` is false, because the seal is unknown, only
-    headers are checked.
-    """
+    """A slot file opened for reading only, with direct I/O if the file system has it. `seal` is the
+    seal of the records. If `verifies` is false, because the seal is unknown, only headers are
+    checked."""
 
     def __init__(self, path: Path, seal: Seal | None = None, *, verifies: bool = True) -> None:
         self._seal = seal

@@ -18,8 +18,7 @@ process to start, so it imports no module of this project and few others.
 
 Page: pgno u64, pad u16, flags u16, lower u16, upper u16, offsets of nodes u16 each, ... nodes.
 Node: low u16, high u16, flags u16, key size u16, key, data. In a leaf low|high is the data size;
-in a branch low|high|flags is the child's page number.
-"""
+in a branch low|high|flags is the child's page number."""
 
 from __future__ import annotations
 
@@ -131,8 +130,7 @@ class RowStream:
 
 
 class PageScan:
-    """Checks a file's newest snapshot. Adds its rows to `rows`. Raises Damage at the first
-    fault."""
+    """Checks a file's newest snapshot, and adds its rows to `rows`. Raises Damage."""
 
     def __init__(self, data: mmap.mmap, rows: RowStream) -> None:
         self._data = data
@@ -159,8 +157,7 @@ class PageScan:
     def _check_tree(
         self, tree: Tree, *, free_list: bool = False, has_rows: bool = False
     ) -> list[tuple[int, int]]:
-        """Check a tree. Return the offset and size of each value for the list of free pages, and an
-        empty list for any other tree."""
+        """Check a tree. Return the values' offsets and sizes for the free list, else `[]`."""
         if tree.root == _EMPTY:
             if tree.entries or tree.depth:
                 raise Damage("a tree without a root claims to have entries")

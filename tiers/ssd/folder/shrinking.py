@@ -10,8 +10,7 @@ moved by then are lost; the hottest blocks are moved first. After a crash at any
 names a slot that holds its record: first the colder block's row is removed, then the hot block's
 record is copied and synced, and then one commit writes its new row and removes its old row. At the
 end, the rows beyond the new end are removed and the file is truncated there, so that a full disk
-has room for the smaller index.
-"""
+has room for the smaller index."""
 
 from __future__ import annotations
 

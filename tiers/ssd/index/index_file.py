@@ -11,8 +11,7 @@ one page of the tree instead of one page for each block.
                                    | encoded bytes u64, 0 for a block without a codec
 
 Only one thread at a time may use the index. `folder/guard.py` must check the file before it is
-opened, because LMDB can kill the process on a damaged file.
-"""
+opened, because LMDB can kill the process on a damaged file."""
 
 from __future__ import annotations
 
@@ -118,9 +117,7 @@ class Identity(NamedTuple):
 
 class IndexFile:
     """The index on disk in `folder`: rows and identity. Changes are durable when a call returns.
-
-    Every call may raise lmdb.Error.
-    """
+    Every call may raise lmdb.Error."""
 
     def __init__(self, folder: Path, map_bytes: int) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -258,11 +255,9 @@ def _delete(txn: Any, slots: Iterable[int]) -> None:
 
 
 def rebuild(folder: Path, map_bytes: int, identity: Identity, rows: Iterable[Row]) -> None:
-    """Replace the index in `folder` by a new one of `map_bytes` that holds `rows`.
-
-    LMDB files never shrink, so a smaller store needs a new file. A crash leaves either the old or
-    the new index. The old index is removed only after the new index has all rows and its identity.
-    """
+    """Replace the index in `folder` by a new one of `map_bytes` that holds `rows`. LMDB files never
+    shrink, so a smaller store needs a new file. A crash leaves either the old or the new index. The
+    old index is removed only after the new index has all rows and its identity."""
     fresh = fresh_folder(folder)
     shutil.rmtree(fresh, ignore_errors=True)
     index = IndexFile(fresh, map_bytes)

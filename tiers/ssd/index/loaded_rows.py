@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the rows of the index on disk as the initial content of the index in memory.
-
-Rows are processed as columns, in C wherever possible, because there may be a million rows.
-"""
+"""Loads the rows of the index on disk as the initial content of the index in memory. Rows are
+processed as columns, in C wherever possible, because there may be a million rows."""
 
 from __future__ import annotations
 
@@ -99,11 +97,9 @@ class LoadedRows:
 
 
 def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
-    """The slots in use, least recently used first. `uses` is 0 for all other slots.
-
-    Last uses are normally small distinct numbers, so a counting sort orders them quickly. Damaged
-    rows may have large or equal numbers; then an ordinary sort runs.
-    """
+    """The slots in use, least recently used first. `uses` is 0 for all other slots. Last uses are
+    normally small distinct numbers, so a counting sort orders them quickly. Damaged rows may have
+    large or equal numbers; then an ordinary sort runs."""
     last, unused = max(uses, default=0), len(uses)
     if last > _LARGEST_USE:
         for slot in slots.values():

@@ -98,9 +98,8 @@ class RowWriter:
         return True
 
     def commit(self, entries: Sequence[Entry]) -> bool:
-        """Commit the rows of new entries. The same commit removes rows, to free slots for later
-        batches. The commit also writes last uses if there are no entries or `USES_SECONDS` have
-        passed. Return False if the commit failed."""
+        """Commit rows of new entries, and remove rows to free slots for later batches. Write last
+        uses too without entries or after `USES_SECONDS`. Return False if the commit failed."""
         index, now = self._state.index, time.monotonic()
         with_uses = not entries or now >= self._uses_at
         num_ahead = min(len(entries), self._ahead)

@@ -15,8 +15,7 @@ The index always keeps the order of last use, because the index on disk stores i
 use is also the order of eviction, unless an eviction policy chooses the victims (`choose_by`). The
 index passes each use, insert and removal to the policy.
 
-The index does no I/O. Its owner calls all methods under one lock.
-"""
+The index does no I/O. Its owner calls all methods under one lock."""
 
 from __future__ import annotations
 
@@ -109,20 +108,17 @@ class SlotIndex:
 
     def retain_keys(self, keys: Sequence[bytes], until: float, now: float) -> int:
         """Protect known blocks, given head first, from eviction until `until` (monotonic seconds).
-        Return how many blocks, from the first on, are protected. At most HELD_SHARE of the slots
-        are held."""
+        Return how many leading ones are protected. At most HELD_SHARE of the slots are held."""
         leading = list(takewhile(self._slots.__contains__, keys))
         held = self._holds.create_hold(leading, until, now).keys
         self.touch(held)  # so that the search for victims meets others first
         return len(held)
 
     def coldest_slots(self, limit: int) -> list[int]:
-        """Up to `limit` slots in use, least recently used first."""
         return list(islice(self._recency, limit))
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Record a use of keys, given head first. The head counts as used last, so that a chain's
-        tail is evicted first. Unknown keys are ignored."""
+        """Record uses, given head first, so that a tail is evicted first. Ignores unknown keys."""
         known = self._slots
         tail_first = [key for key in keys if key in known][::-1]
         slots = [known[key] for key in tail_first]
@@ -202,8 +198,7 @@ class SlotIndex:
         return [key for key in found if key is not None], len(self._dropped) < _MOST_DROPPED
 
     def make_room(self, count: int) -> int:
-        """Evict until `count` slots are free, or will be when rows are removed. Return the number
-        of evicted blocks."""
+        """Evict until `count` slots are free or leaving. Return the number evicted."""
         wanted = count - self.free.count
         for slot in self._leaving:
             if wanted <= 0:
@@ -214,8 +209,7 @@ class SlotIndex:
         return len(victims)
 
     def take_leaving(self, limit: int | None = None) -> list[Entry]:
-        """Take entries whose rows must be removed; each ends with `free_entries` or
-        `keep_leaving`."""
+        """Take entries whose rows must go. End each with `free_entries` or `keep_leaving`."""
         slots = self._leaving[:limit]
         del self._leaving[:limit]
         return [self._entry(slot) for slot in slots]
@@ -265,8 +259,7 @@ class SlotIndex:
         return Commit(rows, self.take_leaving(limit) if rows else [], num_evicted)
 
     def publish(self, entries: Sequence[Entry]) -> None:
-        """Make entries visible to look-ups. They are given head first. In a durable store, their
-        rows are on the disk."""
+        """Let look-ups find entries, given head first. A durable store's rows are on the disk."""
         tail_first = entries[::-1]
         for key, slot, generation, encoded_bytes in tail_first:
             self._slots[key] = slot

@@ -2,8 +2,7 @@
 """Reads and decodes a request body, within limits on its size and time.
 
 The caller gives the type to decode. msgspec decodes the body, because a prompt of thousands of
-token ids has to become a list in well under a millisecond.
-"""
+token ids has to become a list in well under a millisecond."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ async def _read(request: Request, limit: int) -> bytes:
 
 def check_kind(request: Request, wanted: str = JSON) -> None:
     """Raise ApiError 415 for a body of another content type. Browsers send some content types to
-    any host without asking the host first, so a page of any site could use a server without a
-    key."""
+    any host without asking it first, so any site's page could use a server without a key."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if kind == wanted and encoding == "identity":

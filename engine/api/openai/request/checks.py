@@ -53,8 +53,7 @@ def check_completion(front: Front, request: CompletionRequest) -> None:
 
 
 async def read_chat(front: Front, http: Request) -> ChatRequest:
-    """Return the request of a chat, its messages and tools unchecked. Raises like
-    `read_completion`."""
+    """Return a chat's request, messages and tools unchecked. Raises like `read_completion`."""
     request, body = await read_request(http, front.settings, _chat_decoder)
     _check_shared(front, request)
     top = request.top_logprobs

@@ -385,10 +385,8 @@ class ChatOptions:
 
 class ConversationRenderer:
     """Renders conversations for callers without HTTP, with the default limits of the HTTP server.
-    `source` is a template that replaces the model's own.
-
-    Raises ValueError if there is no template, or if it cannot be compiled.
-    """
+    `source` is a template that replaces the model's own. Raises ValueError if there is no template,
+    or if it cannot be compiled."""
 
     def __init__(self, model_path: Path, tokenizer: Tokenizer, source: str | None = None) -> None:
         self.settings = ApiSettings()

@@ -4,8 +4,7 @@
 Unknown fields of a request are refused. Unsupported fields of OpenAI's or vLLM's API are listed
 with neutral values, which have no effect and which clients send by default; every other value is
 refused. Unknown fields inside messages, tools and `stream_options` are ignored (see `dropped.py`),
-because clients send fields of other servers there.
-"""
+because clients send fields of other servers there."""
 
 from __future__ import annotations
 
@@ -207,8 +206,6 @@ class FunctionDefinition(msgspec.Struct, kw_only=True):
 
 
 class ToolDefinition(msgspec.Struct, kw_only=True):
-    """A tool that a request offers."""
-
     function: FunctionDefinition
     type: Literal["function"] = "function"
 
@@ -299,8 +296,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /detokenize."""
-
     tokens: list[int]
     model: str | None = None
 

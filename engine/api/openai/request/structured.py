@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The required form of an answer, from the fields that clients use for it: OpenAI's
-`response_format`, vLLM's `structured_outputs`, and vLLM's older `guided_` fields.
-"""
+`response_format`, vLLM's `structured_outputs`, and vLLM's older `guided_` fields."""
 
 from __future__ import annotations
 

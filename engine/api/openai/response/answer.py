@@ -137,7 +137,6 @@ class Answer(ABC):
         return await _encoded(parts, lambda: self.whole(parts, tally.usage()))
 
     async def _merge_outputs(self, generation: Generation, tally: Tally) -> TextOutput:
-        """Collect all outputs of a choice and merge them into one output."""
         whole = TextOutput()
         texts: list[str] = []
         thoughts: list[str] = []

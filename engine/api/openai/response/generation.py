@@ -49,8 +49,6 @@ _SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Task(NamedTuple):
-    """A prompt with its sampling parameters."""
-
     prompt: bytes
     params: SamplingParams
     embeds: bytes = b""  # replace the prompt's tokens

@@ -5,8 +5,7 @@ answer to the request for a decode node.
 The keys are those of routers for vLLM nodes. Routers for vLLM pass on unknown keys, so this server
 puts its ticket under `stratakv`. Routers for SGLang nodes send a request to both nodes at once,
 with a `bootstrap_room`. Both kinds of router may send addresses. This server opens no connection to
-an address in the field, because any client could have written it.
-"""
+an address in the field, because any client could have written it."""
 
 from __future__ import annotations
 

@@ -69,7 +69,6 @@ class CompletionForm:
     def format_tokens(
         self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None]
     ) -> CompletionLogprobs:
-        """Format the next tokens of the choice, each with its log-probabilities."""
         form = CompletionLogprobs([], [], [], [])
         for token, position in zip(token_ids, positions, strict=True):
             form.tokens.append(self._texts.get_token_text(token, as_id=self._as_ids).text)

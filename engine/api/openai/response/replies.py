@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of answers, in the forms of OpenAI's API and of vLLM.
 
-Most fields that are not in OpenAI's API are left out unless the client asks for them.
-"""
+Most fields that are not in OpenAI's API are left out unless the client asks for them."""
 
 from __future__ import annotations
 
@@ -30,8 +29,6 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """The token counts of one answer."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -41,11 +38,9 @@ class Usage(msgspec.Struct):
 
 
 class PromptToken(msgspec.Struct, gc=False):
-    """A token at a position of the prompt: the prompt's own token, or a likely token.
-
-    An answer may have thousands of these objects, so the garbage collector does not track them
-    (`gc=False`). `PromptToken` objects cannot be part of a reference cycle.
-    """
+    """A token at a position of the prompt: the prompt's own token, or a likely token. An answer may
+    have thousands, so the garbage collector does not track them (`gc=False`): they cannot be part
+    of a reference cycle."""
 
     logprob: float
     rank: int
@@ -123,8 +118,6 @@ class FunctionCall(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct):
-    """A whole tool call."""
-
     id: str
     type: Literal["function"]
     function: FunctionCall
@@ -158,8 +151,6 @@ class AssistantMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """A whole message, and the reason of its end."""
-
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
@@ -182,8 +173,6 @@ class Delta(msgspec.Struct):
 
 
 class ChatChunkChoice(msgspec.Struct):
-    """The piece of one message that a chunk adds."""
-
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None

@@ -47,7 +47,6 @@ async def close_with_error(send: Send, error: ApiError) -> None:
 
 
 def close_code(error: ApiError) -> int:
-    """Return the close code of a websocket for this error."""
     if error.code in _BY_CODE:
         return _BY_CODE[error.code]
     if error.status in (429, 503):

@@ -2,8 +2,7 @@
 """Work that is cancelled when its client disconnects, and answers that are sent as a stream.
 
 Server-sent events are written as they are made, without a queue between the engine's output and the
-socket, so that a slow client slows only its own request.
-"""
+socket, so that a slow client slows only its own request."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ async def until_disconnect(
     """Return the result of `work`. If the client disconnects, cancel `work` and raise ClientGone;
     once `ended` is done, cancel `work` and raise ApiError.
 
-    The request's body must have been read before, so that the next event is the disconnect.
-    """
+    The request's body must have been read before, so that the next event is the disconnect."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
@@ -74,7 +72,6 @@ async def before(wanted: Awaitable[T], deadline: float, ended: asyncio.Future[No
 
 
 def shutting_down() -> ApiError:
-    """Return the error for an answer that ends early because the server shuts down."""
     return ApiError(
         "the server is shutting down and ended this answer; ask again when it is back",
         status=503,
@@ -93,8 +90,7 @@ class EventStream:
     """An ASGI answer of server-sent events. `produce` gets, once, a function that writes an event.
 
     The status line is sent with the first event, so an earlier failure has its own HTTP status. A
-    later failure, or the server's shutdown (`ended` is done), becomes an event with an `error`.
-    """
+    later failure, or the server's shutdown (`ended` is done), becomes an event with an `error`."""
 
     produce: Callable[[Write], Awaitable[None]]
     timeout_seconds: float
@@ -102,7 +98,6 @@ class EventStream:
     _started: bool = field(init=False, default=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the whole stream."""
         try:
             await until_disconnect(receive, self._send_events(send), self.ended)
         except ClientGone:

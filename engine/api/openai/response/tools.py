@@ -6,8 +6,7 @@
     none          no tools    content
     auto          tools       free text, in which a parser of the model's form finds calls
     required      tools       by a grammar: a list of calls, each with arguments of its schema
-    a function    tools       by a grammar: the arguments of that function
-"""
+    a function    tools       by a grammar: the arguments of that function"""
 
 from __future__ import annotations
 
@@ -78,8 +77,6 @@ class CallReader:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The settings for the use of tools in one answer."""
-
     shown: list[Mapping[str, object]] | None = None  # the tools that the template gets
     structured_outputs: StructuredOutputsParams | None = None  # set if the answer must call
     make_parser: Callable[[], ToolCallParser] | None = None  # None: no calls are read
@@ -181,8 +178,7 @@ def _is_json(text: str) -> bool:
 
 
 def _check_schema(place: str, schema: Mapping[str, Any] | None) -> None:
-    """Raise ApiError unless the schema describes an object; the grammar compiler checks the
-    rest."""
+    """Raise ApiError unless the schema describes an object; the compiler checks the rest."""
     schema = without_nulls(schema or {})
     kind = schema.get("type", "object")
     if kind != "object":

@@ -4,8 +4,7 @@ shows, and the messages that it leaves out.
 
 Templates silently drop input that they do not know: a role, a call beside a text, a second system
 message. The source of a template does not show this reliably, so the probe renders examples.
-Results are kept for each template, so that most conversations are rendered only once.
-"""
+Results are kept for each template, so that most conversations are rendered only once."""
 
 from __future__ import annotations
 
@@ -133,7 +132,6 @@ class TemplateProbe:
 
 
 def in_parts(message: Seen) -> Seen:
-    """Return the message with its content as a list of parts."""
     content = message.get("content")
     if not isinstance(content, str):
         return message

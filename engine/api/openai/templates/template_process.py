@@ -2,8 +2,7 @@
 """Processes that compile and render chat templates, and the pool of idle processes.
 
 A process is started when it is first needed, and again after a template has made it end. The
-processes end when the server's process ends.
-"""
+processes end when the server's process ends."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ each end.
 
 Question and answer are JSON, each after its length in four bytes. A question without a context asks
 whether the template can be compiled. Unlike msgpack, JSON has numbers of any size and lone
-surrogates.
-"""
+surrogates."""
 
 from __future__ import annotations
 
