@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from ...tiers.settings.format import format_name
 from ...tiers.settings.sizes import show_size
@@ -42,6 +43,10 @@ class AdapterRegistry:
     @property
     def loaded(self) -> list[LoadedAdapter]:
         return list(self._by_name.values())
+
+    def stats(self) -> dict[str, Any]:
+        """Return the names of the loaded adapters, and the most of one step."""
+        return {"loaded": list(self._by_name), "max_adapters": self._config.num_slots}
 
     def load_now(self, name: str, path: Path) -> LoadedAdapter:
         """Load an adapter and wait for it. Raises ConfigError if it cannot be used."""
@@ -93,16 +98,16 @@ class AdapterRegistry:
 
     def release_unused(self, requests: Iterable[Request]) -> None:
         """Drop the unloaded adapters that none of the `requests` has from the worker."""
-        if not self._unused:
-            return
-        held = {each.adapter.fingerprint for each in requests if each.adapter is not None}
-        for fingerprint in self._unused - held:
+        for fingerprint in self.find_unused(requests):
             self._unused.discard(fingerprint)
             self._executor.drop_adapter(fingerprint)
 
-    @property
-    def has_unused(self) -> bool:
-        return bool(self._unused)
+    def find_unused(self, requests: Iterable[Request]) -> set[bytes]:
+        """Return the unloaded adapters that none of the `requests` has."""
+        if not self._unused:
+            return self._unused
+        held = {each.adapter.fingerprint for each in requests if each.adapter is not None}
+        return self._unused - held
 
     def _check_name(self, name: str, *, replaces: bool) -> None:
         if not self._config.num_slots:
