@@ -154,6 +154,8 @@ class AdapterRegistry:
 def open_registry(config: LoraConfig, executor: Executor) -> AdapterRegistry:
     """Make the registry, and load the adapters that the settings name. Raises ConfigError with the
     adapter's name for one that cannot be used."""
+    if config.folder is not None and not config.folder.is_dir():
+        raise ConfigError(f"--lora-dir {config.folder} is no directory; make it, or give another")
     registry = AdapterRegistry(config, executor)
     for module in config.modules:
         try:
