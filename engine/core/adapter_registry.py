@@ -66,9 +66,8 @@ class AdapterRegistry:
             except BaseException as error:  # noqa: BLE001 - the future's reader raises it
                 future.set_exception(error)
 
-        future.add_done_callback(lambda _: self._loading.discard(message.name))
         threading.Thread(target=read, name="adapter-load", daemon=True).start()
-        return Deferred(future, lambda found: self._take(message, found))
+        return Deferred(future, lambda done: self._finish_load(message, done))
 
     def unload_adapter(self, name: str) -> LoadedAdapter:
         """Forget a name. Raises ValueError for an unknown one."""
@@ -128,6 +127,10 @@ class AdapterRegistry:
                 f"{num_others} adapters are loaded and --max-cpu-loras is "
                 f"{self._config.max_loaded}; unload one, or raise that"
             )
+
+    def _finish_load(self, message: LoadAdapter, done: Future[ReadAdapter]) -> LoadedAdapter:
+        self._loading.discard(message.name)
+        return self._take(message, done.result())
 
     def _take(self, message: LoadAdapter, found: ReadAdapter) -> LoadedAdapter:
         self._executor.add_adapter(found)
