@@ -17,7 +17,8 @@ from ..request.request import Request, RequestStatus
 from .request_states import RequestStates
 
 MOST_OVERTAKES = 32
-# Of one round. A refusal is cheap, and those behind the refused ones may run.
+# So many of a round count as refused and not as deferred. A refusal is cheap, and those behind the
+# refused ones may run.
 MOST_REFUSED = 256
 
 
@@ -30,24 +31,21 @@ class AdapterBudget:
         self._first: Request | None = None  # the first request without a place
         self._num_overtakes = 0  # of that request
         self._drained = b""  # the adapter that gets no more requests; b"": none
+        self.is_asked = False  # whether a request with an adapter may run, since the last round
         # Of this round of admission:
         self.num_refused = 0
         self._held: Counter[bytes] | None = None  # None: not counted yet
 
     def begin_round(self) -> None:
         """Forget what the last round of admission counted."""
-        self.num_refused, self._held = 0, None
-
-    @property
-    def refuses_on(self) -> bool:
-        """Whether so many requests were refused that the round should end."""
-        return self.num_refused >= MOST_REFUSED
+        self.is_asked, self.num_refused, self._held = False, 0, None
 
     def allows(self, request: Request, only_known: bool = False) -> bool:
         """Whether a waiting request with an adapter may run, as far as the adapter goes. With
         `only_known` no new request starts, so none is waited for."""
+        self.is_asked = True
         may_run = self._may_run(request, only_known)
-        self.num_refused += not may_run
+        self.num_refused += not may_run and self.num_refused < MOST_REFUSED
         return may_run
 
     def _may_run(self, request: Request, only_known: bool) -> bool:

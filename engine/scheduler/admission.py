@@ -63,7 +63,8 @@ class Admission:
         states = self._states
         if self._reservations is not None:
             self._reservations.recount()
-        self.adapters.begin_round()
+        if self.adapters.is_asked:
+            self.adapters.begin_round()
         most = MOST_DEFERRED if states.running else states.num_unfinished
         later: list[Request] = []
         newer = (states.skipped, states.waiting)
@@ -129,9 +130,8 @@ class Admission:
         only_known: bool,
     ) -> bool:
         """Consider the requests of these queues, in the policy's order, until `most_later` are
-        deferred, adapters without a place apart. Return False if the round ended for want of room.
-        """
-        while len(later) - self.adapters.num_refused < most_later and not self.adapters.refuses_on:
+        deferred, adapters without place apart. Return False if the round ended for lack of room."""
+        while len(later) - self.adapters.num_refused < most_later:
             found = self._policy.first(queues, only_known)
             if found is None:
                 break

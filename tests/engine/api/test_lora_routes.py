@@ -344,7 +344,7 @@ def test_a_new_adapter_of_a_name_finds_no_blocks_of_the_old_one(http: httpx.Clie
     counts += [cached(), cached()]
     load(http, "x", "b", load_inplace=True)
     counts.append(cached())
-    assert counts == [0, 64, 0, 64, 64]
+    assert counts == [0, 80, 0, 80, 80]
 
 
 def test_the_metrics_have_each_adapter(http: httpx.Client, live: LiveServer) -> None:

@@ -155,7 +155,7 @@ def test_so_many_without_a_place_that_a_round_ends(
     engine = make(make_engine, most=1)
     add(engine, "A", "A", max_tokens=20)
     engine.step()
-    for number in range(12):
+    for number in range(60):
         add(engine, f"C{number}", "C", max_tokens=1)
     add(engine, "bare")
     while "bare" not in engine.outputs:
