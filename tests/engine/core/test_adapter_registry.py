@@ -31,7 +31,7 @@ from stratakv.engine.scheduler.scheduler import Pause
 from stratakv.tiers.settings.values import ConfigError
 
 from ...threads import WAIT_SECONDS
-from ..written_adapters import write_adapter
+from ..written_adapters import make_tensors, spec_of, write_adapter
 from .conftest import MakeCore, finish, prompt_of, request, run
 from .test_sessions import part_of
 
@@ -251,7 +251,7 @@ def test_sessions_and_searches_end_well_across_an_unload(
 
 
 def test_adapters_of_the_start_are_checked(
-    make_core: MakeCore, folders: dict[str, Path], tmp_path: Path
+    make_core: MakeCore, folders: dict[str, Path], tmp_path: Path, tiny_model: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"--lora-modules bad: .*adapter_config.json is missing"):
         make_core(lora_modules={"a": folders["a"], "bad": tmp_path})
@@ -259,6 +259,10 @@ def test_adapters_of_the_start_are_checked(
         ConfigError, match=r"--lora-modules a: .*has rank 4 and --max-lora-rank is 2"
     ):
         make_core(lora_modules={"a": folders["a"]}, max_lora_rank=2)
+    large = {name: each * 1e4 for name, each in make_tensors(spec_of(tiny_model)).items()}
+    write_adapter(tmp_path / "large", tiny_model, tensors=large, lora_alpha=1e5)
+    with pytest.raises(ConfigError, match=r"large has numbers too large for float16; start the"):
+        make_core(lora_modules={"a": tmp_path / "large"}, dtype="float16")
     with pytest.raises(ConfigError, match=r"--lora-dir .*nowhere is no directory"):
         make_core(lora_dir=tmp_path / "nowhere")
 
