@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -238,11 +238,12 @@ def test_the_example_file(tmp_path: Path) -> None:
 
 def test_routes() -> None:
     app = create_app(
-        cast("Any", None),  # asked only when a request comes
+        # The rest is asked only when a request comes.
+        cast("Any", SimpleNamespace(ready=SimpleNamespace(adapters=[]))),
         model_name="probe",
         model_path=EMBEDDED_MODEL,
         tokenizer=None,
-        settings=ApiSettings(enable_dev_routes=True),
+        settings=ApiSettings(enable_dev_routes=True, lora_dir=ROOT),
     )
     routes = {
         f"{method} {route.path}"
@@ -279,7 +280,7 @@ def test_limits() -> None:
     settings = ApiSettings()
     switches = {
         "api_key", "enable_dev_routes", "metrics_without_key", "cross_origin", "allowed_hosts",
-        "tenant_header",
+        "tenant_header", "lora_dir",
     }  # fmt: skip
     wanted = {
         field.name: getattr(settings, field.name)

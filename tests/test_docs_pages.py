@@ -141,6 +141,7 @@ PAGES: Mapping[str, Page] = {
     "docs/embeddings.md": Page(),
     "docs/gpu.md": Page(prepare=_bring_constraints),
     "docs/lmcache.md": Page(),
+    "docs/lora.md": Page(),
     "docs/logits-processors.md": Page(installs=True),
     "docs/prefill-decode.md": Page(
         (("stratakv cache-server", "stratakv cache-server --cpu-bytes 64MiB"),),

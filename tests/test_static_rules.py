@@ -50,6 +50,8 @@ WALL_CLOCK: dict[str, str] = {
     "young one is hashed again at the next start",
     "tiers/cache_server/server_metrics.py": "the moment of the start, which scrapers compare "
     "with theirs",
+    "engine/api/metrics/core_metrics.py": "the moment of a scrape, by which gateways find the "
+    "newest of several",
 }
 
 # Only this file writes the command line of a Python: without -P, a file in the working directory

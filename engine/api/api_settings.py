@@ -9,6 +9,9 @@ from pathlib import Path
 from ...tiers.settings.values import MIB, ConfigError
 from ..request.sampling_params import MAX_N
 
+# To load and to unload adapters; only with `lora_dir`.
+LORA_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
 
 @dataclass(frozen=True, slots=True)
 class CrossOrigin:

@@ -34,7 +34,7 @@ from ..text.reasoning import ReasoningMarks
 from ..text.tokenizer import Tokenizer
 from ..text.tool_calls.tool_formats import find_tool_parser, make_tool_format
 from .api_errors import ENGINE, ApiError, ClientGone, error_response, to_api_error
-from .api_settings import ApiSettings, CrossOrigin
+from .api_settings import LORA_ROUTES, ApiSettings, CrossOrigin
 from .chat_template import ChatTemplate
 from .front import Front
 from .http.api_key import HEALTH_PATH, NODE_PATH, ApiKeyMiddleware
@@ -80,7 +80,6 @@ NOT_BUILT: Mapping[str, str] = {
         "scores and ranks are not built here",
     ),
 }  # fmt: skip
-LORA_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 RESETS = ("pool", "all")
 PAUSES = ("new", "all")
 NODE_OBJECT = "stratakv.node"  # the object type of the answer at NODE_PATH

@@ -353,6 +353,11 @@ class EngineConfig:
                 "--no-enable-prefix-caching; drop one of them"
             )
         self._check_role()
+        if any(each.name == self.model.served_name for each in self.lora.modules):
+            raise ConfigError(
+                f"--lora-modules names an adapter {format_value(self.model.served_name)}, which is "
+                "the name of the model itself (--served-model-name); give the adapter another"
+            )
         if self.cache.kv_cache_dtype != "auto":
             self._check_kv_cache_dtype()
 

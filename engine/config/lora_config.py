@@ -17,6 +17,7 @@ from ...tiers.settings.values import ConfigError
 MAX_SLOTS = 256
 MAX_RANK = 1024
 MAX_LOADED = 4096
+MAX_NAME_CHARACTERS = 256
 
 
 class LoraModule(NamedTuple):
@@ -46,15 +47,23 @@ def _modules_in(called: str, value: Any) -> list[LoraModule]:
     if isinstance(value, Mapping):
         if set(value) >= {"name", "path"}:
             return [_module(called, value["name"], value["path"])]
+        if "name" in value:
+            raise ConfigError(
+                f"{called} takes objects with a name and a path, and one has {', '.join(value)}; "
+                "add the path"
+            )
         return [_module(called, name, path) for name, path in value.items()]
     if isinstance(value, list | tuple):
         return [module for each in value for module in _modules_in(called, each)]
     text = str(value).strip()
     if text.startswith(("{", "[")):
         try:
-            return _modules_in(called, json.loads(text))
-        except ValueError as error:
-            raise ConfigError(f"{called} {format_value(text)} is no JSON ({error})") from None
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{called} takes name=path or JSON, and {format_value(text)} is no JSON ({error})"
+            ) from None
+        return _modules_in(called, values)
     found = []
     for part in text.split(","):
         name, equals, path = part.partition("=")
@@ -67,7 +76,23 @@ def _modules_in(called: str, value: Any) -> list[LoraModule]:
 
 
 def _module(called: str, name: Any, path: Any) -> LoraModule:
-    return LoraModule(readers.text(f"the name in {called}", name), readers.path(called, path))
+    folder = readers.path(f"the path in {called}", path)
+    if "," in str(folder):
+        raise ConfigError(
+            f"{called} takes paths without commas, which separate adapters, not "
+            f"{format_value(str(folder))}"
+        )
+    return LoraModule(adapter_name(f"the name in {called}", name), folder)
+
+
+def adapter_name(called: str, value: Any) -> str:
+    """Read the name of an adapter: one line of text without the marks of `name=path,…`."""
+    name = readers.text(called, value)
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise ConfigError(f"{called} takes up to {MAX_NAME_CHARACTERS} characters, not {len(name)}")
+    if "," in name or "=" in name:
+        raise ConfigError(f"{called} takes a text without `,` and `=`, not {format_value(name)}")
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from ...tiers.settings.format import format_name
 from ...tiers.settings.sizes import show_size
@@ -43,6 +44,10 @@ class AdapterRegistry:
     def loaded(self) -> list[LoadedAdapter]:
         return list(self._by_name.values())
 
+    def stats(self) -> dict[str, Any]:
+        """Return the names of the loaded adapters, and the most of one step."""
+        return {"loaded": list(self._by_name), "max_adapters": self._config.num_slots}
+
     def load_now(self, name: str, path: Path) -> LoadedAdapter:
         """Load an adapter and wait for it. Raises ConfigError if it cannot be used."""
         self._check_name(name, replaces=False)
@@ -61,9 +66,8 @@ class AdapterRegistry:
             except BaseException as error:  # noqa: BLE001 - the future's reader raises it
                 future.set_exception(error)
 
-        future.add_done_callback(lambda _: self._loading.discard(message.name))
         threading.Thread(target=read, name="adapter-load", daemon=True).start()
-        return Deferred(future, lambda found: self._take(message, found))
+        return Deferred(future, lambda done: self._finish_load(message, done))
 
     def unload_adapter(self, name: str) -> LoadedAdapter:
         """Forget a name. Raises ValueError for an unknown one."""
@@ -93,16 +97,16 @@ class AdapterRegistry:
 
     def release_unused(self, requests: Iterable[Request]) -> None:
         """Drop the unloaded adapters that none of the `requests` has from the worker."""
-        if not self._unused:
-            return
-        held = {each.adapter.fingerprint for each in requests if each.adapter is not None}
-        for fingerprint in self._unused - held:
+        for fingerprint in self.find_unused(requests):
             self._unused.discard(fingerprint)
             self._executor.drop_adapter(fingerprint)
 
-    @property
-    def has_unused(self) -> bool:
-        return bool(self._unused)
+    def find_unused(self, requests: Iterable[Request]) -> set[bytes]:
+        """Return the unloaded adapters that none of the `requests` has."""
+        if not self._unused:
+            return self._unused
+        held = {each.adapter.fingerprint for each in requests if each.adapter is not None}
+        return self._unused - held
 
     def _check_name(self, name: str, *, replaces: bool) -> None:
         if not self._config.num_slots:
@@ -123,6 +127,10 @@ class AdapterRegistry:
                 f"{num_others} adapters are loaded and --max-cpu-loras is "
                 f"{self._config.max_loaded}; unload one, or raise that"
             )
+
+    def _finish_load(self, message: LoadAdapter, done: Future[ReadAdapter]) -> LoadedAdapter:
+        self._loading.discard(message.name)
+        return self._take(message, done.result())
 
     def _take(self, message: LoadAdapter, found: ReadAdapter) -> LoadedAdapter:
         self._executor.add_adapter(found)
@@ -149,6 +157,8 @@ class AdapterRegistry:
 def open_registry(config: LoraConfig, executor: Executor) -> AdapterRegistry:
     """Make the registry, and load the adapters that the settings name. Raises ConfigError with the
     adapter's name for one that cannot be used."""
+    if config.folder is not None and not config.folder.is_dir():
+        raise ConfigError(f"--lora-dir {config.folder} is no directory; make it, or give another")
     registry = AdapterRegistry(config, executor)
     for module in config.modules:
         try:

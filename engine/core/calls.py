@@ -75,7 +75,7 @@ class CoreCalls:
             "grammar": self.grammars.stats(),
             "speculation": None if speculation is None else speculation.stats(),
             "sessions": self._sessions.stats(),
-            "adapters": self._scheduler.adapter_counts(),
+            "adapters": {**self._scheduler.adapter_counts(), **self._adapters.stats()},
             "handover": {"num_held": len(self._held), **asdict(self._held.counts)},
         }
 

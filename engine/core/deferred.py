@@ -11,8 +11,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """A call whose work runs in another thread. `finish` runs on the core's thread with the result
-    of the future, and returns the answer; it is not called if the future has an exception."""
+    """A call whose work runs in another thread. `finish` runs on the core's thread once the future
+    is done, failed or not, and returns the answer or raises the error."""
 
     future: Future[Any]
-    finish: Callable[[Any], Any]
+    finish: Callable[[Future[Any]], Any]

@@ -264,6 +264,8 @@ class EngineCore:
             return True
         if self._grammars.is_due or self._continuations.sessions.is_due:
             return True
+        if self.adapters.find_unused(self._continuations.sessions.all_requests):
+            return True
         return not self.executor.is_alive  # a dead executor: the next step raises the reason
 
     def idle_seconds(self) -> float:
@@ -286,8 +288,7 @@ class EngineCore:
         or a lost device)."""
         outputs = self._adder.add_compiled() + self._adder.add_whole()
         stepped = self.steps.run_step()
-        if self.adapters.has_unused:
-            self.adapters.release_unused(self.scheduler.requests.values())
+        self.adapters.release_unused(self._continuations.sessions.all_requests)
         return outputs + self._held.filter_outputs(stepped) + self._held.release_answers()
 
     def enter_thread(self) -> None:

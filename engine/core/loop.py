@@ -69,7 +69,7 @@ class _Answer(NamedTuple):
     message: FromCore
 
 
-_Message = ToCore | _Answer | _Finished | None
+_Message = ToCore | _Answer | None
 
 
 class CoreLoop:
@@ -79,6 +79,9 @@ class CoreLoop:
         self._core = core
         self._emit = emit
         self._queue: queue.Queue[_Message] = queue.Queue(QUEUE_MESSAGES)
+        # Without a limit: the thread that ends a call's work, which may be the loop's, must not
+        # wait for the loop.
+        self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
         self._broken: str | None = None
         self._stopping = threading.Event()
         self._shutdown_call: int | None = None
@@ -163,14 +166,12 @@ class CoreLoop:
                     break
         except queue.Empty:
             pass
+        while not self._finished.empty():
+            self._finish_call(self._finished.get_nowait())
         return outputs
 
     def _handle(self, message: _Message, outputs: list[TokenOutput]) -> None:
         if message is None:
-            return
-        if isinstance(message, _Finished):
-            deferred = message.deferred
-            self._emit(_reply(message.call_id, lambda: deferred.finish(deferred.future.result())))
             return
         if isinstance(message, _Answer):
             self._emit(message.message)
@@ -201,7 +202,16 @@ class CoreLoop:
             self._emit(reply)
             return
         finished = _Finished(call.call_id, found[0])
-        found[0].future.add_done_callback(lambda _: self._queue.put(finished))
+
+        def note_end(_: object) -> None:
+            self._finished.put(finished)
+            self.wake()
+
+        found[0].future.add_done_callback(note_end)
+
+    def _finish_call(self, finished: _Finished) -> None:
+        deferred = finished.deferred
+        self._emit(_reply(finished.call_id, lambda: deferred.finish(deferred.future)))
 
     def _shut_down(self) -> None:
         began = time.monotonic()

@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 
 from ...tiers.settings.format import format_value
 from ...tiers.settings.readers import path as read_path
-from ...tiers.settings.readers import text as read_text
 from ..api.served_adapters import ServedAdapters
 from ..client.base import EngineClient
+from ..config.lora_config import adapter_name
 from ..request.core_messages import LoadedAdapter
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class LlmAdapters:
         """Load the adapter that PEFT has saved in a folder. With `replaces` the name may be in use;
         requests that run keep the adapter that they began with. Raises ValueError if it cannot be
         used."""
-        name, folder = read_text("name", name), read_path("path", path)
+        name, folder = adapter_name("name", name), read_path("path", path)
         client = self._llm.client
         return self._llm.wait_for(
             self._served.load_adapter(client, name, folder, replaces=replaces)

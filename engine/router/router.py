@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from ...tiers.settings.values import MIB, ConfigError
 from ...tiers.wire.listen import host_in
 from ..api.api_errors import ApiError, ClientGone, error_response, to_api_error
-from ..api.api_settings import ApiSettings
+from ..api.api_settings import LORA_ROUTES, ApiSettings
 from ..api.http.hosts import check_host, hosts_to_check
 from ..api.http.http_protocol import PARTS_PATH
 from ..api.http.incoming_bytes import INCOMING
@@ -153,6 +153,9 @@ class Router:
                 f"there is no route {path[:64]} here; the API lies under /v1, and other routes are "
                 "asked of a node itself"
             )
+            raise ApiError(message, status=404, code="not_found")
+        if path in LORA_ROUTES:
+            message = f"{path} would reach one node only; ask each node for it"
             raise ApiError(message, status=404, code="not_found")
         return None
 

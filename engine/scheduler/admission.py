@@ -63,6 +63,8 @@ class Admission:
         states = self._states
         if self._reservations is not None:
             self._reservations.recount()
+        if self.adapters.is_asked:
+            self.adapters.begin_round()
         most = MOST_DEFERRED if states.running else states.num_unfinished
         later: list[Request] = []
         newer = (states.skipped, states.waiting)
@@ -70,7 +72,8 @@ class Admission:
             queues = (states.deferred, *newer)
             self._admit_from(queues, 2 * most, later, step, now, only_known)
         elif self._admit_from((states.deferred,), most, later, step, now, only_known):
-            self._admit_from(newer, len(later) + most, later, step, now, only_known)
+            most += len(later) - self.adapters.num_refused
+            self._admit_from(newer, most, later, step, now, only_known)
         if later:
             states.deferred.add_all(later)
         return len(states.deferred) > 0
@@ -127,8 +130,8 @@ class Admission:
         only_known: bool,
     ) -> bool:
         """Consider the requests of these queues, in the policy's order, until `most_later` are
-        deferred. Return False if the round ended early for lack of room."""
-        while len(later) < most_later:
+        deferred, adapters without place apart. Return False if the round ended for lack of room."""
+        while len(later) - self.adapters.num_refused < most_later:
             found = self._policy.first(queues, only_known)
             if found is None:
                 break
@@ -142,7 +145,10 @@ class Admission:
             queue.remove_request(request)
             if verdict is Verdict.LATER:
                 later.append(request)
-            elif request.progress.forks:
+                continue
+            if request.adapter is not None:
+                self.adapters.note_admitted(request)
+            if request.progress.forks:
                 self._admit_forks_of(request, step, now, may_start=not only_known)
         return True
 
@@ -185,7 +191,7 @@ class Admission:
         if request.request_id in connector.awaiting_prefill:
             self._note_wait(request, Obstacle.PREFILL)
             return Verdict.LATER
-        if request.adapter is not None and not self.adapters.allows(request):
+        if request.adapter is not None and not self.adapters.allows(request, only_known):
             self._note_wait(request, Obstacle.ADAPTERS)
             return Verdict.LATER
         hits, num_hit_tokens, overlaps = None, 0, False

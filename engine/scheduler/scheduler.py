@@ -341,7 +341,9 @@ class Scheduler:
         total = output.total_num_scheduled_tokens
         if total:
             self._in_flight.append(StepInFlight(output, step.entries, states.num_departed))
-        self._stalled = total == 0 and len(states.loads.blocking) == num_blocking
+        # A request that was preempted has left room for those behind it, which may be running.
+        is_idle = total == 0 and not output.preempted_request_ids
+        self._stalled = is_idle and len(states.loads.blocking) == num_blocking
         self._retry_at = now + RETRY_SECONDS if retry else None
         self._context.counts["steps"] += 1
         self._context.counts["scheduled_tokens"] += total

@@ -9,6 +9,7 @@ from .stories import State, Story
 _OBSTACLES = {
     Obstacle.SEATS.value: "as many requests ran as may (--max-num-seqs)",
     Obstacle.BUDGET.value: "the tokens of the steps were used up (--max-num-batched-tokens)",
+    Obstacle.ADAPTERS.value: "as many different adapters ran as may (--max-loras)",
     Obstacle.PRESSURE.value: "running requests held too much of the KV pool (--admit-below)",
     Obstacle.PROMPT_ROOM.value: "its whole prompt would have driven a running request out of the "
     "KV pool (--preempt-above)",

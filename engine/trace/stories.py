@@ -23,8 +23,11 @@ from .records import (
 
 # Obstacles that concern one request only; the next request may go first.
 _STANDS_ASIDE = {
-    each.value for each in (Obstacle.LOOKUP, Obstacle.WRITER, Obstacle.PREFILL, Obstacle.MASK)
-}
+    each.value
+    for each in (
+        Obstacle.LOOKUP, Obstacle.WRITER, Obstacle.PREFILL, Obstacle.MASK, Obstacle.ADAPTERS,
+    )
+}  # fmt: skip
 
 
 class State(Enum):

@@ -19,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...tiers.settings.values import ConfigError
 from ..batch.batch_update import IntArray
+from ..models.dtypes import dtype_name
 from ..models.lora.adapter_file import AdapterFile
 from ..models.lora.layer_adapters import layer_adapters
 from ..models.lora.model_slots import ModelSlots, PreparedAdapter
@@ -52,7 +54,14 @@ class AdapterSlots:
     def read_adapter(self, path: Path) -> ReadAdapter:
         """Read an adapter. Any thread may call this. Raises ConfigError like `AdapterFile.read`."""
         file = AdapterFile.read(path, self._spec, self._max_rank)
-        prepared = self._slots.prepare_adapter(layer_adapters(file, self._spec, self._dtype))
+        layers = layer_adapters(file, self._spec, self._dtype)
+        matrices = (each for own in layers for low in own.values() for each in (low.ins, *low.outs))
+        if not all(bool(torch.isfinite(each).all()) for each in matrices):
+            raise ConfigError(
+                f"{path} has numbers too large for {dtype_name(self._dtype)}; start the engine "
+                "with --dtype bfloat16 or float32"
+            )
+        prepared = self._slots.prepare_adapter(layers)
         return ReadAdapter(path, file.fingerprint, file.rank, file.num_bytes, prepared)
 
     def add_adapter(self, adapter: ReadAdapter) -> None:

@@ -68,6 +68,7 @@ class CoreCollector(Collector):
         yield from self._scheduler(scheduler)
         yield from self._table(tables.POOL, stats["pool"])
         yield from self._table(tables.SESSIONS, stats["sessions"])
+        yield from self._adapters(stats["adapters"])
         if stats["speculation"] is not None:
             yield from self._speculation(stats["speculation"])
         yield from self._core(stats["core"], () if connector is None else connector["tiers"])
@@ -89,6 +90,19 @@ class CoreCollector(Collector):
         ):  # fmt: skip
             counts = {cause: figures.get(f"{prefix}_{cause}", 0) for cause in tables.CAUSES}
             yield self._by_label(shown, "cause", counts)
+
+    def _adapters(self, figures: CoreStats) -> Iterator[Metric]:
+        """Yield the requests of each adapter; none for a model that takes no adapters."""
+        if not figures["max_adapters"]:
+            return
+        states = ("running", "waiting")
+        names = dict.fromkeys([*figures["loaded"], *figures["running"], *figures["waiting"]])
+        samples = [((name, each), figures[each].get(name, 0)) for each in states for name in names]
+        yield self._family(tables.LORA_REQUESTS, ("adapter", "state"), samples)
+        labels = {"max_lora": str(figures["max_adapters"])}
+        labels |= {f"{each}_lora_adapters": ",".join(figures[each]) for each in states}
+        # Gateways take the newest of several samples by its value.
+        yield self._family(tables.LORA_INFO, labels, [(tuple(labels.values()), time.time())])
 
     def _core(self, figures: CoreStats, tiers: Iterable[str]) -> Iterator[Metric]:
         yield from self._table(tables.CORE, figures)

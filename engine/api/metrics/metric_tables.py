@@ -99,6 +99,8 @@ SCHEDULER: Table = (
     ),
 )
 WAITING_BY_REASON = _gauge("vllm:num_requests_waiting_by_reason", "Waiting requests by reason.")
+LORA_REQUESTS = _gauge("stratakv:lora_requests", "Requests by their adapter and state.")
+LORA_INFO = _gauge("vllm:lora_requests_info", "Adapters with requests, as labels; Unix time.")
 RECOMPUTES = _counter("stratakv:recomputes", "Times a request computed tokens again.")
 RECOMPUTED_TOKENS = _counter("stratakv:recomputed_tokens", "Tokens computed again.")
 

@@ -11,14 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from ....tiers.settings import readers
 from ....tiers.settings.values import ConfigError
+from ...config.lora_config import adapter_name
 from ..api_errors import ApiError
 from ..front import Front
 from ..served_adapters import folder_within
 from .request.body import read_request
-
-MAX_NAME_CHARACTERS = 256
 
 
 class LoadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -72,12 +70,9 @@ async def unload_adapter(front: Front, http: Request) -> ASGIApp:
 
 def _checked_name(front: Front, name: str) -> str:
     try:
-        text = readers.text("lora_name", name)
+        text = adapter_name("lora_name", name)
     except ConfigError as error:
         raise ApiError(str(error), param="lora_name", code="invalid_value") from None
-    if len(text) > MAX_NAME_CHARACTERS:
-        message = f"`lora_name` has up to {MAX_NAME_CHARACTERS} characters, not {len(text)}"
-        raise ApiError(message, param="lora_name", code="invalid_value")
     if text == front.model_name or text in front.model_aliases:
         message = f"`{text}` is the name of the model itself; give the adapter another"
         raise ApiError(message, param="lora_name", code="invalid_value")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -97,6 +97,12 @@ class PromptSessions:
     def stats(self) -> dict[str, int]:
         """Return the number of open sessions, and of sessions that timed out since the start."""
         return {"num_open": len(self._open), "num_timed_out": self.num_timed_out}
+
+    @property
+    def all_requests(self) -> Iterator[Request]:
+        """The requests of the scheduler, and the ended ones that open sessions continue."""
+        yield from self.scheduler.requests.values()
+        yield from (each.before for each in self._open.values() if each.before is not None)
 
     @property
     def is_due(self) -> bool:

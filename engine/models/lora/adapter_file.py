@@ -151,6 +151,12 @@ class _Reader:
                     f"has lora_{half} of {tensor.dtype} {list(tensor.shape)}; two dimensions of "
                     "float64, float32, bfloat16 or float16 are read",
                 )
+            if not bool(torch.isfinite(tensor).all()):
+                raise self._fault(
+                    module,
+                    f"has numbers in lora_{half} that are not finite; give an adapter whose "
+                    "training went well",
+                )
             halves[module][half] = tensor
         for module, half in halves.items():
             if len(half) == 1:

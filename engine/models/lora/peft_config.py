@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,11 @@ from typing import Any
 from ....tiers.settings.format import format_value
 from ....tiers.settings.values import ConfigError
 from ..checkpoint.json_fields import JsonFields, read_json
+from .module_patterns import MOST_WAYS, compile_pattern
 
 CONFIG_FILE = "adapter_config.json"
 MAX_ALPHA = 1e6
 MAX_PATTERNS = 10_000
-_MOST_CHARACTERS = 512  # of a pattern
-_MOST_REPEATS = 2  # of any length, in one pattern: each multiplies the time of a match
 
 # Initialisations that change the base model's weights when the adapter is loaded.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -109,25 +109,24 @@ def parse_peft_config(fields: JsonFields) -> PeftConfig:
     return PeftConfig(
         where=fields.where,
         rank=fields.integer("r"),
-        alpha=_alpha(fields, "lora_alpha", fields.values.get("lora_alpha", 8)),
+        alpha=_alpha(fields, "lora_alpha", fields.values["lora_alpha"])
+        if fields.has("lora_alpha")
+        else 8.0,
         uses_root=fields.boolean("use_rslora", False),
         rank_patterns=tuple(
-            (_pattern(fields, "rank_pattern", key), inner.integer(key))
-            for inner in [_patterns(fields, "rank_pattern")]
-            for key in inner.values
+            (found, inner.integer(key)) for inner, key, found in _patterns(fields, "rank_pattern")
         ),
         alpha_patterns=tuple(
-            (_pattern(fields, "alpha_pattern", key), _alpha(inner, key, inner.values[key]))
-            for inner in [_patterns(fields, "alpha_pattern")]
-            for key in inner.values
+            (found, _alpha(inner, key, inner.values[key]))
+            for inner, key, found in _patterns(fields, "alpha_pattern")
         ),
         parameters=_texts(fields, "target_parameters"),
     )
 
 
 def _check_initialised(fields: JsonFields) -> None:
-    how = fields.values.get("init_lora_weights", True)
-    if how in _INITIALISED:
+    how = fields.values.get("init_lora_weights")
+    if how is None or how in _INITIALISED:
         return
     if isinstance(how, str) and how.lower().startswith(_CHANGED_BASE):
         raise ConfigError(
@@ -145,14 +144,30 @@ def _alpha(fields: JsonFields, name: str, value: Any) -> float:
     return float(value)
 
 
-def _patterns(fields: JsonFields, name: str) -> JsonFields:
+def _patterns(fields: JsonFields, name: str) -> Iterator[tuple[JsonFields, str, re.Pattern[str]]]:
+    """Yield each pattern of a field, compiled, with the object that holds its value."""
     inner = fields.inner(name)
     if len(inner.values) > MAX_PATTERNS:
         raise ConfigError(
             f"{fields.where}: {name} has {len(inner.values)} patterns and at most {MAX_PATTERNS} "
             "are read; name modules by fewer patterns"
         )
-    return inner
+    num_ways = 0
+    for key in inner.values:
+        try:
+            found, of_key = compile_pattern(key)
+        except ValueError as error:
+            raise ConfigError(
+                f"{fields.where}: the pattern {format_value(key)} of {name} is {error}; name the "
+                "modules"
+            ) from error
+        num_ways += of_key
+        if num_ways > MOST_WAYS:
+            raise ConfigError(
+                f"{fields.where}: the patterns of {name} have together more than {MOST_WAYS} ways "
+                "to match, which may take for ever; name the modules"
+            )
+        yield inner, key, found
 
 
 def _texts(fields: JsonFields, name: str) -> tuple[str, ...]:
@@ -160,27 +175,3 @@ def _texts(fields: JsonFields, name: str) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
         raise fields.fault(name, "a list of strings", values)
     return tuple(values)
-
-
-def _pattern(fields: JsonFields, name: str, key: str) -> re.Pattern[str]:
-    """Compile a pattern as PEFT matches it: against the end of a module's name, from a dot on."""
-    fault = ""
-    if len(key) > _MOST_CHARACTERS:
-        fault = f"longer than {_MOST_CHARACTERS} characters"
-    try:
-        found = re.compile(rf"(.*\.)?({key})$") if not fault else None
-        if found is not None and _num_repeats(key) > _MOST_REPEATS:
-            fault = f"of more than {_MOST_REPEATS} repeats, which may take for ever to match"
-    except (re.error, RecursionError, OverflowError) as error:
-        fault = f"no regular expression ({error})"
-    if fault or found is None:
-        raise ConfigError(
-            f"{fields.where}: the pattern {format_value(key)} of {name} is {fault}; name the module"
-        )
-    return found
-
-
-def _num_repeats(pattern: str) -> int:
-    """Count the repeats of a pattern without a small limit; one of a group counts as several."""
-    of_groups = len(re.findall(r"\)[*+{]", pattern))
-    return len(re.findall(r"(?<!\\)[*+]|\{\d*,\d*\}", pattern)) + _MOST_REPEATS * of_groups

@@ -33,6 +33,7 @@ from stratakv.engine.config.engine_config import (
     ModelConfig,
     SchedulerConfig,
 )
+from stratakv.engine.config.lora_config import LoraConfig
 from stratakv.engine.config.offload_config import OffloadConfig
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.sampling.processor_loading import make_params_check
@@ -71,7 +72,9 @@ class LiveServer:
         policy: str = "fcfs",
         chat_template: Path | None = None,
         tells_experts: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
+        self._lora = lora or LoraConfig()
         self._tells_experts = tells_experts
         self._chat_template = chat_template
         self._policy = policy
@@ -125,6 +128,7 @@ class LiveServer:
             scheduler=scheduler,
             logits_processors=self._logits_processors,
             model=replace(config.model, enable_return_routed_experts=self._tells_experts),
+            lora=self._lora,
         )
         self.core = EngineCore(config)
         self.client = InProcessClient(self.core)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -181,6 +182,12 @@ def offload_stats() -> dict[str, Any]:
         "core": CoreStats(config, layout, 9).stats(),
         "speculation": None,
         "sessions": {"num_open": 4, "num_timed_out": 1},
+        "adapters": {
+            "running": {"a": 2},
+            "waiting": {"b": 1},
+            "loaded": ["a", "b"],
+            "max_adapters": 1,
+        },
         "handover": {"num_held": 1, **asdict(HandOverCounts(5, 2, 0.5))},
     }
 
@@ -195,6 +202,15 @@ def test_tiers_are_shown_by_name(offload_stats: dict[str, Any]) -> None:
     assert samples["vllm:external_prefix_cache_hits_total"] == 36
     assert samples["vllm:prefix_cache_queries_total"] == 90
     assert samples["stratakv:open_sessions"] == 4
+    lora = {name: value for name, value in samples.items() if "lora" in name}
+    info = "max_lora=1,running_lora_adapters=a,waiting_lora_adapters=b"
+    assert time.time() - 60 < lora.pop(f"vllm:lora_requests_info{{{info}}}") <= time.time()
+    assert lora == {
+        f"stratakv:lora_requests{{adapter={name},state={state}}}": count
+        for name, state, count in (
+            ("a", "running", 2), ("a", "waiting", 0), ("b", "running", 0), ("b", "waiting", 1),
+        )
+    }  # fmt: skip
     assert samples["stratakv:sessions_timed_out_total"] == 1
     assert samples["vllm:kv_offload_cpu_cache_usage_perc"] == 0.375
     assert samples["vllm:kv_offload_cpu_cache_read_usage_perc"] == 0.25

@@ -27,6 +27,8 @@ from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.text.output_processor import OutputProcessor
 
+from ..written_adapters import write_adapter
+
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 SIZE = 8
 BLOCK_BYTES = 2 * 2 * SIZE * 2 * 8 * 8  # layers, K and V, tokens, heads, head size, float64
@@ -335,7 +337,12 @@ def documented() -> dict[str, Row]:
 def test_the_documentation_names_every_metric_with_its_type_and_labels(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    more = {"kv_serve": "127.0.0.1:0", "speculative_method": "ngram"}
+    adapter = write_adapter(tmp_path / "lora", tiny_model)
+    more = {
+        "kv_serve": "127.0.0.1:0",
+        "speculative_method": "ngram",
+        "lora_modules": {"a": adapter},
+    }
     life = Life(tiny_model, tmp_path / "ssd", **more)
     try:
         life.run(PROMPT)

@@ -276,6 +276,9 @@ def test_routes_that_rule_a_node_are_not_passed_on() -> None:
             for path in ("/pause", "/reset_prefix_cache", "/v1/../pause", "/v1/%2e%2e/pause", "/"):
                 answer = await it.request("POST", path, {})
                 assert answer.status == 404 and "under /v1" in answer.json["error"]["message"]
+            for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+                answer = await it.request("POST", path, {})
+                assert answer.status == 404 and "each node" in answer.json["error"]["message"]
             assert not it.decode[0].seen
 
     asyncio.run(run())

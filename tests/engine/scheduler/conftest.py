@@ -27,6 +27,7 @@ from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.models.layer_attention import LayerAttention, full
 from stratakv.engine.observer import Observer
+from stratakv.engine.request.adapter import Adapter
 from stratakv.engine.request.core_messages import TokenOutput
 from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams
@@ -43,11 +44,13 @@ HASHER = make_block_hasher(b"r" * 32, SIZE)
 NO_WISHES = SamplingParams(max_tokens=1)  # of a request that is made for its names only
 
 
-def fingerprint(tokens: Sequence[int], known: Sequence[int] = ()) -> list[int]:
-    """One number for each position, which depends on all tokens up to it; `known` are the first
-    of them."""
+def fingerprint(
+    tokens: Sequence[int], known: Sequence[int] = (), adapter: bytes = b""
+) -> list[int]:
+    """One number for each position, which depends on all tokens up to it and on the adapter;
+    `known` are the first of them."""
     numbers = list(known)
-    state = numbers[-1] if numbers else 17
+    state = numbers[-1] if numbers else 17 + int.from_bytes(adapter[:4], "little")
     for token in tokens[len(numbers) :]:
         state = (state * 1_000_003 + int(token) + 1) % (2**61 - 1)
         numbers.append(state)
@@ -70,13 +73,14 @@ def reference(
     max_model_len: int = 10**9,
     ignore_eos: bool = False,
     seed: int | None = None,
+    adapter: bytes = b"",
 ) -> list[int]:
     """What a request says, computed alone and without a cache."""
     tokens = list(prompt)
     numbers: list[int] = []
     said: list[int] = []
     while len(said) < max_tokens and len(tokens) < max_model_len:
-        numbers = fingerprint(tokens, numbers)
+        numbers = fingerprint(tokens, numbers, adapter)
         said.append(next_token(numbers[-1], seed))
         tokens.append(said[-1])
         if said[-1] == EOS and not ignore_eos:
@@ -92,6 +96,7 @@ class WorkerState:
     tables: list[list[int]]  # of each cache group
     num_prompt: int
     seed: int | None = None
+    adapter: bytes = b""
     in_batch: bool = True
     end: int = 0  # of its last step
     numbers: list[int] = field(default_factory=list)  # of its first tokens
@@ -138,14 +143,15 @@ class WorkerState:
         """Draft tokens, some of which are what it will say."""
         drafts: list[int] = []
         for _ in range(rng.randint(0, most)):
-            coming = next_token(fingerprint([*self.tokens, *drafts], self.numbers)[-1], self.seed)
+            numbers = fingerprint([*self.tokens, *drafts], self.numbers, self.adapter)
+            coming = next_token(numbers[-1], self.seed)
             drafts.append(coming if rng.random() < 0.7 else rng.randrange(VOCAB))
         return drafts
 
     def fingerprint(self) -> list[int]:
         """That of its tokens, to which some may have been added since it was asked last."""
         if len(self.numbers) != len(self.tokens):
-            self.numbers = fingerprint(self.tokens, self.numbers)
+            self.numbers = fingerprint(self.tokens, self.numbers, self.adapter)
         return self.numbers
 
 
@@ -181,11 +187,21 @@ class Engine:
         prompt: Sequence[int],
         *,
         fork_of: Request | None = None,
+        adapter: Adapter | None = None,
+        priority: int = 0,
         **options: object,
     ) -> Request:
         """Queue a request; options are those of SamplingParams."""
         params = SamplingParams(**{"max_tokens": 5, **options})  # type: ignore[arg-type]
-        request = Request(name, prompt, params, block_hasher=HASHER, fork_of=fork_of)
+        request = Request(
+            name,
+            prompt,
+            params,
+            block_hasher=HASHER,
+            fork_of=fork_of,
+            adapter=adapter,
+            priority=priority,
+        )
         self.scheduler.add_request(request)
         return request
 
@@ -306,6 +322,7 @@ class Engine:
                 [list(ids) for ids in new.block_ids],
                 len(tokens),
                 new.sampling_params.seed,
+                new.adapter,
             )
             if new.fork_of:
                 assert new.request_id not in output.num_scheduled_tokens
@@ -486,7 +503,7 @@ class Engine:
         numbers = state.fingerprint()
         count = end // SIZE
         if count > state.num_named:
-            digests = digests_of(tuple(state.tokens[: count * SIZE]))
+            digests = digests_of(tuple(state.tokens[: count * SIZE]), state.adapter)
             for index in range(state.num_named, count):
                 self.names[digests[index]] = numbers[index * SIZE : (index + 1) * SIZE]
             state.num_named = count
@@ -502,9 +519,11 @@ def check_copies(copies: Sequence[BlockCopy], busy: Set[int]) -> None:
 
 
 @functools.lru_cache(maxsize=10_000)
-def digests_of(tokens: tuple[int, ...]) -> list[bytes]:
-    """Those of all full blocks, from the tokens alone."""
-    return list(Request("names", tokens, NO_WISHES, block_hasher=HASHER).block_hashes)
+def digests_of(tokens: tuple[int, ...], adapter: bytes = b"") -> list[bytes]:
+    """Those of all full blocks, from the tokens and the adapter alone."""
+    named = Adapter("any", adapter) if adapter else None
+    request = Request("names", tokens, NO_WISHES, block_hasher=HASHER, adapter=named)
+    return list(request.block_hashes)
 
 
 def digest_of(tokens: Sequence[int], index: int) -> bytes:
