@@ -19,6 +19,7 @@ from .fake_connector_host import ConnectorHost, host, newest, vllm_config
 from .fake_request import Request
 from .fake_scheduler import Vllm, token_bytes
 from .test_connector import SLAB, prompt, push_out, stats_of, with_ssd
+from .test_connector_parts import MODELS, blocks_for
 
 __all__ = ["host", "newest"]
 
@@ -208,6 +209,26 @@ def test_blocks_behind_a_stale_prefix_are_not_stored(make_vllm: Make, tmp_path: 
     assert vllm.run("again", longer, lora=lora(2, folder)).num_external == 36 - 36 % 4 - 4
     old = make_adapter(tmp_path / "old", 1)
     assert vllm.run("copy", prompt(1), lora=lora(3, old)).num_external == WHOLE
+
+
+@pytest.mark.parametrize(
+    "kind", ["full and windowed", "states and full", "halves, quarters and states"]
+)
+def test_several_cache_groups(newest: ConnectorHost, tmp_path: Path, kind: str) -> None:
+    specs = MODELS[kind]
+    num_blocks = 1 + sum(blocks_for(spec, 11) for spec in specs)
+    vllm = AdaptedVllm(newest, SLAB | {"cpu_bytes": "16MiB"}, num_blocks, specs=specs)
+    first, second = (make_adapter(tmp_path / f"{seed}", seed) for seed in (1, 2))
+    base = vllm.run("base", prompt(1)).num_external
+    for number, path in enumerate([first, second, first, second]):
+        push_out(vllm)
+        assert vllm.pool.reset_prefix_cache()
+        found = vllm.run(f"{number}", prompt(1), lora=lora(number, path)).num_external
+        assert (found > 0) == (number > 1)
+    push_out(vllm)
+    assert vllm.pool.reset_prefix_cache()
+    assert vllm.run("again", prompt(1)).num_external > base == 0
+    vllm.stop()
 
 
 def test_events_have_name_and_fingerprint(newest: ConnectorHost, tmp_path: Path) -> None:
