@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
+from ..chunks.adapter_name import name_adapter
 from ..chunks.model_name import HostModel, ModelName, name_model, settings_text, warn_of_unseen
 
 log = logging.getLogger(__name__)
@@ -47,9 +50,30 @@ def names_of(served_name: str, revision: str | None) -> ModelNames:
         numbers = {each: getattr(arguments, each, None) for each in _NUMBERS}
         if numbers["load_format"] == "dummy":
             numbers["random_seed"] = getattr(arguments, "random_seed", None)
+        adapters = _adapters(getattr(arguments, "lora_paths", None))
+        if adapters:  # else the settings keep the text that they had before there were adapters
+            numbers["adapters"] = adapters
         settings = settings_text(numbers)
     warn_of_unseen(HOST, model, name, revision)
     return ModelNames(name.text, settings)
+
+
+def _adapters(given: Any) -> list[list[str]]:
+    """Name, path and fingerprint of each adapter that SGLang loads at its start. Its page hash has
+    a digest of name and path for these, and a random id for those that are loaded later. Raises
+    ConfigError for an adapter that cannot be read."""
+    if isinstance(given, Mapping):
+        given = [f"{name}={path}" for name, path in given.items()]
+    found = []
+    for each in given or ():
+        if isinstance(each, str):
+            name, separator, path = each.partition("=")
+            name, path = (name, path) if separator else ("", each)
+        else:
+            fields = each.get if isinstance(each, Mapping) else partial(getattr, each)
+            name, path = fields("lora_name", None) or "", fields("lora_path", None) or ""
+        found.append([name, path, name_adapter(path).fingerprint.hex()])
+    return sorted(found)
 
 
 def _server_arguments() -> Any:

@@ -6,9 +6,10 @@ determines its bytes.
     digest  = SHA-256( root | SGLang's page hash )
     key     = digest | group 0 | shard 0 of 1                               (40 bytes, docs/abi.md)
 
-SGLang's hash chains token ids, adapters and the request's `cache_salt`. It does not cover model,
-dtype, ranks and the layout of bytes in the host pool. With MLA every tensor-parallel rank has the
-same bytes and one rank writes them, so the identity leaves the rank out."""
+SGLang's hash chains token ids, its id of the adapter and the request's `cache_salt`; the content of
+the adapters that it loads at its start is in `settings` (host_model.py). The hash does not cover
+model, dtype, ranks and the layout of bytes in the host pool. With MLA every tensor-parallel rank
+has the same bytes and one rank writes them, so the identity leaves the rank out."""
 
 from __future__ import annotations
 

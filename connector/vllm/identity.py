@@ -5,9 +5,11 @@
     digest  = SHA-256( root | vLLM's block hash )
     key     = digest | group u16 | shard 0 of 1                             (40 bytes, docs/abi.md)
 
-vLLM's hash chains token ids, adapters, images and the request's `cache_salt`, but not the model,
-dtype, layout or parallel ranks. A chunk holds the pages of all ranks side by side, so a key has no
-rank, and engines with different numbers of ranks never share a key."""
+vLLM's hash chains token ids, images and the request's `cache_salt`, but not the model, dtype,
+layout or parallel ranks. It has an adapter's name and path and not its content: StrataConnector
+makes the hashes of requests with adapters itself (kv_connector/adapters.py), and StrataSpec refuses
+adapters. A chunk holds the pages of all ranks side by side, so a key has no rank, and engines with
+different numbers of ranks never share a key."""
 
 from __future__ import annotations
 

@@ -31,6 +31,12 @@ class StrataSpec(TieringOffloadingSpec):
 
     def __init__(self, config: Any) -> None:
         versions.host_version()
+        if versions.uses_adapters():
+            raise ConfigError(
+                "vLLM does not tell StrataSpec which adapter (LoRA) a request has, and its block "
+                "hash has the adapter's name and path and not its content; use StrataConnector "
+                "(stratakv config vllm --connector), or leave --enable-lora out"
+            )
         if config.canonical_layout and versions.is_cpu_build():
             raise ConfigError(
                 "canonical_layout needs copies that vLLM makes on GPUs only; leave it out"

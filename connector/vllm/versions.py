@@ -46,6 +46,16 @@ def platform_name() -> str:
     return str(current_platform.device_type)
 
 
+def uses_adapters() -> bool:
+    """Whether vLLM, which makes an object in this call, serves LoRA adapters. Its workers show
+    their configuration, its scheduler does not: there the answer is False."""
+    try:
+        from vllm.config import get_current_vllm_config_or_none
+    except ImportError:
+        return False
+    return getattr(get_current_vllm_config_or_none(), "lora_config", None) is not None
+
+
 def key_positions(context: Any) -> Mapping[bytes, int]:
     """The known keys of a request, each with the token at which its chunk ends."""
     positions: Mapping[bytes, int] = getattr(context, "_offload_key_positions", {})

@@ -28,6 +28,8 @@ from stratakv.connector.vllm.host_model import names_of, names_of_tier
 from stratakv.tiers.identity.digest_cache import DigestCache
 from stratakv.tiers.settings.values import ConfigError
 
+from .vllm.adapter_files import make_adapter
+
 NOTHING = DigestCache(None)
 
 
@@ -231,6 +233,34 @@ def test_y01_sglang_names_the_files_and_what_it_was_told(
         assert names.model == name_of(folder)
         seen.add(names)
     assert len(seen) == 6
+
+
+@pytest.mark.parametrize("form", ["reference", "text", "table"])
+def test_sglang_names_the_content_of_its_adapters(
+    folder: Path, tmp_path: Path, sglang: Callable[..., None], form: str
+) -> None:
+    """Of those that it loads at its start, since its ids of them have name and path alone."""
+
+    def names(*paths: Path) -> Any:
+        given: Any = [SimpleNamespace(lora_name="ann", lora_path=str(path)) for path in paths]
+        if form == "text":
+            given = [f"ann={path}" for path in paths]
+        if form == "table":
+            given = dict.fromkeys(["ann"], str(paths[0])) if paths else {}
+        sglang(model_path=str(folder), lora_paths=given or None)
+        return names_of_sglang("served", None)
+
+    adapter = make_adapter(tmp_path / "adapter", 1)
+    first = names(adapter)
+    sglang(model_path=str(folder))
+    assert names() == names_of_sglang("served", None) != first, "as without adapters"
+    assert names(adapter) == first
+    make_adapter(adapter, 2)
+    assert names(adapter) not in (first, names())
+    make_adapter(adapter, 1)
+    assert names(adapter) == first
+    with pytest.raises(ConfigError, match="give a folder on this machine"):
+        names(Path("org/adapter"))
 
 
 def test_an_sglang_that_does_not_tell(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,15 +4,19 @@
 
 vLLM names a block by the hash at the block's own end. If every block is a position and has one
 hash, both names are the same. If groups have blocks of unlike sizes, or vLLM hashes in smaller
-steps than blocks, this module names a position's blocks once vLLM has named all of them."""
+steps than blocks, this module names a position's blocks once vLLM has named all of them. It also
+names the blocks of requests with adapters, whose hashes are ours (`adapters.py`): a block keeps the
+name of the content that it was computed with, even if vLLM finds it for a request with another. The
+blocks that such a request computes behind it are of neither content, and get no name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from ....tiers.settings.values import ConfigError
 from ..identity import GROUP_BYTES
+from .adapters import Adapters, RequestAdapter
 from .groups import Columns
 
 
@@ -27,16 +31,18 @@ class _Names(NamedTuple):
     """The name of a block that this module made, and vLLM's name of the block at that time."""
 
     of_host: bytes
-    ours: bytes
+    ours: bytes | None
+    adapter_id: int | None = None
 
 
 class BlockNames:
     """Names the blocks of one pool whose groups have these `columns`."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, adapters: Adapters) -> None:
         self._columns = columns
+        self._adapters = adapters
         self._hashes_per_position = 1
-        # Names made here, by block id; empty if they are the same as vLLM's.
+        # Names made here, by block id; the other blocks have vLLM's names, if any are so named.
         self._made: dict[int, _Names] = {}
         self._is_made_here = len(columns.all) > columns.num_groups
 
@@ -52,18 +58,29 @@ class BlockNames:
         self._is_made_here |= self._hashes_per_position > 1
 
     def hashes_of(self, request: Any) -> Sequence[bytes]:
-        """The hash at the end of each whole position of one of vLLM's requests."""
-        hashes: Sequence[bytes] = request.block_hashes
-        step = self._hashes_per_position
-        return hashes if step == 1 else hashes[step - 1 :: step]
+        """The hash at the end of each whole position of one of vLLM's requests. It covers the
+        content of the request's adapter; without a fingerprint of it there are no hashes."""
+        adapted = self._adapters.adapter_of(request)
+        hashes = request.block_hashes if adapted is None else adapted.hashes_of(request)
+        return self._at_positions(hashes)
+
+    def host_hashes_of(self, request: Any) -> Sequence[bytes]:
+        """vLLM's own hash at the end of each whole position."""
+        return self._at_positions(request.block_hashes)
 
     def name_of(self, block: Any) -> bytes | None:
         """The name of one of vLLM's blocks; None if it has none."""
         host_name: bytes | None = block.block_hash
-        if not self._is_made_here or host_name is None:
-            return host_name
         made = self._made.get(block.block_id)
-        return made.ours if made is not None and made.of_host == host_name else None
+        if made is not None and made.of_host == host_name:
+            return made.ours
+        return None if self._is_made_here else host_name
+
+    def drop_adapters(self, adapter_ids: Collection[int]) -> None:
+        """Take the names of the blocks that were computed with these adapters."""
+        for block_id, made in self._made.items():
+            if made.adapter_id in adapter_ids:
+                self._made[block_id] = made._replace(ours=None)
 
     def name_blocks(
         self, request: Any, blocks: Sequence[Any], num_named: int, num_full: int, group: int
@@ -73,17 +90,59 @@ class BlockNames:
         step = self._columns.blocks_per_position(group)
         start = num_named // step * step
         end = num_full // step * step
-        if self._is_made_here:
-            self._make_names(request, blocks[:end], start, group)
+        adapted = self._adapters.adapter_of(request)
+        if adapted is not None:
+            self._check_prefix(adapted, request, blocks, num_named, group)
+            adapted.named_ends[group] = num_full
+        if self._is_made_here or adapted is not None:
+            self._make_names(request, blocks[:end], start, group, adapted)
         pairs = ((each.block_id, self.name_of(each)) for each in blocks[start:end])
         return start // step, [NamedBlock(i, name) for i, name in pairs if name is not None]
 
-    def _make_names(self, request: Any, blocks: Sequence[Any], start: int, group: int) -> None:
+    def _check_prefix(
+        self,
+        adapted: RequestAdapter,
+        request: Any,
+        blocks: Sequence[Any],
+        num_named: int,
+        group: int,
+    ) -> None:
+        """Note if the blocks before those to be named are of another content than the request's.
+        Blocks that this request named itself were looked at then."""
+        if adapted.is_mixed or adapted.named_ends.get(group, 0) == num_named:
+            return
         hashes = self.hashes_of(request)
         step = self._columns.blocks_per_position(group)
-        for index in range(start, min(len(blocks), len(hashes) * step)):
+        for index in range(min(num_named // step * step, len(blocks))):
             block = blocks[index]
             if block.block_hash is not None:
-                column = self._columns.number_of(group, index)
-                name = hashes[index // step] + column.to_bytes(GROUP_BYTES, "big")
-                self._made[block.block_id] = _Names(block.block_hash, name)
+                own = self._name(hashes, index, group) if index < len(hashes) * step else None
+                adapted.is_mixed |= own is None or self.name_of(block) != own
+
+    def _make_names(
+        self,
+        request: Any,
+        blocks: Sequence[Any],
+        start: int,
+        group: int,
+        adapted: RequestAdapter | None,
+    ) -> None:
+        hashes = self.hashes_of(request)
+        step = self._columns.blocks_per_position(group)
+        num_known = 0 if adapted is not None and adapted.is_mixed else len(hashes) * step
+        adapter_id = None if adapted is None else adapted.adapter_id
+        for index in range(start, len(blocks)):
+            block = blocks[index]
+            if block.block_hash is not None:
+                name = self._name(hashes, index, group) if index < num_known else None
+                self._made[block.block_id] = _Names(block.block_hash, name, adapter_id)
+
+    def _name(self, hashes: Sequence[bytes], index: int, group: int) -> bytes:
+        """The name of the block at `index` of a request's table."""
+        column = self._columns.number_of(group, index)
+        position = index // self._columns.blocks_per_position(group)
+        return hashes[position] + column.to_bytes(GROUP_BYTES, "big")
+
+    def _at_positions(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        step = self._hashes_per_position
+        return hashes if step == 1 else hashes[step - 1 :: step]

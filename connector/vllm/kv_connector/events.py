@@ -3,7 +3,10 @@
 
 vLLM publishes them together with the events of its own cache. An event has the block's tokens and
 parent, so that a router can recognise the prefix. If these are not known, the event has only the
-block's name. Blocks that only a disk or a cache server has are not announced."""
+block's name. Blocks that only a disk or a cache server has are not announced.
+
+A block computed with an adapter has the hash that vLLM's own events give it and the adapter's name;
+`extra_keys` has the name, and the fingerprint of the adapter's content in hexadecimal digits."""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from .block_names import BlockNames
 from .groups import Columns
 
 # Seconds between two searches for blocks that the slab has lost.
@@ -24,10 +28,19 @@ HASH_END = -4  # a name is a hash and a column
 class _Content:
     """The content of a block, as events report it to routers."""
 
+    host_hash: bytes
     parent: bytes | None
     tokens: list[int]
     lora_id: int | None
     lora_name: str | None
+    extra_keys: tuple[str, ...] | None
+
+
+class _Announced(NamedTuple):
+    """A block of the slab, as events name it."""
+
+    host_hash: bytes
+    group: int
 
 
 class TierEvents:
@@ -37,47 +50,58 @@ class TierEvents:
         self._columns = columns
         self._block_tokens = columns.position_tokens
         self._most = 2 * most_blocks
-        self._contents: OrderedDict[bytes, _Content] = OrderedDict()  # by vLLM's hash
-        self._announced: dict[bytes, bytes] = {}  # our key → vLLM's
+        self._contents: OrderedDict[bytes, _Content] = OrderedDict()  # by our hash
+        self._announced: dict[bytes, _Announced] = {}  # by our key
         self._events: list[Any] = []
         self._look_at = 0.0
 
-    def named(self, request: Any, hashes: Sequence[bytes], first: int, end: int) -> None:
+    def add_named(
+        self, request: Any, names: BlockNames, first: int, end: int, fingerprint: bytes | None
+    ) -> None:
         """Note the content of a request's blocks at positions `first` to `end`, which vLLM has just
-        named. `hashes` has a hash for each position."""
+        named. `fingerprint` is that of its adapter's content."""
+        hashes, host_hashes = names.hashes_of(request), names.host_hashes_of(request)
         size, lora = self._block_tokens, request.lora_request
+        extra_keys = None
+        if lora is not None and fingerprint is not None:
+            extra_keys = (lora.name, fingerprint.hex())
         for index in range(first, min(end, len(hashes))):
             self._contents[hashes[index]] = _Content(
-                hashes[index - 1] if index else None,
+                host_hashes[index],
+                host_hashes[index - 1] if index else None,
                 list(request.all_token_ids[index * size : (index + 1) * size]),
                 None if lora is None else lora.adapter_id,
                 None if lora is None else lora.name,
+                extra_keys,
             )
             self._contents.move_to_end(hashes[index])
         while len(self._contents) > self._most:
             self._contents.popitem(last=False)
 
     def add_stored(self, host_keys: Sequence[bytes], keys: Sequence[bytes]) -> None:
-        """Announce new blocks of the slab, given by vLLM's keys and StrataKV's keys."""
+        """Announce new blocks of the slab, given by their names and by StrataKV's keys."""
         from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
         for host_key, key in zip(host_keys, keys, strict=True):
             if key in self._announced:
                 continue
-            self._announced[key] = host_key
             content = self._contents.get(host_key[:HASH_END])
+            host_hash = host_key[:HASH_END] if content is None else content.host_hash
+            told = self._announced[key] = _Announced(host_hash, self._group_of(host_key))
             parent = None if content is None else content.parent
+            extra_keys = None if content is None else content.extra_keys
             self._events.append(
                 BlockStored(
-                    block_hashes=[maybe_convert_block_hash(host_key[:HASH_END])],
+                    block_hashes=[maybe_convert_block_hash(host_hash)],
                     parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
                     token_ids=[] if content is None else content.tokens,
                     block_size=0 if content is None else self._block_tokens,
                     lora_id=None if content is None else content.lora_id,
                     medium=MEDIUM_CPU,
                     lora_name=None if content is None else content.lora_name,
-                    group_idx=self._group_of(host_key),
+                    extra_keys=None if extra_keys is None else [extra_keys],
+                    group_idx=told.group,
                 )
             )
 
@@ -102,10 +126,9 @@ class TierEvents:
 
         by_group: dict[int, list[Any]] = {}
         for key in lost:
-            host_key = self._announced.pop(key)
-            group = self._group_of(host_key)
-            name = maybe_convert_block_hash(host_key[:HASH_END])
-            by_group.setdefault(group, []).append(name)
+            told = self._announced.pop(key)
+            name = maybe_convert_block_hash(told.host_hash)
+            by_group.setdefault(told.group, []).append(name)
         for group, names in by_group.items():
             self._events.append(
                 BlockRemoved(block_hashes=names, medium=MEDIUM_CPU, group_idx=group)

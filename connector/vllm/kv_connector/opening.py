@@ -17,6 +17,7 @@ from .. import versions
 from ..host_model import names_of
 from ..identity import LAYOUTS, ChunkIdentity, ChunkKeys, chunk_layout
 from ..settings import HOST, SECTION, VllmSettings
+from .adapters import Adapters, adapter_settings
 from .events import TierEvents
 from .groups import Columns, state_names
 from .pages import PagePlan, plan_pages
@@ -99,6 +100,7 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
         # Only as a consumer vLLM keeps blocks that a load may still write to from running steps.
         loads=vllm_config.kv_transfer_config.is_kv_consumer,
         events=events,
+        adapters=Adapters(adapter_settings(vllm_config)),
     )
 
 

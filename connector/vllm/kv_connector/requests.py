@@ -27,6 +27,7 @@ class HostRequest:
         self._keys = keys
         self._names = names
         self._digests: list[bytes] = []
+        self.is_queued = False  # the tiers know of it
 
     @property
     def request_id(self) -> str:

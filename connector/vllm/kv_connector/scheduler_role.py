@@ -39,6 +39,7 @@ from ...messages import (
 from ...page_names import NAME_BYTES
 from ...parts import Parts
 from ..identity import ChunkKeys
+from .adapters import Adapters
 from .block_names import BlockNames, NamedBlock
 from .events import TierEvents
 from .groups import NULL_BLOCK, Columns
@@ -91,11 +92,13 @@ class SchedulerRole:
         shutdown_seconds: float,
         loads: bool = True,
         events: TierEvents | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._side, self._slab = built.side, built.slab
         self._keys = keys
         self._columns = columns
-        self._names = BlockNames(columns)
+        self._adapters = Adapters() if adapters is None else adapters
+        self._names = BlockNames(columns, self._adapters)
         self._block_tokens = columns.position_tokens
         self._parts = parts
         self.num_groups = columns.num_groups
@@ -229,6 +232,7 @@ class SchedulerRole:
         self._woken.set()
         self._thread.join(self._shutdown_seconds + CLOSE_SECONDS)
         self._stop_watching()
+        self._adapters.close()
         with self._lock:
             try:
                 # After an error there are no reports of ended copies to wait for.
@@ -246,19 +250,33 @@ class SchedulerRole:
 
     def _on_new_request(self, request: Any) -> None:
         view = self._view(request)
+        adapted = self._adapters.adapter_of(request)
+        if adapted is not None and (adapted.is_pending or self._adapters.is_refused(adapted)):
+            return
+        view.is_queued = True
         if asks_for(request, "do_remote_prefill"):
             self._side.prompts_elsewhere.await_prefill(view.request_id, Elsewhere.TOLD)
         self._side.request_queued(view)
 
     def _matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         request_id = request.request_id
+        view, adapted = self._view(request), self._adapters.adapter_of(request)
+        if adapted is not None:
+            if adapted.is_pending:
+                return None, False
+            # A part of a block that vLLM found has no name by which its content could be told.
+            adapted.is_mixed |= num_computed_tokens % self._block_tokens > 0
+            if self._adapters.is_refused(adapted) or adapted.is_mixed:
+                return NOTHING
+            if not view.is_queued:
+                self._on_new_request(request)
         if not self._may_load or request_id in self._loads:
             return NOTHING
         if getattr(request, "skip_reading_prefix_cache", False):
             return NOTHING
         if request_id in self._side.awaiting_prefill:
             return None, False
-        match = self._side.get_matched_tokens(self._view(request), num_computed_tokens)
+        match = self._side.get_matched_tokens(view, num_computed_tokens)
         if match.kind is MatchKind.RETRY:
             return None, False
         # Only whole blocks are offered, because vLLM cannot name a part of a block.
@@ -296,6 +314,9 @@ class SchedulerRole:
 
     def _build(self, output: Any, plan: StepPlan) -> None:
         self._times.scheduled(output, plan.number)
+        changed = self._adapters.take_changed()
+        if changed:
+            self._names.drop_adapters(changed)
         evicted: list[NamedBlock] = []
         cold: list[NamedBlock] = []
         if self._watch is not None:
@@ -399,16 +420,22 @@ class SchedulerRole:
         return True
 
     def _read_stats(self) -> dict[str, Any]:
-        stats = self._side.stats()
+        stats: dict[str, Any] = self._side.stats()
         down = self._side.estimates.tiers_down() if self._side.estimates is not None else []
+        if self._adapters.num_refused:
+            stats["failures"] = stats["failures"] | {"adapter": self._adapters.num_refused}
         return {**stats, "down": down, "damaged_blocks": self.damaged_blocks}
 
     # Calls of the pool watch, on vLLM's thread, without the lock
 
     def _note_named(self, request: Any, first: int, num_tokens: int) -> None:
         if self._events is not None:
-            hashes, end = self._names.hashes_of(request), num_tokens // self._block_tokens
-            self._safely(self._events.named, None, request, hashes, first, end)
+            adapted = self._adapters.adapter_of(request)
+            fingerprint = None if adapted is None else adapted.fingerprint
+            end = num_tokens // self._block_tokens
+            self._safely(
+                self._events.add_named, None, request, self._names, first, end, fingerprint
+            )
 
     def _drop_names(self, blocks: Sequence[NamedBlock], may_be_wrong: bool) -> None:
         self._safely(self._forget_names, None, blocks, may_be_wrong)

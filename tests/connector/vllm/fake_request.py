@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import types
 from typing import Any
 
 from .fake_pool import BLOCK, Block
@@ -26,7 +27,7 @@ class Request:
         self.all_token_ids = list(tokens)
         self.max_tokens = len(tokens) + max_tokens
         self.kv_transfer_params = params
-        self.lora_request = None
+        self.lora_request: Any = None
         self.skip_reading_prefix_cache = False
         self.num_computed_tokens = 0
         self.num_preemptions = 0
@@ -43,9 +44,18 @@ class Request:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        names, parent, size = [], b"root", self._hash_tokens
-        for start in range(0, self.num_tokens - size + 1, size):
-            tokens = self.all_token_ids[start : start + size]
-            parent = hashlib.sha256(parent + bytes(tokens)).digest()
+        known = types.SimpleNamespace(
+            all_token_ids=self.all_token_ids, lora_request=self.lora_request, block_hashes=[]
+        )
+        return self._block_hasher(known)
+
+    def _block_hasher(self, view: Any) -> list[bytes]:
+        """The hashes that a view of the request does not have yet, with its adapter's name."""
+        lora, size = view.lora_request, self._hash_tokens
+        extra = f"{lora.lora_name} {lora.lora_path}".encode() if lora is not None else b""
+        names, parent = [], view.block_hashes[-1] if view.block_hashes else b"root"
+        tokens = view.all_token_ids
+        for start in range(len(view.block_hashes) * size, len(tokens) - size + 1, size):
+            parent = hashlib.sha256(parent + bytes(tokens[start : start + size]) + extra).digest()
             names.append(parent)
         return names

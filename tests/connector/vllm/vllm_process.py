@@ -3,6 +3,7 @@
 standard input, a line of JSON at a time, and answers on the descriptor that it was given.
 
     {"generate": [[ids], …], "max_tokens": n, "together": bool}   tokens, and how many were cached
+    {"generate": …, "lora": {…}}  the same with an adapter: the fields of vLLM's LoRARequest
     {"stats": true}      counters of the tiers, and what the decisions were
     {"metrics": true}    what a scrape shows of ours, also of a core in another process
     {"damage": "zero" | "flip"}   every chunk in the slab; how many
@@ -51,6 +52,12 @@ def _causes(error: BaseException | None) -> list[str]:
         texts.append(f"{type(error).__name__}: {error}")
         error = error.__cause__ or error.__context__
     return texts
+
+
+def _adapter(fields: dict[str, Any]) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(**fields)
 
 
 class Engine:
@@ -126,8 +133,11 @@ class Engine:
         )
         prompts = [{"prompt_token_ids": ids} for ids in command["generate"]]
         rounds = [prompts] if command.get("together") else [[prompt] for prompt in prompts]
+        more = {"lora_request": _adapter(command["lora"])} if command.get("lora") else {}
         began = time.monotonic()
-        outputs = [o for each in rounds for o in self._llm.generate(each, how, use_tqdm=False)]
+        outputs = [
+            o for each in rounds for o in self._llm.generate(each, how, use_tqdm=False, **more)
+        ]
         return {
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
