@@ -47,6 +47,7 @@ _PHI3 = {"pad_token_id": 0, "sliding_window": None, "hidden_size": 96, "num_hidd
 BASES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": _EXPERTS,
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 40},
     "phi3": _PHI3,
 }
 ADAPTERS: dict[str, Made] = {
@@ -101,8 +102,15 @@ ADAPTERS: dict[str, Made] = {
         {
             "r": 4,
             "lora_alpha": 8,
-            "target_modules": r".*(in_proj_qkvz|in_proj_ba|out_proj|q_proj|o_proj"
-            r"|shared_expert\.(gate|up|down)_proj)",
+            "target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"],
+        },
+    ),
+    "shared_experts": Made(
+        "qwen2_moe",
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": [f"shared_expert.{part}_proj" for part in ("gate", "up", "down")],
         },
     ),
     "mamba_states": Made(

@@ -90,6 +90,7 @@ def ask(
     *,
     adapters: Sequence[str] = (),
     num_tokens: int = OUTPUT_TOKENS,
+    session: str = "",
 ) -> list[Answer]:
     """Run `prompts` together; their answers in order. `adapters` has the name of each one's
     adapter; without names all are answered by the model alone."""
@@ -98,7 +99,7 @@ def ask(
     names = adapters or [""] * len(prompts)
     for request_id, prompt, name in zip(answers, prompts, names, strict=True):
         ids = np.asarray(prompt, "<i4").tobytes()
-        extras = RequestExtras(adapter=name) if name else None
+        extras = RequestExtras(adapter=name, session=session)
         assert not core.add(AddRequest(request_id, ids, params, extras=extras))
     for outputs in step_outputs(core):
         for output in outputs:

@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from stratakv.engine.config.lora_config import lora_modules
+from stratakv.engine.core.deferred import Deferred
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.models.lora.adapter_file import AdapterFile
 from stratakv.engine.models.spec.spec_parser import load_model_spec
+from stratakv.engine.request.core_messages import LoadAdapter
 from stratakv.kernels.cpu.library import VARIABLE, Missing, cpu_library
 
 from .leftovers import check_nothing_left, settle
@@ -25,6 +28,7 @@ from .peft_adapters import (
     check_greedy,
     with_one_bit_changed,
 )
+from .stepping import WAIT_SECONDS
 from .test_exactness import Answer, ask, prompt, running_core
 
 BLOCK = 8  # tokens, of `running_core`
@@ -55,13 +59,16 @@ def wishes_of(base: str, lengths: Sequence[int] = (41, 7)) -> list[Wish]:
     return [(name, prompt(length, length)) for length in lengths for name in names]
 
 
-def ask_adapted(core: EngineCore, wishes: Sequence[Wish], tag: str) -> list[Answer]:
+def ask_adapted(
+    core: EngineCore, wishes: Sequence[Wish], tag: str, session: str = ""
+) -> list[Answer]:
     return ask(
         core,
         [text for _, text in wishes],
         tag,
         adapters=[name for name, _ in wishes],
         num_tokens=NUM_TOKENS,
+        session=session,
     )
 
 
@@ -135,12 +142,12 @@ def tight(folders: AdapterFolders, base: str, longest: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("base", "backend"), [("qwen3", "auto"), ("qwen3_moe", "kernels"), ("delta_states", "auto")]
+    ("base", "backend"),
+    [("qwen3", "auto"), ("qwen3_moe", "kernels"), ("qwen3_next-experts", "auto")],
 )
 def test_blocks_out_of_every_tier_and_under_other_names_after_a_restart(
     base: str, backend: str, peft_folders: AdapterFolders, tmp_path: Path
 ) -> None:
-    base = ADAPTERS[base].base if base in ADAPTERS else base
     wishes = wishes_of(base, (50, 60))
     options = tight(peft_folders, base, 60 + NUM_TOKENS)
     options["model_options"]["attention_backend"] = backend
@@ -175,16 +182,35 @@ def test_adapters_that_differ_in_one_bit_share_nothing_and_equal_ones_all(
     prints = {name: AdapterFile.read(path, spec, 8).fingerprint for name, path in modules.items()}
     assert prints["one"] == prints["same"] != prints["near"]
     offload = {"tiers": ("cpu",), "cpu_bytes": 2**24, "load": "always"}
-    with adapted_core(peft_folders, "qwen3", modules, offload=offload) as core:
+    options = tight(peft_folders, "qwen3", 50 + NUM_TOKENS)
+    with adapted_core(peft_folders, "qwen3", modules, offload=offload, **options) as core:
         for name, found in (("one", 0), ("near", 0), ("", 0), ("same", 1), ("near", 1), ("", 1)):
             [answer] = ask_adapted(core, [(name, text)], f"{name}{found}")
             assert sum(answer.cached.values()) == whole(50) * found, name
             settle(core)
             adapter = modules[name] if name else None
             check_greedy(peft_folders.base("qwen3"), adapter, text, answer.token_ids)
-        assert core.call("reset_prefix_cache", "pool") is not None or True
-        [answer] = ask_adapted(core, [("same", text)], "slab")
-        assert answer.cached == {"pool": 0, "cpu": whole(50)}
+        assert core.call("stats", "")["connector"]["tiers"]["cpu"]["loaded_blocks"] >= 12
+
+
+def test_a_name_that_is_loaded_again_finds_nothing_of_its_predecessor(
+    peft_folders: AdapterFolders,
+) -> None:
+    text = prompt(1, 50)
+    with adapted_core(peft_folders, "qwen3", {"name": peft_folders.adapter("plain")}) as core:
+        for adapter, found in (("plain", 0), ("rslora", 0), ("plain", 1)):
+            path = str(peft_folders.adapter(adapter))
+            reload_adapter(core, LoadAdapter("name", path, replaces=True))
+            [answer] = ask_adapted(core, [("name", text)], f"{adapter}{found}")
+            assert answer.cached["pool"] == whole(50) * found
+            base = peft_folders.base("qwen3")
+            check_greedy(base, peft_folders.adapter(adapter), text, answer.token_ids)
+
+
+def reload_adapter(core: EngineCore, message: LoadAdapter) -> None:
+    deferred = core.call("load_adapter", msgspec.json.encode(message).decode())
+    assert isinstance(deferred, Deferred)
+    deferred.finish(deferred.future.result(WAIT_SECONDS))
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
@@ -205,9 +231,7 @@ def test_drafts_change_no_token(method: str, peft_folders: AdapterFolders) -> No
         check_nothing_left(core)
 
 
-@pytest.mark.parametrize(
-    ("executor", "max_slots"), [("uni", 1), ("mp", 2)], ids=["one slot", "mp"]
-)
+@pytest.mark.parametrize(("executor", "max_slots"), [("uni", 1), ("mp", 2)], ids=["one slot", "mp"])
 def test_more_adapters_than_slots_take_turns(
     executor: str, max_slots: int, peft_folders: AdapterFolders
 ) -> None:
@@ -218,7 +242,27 @@ def test_more_adapters_than_slots_take_turns(
 
 
 def test_preempted_requests_keep_their_adapters(peft_folders: AdapterFolders) -> None:
-    options = tight(peft_folders, "qwen3", 41 + NUM_TOKENS)
+    # Two prompts of 47 tokens fit, and one of their answers does.
+    options = tight(peft_folders, "qwen3", 47 + NUM_TOKENS)
+    options |= {"cache": {"num_blocks": 14}, "scheduler": {"max_num_batched_tokens": 128}}
     with adapted_core(peft_folders, "qwen3", **options) as core:
-        check_adapted(peft_folders, "qwen3", core, wishes_of("qwen3", (41, 33)), "r")
+        check_adapted(peft_folders, "qwen3", core, wishes_of("qwen3", (47, 46)), "r")
         assert core.scheduler.counts["preemptions"] > 0, "the pool was meant to be too small"
+
+
+def test_turns_of_a_job_keep_their_blocks_for_their_adapter(peft_folders: AdapterFolders) -> None:
+    base, adapter = peft_folders.base("qwen3"), peft_folders.adapter("plain")
+    options = {"scheduler": {"policy": "continuum"}, "cache": {"num_blocks": 34}}
+    text = prompt(5, 50)
+    with adapted_core(peft_folders, "qwen3", **options) as core:
+        [first] = ask_adapted(core, [("plain", text)], "first", session="job")
+        check_greedy(base, adapter, text, first.token_ids)
+        for number in range(4):  # the pool has no room for them and for blocks of others
+            ask_adapted(core, [("rslora", prompt(50 + number, 90))], f"other{number}")
+        longer = [*text, *first.token_ids, 7, 9]
+        [other] = ask_adapted(core, [("", longer)], "other", session="job")
+        [again] = ask_adapted(core, [("plain", longer)], "again", session="job")
+        assert sum(other.cached.values()) == 0
+        check_greedy(base, None, longer, other.token_ids)
+        check_greedy(base, adapter, longer, again.token_ids)
+        assert core.scheduler.counts["pins"] >= 2
