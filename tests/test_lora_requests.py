@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,24 +45,27 @@ def llm(peft_folders: AdapterFolders) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("base", BASES)
-def test_log_probabilities_in_one_batch(
-    base: str, dtype: str, peft_folders: AdapterFolders
-) -> None:
-    """The log-probabilities at the places of a prompt and of an answer tell the logits there."""
+def answers_of(
+    folders: AdapterFolders, base: str, dtype: str
+) -> tuple[list[int], dict[str, RequestOutput]]:
+    """A prompt, and the answers of all adapters of a base, and of the base, in one batch."""
     params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=20, prompt_logprobs=20)
-    text = prompt(3, 37)
-    names = ["", *adapters_of(base)]
-    with open_llm(peft_folders, base, dtype) as llm:
+    text, names = prompt(3, 37), ["", *adapters_of(base)]
+    with open_llm(folders, base, dtype) as llm:
         requests = [llm.make_request(text, params, "", adapter=name) for name in names]
         answers = llm.run_checked([CheckedPrompt(each, None) for each in requests])
-    for name, answer in zip(names, answers, strict=True):
-        adapter = peft_folders.adapter(name) if name else None
-        check_logprobs(peft_folders, base, adapter, text, answer, getattr(torch, dtype))
+    return text, dict(zip(names, answers, strict=True))
 
 
-def check_logprobs(folders, base, adapter, text, answer: RequestOutput, dtype) -> None:  # type: ignore[no-untyped-def]
+def check_logprobs(
+    folders: AdapterFolders,
+    base: str,
+    adapter: Path | None,
+    text: list[int],
+    answer: RequestOutput,
+    dtype: torch.dtype,
+) -> None:
+    """Check the log-probabilities at all places of a prompt and of its answer."""
     assert answer.prompt_logprobs is not None
     found = [*answer.prompt_logprobs[1:], *answer.logprobs]
     logits = peft_logits(folders.base(base), adapter, [*text, *answer.token_ids[:-1]], dtype)
@@ -70,6 +74,17 @@ def check_logprobs(folders, base, adapter, text, answer: RequestOutput, dtype) -
         np.testing.assert_allclose(
             entry.logprobs, expected[entry.token_ids].numpy(), rtol=1e-4, atol=1e-4
         )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("base", BASES)
+def test_log_probabilities_in_one_batch(
+    base: str, dtype: str, peft_folders: AdapterFolders
+) -> None:
+    text, answers = answers_of(peft_folders, base, dtype)
+    for name, answer in answers.items():
+        adapter = peft_folders.adapter(name) if name else None
+        check_logprobs(peft_folders, base, adapter, text, answer, getattr(torch, dtype))
 
 
 def test_prompts_in_parts(llm: LLM, peft_folders: AdapterFolders) -> None:
