@@ -18,7 +18,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,6 +26,9 @@ from hypothesis import HealthCheck, settings
 from .nursery_site import scan_client
 from .nursery_site.nursery_client import VARIABLE, Nursery, OwnNursery
 from .threads import check_threads
+
+if TYPE_CHECKING:
+    from .peft_adapters import AdapterFolders
 
 # The processes that share the tests have more threads than there are processors. Those of OpenMP
 # spin for milliseconds after each parallel loop unless they are told otherwise before it is loaded.
@@ -131,6 +134,7 @@ SLOW_PLACES = (
     "test_fault_sweep.py",
     "test_kernel_backend.py",
     "test_load_or_recompute.py",
+    "test_lora_models.py",
     "test_package.py",
     "test_random_lives.py",
     "test_readme.py",
@@ -277,6 +281,14 @@ def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2,
         head_dim=16,
     )
+
+
+@pytest.fixture(scope="session")
+def peft_folders(tmp_path_factory: pytest.TempPathFactory) -> AdapterFolders:
+    """Small models and adapters that PEFT has saved, made when a test asks for them."""
+    from .peft_adapters import AdapterFolders  # torch and PEFT, which most tests do without
+
+    return AdapterFolders(tmp_path_factory.mktemp("peft"))
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,10 @@ from stratakv.engine.config.engine_config import (
     ModelConfig,
     SchedulerConfig,
 )
+from stratakv.engine.config.lora_config import LoraConfig
 from stratakv.engine.config.speculative_config import SpeculativeConfig
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.request.core_messages import AddRequest, TokenOutput
+from stratakv.engine.request.core_messages import AddRequest, RequestExtras, TokenOutput
 from stratakv.engine.request.sampling_params import SamplingParams
 
 from .leftovers import settle
@@ -54,6 +55,7 @@ def running_core(
     offload: dict[str, Any] | None = None,
     model_options: dict[str, Any] | None = None,
     speculative: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
     executor: str = "uni",
 ) -> Iterator[EngineCore]:
     """A core on `model` in float64, shut down in an orderly way at the end."""
@@ -70,6 +72,7 @@ def running_core(
         ),
         offload=offload_config(**(offload or {})),
         speculative=SpeculativeConfig(**(speculative or {})),
+        lora=LoraConfig(**(lora or {})),
         num_threads=1,
         executor=executor,
     )
@@ -80,13 +83,24 @@ def running_core(
         core.shutdown(30.0)
 
 
-def ask(core: EngineCore, prompts: Sequence[Sequence[int]], tag: str = "r") -> list[Answer]:
-    """Run `prompts` together; their answers in order."""
+def ask(
+    core: EngineCore,
+    prompts: Sequence[Sequence[int]],
+    tag: str = "r",
+    *,
+    adapters: Sequence[str] = (),
+    num_tokens: int = OUTPUT_TOKENS,
+    session: str = "",
+) -> list[Answer]:
+    """Run `prompts` together; their answers in order. `adapters` has the name of each one's
+    adapter; without names all are answered by the model alone."""
     answers = {f"{tag}{index}": Answer() for index in range(len(prompts))}
-    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-    for request_id, prompt in zip(answers, prompts, strict=True):
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    names = adapters or [""] * len(prompts)
+    for request_id, prompt, name in zip(answers, prompts, names, strict=True):
         ids = np.asarray(prompt, "<i4").tobytes()
-        assert not core.add(AddRequest(request_id, ids, params))
+        extras = RequestExtras(adapter=name, session=session)
+        assert not core.add(AddRequest(request_id, ids, params, extras=extras))
     for outputs in step_outputs(core):
         for output in outputs:
             answer = answers[output.request_id]

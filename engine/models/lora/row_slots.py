@@ -67,8 +67,10 @@ class SlotMatrices:
         in]`; `rank` is the most of an adapter."""
         self._rows, self._rank = rows, rank
         count = rows.num_slots * rank
-        self._ins = weight.new_zeros(count, shape[1])
-        self._outs = weight.new_zeros(count, shape[0])
+        # Not by `weight.new_zeros`: from oneDNN's blocks that makes blocks.
+        like = torch.empty(0, dtype=weight.dtype, device=weight.device)
+        self._ins = like.new_zeros(count, shape[1])
+        self._outs = like.new_zeros(count, shape[0])
         self._filled: set[int] = set()
 
     def put_adapter(self, slot: int, adapter: tuple[Tensor, tuple[Tensor, ...]] | None) -> None:

@@ -187,10 +187,14 @@ def _float32_is(module: Any, is_wide: bool) -> Iterator[None]:
 _FLOAT = Tensor.float
 
 
-@torch.inference_mode()
 def exact_logits(directory: Path, token_ids: list[int]) -> Tensor:
     """transformers' logits `[tokens, vocab]` of one pass over a whole sequence."""
-    model = load_reference(directory)
+    return exact_logits_of(load_reference(directory), token_ids)
+
+
+@torch.inference_mode()
+def exact_logits_of(model: Any, token_ids: list[int]) -> Tensor:
+    """The logits `[tokens, vocab]` of a transformers model in float64, which may have adapters."""
     module = sys.modules[type(model).__module__]
     rotary = getattr(getattr(model.model, "language_model", model.model), "rotary_emb", None)
     if rotary is not None and not hasattr(rotary, "of_class"):
