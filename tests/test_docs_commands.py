@@ -278,7 +278,7 @@ def test_limits() -> None:
     settings = ApiSettings()
     switches = {
         "api_key", "enable_dev_routes", "metrics_without_key", "cross_origin", "allowed_hosts",
-        "tenant_header",
+        "tenant_header", "media_domains",
     }  # fmt: skip
     wanted = {
         field.name: getattr(settings, field.name)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of requests: fetched or taken from the URL, checked, and decoded to pixels."""

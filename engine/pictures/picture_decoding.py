@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way from a picture's file to RGB pixels, equal to those of transformers' `load_image`.
+
+PNG, JPEG, WebP and GIF are read, and of a moving picture the first frame. The size is checked in
+the file's header, before Pillow is asked. Pillow gets a copy without metadata and allocates, at
+most, about 24 bytes for each pixel. It reads that copy in pieces and stops at the deadline.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Callable
+
+# Pillow looks for the plugins of all its formats if one that is asked for is not imported.
+from PIL import (
+    GifImagePlugin,
+    Image,
+    JpegImagePlugin,
+    PngImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
+
+from . import gif_file, jpeg_file, png_file, webp_file
+from .picture_errors import PictureError
+from .picture_file import PictureFile, PictureLimits
+
+DEFAULT_LIMITS = PictureLimits()
+_PLUGINS = (GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
+_WHITE = (255, 255, 255, 255)
+_SHOWN_BYTES = 8
+# EXIF's number → the change that makes the picture upright.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+_Read = Callable[[bytes, PictureLimits], PictureFile]
+
+
+class _TimedFile(io.BytesIO):
+    """A file in memory that refuses reads behind a deadline."""
+
+    def __init__(self, content: bytes, deadline: float) -> None:
+        super().__init__(content)
+        self._deadline = deadline
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        check_deadline(self._deadline)
+        return super().read(size)
+
+
+def check_deadline(deadline: float) -> None:
+    """Raise PictureError if the deadline, a time of the monotonic clock, is over."""
+    if time.monotonic() > deadline:
+        raise PictureError(
+            "it was not decoded in time; send a smaller picture, or the same one later"
+        )
+
+
+def decode_picture(
+    data: bytes,
+    limits: PictureLimits = DEFAULT_LIMITS,
+    *,
+    over_white: bool = False,
+    deadline: float = math.inf,
+) -> Image.Image:
+    """Return the picture in `data` as an upright RGB image. Raises PictureError and nothing else.
+
+    transformers drops the transparency of a picture that it loads itself, and puts a transparent
+    picture that it is given as an image on white, which `over_white` does.
+    """
+    file = read_picture_file(data, limits)
+    check_deadline(deadline)
+    try:
+        return _decode_file(file, over_white, deadline)
+    except PictureError:
+        raise
+    except MemoryError:
+        raise PictureError(
+            f"its {file.width} x {file.height} pixels need more memory than there is; scale it down"
+        ) from None
+    except UnidentifiedImageError as error:
+        raise PictureError(
+            f"the header of its {file.kind} file is damaged; save it again"
+        ) from error
+    except Exception as error:  # Pillow's decoders raise errors of ten types
+        raise PictureError(
+            f"its {file.kind} file is damaged ({type(error).__name__}: {str(error)[:120]}); save "
+            "it again"
+        ) from error
+
+
+def read_picture_file(data: bytes, limits: PictureLimits = DEFAULT_LIMITS) -> PictureFile:
+    """Return the parts of a file that decide its pixels. Raises PictureError."""
+    if len(data) > limits.max_bytes:
+        raise PictureError(
+            f"its file has {len(data)} bytes, and at most {limits.max_bytes} are read; send a "
+            "smaller one"
+        )
+    return _reader_of(data)(data, limits)
+
+
+def _reader_of(data: bytes) -> _Read:
+    if data.startswith(png_file.SIGNATURE):
+        return png_file.read_png
+    if data.startswith(jpeg_file.SIGNATURE):
+        return jpeg_file.read_jpeg
+    if data.startswith(gif_file.SIGNATURES):
+        return gif_file.read_gif
+    if webp_file.is_webp(data):
+        return webp_file.read_webp
+    start = f"begins with {data[:_SHOWN_BYTES].hex(' ')}" if data else "is empty"
+    raise PictureError(f"its file is no PNG, JPEG, WebP or GIF: it {start}; convert it to PNG")
+
+
+def _decode_file(file: PictureFile, over_white: bool, deadline: float) -> Image.Image:
+    size = (file.width, file.height)
+    with Image.open(_TimedFile(file.content, deadline), formats=(file.kind,)) as opened:
+        if opened.size != size:
+            raise PictureError(
+                f"its file says {file.width} x {file.height} pixels in one place and "
+                f"{opened.width} x {opened.height} in another; save it again"
+            )
+        opened.load()
+        if opened.size != size:
+            raise PictureError("its file has pixels of another size than it says; save it again")
+        image: Image.Image = opened
+        if file.orientation in _TURNS:
+            image = opened.transpose(_TURNS[file.orientation])
+        check_deadline(deadline)
+        return _to_rgb(image, over_white)
+
+
+def _to_rgb(image: Image.Image, over_white: bool) -> Image.Image:
+    is_transparent = "A" in image.getbands() or image.info.get("transparency") is not None
+    if over_white and is_transparent:
+        ground = Image.new("RGBA", image.size, _WHITE)
+        image = Image.alpha_composite(ground, image.convert("RGBA"))
+    rgb = image.convert("RGB")
+    # A copy of an image has what its file says about it; pixels are all that is wanted.
+    rgb.info = {}
+    return rgb

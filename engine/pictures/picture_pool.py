@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PicturePool: threads that decode pictures beside the event loop.
+
+A pool holds a bounded number of pictures, those of which a caller no longer waits included, and
+refuses the next one. Pillow's C code cannot be interrupted, so a thread may outlive its deadline
+until it reads the next piece of its file; its place is free when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from PIL import Image
+
+from .picture_decoding import DEFAULT_LIMITS, check_deadline, decode_picture
+from .picture_errors import PictureError, PicturePoolFull
+from .picture_file import PictureLimits
+
+Result = TypeVar("Result")
+
+
+class PicturePool:
+    """Threads for tasks that end at a deadline."""
+
+    def __init__(
+        self,
+        limits: PictureLimits = DEFAULT_LIMITS,
+        *,
+        num_threads: int = 2,
+        max_waiting: int = 32,
+    ) -> None:
+        self._limits = limits
+        self._places = threading.BoundedSemaphore(num_threads + max_waiting)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pictures")
+
+    async def decode_picture(self, data: bytes, *, over_white: bool = False) -> Image.Image:
+        """Decode a picture in a thread. Raises PictureError, and PicturePoolFull if the pool
+        takes no more."""
+        return await self.run_task(
+            lambda deadline: decode_picture(
+                data, self._limits, over_white=over_white, deadline=deadline
+            )
+        )
+
+    async def run_task(self, task: Callable[[float], Result]) -> Result:
+        """Run `task` in a thread and return its result. The task gets the deadline as a time of the
+        monotonic clock; what it raises is raised here. Raises PicturePoolFull and PictureError."""
+        if not self._places.acquire(blocking=False):
+            raise PicturePoolFull(
+                "the server decodes as many pictures as it holds; send the request later"
+            )
+        seconds = self._limits.seconds
+        try:
+            future = self._threads.submit(partial(_run, task, time.monotonic() + seconds))
+        except BaseException:
+            self._places.release()
+            raise
+        future.add_done_callback(self._free_place)
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise PictureError(
+                f"it was not decoded in {seconds:g} seconds; send a smaller picture, or the same "
+                "one later"
+            ) from None
+
+    def close_pool(self) -> None:
+        """Drop waiting tasks. Running ones end at their deadline; the process waits for them."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _free_place(self, _: Future[Result]) -> None:
+        self._places.release()
+
+
+def _run(task: Callable[[float], Result], deadline: float) -> Result:
+    check_deadline(deadline)
+    return task(deadline)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chunks of a PNG file: those of its pixels are kept; texts, profiles and frames are not."""
+
+from __future__ import annotations
+
+from .orientation import find_orientation
+from .picture_errors import PictureError
+from .picture_file import ENDS_EARLY, PictureFile, PictureLimits, check_parts, unpack_text
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_KEPT = frozenset((b"PLTE", b"tRNS", b"IDAT"))
+_MAX_PALETTE_BYTES = 768
+_FRAME_BYTES = 12  # length, name and checksum of a chunk
+_XMP = b"XML:com.adobe.xmp\x00"
+_RAW_EXIF = b"Raw profile type exif\x00"  # as ImageMagick writes it, in hexadecimal digits
+
+
+def read_png(data: bytes, limits: PictureLimits) -> PictureFile:
+    """Return the picture in a PNG file. Raises PictureError."""
+    kept, exif, raw_exif, xmp = [SIGNATURE], b"", b"", b""
+    width = height = 0
+    at, num_parts, num_pixel_chunks = len(SIGNATURE), 0, 0
+    while True:
+        num_parts += 1
+        check_parts(num_parts)
+        name = data[at + 4 : at + 8]
+        length = int.from_bytes(data[at : at + 4], "big")
+        end = at + _FRAME_BYTES + length
+        if end > len(data) or len(name) < 4:
+            raise PictureError(ENDS_EARLY)
+        if (name == b"IHDR") != (num_parts == 1) or (name == b"IHDR" and length != 13):
+            raise PictureError("its PNG file does not begin with one header; save it again")
+        if name == b"IHDR":
+            width = int.from_bytes(data[at + 8 : at + 12], "big")
+            height = int.from_bytes(data[at + 12 : at + 16], "big")
+            limits.check_size(width, height)
+            kept.append(data[at:end])
+        elif name == b"IEND":
+            kept.append(data[at:end])
+            break
+        elif name in _KEPT:
+            if name != b"IDAT" and length > _MAX_PALETTE_BYTES:
+                raise PictureError(f"its palette has {length} bytes, not 768; save it again")
+            num_pixel_chunks += name == b"IDAT"
+            kept.append(data[at:end])
+        elif name == b"eXIf":
+            exif = data[at + 8 : end - 4]
+        elif name == b"iTXt" and data.startswith(_XMP, at + 8):
+            xmp = _international_text(data[at + 8 + len(_XMP) : end - 4])
+        elif name in (b"zTXt", b"tEXt") and data.startswith(_RAW_EXIF, at + 8):
+            text = data[at + 8 + len(_RAW_EXIF) : end - 4]
+            raw_exif = _hexadecimal(unpack_text(text[1:]) if name == b"zTXt" else text)
+        at = end
+    if not num_pixel_chunks:
+        raise PictureError("its PNG file has no pixels (no IDAT chunk); save it again")
+    orientation = find_orientation(exif or raw_exif, xmp)
+    return PictureFile("PNG", width, height, orientation, b"".join(kept))
+
+
+def _international_text(text: bytes) -> bytes:
+    """The text behind its flags, language and translated keyword."""
+    is_packed = text[:1] == b"\x01"
+    parts = text[2:].split(b"\x00", 2)
+    if len(parts) < 3:
+        return b""
+    return unpack_text(parts[2]) if is_packed else parts[2]
+
+
+def _hexadecimal(text: bytes) -> bytes:
+    try:
+        return bytes.fromhex("".join(text.decode("ascii").split("\n")[3:]))
+    except ValueError:
+        return b""

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check that an address belongs to the public internet, before a picture is fetched from it.
+
+Addresses that carry another address inside (IPv4-mapped, NAT64, 6to4, Teredo) are refused, whatever
+they carry, because a router could lead them into the network of this server.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+_PUBLIC_IPV6 = ipaddress.IPv6Network("2000::/3")
+# Networks that some versions of Python take for public.
+_REFUSED = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        "192.0.0.0/24", "192.88.99.0/24", "100.64.0.0/10", "198.18.0.0/15",
+        "2001::/23",  # protocol assignments, Teredo and ORCHID among them
+        "2001:db8::/32", "2002::/16", "3fff::/20",
+    )
+)  # fmt: skip
+
+
+def is_public_address(text: str) -> bool:
+    """Whether `text` is an address of the public internet, without the zone of a network card."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.scope_id is not None or address not in _PUBLIC_IPV6:
+            return False
+    is_special = (
+        address.is_private
+        or address.is_loopback
+        or address.is_link_local
+        or address.is_multicast
+        or address.is_reserved
+        or address.is_unspecified
+    )
+    is_refused = any(address in network for network in _REFUSED)
+    return address.is_global and not is_special and not is_refused
