@@ -63,6 +63,8 @@ def valid_files() -> dict[str, bytes]:
         exif[0x0112] = number
         for kind in ("PNG", "JPEG", "WEBP"):
             files[f"{kind} turned {number}"] = file_of(picture("RGB"), kind, exif=exif)
+    turned = files["WEBP turned 8"]
+    files["WEBP without the flag of its EXIF"] = turned[:20] + b"\x00" + turned[21:]
     xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
     files["JPEG turned by XMP"] = file_of(picture("RGB"), "JPEG", xmp=xmp)
     files["WEBP turned by XMP"] = file_of(picture("RGB"), "WEBP", xmp=xmp)
