@@ -280,7 +280,7 @@ def test_limits() -> None:
     settings = ApiSettings()
     switches = {
         "api_key", "enable_dev_routes", "metrics_without_key", "cross_origin", "allowed_hosts",
-        "tenant_header", "lora_dir",
+        "tenant_header", "lora_dir", "media_domains",
     }  # fmt: skip
     wanted = {
         field.name: getattr(settings, field.name)

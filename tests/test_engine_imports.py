@@ -19,6 +19,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "json_schemas": "",
     "logs": "",
     "models": "",
+    "pictures": "",
     "request": "json_schemas models",
     "batch": "request",
     "config": "logs models request",

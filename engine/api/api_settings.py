@@ -33,6 +33,7 @@ class ApiSettings:
     cross_origin: CrossOrigin | None = None  # None: no page of another origin may use the server
     media_domains: tuple[str, ...] = ()  # hosts from which pictures are fetched
     allowed_hosts: frozenset[str] | None = None  # values of Host in requests; None: any
+    media_domains: tuple[str, ...] = ()  # hosts from which pictures are fetched
     max_body_bytes: int = 16 * MIB
     max_prompts_per_request: int = 128
     max_messages_per_request: int = 4096
@@ -74,7 +75,7 @@ class ApiSettings:
             "max_rendered_characters", "max_text_characters", "stats_timeout_seconds", "max_n",
             "max_choices_per_request", "max_prompt_logprobs_per_request",
             "max_logprobs_per_request", "max_template_kwargs_bytes",
-            "max_tools_per_request", "max_tools_bytes",
+            "max_tools_per_request", "max_tools_bytes", "max_pictures_per_request",
         ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")

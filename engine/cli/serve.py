@@ -146,6 +146,7 @@ def api_settings(
         part_timeout_seconds=part_timeout_seconds,
         metrics_without_key=server.metrics_without_key,
         tenant_header=server.tenant_header,
+        media_domains=server.media_domain,
         cross_origin=allowed if server.allowed_origins else None,
         allowed_hosts=hosts_to_check(
             server.allowed_hosts,

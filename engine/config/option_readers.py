@@ -17,6 +17,9 @@ _MAX_MARK_CHARACTERS = 256
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # the form of a method and of a header
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _MOST_SECONDS = 3600
+_MEDIA_HOST = re.compile(
+    r"(?P<host>[a-z0-9_](?:[a-z0-9_.-]{0,251}[a-z0-9])?)\.?(?::(?P<port>[0-9]{1,5}))?"
+)
 
 
 def model_mark(called: str, value: Any) -> str:
@@ -80,6 +83,27 @@ def origins(called: str, value: Any) -> tuple[str, ...]:
                 f"(no path, no slash at the end), not {format_value(origin)}"
             )
     return names
+
+
+def media_domains(called: str, value: Any) -> tuple[str, ...]:
+    """Read hosts, each with `:port` or without, and return their names as DNS has them."""
+    return tuple(_media_domain(called, name) for name in readers.texts(called, value))
+
+
+def _media_domain(called: str, name: str) -> str:
+    try:
+        ascii_name = name if name.isascii() else name.encode("idna").decode("ascii")
+    except UnicodeError:
+        ascii_name = ""
+    found = _MEDIA_HOST.fullmatch(ascii_name.lower())
+    port = int(found["port"] or 0) if found else 0
+    is_port = found is not None and (found["port"] is None or 0 < port <= MAX_PORT)
+    if found is None or not is_port or ".." in found["host"]:
+        raise ConfigError(
+            f"{called} takes hosts such as pictures.example.org or pictures.example.org:8443 (no "
+            f"https://, no path, no *), not {format_value(name)}"
+        )
+    return found["host"] if port in (0, 443) else f"{found['host']}:{port}"
 
 
 def http_tokens(called: str, value: Any) -> tuple[str, ...]:

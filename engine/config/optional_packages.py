@@ -7,12 +7,12 @@ from __future__ import annotations
 
 _EXTRAS = {
     "engine": (
-        "aiofiles", "fastapi", "h11", "huggingface_hub", "jinja2", "llguidance", "numpy",
+        "PIL", "aiofiles", "fastapi", "h11", "huggingface_hub", "jinja2", "llguidance", "numpy",
         "pydantic", "rich", "safetensors", "starlette", "tokenizers", "torch", "uvicorn",
         "websockets", "yaml", "zmq",
     ),
     "grammar": ("tvm_ffi", "xgrammar"),
-    "bench": ("PIL", "matplotlib"),
+    "bench": ("matplotlib",),
     "cuda": ("cupy", "triton"),
     "test": ("transformers",),
 }  # fmt: skip

@@ -19,6 +19,7 @@ from .option_readers import (
     http_header,
     http_methods,
     http_tokens,
+    media_domains,
     origins,
 )
 
@@ -74,6 +75,11 @@ class ServerConfig:
         (), readers.hosts,
         "what requests may call this server beside addresses and localhost: *, or names",
         "LIST", "none on loopback without a key, else any",
+    )  # fmt: skip
+    media_domain: tuple[str, ...] = setting(
+        (), media_domains,
+        "hosts from which pictures are fetched over https, with :port unless it is 443", "LIST",
+        "none: pictures come as data: URLs",
     )  # fmt: skip
     tenant_header: str | None = setting(
         None, http_header,

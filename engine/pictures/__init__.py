@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of clients: fetched, decoded under limits, and made into what a model reads."""
+"""Pictures of requests: fetched or taken from the URL, checked, decoded, and processed to the inputs of
+a model."""

@@ -70,6 +70,6 @@ def check_parts(num_parts: int) -> None:
 def unpack_text(packed: bytes) -> bytes:
     """Decompress up to MAX_UNPACKED_BYTES of zlib data; b"" for data that is damaged."""
     try:
-        return zlib.decompressobj().decompress(packed)
+        return zlib.decompressobj().decompress(packed, MAX_UNPACKED_BYTES)
     except zlib.error:
         return b""

@@ -11,7 +11,7 @@ _HEAD_BYTES = 12
 _EXTENDED, _LOSSY, _LOSSLESS, _FRAME = b"VP8X", b"VP8 ", b"VP8L", b"ANMF"
 _PIXELS = frozenset((_LOSSY, _LOSSLESS, _FRAME))
 _KEPT = _PIXELS | {b"ANIM", b"ALPH"}
-_OTHER_METADATA = 0x20 | 0x08 | 0x04  # the flags of a profile, of EXIF and of XMP
+_HAS_PROFILE, _HAS_EXIF, _HAS_XMP = 0x20, 0x08, 0x04  # flags of an extended file
 _EXTENDED_BYTES = 10
 _LOSSLESS_START = 0x2F
 _LOSSY_START = b"\x9d\x01\x2a"
@@ -28,7 +28,7 @@ def read_webp(data: bytes, limits: PictureLimits) -> PictureFile:
         raise PictureError(ENDS_EARLY)
     kept: dict[bytes, bytes] = {}
     exif = xmp = b""
-    width = height = num_parts = 0
+    width = height = num_parts = flags = 0
     at = _HEAD_BYTES
     while at + 8 <= file_end:
         num_parts += 1
@@ -41,13 +41,14 @@ def read_webp(data: bytes, limits: PictureLimits) -> PictureFile:
             width, height = _size_in(name, data[at + 8 : min(end, at + 24)])
             limits.check_size(width, height)
             if name == _EXTENDED:
-                flags = data[at + 8] & ~_OTHER_METADATA
-                kept[name] = data[at : at + 8] + bytes((flags,)) + data[at + 9 : end]
+                flags = data[at + 8]
+                bare = flags & ~(_HAS_PROFILE | _HAS_EXIF | _HAS_XMP)
+                kept[name] = data[at : at + 8] + bytes((bare,)) + data[at + 9 : end]
         if name in _KEPT and name not in kept and not (_PIXELS & kept.keys()):
             kept[name] = data[at:end] + b"\x00" * (length % 2)
-        elif name == b"EXIF":
+        elif name == b"EXIF" and flags & _HAS_EXIF:
             exif = exif or data[at + 8 : end]
-        elif name == b"XMP ":
+        elif name == b"XMP " and flags & _HAS_XMP:
             xmp = xmp or data[at + 8 : end]
         at = end + length % 2
     if not _PIXELS & kept.keys():

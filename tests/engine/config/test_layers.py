@@ -148,6 +148,11 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "allowed_headers": (("*", ("*",)), ("authorization", ("authorization",)), ("x-a", ("x-a",))),
     "allow_credentials": (("yes", True), ("false", False), ("1", True)),
     "allowed_hosts": (("*", ("*",)), ("A.org,b", ("a.org", "b")), ("c.", ("c",))),
+    "media_domain": (
+        ("A.org,b:8443", ("a.org", "b:8443")),
+        ("bücher.example.", ("xn--bcher-kva.example",)),
+        ("c:443", ("c",)),
+    ),
     "tenant_header": (("X-Tenant", "x-tenant"), ("a", "a"), ("b", "b")),
     "ssl_keyfile": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
     "ssl_certfile": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
