@@ -10,7 +10,8 @@ nothing to a server with default settings, several times, in turn with the same 
 with the same model, number type, number of threads, prompts and output lengths. Every side computes
 the prompts, and must make exactly the tokens asked for, or the run fails. With --peer-python only
 vLLM's CPU build and the engine alone take turns (`peer_engines.py`). With --limits only the engine
-alone and the limits of one request take turns (`limits.py`)."""
+alone and the limits of one request take turns (`limits.py`), and with --lora also steps with and
+without adapters (`lora_limits.py`)."""
 
 import argparse
 from pathlib import Path
@@ -46,5 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limits", action="store_true",
         help="only this: one request of a model in the shape of Qwen3-0.6B, in bfloat16, against "
         "reading its weights, reading its KV and its matrices alone",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lora", action="store_true",
+        help="with --limits, also the cost of adapters: steps with adapters against steps without",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrival times (0)")

@@ -130,6 +130,8 @@ class Coding:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run everything; return 0, or 1 after an error message. Raises ConfigError."""
+    if arguments.lora and not arguments.limits:
+        raise ConfigError("--lora is of no use without --limits; add that or leave it out")
     if arguments.limits:
         return limits.run_limits(arguments)
     if arguments.peer_python is not None:

@@ -6,14 +6,15 @@
     prefill       products of matrices a second, against those matrices back to back
 
 The model has random weights in the shape of Qwen3-0.6B, in bfloat16. There are two ways to read a
-buffer and two ways to multiply matrices (`limits_process.py`); the faster one is the limit."""
+buffer and two ways to multiply matrices (`limits_process.py`); the faster one is the limit. With
+`--lora` the cost of adapters on this model follows (`lora_limits.py`)."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from ...tiers.settings.values import ConfigError
 from ..harness import plots
 from ..harness.comparison import Comparison, Outcome, quartiles, take_rounds
 from ..harness.gate import Gate
-from ..harness.peer import Child, PeerFailed
+from ..harness.peer import PeerFailed
 from ..harness.report import Report, median, print_table, ratios, run_and_tell
 from . import limits_process, peer_engines
+from .limits_worker import Worker
+from .lora_limits import LORA_FLAG, measure_adapters, plot_adapters, print_adapters
 
 FLAG = "--limits"
-START_SECONDS, ANSWER_SECONDS = 300.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Plan:
     decode_tokens: int
     context: int
     seed: int
+    has_lora: bool
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
@@ -79,6 +82,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         decode_tokens=4 if quick else 16,
         context=4000,
         seed=arguments.seed,
+        has_lora=arguments.lora,
     )
     for flag, value, most in (
         ("--rounds", plan.rounds, 1000),
@@ -89,40 +93,11 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
-class Worker(Child):
-    """The child process that does all work; this side keeps the results of each kind of work."""
-
-    def __init__(self, folder: Path, plan: Plan, log: Path) -> None:
-        super().__init__(["-m", limits_process.__name__], log, "limits")
-        self.taken: dict[str, list[dict[str, float]]] = {}
-        self.send({"model": str(folder)} | asdict(plan))
-
-    def wait_ready(self) -> dict[str, Any]:
-        """Wait for the child; return the kernels' variant and the model's sizes. Raises
-        PeerFailed."""
-        return self.read(START_SECONDS)
-
-    def rate_of(self, work: str) -> Callable[[], float]:
-        """A function that does the work once and returns its wall-clock rate."""
-
-        def do() -> float:
-            self.send({"work": work})
-            found = self.read(ANSWER_SECONDS)
-            self.taken.setdefault(work, []).append(found)
-            return float(found["amount"] / found["seconds"])
-
-        return do
-
-    def processor_rates(self, work: str, rounds: int) -> list[float]:
-        """The amounts of work per processor second in the last `rounds` rounds."""
-        taken = self.taken[work][-rounds:]
-        return [each["amount"] / each["processor_seconds"] for each in taken]
-
-
 def run_limits(arguments: argparse.Namespace) -> int:
     """Run `--limits`; return 0, or 1 after an error message. Raises ConfigError."""
     plan = make_plan(arguments)
-    report = Report("serve_limits", f"stratakv bench serve {FLAG}" + " --quick" * arguments.quick)
+    words = f"{FLAG}{f' {LORA_FLAG}' * plan.has_lora}{' --quick' * arguments.quick}"
+    report = Report("serve_limits", f"stratakv bench serve {words}")
     report.figures["plan"] = asdict(plan)
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
@@ -140,7 +115,8 @@ def measure_limits(report: Report, plan: Plan, scratch: Path, console: Console) 
     figures["load_average_before"] = os.getloadavg()
     console.print("making a model of random weights")
     peer_engines.make_model(scratch / "model", peer_engines.QWEN)
-    with Worker(scratch / "model", plan, scratch / "limits.log") as worker:
+    given = {"model": str(scratch / "model")} | asdict(plan)
+    with Worker(limits_process.__name__, given, scratch / "limits.log") as worker:
         figures["model"] = worker.wait_ready()
         for name, case in CASES.items():
             console.print(name)
@@ -154,6 +130,8 @@ def measure_limits(report: Report, plan: Plan, scratch: Path, console: Console) 
             )
             outcome = take_rounds(comparison, plan.rounds)
             outcome.add_to(report, **_by_processors(worker, case, outcome))
+    if plan.has_lora:
+        measure_adapters(report, given, plan.rounds, scratch, console)
     figures["load_average_after"] = os.getloadavg()
 
 
@@ -171,6 +149,7 @@ def print_limits(report: Report) -> None:
     threads = report.figures["plan"]["threads"]
     columns = ("what", "ours", "limit", "", "ratio", "quartiles", "of processors", "gate")
     print_table(f"One request against its limits, {threads} threads", columns, rows)
+    print_adapters(report)
 
 
 def _row(report: Report, name: str, case: Case) -> list[str]:
@@ -192,8 +171,10 @@ def _spread(quarters: Sequence[float]) -> str:
 
 
 def plot_limits(report: Report, path: Path) -> Path:
-    """Draw a bar for each case, by the clock and in processor seconds."""
-    figure, [[axes]] = plots.new_figure(1, 1, 3.4)
+    """Draw a bar for each case, by the clock and in processor seconds; at the right those of
+    adapters, if they were measured."""
+    has_lora = "adapters" in report.figures
+    figure, [[axes, *others]] = plots.new_figure(1, 1 + has_lora, 3.4)
     cases = {name: case for name, case in CASES.items() if name in report.ratios}  # of older ones
     names = [name.removeprefix("limit_") for name in cases]
     found = report.figures["contests"]
@@ -211,4 +192,6 @@ def plot_limits(report: Report, path: Path) -> Path:
         y="share of the limit",
         legend=True,
     )
+    if has_lora:
+        plot_adapters(report, others[0])
     return plots.save_figure(figure, report.environment, path)

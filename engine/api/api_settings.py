@@ -33,7 +33,6 @@ class ApiSettings:
     cross_origin: CrossOrigin | None = None  # None: no page of another origin may use the server
     media_domains: tuple[str, ...] = ()  # hosts from which pictures are fetched
     allowed_hosts: frozenset[str] | None = None  # values of Host in requests; None: any
-    media_domains: tuple[str, ...] = ()  # hosts from which pictures are fetched
     max_body_bytes: int = 16 * MIB
     max_prompts_per_request: int = 128
     max_messages_per_request: int = 4096

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PictureReader: reads the pictures of a conversation for one model.
 
-address ─► bytes ─► decoded under limits ─► what the model reads
-"""
+URL ─► bytes of a file ─► decoded under limits ─► items of pixels, as the model reads them"""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..models.spec.spec_parser import load_model_spec
+from ..pictures.picture_decoding import decode_picture
 from ..pictures.picture_errors import PicturePoolFull
 from ..pictures.picture_pool import PicturePool
 from ..pictures.picture_processor import PictureProcessor, ProcessedPicture
@@ -62,8 +62,10 @@ class PictureReader:
     async def _read_picture(self, place: str, url: str) -> ProcessedPicture:
         try:
             data = await self.sources.read_picture(url)
-            image = await self.pool.decode_picture(data)
-            return await self.pool.run_task(lambda _: self.processor.process(image))
+            # One task: a decoded picture takes much memory, and only running tasks have one.
+            return await self.pool.run_task(
+                lambda deadline: self.processor.process(decode_picture(data, deadline=deadline))
+            )
         except PicturePoolFull as error:
             message = f"`{place}` cannot be read now: {error}"
             raise ApiError(message, status=503, kind=ENGINE, code="overloaded") from None

@@ -40,9 +40,10 @@ class ProcessedPicture(NamedTuple):
 class PictureProcessor(Protocol):
     """Makes the input of one model. Any thread may call it."""
 
-    placeholder: (
-        str  # that the chat template writes for each picture, and that fills runs of tokens
-    )
+    @property
+    def placeholder(self) -> str:
+        """The text that the chat template writes for each picture. Its token fills the runs of a
+        picture's tokens."""
 
     def process(self, image: Image.Image, /) -> ProcessedPicture:
         """Process an RGB picture. Raises ValueError for one of impossible proportions."""

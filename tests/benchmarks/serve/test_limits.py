@@ -12,8 +12,9 @@ import pytest
 
 from stratakv.benchmarks.harness.report import Report
 from stratakv.benchmarks.redraw import draw
-from stratakv.benchmarks.serve import limits, limits_process, peer_engines
+from stratakv.benchmarks.serve import limits, limits_process, limits_worker, peer_engines
 from stratakv.benchmarks.serve.limits_process import Reading, WrongWork, weight_bytes
+from stratakv.benchmarks.serve.lora_limits import LORA_CASES
 from stratakv.engine.cli.main import main
 from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.kernels.cpu.library import CpuLibrary, Missing, cpu_library
@@ -38,10 +39,20 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_everything_in_small(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["bench", "serve", "--limits", "--quick", "--rounds", "2", "--num-threads", "1"]
+    words = [
+        "bench",
+        "serve",
+        "--limits",
+        "--lora",
+        "--quick",
+        "--rounds",
+        "2",
+        "--num-threads",
+        "1",
+    ]
     assert main([*words, "--out", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "serve_limits.json").read_text())
-    assert set(written["ratios"]) == set(limits.CASES)
+    assert set(written["ratios"]) == {*limits.CASES, *LORA_CASES}
     assert all(ratio > 0 for ratio in written["ratios"].values())
     figures = written["figures"]
     for name, case in limits.CASES.items():
@@ -54,7 +65,8 @@ def test_everything_in_small(
     model = written["figures"]["model"]
     assert model["weight_bytes"] == weight_bytes(load_model_spec(small))
     assert model["kv_bytes"] == 4000 * 2 * 2 * 2 * 32 * 2
-    assert "One request against its limits" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "One request against its limits" in printed and "Adapters: time with" in printed
     again = tmp_path / "again.png"
     assert draw(Report.read(tmp_path / "serve_limits.json"), again) == [again]
 
@@ -80,7 +92,7 @@ def test_a_buffer_is_read_whole() -> None:
 
 
 def test_processor_seconds_are_of_the_rounds_that_count(tmp_path: Path) -> None:
-    worker = limits.Worker.__new__(limits.Worker)
+    worker = limits_worker.Worker.__new__(limits_worker.Worker)
     taken = [{"amount": 8.0, "seconds": 1.0, "processor_seconds": used} for used in (9.0, 2.0, 4.0)]
     worker.taken = {"decode": taken}
     assert worker.processor_rates("decode", 2) == [4.0, 2.0]  # without the first, which warms up

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that computes with and without adapters, for `--limits --lora`.
+
+    {"model": path, "adapters": path, "threads": n, "prompt_tokens": n, "decode_tokens": n, "seed": n}
+                       the answer is the kernels' variant and the bytes of each adapter
+    {"work": name}     the answer is wall-clock seconds, processor seconds and the amount
+
+    rows_without    rows of decode steps of 64 requests, by an engine that takes no adapters
+    base_rows       the same by an engine with adapters in all of its slots; no request has one
+    adapter_rows    the same by that engine; the requests have four adapters in turns
+    wide_rows       the same with adapters of rank 64
+    base_prompt     tokens of a prompt, up to the first token of its answer, by that engine
+    adapter_prompt  the same with an adapter
+
+Prompts of decode steps are so short that attention hides nothing. The adapters are random, with the
+files that PEFT writes, and adapt all seven matrices of a layer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ...engine.models.checkpoint.tensor_shapes import expected_tensors
+from ...engine.models.spec.spec_parser import load_model_spec
+from ...engine.request.core_messages import AddRequest, RequestExtras
+from ...kernels.cpu.library import Missing, cpu_library
+from ..harness.peer import answerer
+from .limits_process import BLOCK_TOKENS, Done
+from .phases_process import StrataKvSide, WrongWork
+
+REQUESTS, ADAPTERS = 64, 4
+ROW_PROMPT_TOKENS = 2
+RANKS = {"adapter": 16, "wide": 64}
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def adapter_names(kind: str) -> list[str]:
+    """Return the names of the adapters of a kind in RANKS."""
+    return [f"{kind}-{number}" for number in range(ADAPTERS)]
+
+
+def make_adapter(folder: Path, model: Path, rank: int, seed: int) -> int:
+    """Write a random adapter of a model as PEFT saves them; return the bytes of its matrices."""
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in expected_tensors(load_model_spec(model)).items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in TARGETS:
+            outs, ins = shape
+            for half, of_half in (("A", (rank, ins)), ("B", (outs, rank))):
+                drawn = torch.empty(of_half).uniform_(-0.04, 0.04, generator=draw)
+                tensors[f"base_model.model.{module}.lora_{half}.weight"] = drawn
+    folder.mkdir(parents=True)
+    save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank,
+              "target_modules": list(TARGETS), "bias": "none"}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+class AdaptedSide(StrataKvSide):
+    """StrataKV's engine core, whose requests have adapters in turns."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
+        self.adapters: Sequence[str] = ("",)  # of the next requests
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        packed = self._array(prompt, "<i4").tobytes()
+        adapter = self.adapters[int(request_id) % len(self.adapters)]
+        extras = RequestExtras(adapter=adapter)
+        request = AddRequest(request_id, packed, self._greedy(max_tokens), extras=extras)
+        refused = self._core.add(request)
+        if refused:
+            raise WrongWork(f"a request was refused: {refused[0].error}")
+
+
+def time_phases(
+    side: AdaptedSide, prompts: Sequence[list[int]], max_tokens: int
+) -> tuple[Done, Done]:
+    """Run prompts together. Return their tokens until all have a first token, and the rows of the
+    steps after that, each with seconds. Raises WrongWork if a token is missing."""
+    made = [0] * len(prompts)
+    clock, processor = time.perf_counter(), time.process_time()
+    for number, prompt in enumerate(prompts):
+        side.add(str(number), prompt, max_tokens)
+
+    def step() -> None:
+        for output in side.step():
+            made[int(output.request_id)] += len(output.token_ids)
+
+    while not all(made):
+        step()
+    early, now, used = sum(made), time.perf_counter(), time.process_time()
+    first = Done(float(sum(map(len, prompts))), now - clock, used - processor)
+    while min(made) < max_tokens:
+        step()
+    last = Done(float(sum(made) - early), time.perf_counter() - now, time.process_time() - used)
+    if any(count != max_tokens for count in made):
+        raise WrongWork(f"not every prompt got {max_tokens} tokens")
+    return first, last
+
+
+class AdapterWorks:
+    """All kinds of work, by name."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        """Make the adapters and both engines. Raises WrongWork without the compiled kernels."""
+        library = cpu_library()
+        if isinstance(library, Missing):
+            raise WrongWork(f"adapters are measured in compiled kernels, and {library.reason}")
+        self.variant = library.variant
+        model, folder = Path(plan["model"]), Path(plan["adapters"])
+        self._vocab_size = load_model_spec(model).vocab_size
+        self._draw = torch.Generator().manual_seed(plan["seed"])
+        self._prompt_tokens, self._decode_tokens = plan["prompt_tokens"], plan["decode_tokens"]
+        self.num_bytes = {}
+        paths = {}
+        for kind, rank in RANKS.items():
+            for number, name in enumerate(adapter_names(kind)):
+                self.num_bytes[kind] = make_adapter(folder / name, model, rank, number)
+                paths[name] = str(folder / name)
+        most = max(self._prompt_tokens, REQUESTS * ROW_PROMPT_TOKENS)
+        longest = max(self._prompt_tokens, ROW_PROMPT_TOKENS + self._decode_tokens) + BLOCK_TOKENS
+        arguments = {
+            "model": plan["model"],
+            "dtype": "bfloat16",
+            "max_model_len": longest,
+            "max_num_batched_tokens": most + BLOCK_TOKENS,
+            "max_num_seqs": REQUESTS,
+            "block_size": BLOCK_TOKENS,
+            "num_blocks": 2 + REQUESTS * -(-longest // BLOCK_TOKENS),
+            "num_threads": plan["threads"],
+        }
+        self._without = AdaptedSide(arguments)
+        self._with = AdaptedSide(
+            arguments
+            | {"lora_modules": paths, "max_loras": ADAPTERS, "max_lora_rank": max(RANKS.values())}
+        )
+        torch.set_num_threads(plan["threads"])
+        self.do("adapter_rows")  # every slot has an adapter from here on
+
+    def do(self, name: str) -> Done:
+        """Do a kind of work once. Raises WrongWork."""
+        kind, _, what = name.partition("_")
+        adapters = adapter_names(kind) if kind in RANKS else [""]
+        if what == "prompt" and kind in ("base", "adapter"):
+            return self._run(self._with, adapters, 1, self._prompt_tokens, 0)[0]
+        if name == "rows_without" or (what == "rows" and kind in ("base", *RANKS)):
+            side = self._without if name == "rows_without" else self._with
+            return self._run(side, adapters, REQUESTS, ROW_PROMPT_TOKENS, self._decode_tokens)[1]
+        raise WrongWork(f"there is no work {name!r}")
+
+    def _run(
+        self, side: AdaptedSide, adapters: Sequence[str], requests: int, prompt: int, decode: int
+    ) -> tuple[Done, Done]:
+        ids = torch.randint(3, self._vocab_size, (requests, prompt), generator=self._draw)
+        side.forget()
+        side.adapters = adapters
+        return time_phases(side, ids.tolist(), 1 + decode)
+
+
+def main() -> int:
+    """Answer line by line until the input ends."""
+    tell = answerer()
+    try:
+        with torch.inference_mode():
+            works = AdapterWorks(json.loads(sys.stdin.readline()))
+            tell({"variant": works.variant, "adapter_bytes": works.num_bytes})
+            for line in sys.stdin:
+                done = works.do(json.loads(line)["work"])
+                tell(
+                    {
+                        "amount": done.amount,
+                        "seconds": done.seconds,
+                        "processor_seconds": done.processor_seconds,
+                    }
+                )
+    except Exception as error:  # noqa: BLE001 - the parent is told, whatever it is
+        tell({"error": f"{type(error).__name__}: {error}".partition("\n")[0]})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
