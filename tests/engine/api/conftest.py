@@ -73,7 +73,9 @@ class LiveServer:
         chat_template: Path | None = None,
         tells_experts: bool = False,
         lora: LoraConfig | None = None,
+        dtype: str = "float32",
     ) -> None:
+        self._dtype = dtype
         self._lora = lora or LoraConfig()
         self._tells_experts = tells_experts
         self._chat_template = chat_template
@@ -127,7 +129,9 @@ class LiveServer:
             config,
             scheduler=scheduler,
             logits_processors=self._logits_processors,
-            model=replace(config.model, enable_return_routed_experts=self._tells_experts),
+            model=replace(
+                config.model, dtype=self._dtype, enable_return_routed_experts=self._tells_experts
+            ),
             lora=self._lora,
         )
         self.core = EngineCore(config)

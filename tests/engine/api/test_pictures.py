@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chats with pictures over HTTP, with the client library that people use: the answers of
+transformers in float64, and errors that name the part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from stratakv.engine.api.api_settings import ApiSettings
+
+from ..picture_model import Part, PictureModel, draw_picture, make_picture_model, url_of
+from .conftest import MODEL_NAME, LiveServer
+
+NUM_TOKENS = 6
+WIDE, TALL = draw_picture(40, 90, 1), draw_picture(64, 30, 2)
+TEXT = {"type": "text", "text": "hello"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PictureModel:
+    return PictureModel(make_picture_model(tmp_path_factory.mktemp("pictures")))
+
+
+@pytest.fixture(scope="module")
+def server(model: PictureModel) -> Iterator[LiveServer]:
+    live = LiveServer(model.path, ApiSettings(), dtype="float64")
+    yield live
+    live.stop()
+
+
+def content_of(parts: Sequence[Part], kind: str = "image_url") -> list[dict[str, Any]]:
+    shown = {"image_url": lambda url: {"url": url, "detail": "high"}, "input_image": str}[kind]
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": kind, "image_url": shown(url_of(part))}
+        for part in parts
+    ]
+
+
+def ask(http: httpx.Client, content: list[dict[str, Any]], **fields: Any) -> httpx.Response:
+    body = {
+        "model": MODEL_NAME, "messages": [{"role": "user", "content": content}],
+        "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+    }  # fmt: skip
+    return http.post("/v1/chat/completions", json=body | fields)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image"])
+def test_answers_are_those_of_transformers(
+    model: PictureModel, http: httpx.Client, kind: str
+) -> None:
+    chats: list[list[Part]] = [[WIDE, "what is it?"], ["is ", WIDE, " like ", TALL, "?"], ["no"]]
+    for parts in chats:
+        answer = ask(http, content_of(parts, kind))
+        assert answer.status_code == 200, answer.text
+        tokens, prompt_tokens = model.answer(parts, NUM_TOKENS)
+        assert answer.json()["choices"][0]["token_ids"] == tokens
+        assert answer.json()["usage"]["prompt_tokens"] == prompt_tokens
+
+
+def test_the_client_library_sends_and_streams(model: PictureModel, client: openai.OpenAI) -> None:
+    parts: list[Part] = ["say: ", TALL]
+    messages: Any = [{"role": "user", "content": content_of(parts)}]
+    wishes: Any = {
+        "model": MODEL_NAME, "messages": messages, "max_tokens": NUM_TOKENS, "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    whole = client.chat.completions.create(**wishes).choices[0].message.content
+    chunks = client.chat.completions.create(**wishes, stream=True)
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert streamed == whole == model.tokenizer.decode(model.answer(parts, NUM_TOKENS)[0])
+
+
+def test_the_same_picture_is_found_in_the_cache(http: httpx.Client) -> None:
+    parts: list[Part] = ["once more: ", WIDE, TALL]
+    ask(http, content_of(parts))
+    usage = ask(http, content_of(parts)).json()["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert usage["prompt_tokens"] - 16 <= cached + 1 <= usage["prompt_tokens"]
+    other = ask(http, content_of(["once more: ", draw_picture(40, 90, 9), TALL])).json()["usage"]
+    assert other["prompt_tokens"] == usage["prompt_tokens"]
+    assert (other["prompt_tokens_details"] or {}).get("cached_tokens", 0) <= 16
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no picture": ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+                   "cannot be read"),
+    "http": ({"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}},
+             "this server fetches no pictures"),
+    "unlisted host": ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}},
+                      "this server fetches no pictures"),
+    "a file": ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "cannot be read"),
+    "no url": ({"type": "image_url"}, "without `image_url`"),
+    "a forged placeholder": ({"type": "text", "text": "here <image> is"}, "picture"),
+    "video": ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}},
+              "video_url; this model reads text and pictures alone"),
+    "audio": ({"type": "input_audio", "input_audio": {}}, "input_audio"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_refused_with_its_place(http: httpx.Client, name: str) -> None:
+    part, words = BAD[name]
+    answer = ask(http, [TEXT, part])
+    assert answer.status_code == 400, answer.text
+    assert words in answer.json()["error"]["message"]
+    assert ask(http, content_of(["go on"])).status_code == 200
+
+
+def test_a_forged_placeholder_beside_a_picture_is_refused(http: httpx.Client) -> None:
+    answer = ask(http, [*content_of([WIDE]), {"type": "text", "text": "<image>"}])
+    assert answer.status_code == 400 and "<image>" in answer.json()["error"]["message"]
+
+
+def test_too_many_pictures_are_refused(http: httpx.Client) -> None:
+    most = ApiSettings().max_pictures_per_request
+    answer = ask(http, content_of([draw_picture(8, 8, 1)] * (most + 1)))
+    assert answer.status_code == 400
+    assert f"has {most + 1} pictures and at most {most}" in answer.json()["error"]["message"]
+
+
+def test_a_truncated_prompt_with_pictures_is_refused(http: httpx.Client) -> None:
+    answer = ask(http, content_of([WIDE]), truncate_prompt_tokens=20)
+    assert answer.status_code == 400 and "truncate_prompt_tokens" in answer.json()["error"]["param"]
+
+
+def test_several_answers_share_the_pictures(model: PictureModel, http: httpx.Client) -> None:
+    parts: list[Part] = [TALL, "twice"]
+    answer = ask(http, content_of(parts), n=2)
+    assert answer.status_code == 200, answer.text
+    wanted = model.answer(parts, NUM_TOKENS)[0]
+    assert [choice["token_ids"] for choice in answer.json()["choices"]] == [wanted, wanted]
