@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The encoder of pictures: the embeddings of transformers in float64, picture by picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stratakv.engine.models.spec.spec_parser import load_model_spec
+from stratakv.engine.models.vision.encoder import VisionEncoder
+from stratakv.engine.models.vision.vision_loading import load_vision_encoder
+from stratakv.engine.request.pictures import Picture
+from stratakv.tiers.settings.values import ConfigError
+
+from ..picture_model import PROCESSOR, TILE, TOKENS_OF_TILE, PictureModel, make_picture_model
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_picture_model(tmp_path_factory.mktemp("pictures"))
+
+
+def load(path: Path, dtype: torch.dtype = torch.float64) -> VisionEncoder:
+    spec = load_model_spec(path)
+    assert spec.vision is not None
+    return load_vision_encoder(path, spec.vision, spec.hidden_size, dtype)
+
+
+def picture(seed: int, height: int = TILE, width: int = TILE) -> Picture:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    num_tokens = height * width * TOKENS_OF_TILE // TILE**2
+    return Picture(b"%032d" % seed, 0, num_tokens, height, width, pixels.tobytes())
+
+
+def theirs(path: Path, one: Picture) -> torch.Tensor:
+    pixels = np.frombuffer(one.pixels, np.uint8).reshape(one.height, one.width, 3)
+    mean, std = (
+        torch.tensor(PROCESSOR[name])[:, None, None] for name in ("image_mean", "image_std")
+    )
+    scaled = (torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() * (1 / 255) - mean) / std
+    model = PictureModel(path).reference.model
+    with torch.inference_mode():
+        found: torch.Tensor = model.get_image_features(scaled.double()[None, None]).pooler_output
+    return found[0]
+
+
+def test_embeddings_are_those_of_transformers(path: Path) -> None:
+    encoder = load(path)
+    for seed in range(3):
+        one = picture(seed)
+        [found] = encoder.encode_pictures([one])
+        assert found.shape == (TOKENS_OF_TILE, load_model_spec(path).hidden_size)
+        assert (found - theirs(path, one)).abs().max() < 1e-12
+
+
+def test_pictures_do_not_depend_on_those_beside_them(path: Path) -> None:
+    encoder = load(path)
+    some = [picture(1), picture(2, 16, 32), picture(3), picture(4, 64, 32)]
+    together = encoder.encode_pictures(some)
+    for one, found in zip(some, together, strict=True):
+        assert torch.allclose(encoder.encode_pictures([one])[0], found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "unknown activation", "heads"])
+def test_files_that_do_not_fit_are_refused(path: Path, tmp_path: Path, fault: str) -> None:
+    for name in ("config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_text((path / name).read_text())
+    weights = load_file(path / "model.safetensors")
+    name = "model.vision_model.encoder.layers.1.mlp.fc1.weight"
+    config = json.loads((path / "config.json").read_text())
+    if fault == "missing":
+        del weights[name]
+    elif fault == "shape":
+        weights[name] = weights[name][:-1].contiguous()
+    elif fault == "heads":
+        config["vision_config"]["num_attention_heads"] = 5
+    else:
+        config["vision_config"]["hidden_act"] = "tanhshrink"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    words = {"heads": "num_attention_heads", "unknown activation": "hidden_act"}
+    with pytest.raises(ConfigError, match=words.get(fault, "fc1")):
+        load(tmp_path)

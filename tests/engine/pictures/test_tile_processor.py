@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TileProcessor: pixels and texts of transformers' processors; placeholders and their places."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+from stratakv.engine.models.spec.spec_parser import load_model_spec
+from stratakv.engine.pictures.picture_processor import (
+    PictureItem,
+    ProcessedPicture,
+    expand_placeholders,
+    place_items,
+)
+from stratakv.engine.pictures.tile_processor import TileProcessor, load_tile_processor
+from stratakv.tiers.settings.values import ConfigError
+
+from ..picture_model import PROCESSOR, draw_picture, make_picture_model
+
+SIZES = [(1, 1), (1, 300), (300, 1), (90, 140), (64, 64), (65, 33), (33, 65), (500, 100), (31, 32),
+         (1456, 364)]  # fmt: skip
+CLASSES: dict[str, Any] = {
+    "SmolVLMImageProcessor": SmolVLMImageProcessorPil,
+    "Idefics3ImageProcessor": Idefics3ImageProcessorPil,
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_picture_model(tmp_path_factory.mktemp("pictures"))
+
+
+def load(path: Path, kind: str = "SmolVLMImageProcessor", **changes: Any) -> TileProcessor:
+    fields = {"image_processor_type": kind, **PROCESSOR, **changes}
+    file = path / "preprocessor_config.json"
+    before = file.read_text()
+    try:
+        file.write_text(json.dumps(fields))
+        spec = load_model_spec(path)
+        assert spec.vision is not None
+        return load_tile_processor(path, spec.vision)
+    finally:
+        file.write_text(before)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize(("longest", "tile"), [(64, 32), (96, 32), (200, 48)])
+def test_pixels_and_texts_are_those_of_transformers(
+    path: Path, kind: str, splits: bool, longest: int, tile: int
+) -> None:
+    changes = {
+        "size": {"longest_edge": longest},
+        "max_image_size": {"longest_edge": tile},
+        "do_image_splitting": splits,
+    }
+    ours = load(path, kind, **changes)
+    theirs = CLASSES[kind](**(PROCESSOR | changes))
+    mean, std = (np.asarray(PROCESSOR[name], np.float32) for name in ("image_mean", "image_std"))
+    for width, height in SIZES:
+        image = draw_picture(height, width, height * width)
+        wanted = theirs([[image]], return_tensors="np", return_row_col_info=True)
+        made = ours.process(image)
+        pixels = np.stack([item.pixels for item in made.items]).astype(np.float32)
+        scaled = ((pixels * np.float32(1 / 255) - mean) / std).transpose(0, 3, 1, 2)
+        assert scaled.shape == wanted["pixel_values"][0].shape, (width, height)
+        assert np.abs(scaled - wanted["pixel_values"][0]).max() < 1e-6, (width, height)
+        assert made.text == get_image_prompt_string(
+            wanted["rows"][0][0], wanted["cols"][0][0], ours.tokens_of_tile,
+            "<fake_token_around_image>", "<image>", "<global-img>",
+        )  # fmt: skip
+
+
+def test_digests_cover_pixels_and_settings(path: Path) -> None:
+    image = draw_picture(40, 40)
+    digests = [item.digest for item in load(path).process(image).items]
+    assert [item.digest for item in load(path).process(image.copy()).items] == digests
+    changed = image.copy()
+    changed.putpixel((0, 0), (1, 2, 3))
+    others = [item.digest for item in load(path).process(changed).items]
+    assert others[0] != digests[0] and others[-1] != digests[-1]
+    scaled = load(path, image_mean=[0.5, 0.5, 0.25]).process(image)
+    assert not {item.digest for item in scaled.items} & set(digests)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_image_size": {"longest_edge": 40}}, "multiple of 16"),
+        ({"max_image_size": {"longest_edge": 1 << 20}}, "longest_edge"),
+        ({"size": {"longest_edge": 0}}, "longest_edge"),
+        ({"resample": 9}, "resample"),
+        ({"do_resize": False}, "do_resize"),
+        ({"do_normalize": False}, "do_normalize"),
+        ({"image_mean": [0.5]}, "image_mean"),
+        ({"image_processor_type": "OtherImageProcessor"}, "image_processor_type"),
+    ],
+)
+def test_settings_that_are_not_supported_are_refused(
+    path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(path, **changes)
+
+
+def test_another_number_of_tokens_in_the_processors_file_is_refused(path: Path) -> None:
+    file = path / "processor_config.json"
+    try:
+        file.write_text(json.dumps({"image_seq_len": 5}))
+        with pytest.raises(ConfigError, match="image_seq_len is 5"):
+            load(path)
+    finally:
+        file.unlink()
+
+
+def processed(name: str, *num_tokens: int) -> ProcessedPicture:
+    pixels = np.zeros((1, 1, 3), np.uint8)
+    items = [PictureItem(pixels, name.encode().ljust(32), count) for count in num_tokens]
+    return ProcessedPicture(items, name + "".join("#" * count + "|" for count in num_tokens))
+
+
+def test_texts_take_the_places_of_placeholders() -> None:
+    first, second = processed("a", 2, 1), processed("b", 3)
+    assert expand_placeholders("x#y#z", [first, second], "#") == "xa##|#|yb###|z"
+    for text in ("x#y", "x#y#z#", "none"):
+        with pytest.raises(ValueError, match="2 pictures came"):
+            expand_placeholders(text, [first, second], "#")
+
+
+def test_items_have_the_places_of_their_tokens() -> None:
+    first, second = processed("a", 2, 1), processed("b", 3)
+    tokens = np.asarray([1, 9, 9, 2, 9, 3, 9, 9, 9], np.int32)
+    found = place_items(tokens, [first, second], 9)
+    assert [(each.start, each.num_tokens) for each in found] == [(1, 2), (4, 1), (6, 3)]
+    assert {each.digest[:1] for each in found} == {b"a", b"b"}
+    with pytest.raises(ValueError, match="7 tokens that stand for pictures"):
+        place_items(np.append(tokens, 9), [first, second], 9)
+    with pytest.raises(ValueError, match="not side by side"):
+        place_items(np.asarray([9, 1, 9, 9, 9, 9, 9], np.int32), [first, second], 9)
+
+
+def test_any_proportions_are_processed(path: Path) -> None:
+    processor = load(path, size={"longest_edge": 4096})
+    for size in ((1, 4000), (4000, 1)):
+        made = processor.process(Image.new("RGB", size))
+        assert all(item.pixels.shape == (32, 32, 3) for item in made.items)
