@@ -162,9 +162,10 @@ class AdapterFolders:
 
 @contextmanager
 def _unknown_to_peft(model: Any) -> Iterator[None]:
-    """PEFT refuses `out_proj` in some families with states, for kernels that go past the module;
-    the CPU has none."""
-    known, model.config.model_type = model.config.model_type, "unknown"
+    """PEFT refuses `out_proj` of Falcon H1, for kernels that go past the module; the CPU has none.
+    Of other families it has to know the experts."""
+    known = model.config.model_type
+    model.config.model_type = "unknown" if known == "falcon_h1" else known
     try:
         yield
     finally:
