@@ -260,8 +260,9 @@ def test_modules_of_single_experts(peft_folders: AdapterFolders, tmp_path: Path)
     matrices, expected = {}, {}
     for number, part in ((0, "gate"), (0, "up"), (0, "down"), (2, "up"), (3, "gate"), (3, "down")):
         outs, ins = sizes[part]
-        a = draw(rank, ins, dtype=torch.float64, seed=number)
-        b = draw(outs, rank, dtype=torch.float64, seed=9 + number)
+        seed = len(matrices)
+        a = draw(rank, ins, dtype=torch.float64, seed=seed)
+        b = draw(outs, rank, dtype=torch.float64, seed=seed + 1)
         name = f"base_model.model.model.layers.1.mlp.experts.{number}.{part}_proj"
         matrices |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
         expected[number, part] = b @ a * 2.0
