@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,7 +120,7 @@ ADAPTERS: dict[str, Made] = {
     ),
     "parallel_states": Made(
         "falcon_h1-norm-biases-groups",
-        {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "q_proj", "o_proj"]},
+        {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "out_proj", "o_proj"]},
     ),
     "conv_states": Made(
         "lfm2-state-last",
@@ -159,9 +160,22 @@ class AdapterFolders:
         return {name: self.adapter(name) for name in adapters_of(base)}
 
 
+@contextmanager
+def _unknown_to_peft(model: Any) -> Iterator[None]:
+    """PEFT refuses `out_proj` of Falcon H1, for kernels that go past the module; the CPU has none.
+    Of other families it has to know the experts."""
+    known = model.config.model_type
+    model.config.model_type = "unknown" if known == "falcon_h1" else known
+    try:
+        yield
+    finally:
+        model.config.model_type = known
+
+
 def _make_adapter(folder: Path, base: Path, made: Made, name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **made.options))
+    with _unknown_to_peft(model):
+        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **made.options))
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     with torch.no_grad():
         for each, parameter in adapted.named_parameters():
@@ -189,7 +203,8 @@ def load_adapted(base: Path, adapter: Path | None, dtype: torch.dtype) -> Any:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     model.set_experts_implementation("eager")  # the others know no float64
     if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter).base_model.model
+        with _unknown_to_peft(model):
+            model = PeftModel.from_pretrained(model, adapter).base_model.model
     return model.eval().to(dtype)
 
 
