@@ -88,11 +88,10 @@ class Embeds(NamedTuple):
 
 
 class PictureRows(NamedTuple):
-    """What pictures change in a step, besides the embeddings of their rows."""
+    """The changes that pictures make in a step, besides the embeddings of their rows."""
 
     rows: Tensor  # int64 [n]: the rows of pictures
-    # [n, layers, hidden]: additions to these rows after each of the first layers; None: no layer
-    # has one.
+    # [n, layers, hidden]: added to these rows after each of the first layers; None: nothing is.
     deep: Tensor | None
     # int64 [3, tokens]: time, height and width of each row, for rotary positions by axis; None: all
     # three are its position.

@@ -19,12 +19,11 @@ from PIL import Image
 from ...tiers.settings.values import ConfigError
 from ..models.checkpoint.files import is_there
 from ..models.checkpoint.json_fields import JsonFields, read_json
-from ..models.vision.vision_spec import MAX_SIDE, PREPROCESSOR, VisionSpec
+from ..models.vision.vision_spec import MAX_SIDE, PROCESSOR, VisionSpec, read_image_processor
 from .picture_processor import PictureItem, ProcessedPicture, digest_of
 
 PLACEHOLDER = "<image>"
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
-_PROCESSOR = "processor_config.json"
 _LANCZOS = 1
 _LONGEST, _TILE = 4 * 364, 364  # what transformers takes if the file names none
 
@@ -94,7 +93,8 @@ class TileProcessor:
 def load_tile_processor(path: Path, spec: VisionSpec) -> TileProcessor:
     """Read the processor of the model under `path`. Raises ConfigError with file and key for
     settings that are not supported."""
-    shown = read_json(path / PREPROCESSOR)
+    shown = read_image_processor(path)
+    assert shown is not None  # the spec was read from it
     tile = _edge(shown, "max_image_size", _TILE)
     longest = _edge(shown, "size", _LONGEST)
     filter_number = shown.integer("resample", _LANCZOS, minimum=0, maximum=5)
@@ -104,11 +104,11 @@ def load_tile_processor(path: Path, spec: VisionSpec) -> TileProcessor:
         )
     tokens = (tile // spec.pixels_of_token) ** 2
     told = tokens
-    if is_there(path / _PROCESSOR):
-        told = read_json(path / _PROCESSOR).integer("image_seq_len", tokens)
+    if is_there(path / PROCESSOR):
+        told = read_json(path / PROCESSOR).integer("image_seq_len", tokens)
     if told != tokens:
         raise ConfigError(
-            f"{path / _PROCESSOR}: image_seq_len is {told}, and a tile of {tile} pixels has "
+            f"{path / PROCESSOR}: image_seq_len is {told}, and a tile of {tile} pixels has "
             f"{tokens} tokens; correct one of the files"
         )
     settings = [spec.kind, spec.patch_size, spec.shuffle, spec.rescale, *spec.mean, *spec.std]
@@ -123,8 +123,9 @@ def load_tile_processor(path: Path, spec: VisionSpec) -> TileProcessor:
 
 
 def _edge(fields: JsonFields, name: str, default: int) -> int:
-    inner = fields.inner(name)
-    return inner.integer("longest_edge", default, maximum=MAX_SIDE)
+    if not fields.has(name):
+        return default
+    return fields.inner(name).integer("longest_edge", maximum=MAX_SIDE)
 
 
 def _longest(size: tuple[int, int], longest: int) -> tuple[int, int]:

@@ -91,7 +91,12 @@ class PictureInputs:
             self._embeds.pop(digest, None)
         if not output.new_pictures:
             return
-        found = self._encoder.encode_pictures(output.new_pictures)
+        pixels = [
+            # A copy, since torch takes no memory that may not be written.
+            np.frombuffer(each.pixels, np.uint8).reshape(each.height, each.width, 3).copy()
+            for each in output.new_pictures
+        ]
+        found = self._encoder.encode_pictures(pixels)
         for picture, embeds in zip(output.new_pictures, found, strict=True):
             if len(embeds) != picture.num_tokens:
                 raise ValueError(

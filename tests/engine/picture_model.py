@@ -83,9 +83,13 @@ def make_picture_model(directory: Path) -> Path:
     torch.manual_seed(0)
     model = SmolVLMForConditionalGeneration(
         SmolVLMConfig(
-            image_token_id=tokenizer.token_to_id(_IMAGE), scale_factor=2, vision_config=vision,
-            text_config=text, pad_token_id=end, tie_word_embeddings=False,
-        )  # fmt: skip
+            image_token_id=tokenizer.token_to_id(_IMAGE),
+            scale_factor=2,
+            vision_config=vision,
+            text_config=text,
+            pad_token_id=end,
+            tie_word_embeddings=False,
+        )
     )
     with torch.no_grad():
         for parameter in model.parameters():

@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from ...request.pictures import Picture
+Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
 
 
 class VisionEncoder(Protocol):
     """Turns pictures into embeddings on its device."""
 
-    def encode_pictures(self, pictures: Sequence[Picture], /) -> list[Tensor]:
-        """Return the embeddings of each picture, `[num_tokens, hidden]`, queued on the device. Rows
-        depend on no other picture. Pixels are uint8 `[height, width, 3]`; the encoder scales and
-        normalises them."""
+    def encode_pictures(self, pictures: Sequence[Pixels], /) -> list[Tensor]:
+        """Return the embeddings of each picture, `[tokens, hidden]`, queued on the device. Rows
+        depend on no other picture. The encoder scales and normalises the pixels."""

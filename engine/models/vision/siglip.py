@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...request.pictures import Picture
 from ..layers import Linear
+from .encoder import Pixels
 from .vision_spec import VisionSpec
 
 
@@ -66,25 +65,25 @@ class TileEncoder:
             for values in (spec.mean, spec.std)
         )
 
-    def encode_pictures(self, pictures: Sequence[Picture], /) -> list[Tensor]:
+    def encode_pictures(self, pictures: Sequence[Pixels], /) -> list[Tensor]:
         return [self._encode_tile(each) for each in pictures]
 
-    def _encode_tile(self, picture: Picture) -> Tensor:
+    def _encode_tile(self, pixels: Pixels) -> Tensor:
         spec = self._spec
-        rows, columns = (size // spec.patch_size for size in (picture.height, picture.width))
-        x = self._patches(self._patches_of(picture, rows, columns))
+        rows, columns = (size // spec.patch_size for size in pixels.shape[:2])
+        x = self._patches(self._patches_of(pixels, rows, columns))
         x = x + self._positions[self._places(rows, columns)]
         for layer in self._layers:
             x = layer(x)
         x = F.layer_norm(x, (spec.hidden_size,), *self._last_norm, spec.eps)
         return self._projection(self._join_neighbours(x, rows, columns))
 
-    def _patches_of(self, picture: Picture, rows: int, columns: int) -> Tensor:
+    def _patches_of(self, pixels: Pixels, rows: int, columns: int) -> Tensor:
         """Return the scaled pixels of each patch, `[rows * columns, 3 * patch * patch]`."""
         spec, size = self._spec, self._spec.patch_size
-        shape = (picture.height, picture.width, 3)
-        pixels = torch.from_numpy(np.frombuffer(picture.pixels, np.uint8).reshape(shape).copy())
-        numbers = pixels.to(self._mean.device).permute(2, 0, 1).to(self._mean.dtype)
+        numbers = (
+            torch.from_numpy(pixels).to(self._mean.device).permute(2, 0, 1).to(self._mean.dtype)
+        )
         # In float32, as the processor of transformers computes them.
         scaled = (numbers.float() * spec.rescale - self._mean.float()) / self._std.float()
         cut = scaled[:, : rows * size, : columns * size].to(self._positions.dtype)

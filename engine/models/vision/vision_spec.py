@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """VisionSpec: the shape of a model's encoder of pictures, an immutable value.
 
-`parse_vision` reads it from config.json and preprocessor_config.json. It needs no torch."""
+`parse_vision` reads it from config.json and the image processor's settings. It needs no torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ....tiers.settings.values import ConfigError
 from ..checkpoint.files import is_there
 from ..checkpoint.json_fields import JsonFields, read_json
 
+# Since transformers 5 the first file has the settings of the second under `image_processor`.
+PROCESSOR = "processor_config.json"
 PREPROCESSOR = "preprocessor_config.json"
 MAX_SIDE = 4096  # pixels of a picture or a tile
 _ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
@@ -46,14 +48,24 @@ class VisionSpec:
         return self.patch_size * self.shuffle
 
 
+def read_image_processor(path: Path) -> JsonFields | None:
+    """Read the settings of the image processor of the model under `path`; None if it has none."""
+    if is_there(path / PROCESSOR):
+        whole = read_json(path / PROCESSOR)
+        if whole.has("image_processor"):
+            return whole.inner("image_processor")
+    return read_json(path / PREPROCESSOR) if is_there(path / PREPROCESSOR) else None
+
+
 def parse_vision(path: Path, whole: JsonFields) -> VisionSpec | None:
     """Read the encoder of the model under `path`; None for a model whose pictures are not read
     here. Raises ConfigError with file and key for values that are not supported."""
     names = whole.values.get("architectures")
     has_tiles = isinstance(names, list) and bool(names) and names[0] in _OF_TILES
-    if not has_tiles or not is_there(path / PREPROCESSOR):
+    shown = read_image_processor(path) if has_tiles else None
+    if shown is None:
         return None
-    vision, shown = whole.inner("vision_config"), read_json(path / PREPROCESSOR)
+    vision = whole.inner("vision_config")
     kind = shown.text("image_processor_type").removesuffix("Fast").removesuffix("Pil")
     if kind not in _TILED:
         raise shown.fault("image_processor_type", " or ".join(_TILED), kind)

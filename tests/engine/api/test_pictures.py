@@ -4,7 +4,9 @@ transformers in float64, and errors that name the part."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -136,3 +138,17 @@ def test_several_answers_share_the_pictures(model: PictureModel, http: httpx.Cli
     assert answer.status_code == 200, answer.text
     wanted = model.answer(parts, NUM_TOKENS)[0]
     assert [choice["token_ids"] for choice in answer.json()["choices"]] == [wanted, wanted]
+
+
+def test_the_program_of_the_page_runs(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: openai.OpenAI
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "pictures.md").read_text()
+    [program] = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
+    assert "http://localhost:8000" in program
+    WIDE.save(tmp_path / "picture.png")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(openai, "OpenAI", lambda **_: client)
+    said: list[str] = []
+    exec(program, {"print": said.append})
+    assert len(said) == 1 and said[0]

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stratakv.engine.models.spec.spec_parser import load_model_spec
-from stratakv.engine.models.vision.encoder import VisionEncoder
+from stratakv.engine.models.vision.encoder import Pixels, VisionEncoder
 from stratakv.engine.models.vision.vision_loading import load_vision_encoder
-from stratakv.engine.request.pictures import Picture
 from stratakv.tiers.settings.values import ConfigError
 
 from ..picture_model import PROCESSOR, TILE, TOKENS_OF_TILE, PictureModel, make_picture_model
@@ -31,18 +30,15 @@ def load(path: Path, dtype: torch.dtype = torch.float64) -> VisionEncoder:
     return load_vision_encoder(path, spec.vision, spec.hidden_size, dtype)
 
 
-def picture(seed: int, height: int = TILE, width: int = TILE) -> Picture:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    num_tokens = height * width * TOKENS_OF_TILE // TILE**2
-    return Picture(b"%032d" % seed, 0, num_tokens, height, width, pixels.tobytes())
+def picture(seed: int, height: int = TILE, width: int = TILE) -> Pixels:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def theirs(path: Path, one: Picture) -> torch.Tensor:
-    pixels = np.frombuffer(one.pixels, np.uint8).reshape(one.height, one.width, 3)
+def theirs(path: Path, pixels: Pixels) -> torch.Tensor:
     mean, std = (
         torch.tensor(PROCESSOR[name])[:, None, None] for name in ("image_mean", "image_std")
     )
-    scaled = (torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() * (1 / 255) - mean) / std
+    scaled = (torch.from_numpy(pixels).permute(2, 0, 1).float() * (1 / 255) - mean) / std
     model = PictureModel(path).reference.model
     with torch.inference_mode():
         found: torch.Tensor = model.get_image_features(scaled.double()[None, None]).pooler_output

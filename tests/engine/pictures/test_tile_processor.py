@@ -112,6 +112,20 @@ def test_settings_that_are_not_supported_are_refused(
         load(path, **changes)
 
 
+def test_settings_in_the_processors_file_come_first(path: Path) -> None:
+    """As transformers 5 saves them."""
+    file = path / "processor_config.json"
+    image = {"image_processor_type": "SmolVLMImageProcessorPil", **PROCESSOR}
+    try:
+        file.write_text(json.dumps({"image_processor": image | {"do_image_splitting": False}}))
+        assert len(load(path).process(draw_picture(40, 90)).items) == 1
+        file.write_text(json.dumps({"image_processor": image | {"size": {}}}))
+        with pytest.raises(ConfigError, match=r"image_processor: size: .*longest_edge"):
+            load(path)
+    finally:
+        file.unlink()
+
+
 def test_another_number_of_tokens_in_the_processors_file_is_refused(path: Path) -> None:
     file = path / "processor_config.json"
     try:
