@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that computes with and without adapters, for `--limits --lora`.
 
-    {"model": path, "adapters": path, "threads": n, "prompt_tokens": n, "decode_tokens": n, "seed": n}
+    {"model": path, "adapters": path, "threads": n, "prompt_tokens": n, "decode_tokens": n,
+     "seed": n}
                        the answer is the kernels' variant and the bytes of each adapter
     {"work": name}     the answer is wall-clock seconds, processor seconds and the amount
 
