@@ -21,6 +21,7 @@ from stratakv.benchmarks.serve.lora_process import (
     make_adapter,
     time_phases,
 )
+from stratakv.benchmarks.serve.phases_process import NewTokens
 from stratakv.engine.cli.main import main
 from stratakv.engine.models.lora.adapter_file import AdapterFile
 from stratakv.engine.models.spec.spec_parser import load_model_spec
@@ -89,8 +90,8 @@ def test_a_missing_token_stops_the_run() -> None:
 
         def add(self, *_: Any) -> None: ...
         def step(self) -> Any:
-            yield lora_process.NewTokens("0", [1], is_last=False)
-            yield lora_process.NewTokens("1", [1, 2], is_last=False)
+            yield NewTokens("0", [1], False)
+            yield NewTokens("1", [1, 2], False)
 
     with pytest.raises(WrongWork, match="not every prompt got 2 tokens"):
         time_phases(Scripted(), [[5], [6]], 2)  # type: ignore[arg-type]
