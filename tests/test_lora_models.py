@@ -5,6 +5,7 @@ have another adapter or none, wherever the blocks of a prompt come from."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -197,11 +198,11 @@ def test_a_name_that_is_loaded_again_finds_nothing_of_its_predecessor(
     peft_folders: AdapterFolders,
 ) -> None:
     text = prompt(1, 50)
-    with adapted_core(peft_folders, "qwen3", {"name": peft_folders.adapter("plain")}) as core:
+    with adapted_core(peft_folders, "qwen3", {"adapter": peft_folders.adapter("plain")}) as core:
         for adapter, found in (("plain", 0), ("rslora", 0), ("plain", 1)):
             path = str(peft_folders.adapter(adapter))
-            reload_adapter(core, LoadAdapter("name", path, replaces=True))
-            [answer] = ask_adapted(core, [("name", text)], f"{adapter}{found}")
+            reload_adapter(core, LoadAdapter("adapter", path, replaces=True))
+            [answer] = ask_adapted(core, [("adapter", text)], f"{adapter}{found}")
             assert answer.cached["pool"] == whole(50) * found
             base = peft_folders.base("qwen3")
             check_greedy(base, peft_folders.adapter(adapter), text, answer.token_ids)
@@ -210,7 +211,8 @@ def test_a_name_that_is_loaded_again_finds_nothing_of_its_predecessor(
 def reload_adapter(core: EngineCore, message: LoadAdapter) -> None:
     deferred = core.call("load_adapter", msgspec.json.encode(message).decode())
     assert isinstance(deferred, Deferred)
-    deferred.finish(deferred.future.result(WAIT_SECONDS))
+    wait([deferred.future], WAIT_SECONDS)
+    deferred.finish(deferred.future)
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

@@ -8,11 +8,13 @@ and everything else that decides the embeddings, so equal digests mean equal emb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MAX_PICTURES = 1024  # of one request; a tile counts as one
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..api_errors import ApiError
-from .request.protocol import ChatMessage, ContentPart
+from .request.protocol import ChatMessage, ContentPart, ImageUrl
 from .templates.template_probe import PICTURE_MARK
 
 # Types of parts that hold text, each with its field. Chats use the first type; the next two are its
@@ -42,8 +42,8 @@ def picture_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
     for number, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
             given = part.image_url
-            if part.type in _PICTURES and given is not None:
-                url = given if isinstance(given, str) else given.url
+            url = given.url if isinstance(given, ImageUrl) else given
+            if part.type in _PICTURES and url is not None:
                 found.append((f"messages[{number}].content[{index}]", url))
     return found
 
@@ -57,10 +57,18 @@ def check_parts(message: ChatMessage, place: str, *, reads_pictures: bool = Fals
         field = _FIELDS.get(part.type)
         if field is None or (part.type in _PICTURES and not reads_pictures):
             kind = part.type[:_MAX_QUOTED_CHARACTERS]
-            reads = "text and pictures" if reads_pictures else "text"
-            words = f"`{at}` is a part of the type {kind}; this model reads {reads} alone"
+            reads = "this model reads text and pictures, no sounds or files"
+            if not reads_pictures:
+                reads = "models read text here, no pictures, sounds or files"
+            words = (
+                f"`{at}` is a part of the type {kind}; {reads}, so send parts of the type text"
+                + " or image_url" * reads_pictures
+            )
             raise ApiError(words, param=f"{at}.type", code="unsupported_content_part")
-        if getattr(part, field) is None:
+        given = getattr(part, field)
+        if isinstance(given, ImageUrl):
+            field, given = f"{field}.url", given.url
+        if given is None:
             words = f"`{at}` is a part of the type {part.type} without `{field}`; add it"
             raise ApiError(words, param=f"{at}.{field}", code="missing_field")
 

@@ -100,9 +100,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
                       "this server fetches no pictures"),
     "a file": ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "cannot be read"),
     "no url": ({"type": "image_url"}, "without `image_url`"),
+    "an empty url": ({"type": "image_url", "image_url": {}}, "without `image_url.url`"),
     "a forged placeholder": ({"type": "text", "text": "here <image> is"}, "picture"),
     "video": ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}},
-              "video_url; this model reads text and pictures alone"),
+              "video_url; this model reads text and pictures, no sounds or files"),
     "audio": ({"type": "input_audio", "input_audio": {}}, "input_audio"),
 }  # fmt: skip
 

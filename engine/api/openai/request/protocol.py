@@ -182,7 +182,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 class ImageUrl(msgspec.Struct, kw_only=True):
     """The address of a picture. `detail` has no effect: the model's own settings size pictures."""
 
-    url: str
+    url: str | None = None
     detail: str | None = None
 
 
