@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from stratakv.engine.config.lora_config import lora_modules
-from stratakv.engine.core.deferred import Deferred
+from stratakv.engine.core.client_calls.deferred import Deferred
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.models.lora.adapter_file import AdapterFile
 from stratakv.engine.models.spec.spec_parser import load_model_spec

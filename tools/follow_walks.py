@@ -259,7 +259,7 @@ def _open_store(follower: Follower) -> None:
 
 WALKS = {
     "admission": Walk(
-        roots=(("engine/scheduler/admission.py", "_consider"),),
+        roots=(("engine/scheduler/waiting/admission.py", "_consider"),),
         followed=("engine/scheduler/",),
         doors=("engine/cache/kv_cache_manager.py", "connector/"),
         happen=_let_in,

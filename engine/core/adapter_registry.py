@@ -25,7 +25,7 @@ from ..request.adapter import Adapter
 from ..request.core_messages import LoadAdapter, LoadedAdapter
 from ..request.request import Request
 from ..worker.adapter_slots import ReadAdapter
-from .deferred import Deferred
+from .client_calls.deferred import Deferred
 from .executor import Executor
 
 logger = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ from ..trace.step_trace import NO_CONNECTOR, StepTrace
 from ..worker.pool_demand import check_pool_size
 from ..worker.runtime.pool_sizing import context_that_fits
 from .adapter_registry import open_registry
-from .calls import CoreCalls
+from .client_calls.calls import CoreCalls
 from .continued.continuations import Continuations
 from .core_stats import CoreStats
 from .executor import Executor, InProcessExecutor, load_runner

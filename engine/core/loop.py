@@ -28,7 +28,7 @@ from ..request.core_messages import (
     ToCore,
     TokenOutput,
 )
-from .deferred import Deferred
+from .client_calls.deferred import Deferred
 
 logger = logging.getLogger(__name__)
 

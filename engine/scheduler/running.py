@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The running requests' part of a step; `admission.py` then adds waiting requests to the step."""
+"""The running requests' part of a step; `waiting/admission.py` then adds waiting requests."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 Prefill and decode are not distinguished. A request has `num_tokens` and `num_computed_tokens`;
 every step reduces the difference, within one token budget for all requests. Running requests come
 first, in the order of their admission. Waiting requests follow in the policy's order
-(`policies.py`, `admission.py`), unless a running request lacked room. `request_states.py` lists the
-states.
+(`policies.py`, `waiting/admission.py`), unless a running request lacked room. `request_states.py`
+lists the states.
 
 No request can block all others:
 
@@ -38,7 +38,6 @@ from ..config.engine_config import SchedulerConfig
 from ..observer import GuardedObservers, Observer, StepMade, StepSnapshot
 from ..request.core_messages import NOT_FINITE, TokenOutput
 from ..request.request import Request, RequestStatus
-from .admission import Admission
 from .context import SchedulerContext
 from .exchange import ConnectorExchange
 from .output import (
@@ -55,6 +54,7 @@ from .request_states import RequestStates
 from .running import RunningRound
 from .speculation import Speculation
 from .step import NO_STEP, ONE_STEP, EntryKind, Pipelining, StepBuilder, StepEntry, StepInFlight
+from .waiting.admission import Admission
 
 # A deferred request asks the tiers again after this time at the latest, so that a lost wake-up
 # costs only a moment.

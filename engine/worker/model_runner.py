@@ -43,7 +43,7 @@ from .forward.attention_metadata import ranges
 from .forward.forward import HostEmbeds, StepInputs, step_order
 from .input_batch import InputBatch, PromptEmbeds
 from .kv_pool import KvPool
-from .picture_inputs import PictureInputs
+from .pictures.picture_inputs import PictureInputs
 from .pool_demand import PoolDemand, check_pool_size
 from .pooling_collector import PoolingCollector
 from .prompt_logprobs import PromptLogprobsCollector

@@ -19,7 +19,7 @@ from stratakv.connector.parts import Parts
 from stratakv.engine.config.engine_config import SchedulerConfig
 from stratakv.engine.config.lora_config import LoraConfig
 from stratakv.engine.core.adapter_registry import AdapterRegistry
-from stratakv.engine.core.calls import CoreCalls
+from stratakv.engine.core.client_calls.calls import CoreCalls
 from stratakv.engine.core.continued.beam_families import BeamFamilies
 from stratakv.engine.core.continued.continuations import Continuations
 from stratakv.engine.core.continued.prompt_sessions import PromptSessions

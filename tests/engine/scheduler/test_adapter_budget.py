@@ -11,9 +11,9 @@ import pytest
 
 from stratakv.connector.page_names import group_suffix
 from stratakv.engine.request.adapter import Adapter
-from stratakv.engine.scheduler import adapter_budget
-from stratakv.engine.scheduler.adapter_budget import MOST_OVERTAKES
 from stratakv.engine.scheduler.scheduler import Pause
+from stratakv.engine.scheduler.waiting import adapter_budget
+from stratakv.engine.scheduler.waiting.adapter_budget import MOST_OVERTAKES
 
 from .conftest import Engine, MakeEngine, digests_of, fingerprint, reference
 from .dict_tiers import SIZE

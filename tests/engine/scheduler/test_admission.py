@@ -10,7 +10,7 @@ import pytest
 from stratakv.connector.base import RequestView
 from stratakv.connector.messages import EvictedBlock, LoadReport, Match, MatchKind
 from stratakv.engine.request.request import RequestStatus
-from stratakv.engine.scheduler.admission import MOST_DEFERRED
+from stratakv.engine.scheduler.waiting.admission import MOST_DEFERRED
 
 Make = Any
 

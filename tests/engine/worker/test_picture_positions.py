@@ -12,7 +12,7 @@ import torch
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from stratakv.engine.request.pictures import Picture
-from stratakv.engine.worker.picture_positions import PicturePositions
+from stratakv.engine.worker.pictures.picture_positions import PicturePositions
 
 SIDE = 32  # pixels of a token
 

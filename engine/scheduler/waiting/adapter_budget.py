@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..request.request import Request, RequestStatus
-from .request_states import RequestStates
+from ...request.request import Request, RequestStatus
+from ..request_states import RequestStates
 
 MOST_OVERTAKES = 32
 # So many of a round count as refused and not as deferred. A refusal is cheap, and those behind the

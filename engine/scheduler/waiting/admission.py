@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from ...connector.messages import Match, MatchKind
-from ..cache.kept_blocks import num_common_tokens
-from ..cache.kv_block import GroupBlocks
-from ..observer import Decision, Obstacle
-from ..request.request import Request, RequestStatus
+from ....connector.messages import Match, MatchKind
+from ...cache.kept_blocks import num_common_tokens
+from ...cache.kv_block import GroupBlocks
+from ...observer import Decision, Obstacle
+from ...request.request import Request, RequestStatus
+from ..policies import RequestQueue
+from ..pressure import Reservations
+from ..request_states import RequestStates
+from ..step import StepBuilder
 from .adapter_budget import AdapterBudget
-from .policies import RequestQueue
-from .pressure import Reservations
-from .request_states import RequestStates
-from .step import StepBuilder
 
 # Considering one deferred request takes about as long as ten decodes.
 MOST_DEFERRED = 16

@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...connector.base import KVConnectorScheduler
-from ..request.core_messages import LoadAdapter, LoadedAdapter, ToolCalled, UnloadAdapter
-from ..scheduler.scheduler import Pause, Scheduler
-from ..structured.manager import GrammarManager
-from .adapter_registry import AdapterRegistry
-from .continued.prompt_sessions import PromptSessions
-from .core_stats import CoreStats
+from ....connector.base import KVConnectorScheduler
+from ...request.core_messages import LoadAdapter, LoadedAdapter, ToolCalled, UnloadAdapter
+from ...scheduler.scheduler import Pause, Scheduler
+from ...structured.manager import GrammarManager
+from ..adapter_registry import AdapterRegistry
+from ..continued.prompt_sessions import PromptSessions
+from ..core_stats import CoreStats
+from ..handover import HeldAnswers
+from ..request_builder import RequestBuilder, decode_request
 from .deferred import Deferred
-from .handover import HeldAnswers
-from .request_builder import RequestBuilder, decode_request
 
 Message = TypeVar("Message")
 

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..batch.batch_update import IntArray
-from ..models.decoder import Embeds, PictureRows
-from ..models.model_spec import ModelSpec
-from ..models.vision.encoder import VisionEncoder
-from ..request.pictures import Picture
-from ..sampling.copies import to_device
-from ..scheduler.output import NewRequestData, SchedulerOutput
-from .forward.forward import HostEmbeds
-from .input_batch import InputBatch
+from ...batch.batch_update import IntArray
+from ...models.decoder import Embeds, PictureRows
+from ...models.model_spec import ModelSpec
+from ...models.vision.encoder import VisionEncoder
+from ...request.pictures import Picture
+from ...sampling.copies import to_device
+from ...scheduler.output import NewRequestData, SchedulerOutput
+from ..forward.forward import HostEmbeds
+from ..input_batch import InputBatch
 from .picture_positions import PicturePositions
 
 

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..batch.batch_update import IntArray
-from ..request.pictures import Picture
-from ..scheduler.output import NewRequestData
-from .input_batch import InputBatch
+from ...batch.batch_update import IntArray
+from ...request.pictures import Picture
+from ...scheduler.output import NewRequestData
+from ..input_batch import InputBatch
 
 _Grid = npt.NDArray[np.int64]
 

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of clients, and results that come later."""
