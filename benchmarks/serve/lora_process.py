@@ -130,7 +130,9 @@ class AdapterWorks:
                 self.num_bytes[kind] = make_adapter(folder / name, model, rank, number)
                 paths[name] = str(folder / name)
         most = max(self._prompt_tokens, REQUESTS * ROW_PROMPT_TOKENS)
-        longest = max(self._prompt_tokens, ROW_PROMPT_TOKENS + self._decode_tokens) + BLOCK_TOKENS
+        row_tokens = ROW_PROMPT_TOKENS + self._decode_tokens + BLOCK_TOKENS
+        longest = max(self._prompt_tokens + BLOCK_TOKENS, row_tokens)
+        row_blocks, prompt_blocks = (-(-tokens // BLOCK_TOKENS) for tokens in (row_tokens, longest))
         arguments = {
             "model": plan["model"],
             "dtype": "bfloat16",
@@ -138,7 +140,7 @@ class AdapterWorks:
             "max_num_batched_tokens": most + BLOCK_TOKENS,
             "max_num_seqs": REQUESTS,
             "block_size": BLOCK_TOKENS,
-            "num_blocks": 2 + REQUESTS * -(-longest // BLOCK_TOKENS),
+            "num_blocks": 2 + max(REQUESTS * row_blocks, prompt_blocks),
             "num_threads": plan["threads"],
         }
         self._without = AdaptedSide(arguments)

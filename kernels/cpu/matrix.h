@@ -31,8 +31,6 @@ constexpr int64_t AHEAD_BYTES = 16 << 10;
 // From here on a panel of 16-bit numbers is widened once and not for every block of rows.
 constexpr int64_t WORTH_WIDENING = 3 * MOST_ROWS / 2;
 
-inline int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Inputs of type T: how many a step adds up, and how.
 template <class T> struct Inputs {
     static constexpr int64_t TOGETHER = 1;
@@ -166,19 +164,33 @@ void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matr
     const E *packed = (const E *)matrix.packed;
     A tile[MOST_ROWS * MOST_PANELS * PANEL<A>];
     int64_t p = first;
-    const auto add_low = [&](int64_t row, int64_t panel, A *values) {
-        if (!low.adapters) return;
-        for (int64_t u = 0; u < unit; u++) low.add(row, panel + u, values + u * PANEL<A>);
+    Alike groups[ROWS_AT_ONCE];  // of one block of rows after the other
+    int64_t ends[ROWS_AT_ONCE / MOST_ROWS + 1] = {};
+    const int64_t blocks = quotient_up(rows, MOST_ROWS), row_size = unit * PANEL<A>;
+    const auto row_after = [&](int64_t block, int64_t row) {
+        return row + (rows - row) / (blocks - block);  // as even as can be
+    };
+    if (low.adapters)
+        for (int64_t block = 0, row = 0, count = 0; block < blocks; block++) {
+            const int64_t end_row = row_after(block, row);
+            count += group_rows(row, end_row - row, [&](int64_t i) { return low.adapter_of(i); },
+                                groups + count);
+            ends[block + 1] = count;
+            row = end_row;
+        }
+    const auto add_low = [&](int64_t block, int64_t row, int64_t panel, int64_t count, A *values,
+                             int64_t values_row) {
+        for (int64_t i = ends[block]; i < ends[block + 1]; i++)
+            low.add(groups[i], row, panel, count, values, values_row);
     };
 #define FEW(ROWS, NP)                                                                           \
     for (; rows == ROWS && p + NP <= end; p += NP) {                                            \
         multiply_panels<ROWS, NP>(a, a_row, packed + p * size, size, depth, tile,               \
                                   int64_t(NP * PANEL<A>));                                      \
+        add_low(0, 0, p, NP, tile, NP * PANEL<A>);                                              \
         for (int64_t i = 0; i < NP; i += unit) {                                                \
-            for (int64_t m = 0; m < ROWS; m++) {                                                \
-                add_low(m, p + i, tile + (m * NP + i) * PANEL<A>);                              \
+            for (int64_t m = 0; m < ROWS; m++)                                                  \
                 put(m, p + i, tile + (m * NP + i) * PANEL<A>);                                  \
-            }                                                                                   \
             put.end(p + i);                                                                     \
         }                                                                                       \
     }
@@ -187,12 +199,11 @@ void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matr
     FEW(2, 2)
     FEW(3, 2)
 #undef FEW
-    const int64_t blocks = quotient_up(rows, MOST_ROWS), row_size = unit * PANEL<A>;
     for (; p < end; p += unit) {
         const E *from = packed + p * size;
         const auto multiply_by = [&](const auto *panels) {
             for (int64_t block = 0, row = 0; block < blocks; block++) {
-                const int64_t here = (rows - row) / (blocks - block);  // as even as can be
+                const int64_t here = row_after(block, row) - row;
                 for (int64_t m = 0; m < here; m++) put.send_for(row + m, p);
                 for (int64_t u = 0; u < unit; u++) {
                     // The first two blocks send for half of the next panel each.
@@ -206,10 +217,8 @@ void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matr
                     multiply_rows<MOST_ROWS>(here, a + row * a_row, a_row, panels + u * size, depth,
                                              tile + u * PANEL<A>, row_size, next);
                 }
-                for (int64_t m = 0; m < here; m++) {
-                    add_low(row + m, p, tile + m * row_size);
-                    put(row + m, p, tile + m * row_size);
-                }
+                add_low(block, row, p, unit, tile, row_size);
+                for (int64_t m = 0; m < here; m++) put(row + m, p, tile + m * row_size);
                 row += here;
             }
             put.end(p);

@@ -11,7 +11,7 @@
 //     norm         rows
 //     gate, up     rows and outputs          with the activation
 //     down         rows and outputs          added as above
-//     shrink       rows                      before a product of rows with adapters, see low_rank.h
+//     shrink       rows and ranks            before a product of rows with adapters, see low_rank.h
 //
 // In place of the last two, in a layer with experts:
 //
@@ -181,10 +181,9 @@ template <class E> struct Walk {
         LowRank<A> low = {};
         if (!pass.slots || !matrix.adapters) return low;
         low = {matrix.adapters, pass.slots, states_of, at.inner, pass.most_rank, nullptr, 0, 0};
-        by_rows(rows, matrix.ins, [&](int64_t row) {
-            if (const Adapter *adapter = low.adapter_of(row))
-                shrink_row(a + row * row_of<T>(matrix.ins), matrix.ins, *adapter,
-                           at.inner + row * pass.most_rank);
+        go_through(crew, phase++, low.shrink_tasks(rows), [&](int64_t task) {
+            low.shrink(task, a, row_of<T>(matrix.ins), rows, matrix.ins,
+                       [&](int64_t row) { return low.adapter_of(row); });
         });
         return low;
     }
@@ -298,12 +297,11 @@ template <class E> struct Walk {
         LowRank<A> low = {};
         if (!pass.slots || !matrices[0].adapters) return low;
         low = {matrices[0].adapters, pass.slots, at.place_rows, at.inner, pass.most_rank, nullptr, 0, 0};
-        by_rows(choices, matrices[0].ins, [&](int64_t place) {
-            LowRank<A> own = low;
-            own.adapters = matrices[at.chosen[routed.choice_at[place]]].adapters;
-            if (const Adapter *adapter = own.adapter_of(place))
-                shrink_row(inputs + place * inputs_row, matrices[0].ins, *adapter,
-                           at.inner + place * pass.most_rank);
+        go_through(crew, phase++, low.shrink_tasks(choices), [&](int64_t task) {
+            low.shrink(task, inputs, inputs_row, choices, matrices[0].ins, [&](int64_t place) {
+                const Matrix &matrix = matrices[at.chosen[routed.choice_at[place]]];
+                return low.adapter_of(place, matrix.adapters);
+            });
         });
         return low;
     }

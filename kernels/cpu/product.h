@@ -41,10 +41,9 @@ template <class E> void work_on(void *data) {
     LowRank<A> low = {};
     if (work.inner) {
         low = {matrix.adapters, product.slots, nullptr, work.inner, product.most_rank, nullptr, 0, 0};
-        go_through(crew, 1, product.rows, [&](int64_t row) {
-            if (const Adapter *adapter = low.adapter_of(row))
-                shrink_row(work.x + row * work.x_row, matrix.ins, *adapter,
-                           work.inner + row * product.most_rank);
+        go_through(crew, 1, low.shrink_tasks(product.rows), [&](int64_t task) {
+            low.shrink(task, work.x, work.x_row, product.rows, matrix.ins,
+                       [&](int64_t row) { return low.adapter_of(row); });
         });
     }
     go_through(crew, 0, work.made.row_blocks * work.made.panel_blocks, [&](int64_t i) {
