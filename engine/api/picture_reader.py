@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..models.spec.spec_parser import load_model_spec
+from ..pictures.grid_processor import load_grid_processor
 from ..pictures.picture_decoding import decode_picture
 from ..pictures.picture_errors import PicturePoolFull
 from ..pictures.picture_pool import PicturePool
@@ -39,8 +40,9 @@ class PictureReader:
         spec = load_model_spec(path).vision
         if spec is None:
             return None
+        load = load_tile_processor if spec.kind == "tiles" else load_grid_processor
         return cls(
-            load_tile_processor(path, spec),
+            load(path, spec),
             spec.token_id,
             PictureSources(settings.media_domains),
             PicturePool(),

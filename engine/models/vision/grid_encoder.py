@@ -52,9 +52,7 @@ class GridEncoder:
 
     def __init__(self, spec: VisionSpec, weights: GridWeights) -> None:
         self._spec = spec
-        # A picture is a film of equal frames, so the sum of the frames' matrices is one matrix.
-        patches = weights.patches.sum(2).view(spec.hidden_size, -1)
-        self._patches = Linear(patches, weights.patches_bias)
+        self._patches = Linear(weights.patches.view(spec.hidden_size, -1), weights.patches_bias)
         self._positions = weights.positions
         self._layers = [EncoderLayer(spec, layer) for layer in weights.layers]
         self._merger = _Merger(spec, weights.merger)
@@ -104,14 +102,16 @@ class GridEncoder:
         return row, column
 
     def _patches_of(self, pixels: Pixels, row: Tensor, column: Tensor) -> Tensor:
-        """Return the scaled pixels of each patch, `[patches, 3 * patch * patch]`."""
+        """Return the scaled pixels of each patch, `[patches, 3 * frames * patch ** 2]`. A picture is
+        a film of equal frames."""
         spec, size = self._spec, self._spec.patch_size
         numbers = torch.from_numpy(pixels).to(self._mean.device).permute(2, 0, 1)
         # In float32, as the processor of transformers computes them.
         scaled = (numbers.float() * spec.rescale - self._mean.float()) / self._std.float()
         _, height, width = scaled.shape
         cut = scaled.view(3, height // size, size, width // size, size).permute(1, 3, 0, 2, 4)
-        return cut[row, column].reshape(len(row), -1).to(self._positions.dtype)
+        frames = cut[row, column][:, :, None].expand(-1, -1, spec.frames, -1, -1)
+        return frames.reshape(len(row), -1).to(self._positions.dtype)
 
     def _positions_at(self, row: Tensor, column: Tensor, rows: int, columns: int) -> Tensor:
         """Return the learned positions of the patches, between the four nearest of the square that
