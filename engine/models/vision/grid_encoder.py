@@ -102,8 +102,8 @@ class GridEncoder:
         return row, column
 
     def _patches_of(self, pixels: Pixels, row: Tensor, column: Tensor) -> Tensor:
-        """Return the scaled pixels of each patch, `[patches, 3 * frames * patch ** 2]`. A picture is
-        a film of equal frames."""
+        """Return the scaled pixels of each patch, `[patches, 3 * frames * patch ** 2]`. A picture
+        is a film of equal frames."""
         spec, size = self._spec, self._spec.patch_size
         numbers = torch.from_numpy(pixels).to(self._mean.device).permute(2, 0, 1)
         # In float32, as the processor of transformers computes them.
