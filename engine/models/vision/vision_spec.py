@@ -75,8 +75,8 @@ def parse_vision(path: Path, whole: JsonFields) -> VisionSpec | None:
     spec = parse(whole, whole.inner("vision_config"), shown)
     if spec.hidden_size % spec.num_heads or spec.image_size % spec.patch_size:
         raise ConfigError(
-            f"{whole.where}: vision_config: the hidden size must be a multiple of the number of "
-            "heads, and image_size one of patch_size; correct config.json"
+            f"{whole.where}: vision_config: hidden_size must be a multiple of the number of heads, "
+            "and image_size a multiple of patch_size; correct config.json"
         )
     return spec
 

@@ -16,7 +16,8 @@ from stratakv.engine.models.vision.encoder import Pixels, VisionEncoder
 from stratakv.engine.models.vision.vision_loading import load_vision_encoder
 from stratakv.tiers.settings.values import ConfigError
 
-from ..picture_model import PROCESSOR, TILE, TOKENS_OF_TILE, PictureModel, make_picture_model
+from ..picture_model import PictureModel, make_picture_model
+from ..smolvlm_pictures import PROCESSOR, TILE, TOKENS_OF_TILE
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,6 @@ def test_files_that_do_not_fit_are_refused(path: Path, tmp_path: Path, fault: st
         config["vision_config"]["hidden_act"] = "tanhshrink"
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(weights, tmp_path / "model.safetensors")
-    words = {"heads": "num_attention_heads", "unknown activation": "hidden_act"}
+    words = {"heads": "number of heads", "unknown activation": "hidden_act"}
     with pytest.raises(ConfigError, match=words.get(fault, "fc1")):
         load(tmp_path)
