@@ -127,9 +127,9 @@ class _Reader:
             *self._pair("patch_embed.proj"),
             self._read("pos_embed.weight"),
             [self._grid_layer(f"blocks.{n}.") for n in range(self._spec.num_layers)],
-            self._merger("merger."),
+            self._read_merger("merger."),
             [
-                self._merger(f"deepstack_merger_list.{n}.")
+                self._read_merger(f"deepstack_merger_list.{n}.")
                 for n in range(len(self._spec.deep_layers))
             ],
         )
@@ -159,7 +159,7 @@ class _Reader:
             *self._pair(f"{at}mlp.linear_fc2"),
         )
 
-    def _merger(self, at: str) -> MergerWeights:
+    def _read_merger(self, at: str) -> MergerWeights:
         return MergerWeights(
             self._pair(f"{at}norm"),
             *self._pair(f"{at}linear_fc1"),
