@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..models.spec.spec_parser import load_model_spec
+from ..models.vision.vision_spec import VisionSpec
+from ..pictures.grid_processor import load_grid_processor
 from ..pictures.picture_decoding import decode_picture
 from ..pictures.picture_errors import PicturePoolFull
 from ..pictures.picture_pool import PicturePool
@@ -40,7 +42,7 @@ class PictureReader:
         if spec is None:
             return None
         return cls(
-            load_tile_processor(path, spec),
+            load_processor(path, spec),
             spec.token_id,
             PictureSources(settings.media_domains),
             PicturePool(),
@@ -72,3 +74,10 @@ class PictureReader:
         except ValueError as error:  # PictureError too
             message = f"the picture `{place}` cannot be read: {error}"
             raise ApiError(message, param=place, code="invalid_picture") from None
+
+
+def load_processor(path: Path, spec: VisionSpec) -> PictureProcessor:
+    """Read the processor of the model under `path`. Raises ConfigError with file and key for
+    settings that are not supported."""
+    load = load_tile_processor if spec.kind == "tiles" else load_grid_processor
+    return load(path, spec)

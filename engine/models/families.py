@@ -177,6 +177,15 @@ FAMILIES: Mapping[str, Family] = {
         default_head_dim=128,
         default_max_positions=32768,
     ),
+    "Qwen3VLForCausalLM": Family(
+        "qwen3_vl_text",
+        head_norms=HeadNorms.EACH,
+        has_sections=True,
+        default_kv_heads=32,
+        default_head_dim=128,
+        default_max_positions=128000,
+        default_theta=500_000.0,
+    ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text",
         head_norms=HeadNorms.EACH,

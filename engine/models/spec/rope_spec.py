@@ -21,6 +21,7 @@ FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 # Keys of partial rotation, of queries that grow with their position, and of image positions.
 PARTIAL, GROWTH = "partial_rotary_factor", "llama_4_scaling_beta"
 SECTIONS = "mrope_section"
+_SECTIONS = [24, 20, 20]  # of Qwen3-VL, if its file names none
 _UNSUPPORTED = (*LAYER_KINDS, SECTIONS, GROWTH)
 
 
@@ -79,6 +80,21 @@ def turning_size(config: JsonFields, head_dim: int, default: float = 1.0) -> int
     if size < 2 or size % 2 or head_dim % 2:
         raise source.fault(PARTIAL, f"a share that is an even part of {head_dim}", share)
     return size
+
+
+def parse_axes(config: JsonFields, head_dim: int) -> tuple[int, ...]:
+    """Read the axis by which each element of half a head turns, for `ModelSpec.rope_axes`: height
+    and width take every third element up to their section, and time the rest."""
+    fields, half = _rope_fields(config), head_dim // 2
+    given = fields.values.get(SECTIONS, _SECTIONS)
+    sections = [each for each in given if isinstance(each, int)] if isinstance(given, list) else []
+    if len(sections) != 3 or sections != given or not 0 <= min(sections) <= max(sections) <= half:
+        raise fields.fault(SECTIONS, f"three whole numbers from 0 to {half}", given)
+    axes = [0] * half
+    for axis in (1, 2):
+        for element in range(axis, min(sections[axis] * 3, half), 3):
+            axes[element] = axis
+    return tuple(axes)
 
 
 def parse_query_growth(config: JsonFields, rope: RopeSpec) -> float | None:

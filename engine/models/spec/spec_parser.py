@@ -24,6 +24,7 @@ from .rope_spec import (
     PARTIAL,
     SECTIONS,
     RopeSpec,
+    parse_axes,
     parse_query_growth,
     parse_rope,
     parse_two_ropes,
@@ -132,6 +133,11 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
     multipliers = parse_multipliers(config) if family.multiplies else None
     if windows is None:
         local_rope = None
+    vision = parse_vision(path, whole) if config is not whole else None
+    has_grid = vision is not None and vision.kind == "grid"
+    if vision is not None and len(vision.deep_layers) >= num_layers:
+        expected = f"fewer than the text's {num_layers} layers"
+        raise whole.fault("vision_config: deepstack_visual_indexes", expected, vision.deep_layers)
     logits_softcap, score_softcap = _softcaps(config, family)
     return ModelSpec(
         architecture=architecture,
@@ -161,7 +167,8 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
         query_scalar=_query_scalar(config, family),
         logits_softcap=logits_softcap,
         is_text_part=config is not whole,
-        vision=parse_vision(path, whole) if config is not whole else None,
+        vision=vision,
+        rope_axes=parse_axes(config, head_dim) if has_grid else None,
         experts=experts,
         scales=_scales(config, family, multipliers, head_dim),
         score_softcap=score_softcap,

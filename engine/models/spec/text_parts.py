@@ -23,6 +23,7 @@ TEXT_PARTS: Mapping[str, TextPart] = {
     "Mistral3ForConditionalGeneration": TextPart(
         "mistral3", ("MistralForCausalLM", "Ministral3ForCausalLM")
     ),
+    "Qwen3VLForConditionalGeneration": TextPart("qwen3_vl", ("Qwen3VLForCausalLM",)),
     "Qwen3_5ForConditionalGeneration": TextPart("qwen3_5", ("Qwen3_5ForCausalLM",)),
     "Qwen3_5MoeForConditionalGeneration": TextPart("qwen3_5_moe", ("Qwen3_5MoeForCausalLM",)),
 }

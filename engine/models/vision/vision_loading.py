@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,12 +11,21 @@ from torch import Tensor
 
 from ..checkpoint.checkpoint import CPU, Checkpoint
 from .encoder import VisionEncoder
-from .siglip import EncoderLayerWeights, EncoderWeights, TileEncoder
+from .encoder_layer import EncoderLayerWeights
+from .grid_encoder import GridEncoder, GridWeights, MergerWeights
+from .tile_encoder import EncoderWeights, TileEncoder
 from .vision_spec import VisionSpec
 
-_PREFIXES = ("model.vision_model.", "vision_model.")
-_CONNECTORS = ("model.connector.", "connector.")
+# The prefixes of stored names, with those here.
+_TILES = {
+    "model.vision_model.": "",
+    "vision_model.": "",
+    "model.connector.": "connector.",
+    "connector.": "connector.",
+}
+_GRID = {"model.visual.": "", "visual.": ""}
 _PROJECTION = "connector.modality_projection.proj.weight"
+Shapes = dict[str, tuple[int, ...]]
 
 
 def load_vision_encoder(
@@ -23,48 +33,77 @@ def load_vision_encoder(
 ) -> VisionEncoder:
     """Read the encoder's weights to `device`. The text part of the model has `text_hidden` columns.
     Raises ConfigError with the name of a missing, unknown or misshapen tensor or file."""
-    with Checkpoint(path, device, _name_here) as checkpoint:
+    has_tiles = spec.kind == "tiles"
+    prefixes = _TILES if has_tiles else _GRID
+    with Checkpoint(path, device, lambda stored: _name_here(stored, prefixes)) as checkpoint:
         checkpoint.check_expected(vision_tensors(spec, text_hidden))
-        return TileEncoder(spec, _Reader(checkpoint, spec, dtype).read_all())
+        reader = _Reader(checkpoint, spec, dtype)
+        if has_tiles:
+            return TileEncoder(spec, reader.read_tiles())
+        return GridEncoder(spec, reader.read_grid())
 
 
-def vision_tensors(spec: VisionSpec, text_hidden: int) -> dict[str, tuple[int, ...]]:
+def vision_tensors(spec: VisionSpec, text_hidden: int) -> Shapes:
     """Return the name and shape of each tensor of the encoder."""
-    hidden, middle = spec.hidden_size, spec.intermediate_size
-    places = (spec.image_size // spec.patch_size) ** 2
-    shapes: dict[str, tuple[int, ...]] = {
-        "embeddings.patch_embedding.weight": (hidden, 3, spec.patch_size, spec.patch_size),
-        "embeddings.patch_embedding.bias": (hidden,),
-        "embeddings.position_embedding.weight": (places, hidden),
-        "post_layernorm.weight": (hidden,),
-        "post_layernorm.bias": (hidden,),
-        _PROJECTION: (text_hidden, hidden * spec.shuffle**2),
-    }
-    matrices = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (hidden, hidden),
-        "self_attn.v_proj": (hidden, hidden),
-        "self_attn.out_proj": (hidden, hidden),
-        "mlp.fc1": (middle, hidden),
-        "mlp.fc2": (hidden, middle),
-        "layer_norm1": (hidden,),
-        "layer_norm2": (hidden,),
-    }
+    hidden, middle, patch = spec.hidden_size, spec.intermediate_size, spec.patch_size
+    places = (spec.image_size // patch) ** 2
+    if spec.kind == "tiles":
+        return {
+            "embeddings.patch_embedding.weight": (hidden, 3, patch, patch),
+            "embeddings.patch_embedding.bias": (hidden,),
+            "embeddings.position_embedding.weight": (places, hidden),
+            "post_layernorm.weight": (hidden,),
+            "post_layernorm.bias": (hidden,),
+            _PROJECTION: (text_hidden, hidden * spec.shuffle**2),
+        } | _with_biases(
+            {
+                f"encoder.layers.{layer}.{name}": shape
+                for layer in range(spec.num_layers)
+                for name, shape in {
+                    "self_attn.q_proj": (hidden, hidden),
+                    "self_attn.k_proj": (hidden, hidden),
+                    "self_attn.v_proj": (hidden, hidden),
+                    "self_attn.out_proj": (hidden, hidden),
+                    "mlp.fc1": (middle, hidden),
+                    "mlp.fc2": (hidden, middle),
+                    "layer_norm1": (hidden,),
+                    "layer_norm2": (hidden,),
+                }.items()
+            }
+        )
+    joined = hidden * spec.shuffle**2
+    parts: Shapes = {"patch_embed.proj": (hidden, 3, spec.frames, patch, patch)}
     for layer in range(spec.num_layers):
-        for name, shape in matrices.items():
-            shapes[f"encoder.layers.{layer}.{name}.weight"] = shape
-            shapes[f"encoder.layers.{layer}.{name}.bias"] = shape[:1]
-    return shapes
+        parts |= {
+            f"blocks.{layer}.attn.qkv": (3 * hidden, hidden),
+            f"blocks.{layer}.attn.proj": (hidden, hidden),
+            f"blocks.{layer}.mlp.linear_fc1": (middle, hidden),
+            f"blocks.{layer}.mlp.linear_fc2": (hidden, middle),
+            f"blocks.{layer}.norm1": (hidden,),
+            f"blocks.{layer}.norm2": (hidden,),
+        }
+    mergers = {"merger": hidden}
+    mergers |= {f"deepstack_merger_list.{n}": joined for n in range(len(spec.deep_layers))}
+    for name, normed in mergers.items():
+        parts |= {
+            f"{name}.norm": (normed,),
+            f"{name}.linear_fc1": (joined, joined),
+            f"{name}.linear_fc2": (text_hidden, joined),
+        }
+    return {"pos_embed.weight": (places, hidden)} | _with_biases(parts)
 
 
-def _name_here(stored: str) -> str | None:
+def _with_biases(shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
+    return {f"{name}.weight": shape for name, shape in shapes.items()} | {
+        f"{name}.bias": shape[:1] for name, shape in shapes.items()
+    }
+
+
+def _name_here(stored: str, prefixes: Mapping[str, str]) -> str | None:
     """Map a stored name to the name here; None: the tensor is of another part."""
-    for prefix in _PREFIXES:
+    for prefix, ours in prefixes.items():
         if stored.startswith(prefix):
-            return stored.removeprefix(prefix)
-    for prefix in _CONNECTORS:
-        if stored.startswith(prefix):
-            return "connector." + stored.removeprefix(prefix)
+            return ours + stored.removeprefix(prefix)
     return None
 
 
@@ -74,35 +113,61 @@ class _Reader:
     def __init__(self, checkpoint: Checkpoint, spec: VisionSpec, dtype: torch.dtype) -> None:
         self._checkpoint, self._spec, self._dtype = checkpoint, spec, dtype
 
-    def read_all(self) -> EncoderWeights:
-        read = self._read
+    def read_tiles(self) -> EncoderWeights:
         return EncoderWeights(
-            read("embeddings.patch_embedding.weight"),
-            read("embeddings.patch_embedding.bias"),
-            read("embeddings.position_embedding.weight"),
-            [self._layer(f"encoder.layers.{layer}.") for layer in range(self._spec.num_layers)],
-            (read("post_layernorm.weight"), read("post_layernorm.bias")),
-            read(_PROJECTION),
+            *self._pair("embeddings.patch_embedding"),
+            self._read("embeddings.position_embedding.weight"),
+            [self._tile_layer(f"encoder.layers.{n}.") for n in range(self._spec.num_layers)],
+            self._pair("post_layernorm"),
+            self._read(_PROJECTION),
         )
 
-    def _layer(self, at: str) -> EncoderLayerWeights:
-        read = self._read
+    def read_grid(self) -> GridWeights:
+        return GridWeights(
+            *self._pair("patch_embed.proj"),
+            self._read("pos_embed.weight"),
+            [self._grid_layer(f"blocks.{n}.") for n in range(self._spec.num_layers)],
+            self._read_merger("merger."),
+            [
+                self._read_merger(f"deepstack_merger_list.{n}.")
+                for n in range(len(self._spec.deep_layers))
+            ],
+        )
+
+    def _tile_layer(self, at: str) -> EncoderLayerWeights:
         qkv, qkv_bias = (
-            torch.cat([read(f"{at}self_attn.{part}_proj.{kind}") for part in "qkv"])
+            torch.cat([self._read(f"{at}self_attn.{part}_proj.{kind}") for part in "qkv"])
             for kind in ("weight", "bias")
         )
         return EncoderLayerWeights(
-            (read(f"{at}layer_norm1.weight"), read(f"{at}layer_norm1.bias")),
+            self._pair(f"{at}layer_norm1"),
             qkv,
             qkv_bias,
-            read(f"{at}self_attn.out_proj.weight"),
-            read(f"{at}self_attn.out_proj.bias"),
-            (read(f"{at}layer_norm2.weight"), read(f"{at}layer_norm2.bias")),
-            read(f"{at}mlp.fc1.weight"),
-            read(f"{at}mlp.fc1.bias"),
-            read(f"{at}mlp.fc2.weight"),
-            read(f"{at}mlp.fc2.bias"),
+            *self._pair(f"{at}self_attn.out_proj"),
+            self._pair(f"{at}layer_norm2"),
+            *self._pair(f"{at}mlp.fc1"),
+            *self._pair(f"{at}mlp.fc2"),
         )
+
+    def _grid_layer(self, at: str) -> EncoderLayerWeights:
+        return EncoderLayerWeights(
+            self._pair(f"{at}norm1"),
+            *self._pair(f"{at}attn.qkv"),
+            *self._pair(f"{at}attn.proj"),
+            self._pair(f"{at}norm2"),
+            *self._pair(f"{at}mlp.linear_fc1"),
+            *self._pair(f"{at}mlp.linear_fc2"),
+        )
+
+    def _read_merger(self, at: str) -> MergerWeights:
+        return MergerWeights(
+            self._pair(f"{at}norm"),
+            *self._pair(f"{at}linear_fc1"),
+            *self._pair(f"{at}linear_fc2"),
+        )
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor]:
+        return self._read(f"{name}.weight"), self._read(f"{name}.bias")
 
     def _read(self, name: str) -> Tensor:
         return self._checkpoint.read(name, self._dtype)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +21,18 @@ MAX_SIDE = 4096  # pixels of a picture or a tile
 _ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
 # Classes of processors, with what transformers takes if the file leaves a field out.
 _TILED = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
-_OF_TILES = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
+_WHOLE = ("Qwen2VLImageProcessor",)
 _HALF = (0.5, 0.5, 0.5)
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
-    """The encoder of a model that cuts pictures into tiles (Idefics3, SmolVLM)."""
+    """The encoder of a model. Idefics3 and SmolVLM cut pictures into tiles; Qwen3-VL encodes whole
+    pictures of any size."""
 
-    kind: str  # tiles
+    kind: str  # `tiles` or `grid`
     token_id: int  # the placeholder of a picture's tokens
     hidden_size: int
     intermediate_size: int
@@ -41,6 +46,8 @@ class VisionSpec:
     rescale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    frames: int = 1  # equal pictures that a patch covers
+    deep_layers: tuple[int, ...] = ()  # whose results are added after the first layers of the text
 
     @property
     def pixels_of_token(self) -> int:
@@ -61,23 +68,22 @@ def parse_vision(path: Path, whole: JsonFields) -> VisionSpec | None:
     """Read the encoder of the model under `path`; None for a model whose pictures are not read
     here. Raises ConfigError with file and key for values that are not supported."""
     names = whole.values.get("architectures")
-    has_tiles = isinstance(names, list) and bool(names) and names[0] in _OF_TILES
-    shown = read_image_processor(path) if has_tiles else None
-    if shown is None:
+    parse = _PARSERS.get(names[0]) if isinstance(names, list) and names else None
+    shown = None if parse is None else read_image_processor(path)
+    if parse is None or shown is None:
         return None
-    vision = whole.inner("vision_config")
-    kind = shown.text("image_processor_type").removesuffix("Fast").removesuffix("Pil")
-    if kind not in _TILED:
-        raise shown.fault("image_processor_type", " or ".join(_TILED), kind)
-    for name in ("do_resize", "do_rescale", "do_normalize"):
-        if not shown.boolean(name, True):
-            raise shown.fault(name, "true", False)
-    activation = vision.text("hidden_act", "gelu_pytorch_tanh")
-    if activation not in _ACTIVATIONS:
-        raise vision.fault("hidden_act", " or ".join(_ACTIVATIONS), activation)
-    if vision.integer("num_channels", 3) != 3:
-        raise vision.fault("num_channels", "3", vision.values["num_channels"])
-    spec = VisionSpec(
+    spec = parse(whole, whole.inner("vision_config"), shown)
+    if spec.hidden_size % spec.num_heads or spec.image_size % spec.patch_size:
+        raise ConfigError(
+            f"{whole.where}: vision_config: hidden_size must be a multiple of the number of heads, "
+            "and image_size a multiple of patch_size; correct config.json"
+        )
+    return spec
+
+
+def _parse_tiles(whole: JsonFields, vision: JsonFields, shown: JsonFields) -> VisionSpec:
+    _check_processor(shown, _TILED)
+    return VisionSpec(
         kind="tiles",
         token_id=whole.integer("image_token_id", minimum=0),
         hidden_size=vision.integer("hidden_size", 1152),
@@ -87,19 +93,76 @@ def parse_vision(path: Path, whole: JsonFields) -> VisionSpec | None:
         patch_size=vision.integer("patch_size", 32, maximum=MAX_SIDE),
         image_size=vision.integer("image_size", 224, maximum=MAX_SIDE),
         eps=vision.number("layer_norm_eps", 1e-6),
-        is_tanh=activation == "gelu_pytorch_tanh",
+        is_tanh=_is_tanh(vision, "num_channels"),
         shuffle=whole.integer("scale_factor", 2),
         rescale=shown.number("rescale_factor", 1 / 255),
-        mean=_three(shown, "image_mean"),
-        std=_three(shown, "image_std"),
+        mean=_three(shown, "image_mean", _HALF),
+        std=_three(shown, "image_std", _HALF),
     )
-    if spec.hidden_size % spec.num_heads or spec.image_size % spec.patch_size:
-        raise ConfigError(
-            f"{vision.where}: hidden_size must be a multiple of num_attention_heads and image_size "
-            "one of patch_size; correct config.json"
-        )
-    return spec
 
 
-def _three(fields: JsonFields, name: str) -> tuple[float, ...]:
-    return fields.numbers(name, 3) if fields.has(name) else _HALF
+def _parse_grid(whole: JsonFields, vision: JsonFields, shown: JsonFields) -> VisionSpec:
+    _check_processor(shown, _WHOLE)
+    num_layers = vision.integer("depth", 27)
+    patch = vision.integer("patch_size", 16, maximum=MAX_SIDE)
+    places = vision.integer("num_position_embeddings", 2304)
+    side = math.isqrt(places)
+    if side**2 != places:
+        raise vision.fault("num_position_embeddings", "a square", places)
+    deep = vision.values.get("deepstack_visual_indexes", [8, 16, 24])
+    layers = deep if isinstance(deep, list) else [-1]
+    if layers != [n for n in range(num_layers) if n in layers]:
+        expected = f"a rising list of layers below {num_layers}"
+        raise vision.fault("deepstack_visual_indexes", expected, deep)
+    merge = vision.integer("spatial_merge_size", 2)
+    for name, value in (("patch_size", patch), ("merge_size", merge)):
+        if shown.integer(name, value) != value:
+            raise shown.fault(name, f"{value}, as in config.json", shown.values[name])
+    return VisionSpec(
+        kind="grid",
+        token_id=whole.integer("image_token_id", 151655, minimum=0),
+        hidden_size=vision.integer("hidden_size", 1152),
+        intermediate_size=vision.integer("intermediate_size", 4304),
+        num_layers=num_layers,
+        num_heads=vision.integer("num_heads", 16),
+        patch_size=patch,
+        image_size=side * patch,
+        eps=1e-6,
+        is_tanh=_is_tanh(vision, "in_channels"),
+        shuffle=merge,
+        rescale=shown.number("rescale_factor", 1 / 255),
+        mean=_three(shown, "image_mean", _CLIP_MEAN),
+        std=_three(shown, "image_std", _CLIP_STD),
+        frames=vision.integer("temporal_patch_size", 2),
+        deep_layers=tuple(layers),
+    )
+
+
+_PARSERS: Mapping[str, Callable[[JsonFields, JsonFields, JsonFields], VisionSpec]] = {
+    "Idefics3ForConditionalGeneration": _parse_tiles,
+    "SmolVLMForConditionalGeneration": _parse_tiles,
+    "Qwen3VLForConditionalGeneration": _parse_grid,
+}
+
+
+def _check_processor(shown: JsonFields, known: Sequence[str]) -> None:
+    """Raise ConfigError unless the image processor is one of `known` and does all of its work."""
+    kind = shown.text("image_processor_type").removesuffix("Fast").removesuffix("Pil")
+    if kind not in known:
+        raise shown.fault("image_processor_type", " or ".join(known), kind)
+    for name in ("do_resize", "do_rescale", "do_normalize"):
+        if not shown.boolean(name, True):
+            raise shown.fault(name, "true", False)
+
+
+def _is_tanh(vision: JsonFields, channels: str) -> bool:
+    activation = vision.text("hidden_act", "gelu_pytorch_tanh")
+    if activation not in _ACTIVATIONS:
+        raise vision.fault("hidden_act", " or ".join(_ACTIVATIONS), activation)
+    if vision.integer(channels, 3) != 3:
+        raise vision.fault(channels, "3", vision.values[channels])
+    return activation == "gelu_pytorch_tanh"
+
+
+def _three(fields: JsonFields, name: str, default: tuple[float, float, float]) -> tuple[float, ...]:
+    return fields.numbers(name, 3) if fields.has(name) else default

@@ -13,8 +13,9 @@ import pytest
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.request.core_messages import AddRequest, RequestExtras, share_prompt
 
-from ..picture_model import Part, PictureModel, draw_picture, make_picture_model
-from .conftest import config_of, finish, request, run
+from ..picture_model import FAMILIES, Part, PictureModel, draw_picture, make_picture_model
+from .conftest import config_of, finish, run
+from .conftest import request as asked_of
 
 BLOCK = 8
 NUM_TOKENS = 6
@@ -24,9 +25,9 @@ CHAT: list[Part] = ["look: ", WIDE, " and ", TALL, " differ"]
 Make = Callable[..., EngineCore]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> PictureModel:
-    return PictureModel(make_picture_model(tmp_path_factory.mktemp("pictures")))
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PictureModel:
+    return PictureModel(make_picture_model(tmp_path_factory.mktemp("pictures"), request.param))
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def answers(model: PictureModel) -> Callable[[Sequence[Part]], list[int]]:
 
 def asked(model: PictureModel, parts: Sequence[Part], name: str = "a", **fields: Any) -> AddRequest:
     tokens, pictures = model.prompt_of(parts)
-    return request(name, tokens, extras=RequestExtras(pictures=pictures), **fields)
+    return asked_of(name, tokens, extras=RequestExtras(pictures=pictures), **fields)
 
 
 def stats(core: EngineCore) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def test_prompts_that_do_not_fit_their_pictures_are_refused(
         pictures = [first, *pictures]
     core = make(num_blocks=200)
     extras = RequestExtras(pictures=pictures)
-    [output] = core.add(request("bad", tokens, extras=extras))
+    [output] = core.add(asked_of("bad", tokens, extras=extras))
     assert output.error is not None and "picture" in output.error
     good = run(core, asked(model, ["go on"], "good"))["good"]
     assert good.error is None and len(good.new_token_ids) == NUM_TOKENS

@@ -9,19 +9,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from stratakv.engine.models.spec.spec_parser import load_model_spec
 from stratakv.engine.models.vision.encoder import Pixels, VisionEncoder
 from stratakv.engine.models.vision.vision_loading import load_vision_encoder
 from stratakv.tiers.settings.values import ConfigError
 
-from ..picture_model import PROCESSOR, TILE, TOKENS_OF_TILE, PictureModel, make_picture_model
+from ..picture_model import PictureModel, make_picture_model
+from ..qwen_pictures import PROCESSOR as QWEN
+from ..smolvlm_pictures import PROCESSOR, TILE, TOKENS_OF_TILE
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_picture_model(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="module")
+def grid_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_picture_model(tmp_path_factory.mktemp("pictures"), "qwen3_vl")
 
 
 def load(path: Path, dtype: torch.dtype = torch.float64) -> VisionEncoder:
@@ -54,6 +63,25 @@ def test_embeddings_are_those_of_transformers(path: Path) -> None:
         assert (found - theirs(path, one)).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("size", [(32, 32), (16, 64), (64, 16), (48, 80), (16, 16), (96, 96)])
+def test_embeddings_of_whole_pictures_are_those_of_transformers(
+    grid_path: Path, size: tuple[int, int]
+) -> None:
+    """Rotary positions are turned in float32 on both sides, so the sums agree to about 1e-6."""
+    pixels = picture(7, *size)
+    [found] = load(grid_path).encode_pictures([pixels])
+    made = Qwen2VLImageProcessorPil(**(QWEN | {"do_resize": False}))(
+        [Image.fromarray(pixels)], return_tensors="pt"
+    )
+    model = PictureModel(grid_path).reference.model
+    with torch.inference_mode():
+        wanted = model.get_image_features(made["pixel_values"].double(), made["image_grid_thw"])
+    columns = [wanted.pooler_output, *wanted.deepstack_features]
+    whole = torch.cat([torch.cat(list(each)) for each in columns], dim=1)
+    assert found.shape == (size[0] * size[1] // 256, 3 * load_model_spec(grid_path).hidden_size)
+    assert (found - whole).abs().max() < 1e-5
+
+
 def test_pictures_do_not_depend_on_those_beside_them(path: Path) -> None:
     encoder = load(path)
     some = [picture(1), picture(2, 16, 32), picture(3), picture(4, 64, 32)]
@@ -79,6 +107,6 @@ def test_files_that_do_not_fit_are_refused(path: Path, tmp_path: Path, fault: st
         config["vision_config"]["hidden_act"] = "tanhshrink"
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(weights, tmp_path / "model.safetensors")
-    words = {"heads": "num_attention_heads", "unknown activation": "hidden_act"}
+    words = {"heads": "number of heads", "unknown activation": "hidden_act"}
     with pytest.raises(ConfigError, match=words.get(fault, "fc1")):
         load(tmp_path)

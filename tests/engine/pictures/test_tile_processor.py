@@ -24,7 +24,8 @@ from stratakv.engine.pictures.picture_processor import (
 from stratakv.engine.pictures.tile_processor import TileProcessor, load_tile_processor
 from stratakv.tiers.settings.values import ConfigError
 
-from ..picture_model import PROCESSOR, draw_picture, make_picture_model
+from ..picture_model import draw_picture, make_picture_model
+from ..smolvlm_pictures import PROCESSOR
 
 SIZES = [(1, 1), (1, 300), (300, 1), (90, 140), (64, 64), (65, 33), (33, 65), (500, 100), (31, 32),
          (1456, 364)]  # fmt: skip

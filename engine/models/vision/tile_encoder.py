@@ -16,23 +16,8 @@ from torch import Tensor
 
 from ..layers import Linear
 from .encoder import Pixels
+from .encoder_layer import EncoderLayer, EncoderLayerWeights
 from .vision_spec import VisionSpec
-
-
-@dataclass(slots=True)
-class EncoderLayerWeights:
-    """The weights of a layer. Matrices are `[out, in]`; norms have a weight and a bias."""
-
-    first_norm: tuple[Tensor, Tensor]
-    qkv: Tensor  # [3 * hidden, hidden]
-    qkv_bias: Tensor
-    out: Tensor
-    out_bias: Tensor
-    second_norm: tuple[Tensor, Tensor]
-    up: Tensor
-    up_bias: Tensor
-    down: Tensor
-    down_bias: Tensor
 
 
 @dataclass(slots=True)
@@ -55,7 +40,7 @@ class TileEncoder:
         hidden = spec.hidden_size
         self._patches = Linear(weights.patches.view(hidden, -1), weights.patches_bias)
         self._positions = weights.positions
-        self._layers = [_Layer(spec, layer) for layer in weights.layers]
+        self._layers = [EncoderLayer(spec, layer) for layer in weights.layers]
         self._last_norm = weights.last_norm
         self._projection = Linear(weights.projection)
         wide = torch.promote_types(weights.positions.dtype, torch.float32)
@@ -106,25 +91,3 @@ class TileEncoder:
         by = self._spec.shuffle
         squares = x.view(rows // by, by, columns // by, by, -1).transpose(1, 2)
         return squares.reshape(rows * columns // by**2, -1)
-
-
-class _Layer:
-    """A layer: attention over all patches of the tile, and an MLP."""
-
-    def __init__(self, spec: VisionSpec, weights: EncoderLayerWeights) -> None:
-        self._spec, self._weights = spec, weights
-        self._qkv = Linear(weights.qkv, weights.qkv_bias)
-        self._out = Linear(weights.out, weights.out_bias)
-        self._up = Linear(weights.up, weights.up_bias)
-        self._down = Linear(weights.down, weights.down_bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        spec, size = self._spec, (self._spec.hidden_size,)
-        normed = F.layer_norm(x, size, *self._weights.first_norm, spec.eps)
-        heads = self._qkv(normed).view(len(x), 3, spec.num_heads, -1).permute(1, 2, 0, 3)
-        q, k, v = heads.unbind()
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(0, 1)
-        x = x + self._out(mixed.reshape(len(x), -1))
-        normed = F.layer_norm(x, size, *self._weights.second_norm, spec.eps)
-        approximate = "tanh" if spec.is_tanh else "none"
-        return x + self._down(F.gelu(self._up(normed), approximate=approximate))

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GridProcessor: the pictures of Qwen-VL, resized so that whole tokens cover them.
+
+A picture keeps its ratio, about, and its pixels stay within two limits. It is one item, which the
+encoder cuts into patches. Sizes and filters are those of transformers' processor on Pillow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import cbor2
+import numpy as np
+from PIL import Image
+
+from ..models.checkpoint.json_fields import JsonFields
+from ..models.vision.vision_spec import VisionSpec, read_image_processor
+from .picture_processor import PictureItem, ProcessedPicture, digest_of
+
+PLACEHOLDER = "<|image_pad|>"
+MOST_RATIO = 200  # of the longer edge to the shorter one
+_BICUBIC = 3
+# What transformers takes if the file names none.
+_LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280
+_MOST_OF_ALL = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class GridProcessor:
+    """The processor of one model."""
+
+    side: int  # pixels of a token
+    least_pixels: int
+    most_pixels: int
+    resample: Image.Resampling
+    settings: bytes  # for digests
+    placeholder: str = PLACEHOLDER
+
+    def process(self, image: Image.Image, /) -> ProcessedPicture:
+        sized = image.resize(self._size_of(*image.size), self.resample)
+        pixels = np.asarray(sized, np.uint8)
+        num_tokens = (sized.width // self.side) * (sized.height // self.side)
+        item = PictureItem(pixels, digest_of(pixels, self.settings), num_tokens)
+        return ProcessedPicture([item], PLACEHOLDER * num_tokens)
+
+    def _size_of(self, width: int, height: int) -> tuple[int, int]:
+        """Return a size in whole tokens, within the limits. Raises ValueError for a picture that is
+        far longer than wide, or the reverse."""
+        if max(width, height) > MOST_RATIO * min(width, height):
+            raise ValueError(
+                f"its longer edge must be at most {MOST_RATIO} times the shorter one, and it has "
+                f"{width} x {height} pixels; crop it"
+            )
+        side, area = self.side, width * height
+        rounded = round(width / side) * side, round(height / side) * side
+        if rounded[0] * rounded[1] > self.most_pixels:
+            shrink = math.sqrt(area / self.most_pixels)
+            return (
+                max(math.floor(width / shrink / side), 1) * side,
+                max(math.floor(height / shrink / side), 1) * side,
+            )
+        if rounded[0] * rounded[1] < self.least_pixels:
+            growth = math.sqrt(self.least_pixels / area)
+            return (
+                math.ceil(width * growth / side) * side,
+                math.ceil(height * growth / side) * side,
+            )
+        return rounded
+
+
+def load_grid_processor(path: Path, spec: VisionSpec) -> GridProcessor:
+    """Read the processor of the model under `path`. Raises ConfigError with file and key for
+    settings that are not supported."""
+    shown = read_image_processor(path)
+    assert shown is not None  # the spec was read from it
+    least = _pixels(shown, "min_pixels", "shortest_edge", _LEAST_PIXELS)
+    most = _pixels(shown, "max_pixels", "longest_edge", _MOST_PIXELS)
+    if least > most:
+        name = "max_pixels" if shown.has("max_pixels") else "size"
+        raise shown.fault(name, f"at least {least} pixels, the smaller limit", most)
+    settings = [spec.kind, spec.patch_size, spec.shuffle, spec.rescale, *spec.mean, *spec.std]
+    return GridProcessor(
+        spec.pixels_of_token,
+        least,
+        most,
+        Image.Resampling(shown.integer("resample", _BICUBIC, minimum=0, maximum=5)),
+        cbor2.dumps(settings, canonical=True),
+    )
+
+
+def _pixels(shown: JsonFields, name: str, edge: str, default: int) -> int:
+    """Read a limit from its older key, or from `size`."""
+    if shown.has(name):
+        return shown.integer(name, maximum=_MOST_OF_ALL)
+    if shown.has("size"):
+        return shown.inner("size").integer(edge, maximum=_MOST_OF_ALL)
+    return default
