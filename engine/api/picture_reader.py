@@ -66,7 +66,9 @@ class PictureReader:
             data = await self.sources.read_picture(url)
             # One task: a decoded picture takes much memory, and only running tasks have one.
             return await self.pool.run_task(
-                lambda deadline: self.processor.process(decode_picture(data, deadline=deadline))
+                lambda deadline: self.processor.process_picture(
+                    decode_picture(data, deadline=deadline)
+                )
             )
         except PicturePoolFull as error:
             message = f"`{place}` cannot be read now: {error}"

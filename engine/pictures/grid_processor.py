@@ -37,7 +37,7 @@ class GridProcessor:
     settings: bytes  # for digests
     placeholder: str = PLACEHOLDER
 
-    def process(self, image: Image.Image, /) -> ProcessedPicture:
+    def process_picture(self, image: Image.Image, /) -> ProcessedPicture:
         sized = image.resize(self._size_of(*image.size), self.resample)
         pixels = np.asarray(sized, np.uint8)
         num_tokens = (sized.width // self.side) * (sized.height // self.side)

@@ -45,7 +45,7 @@ class PictureProcessor(Protocol):
         """The text that the chat template writes for each picture. Its token fills the runs of a
         picture's tokens."""
 
-    def process(self, image: Image.Image, /) -> ProcessedPicture:
+    def process_picture(self, image: Image.Image, /) -> ProcessedPicture:
         """Process an RGB picture. Raises ValueError for one of impossible proportions."""
 
 

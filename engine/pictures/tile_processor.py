@@ -40,7 +40,7 @@ class TileProcessor:
     settings: bytes  # for digests
     placeholder: str = PLACEHOLDER
 
-    def process(self, image: Image.Image, /) -> ProcessedPicture:
+    def process_picture(self, image: Image.Image, /) -> ProcessedPicture:
         sized = image.resize(_longest(image.size, self.longest_edge), self.resample)
         if not self.splits:
             return ProcessedPicture([self._item(self._as_tile(sized))], self._one_text())

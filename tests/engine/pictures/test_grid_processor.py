@@ -51,7 +51,7 @@ def test_pixels_are_those_of_transformers(
     for width, height in SIZES:
         image = draw_picture(height, width, height * width)
         wanted = theirs([image], return_tensors="np")
-        [item], text = ours.process(image)
+        [item], text = ours.process_picture(image)
         rows, columns = (side // PATCH for side in item.pixels.shape[:2])
         assert [1, rows, columns] == wanted["image_grid_thw"][0].tolist(), (width, height)
         assert item.num_tokens == rows * columns // MERGE**2
@@ -71,20 +71,20 @@ def test_older_keys_are_read(path: Path) -> None:
 
 def test_digests_cover_pixels_sizes_and_settings(path: Path) -> None:
     image = draw_picture(64, 64)
-    [item], _ = load(path).process(image)
-    [again], _ = load(path).process(image.copy())
+    [item], _ = load(path).process_picture(image)
+    [again], _ = load(path).process_picture(image.copy())
     assert again.digest == item.digest
-    [scaled], _ = load(path, image_std=[0.5, 0.5, 0.5]).process(image)
+    [scaled], _ = load(path, image_std=[0.5, 0.5, 0.5]).process_picture(image)
     assert scaled.digest != item.digest
     wide, tall = Image.new("RGB", (128, 32)), Image.new("RGB", (32, 128))
-    digests = {load(path).process(each).items[0].digest for each in (wide, tall)}
+    digests = {load(path).process_picture(each).items[0].digest for each in (wide, tall)}
     assert len(digests) == 2, "equal bytes in another shape"
 
 
 @pytest.mark.parametrize("size", [(1, 201), (201, 1), (5, 4000)])
 def test_slivers_are_refused(path: Path, size: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="at most 200 times the shorter one"):
-        load(path).process(Image.new("RGB", size))
+        load(path).process_picture(Image.new("RGB", size))
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_pixels_and_texts_are_those_of_transformers(
     for width, height in SIZES:
         image = draw_picture(height, width, height * width)
         wanted = theirs([[image]], return_tensors="np", return_row_col_info=True)
-        made = ours.process(image)
+        made = ours.process_picture(image)
         pixels = np.stack([item.pixels for item in made.items]).astype(np.float32)
         scaled = ((pixels * np.float32(1 / 255) - mean) / std).transpose(0, 3, 1, 2)
         assert scaled.shape == wanted["pixel_values"][0].shape, (width, height)
@@ -83,13 +83,13 @@ def test_pixels_and_texts_are_those_of_transformers(
 
 def test_digests_cover_pixels_and_settings(path: Path) -> None:
     image = draw_picture(40, 40)
-    digests = [item.digest for item in load(path).process(image).items]
-    assert [item.digest for item in load(path).process(image.copy()).items] == digests
+    digests = [item.digest for item in load(path).process_picture(image).items]
+    assert [item.digest for item in load(path).process_picture(image.copy()).items] == digests
     changed = image.copy()
     changed.putpixel((0, 0), (1, 2, 3))
-    others = [item.digest for item in load(path).process(changed).items]
+    others = [item.digest for item in load(path).process_picture(changed).items]
     assert others[0] != digests[0] and others[-1] != digests[-1]
-    scaled = load(path, image_mean=[0.5, 0.5, 0.25]).process(image)
+    scaled = load(path, image_mean=[0.5, 0.5, 0.25]).process_picture(image)
     assert not {item.digest for item in scaled.items} & set(digests)
 
 
@@ -119,7 +119,7 @@ def test_settings_in_the_processors_file_come_first(path: Path) -> None:
     image = {"image_processor_type": "SmolVLMImageProcessorPil", **PROCESSOR}
     try:
         file.write_text(json.dumps({"image_processor": image | {"do_image_splitting": False}}))
-        assert len(load(path).process(draw_picture(40, 90)).items) == 1
+        assert len(load(path).process_picture(draw_picture(40, 90)).items) == 1
         file.write_text(json.dumps({"image_processor": image | {"size": {}}}))
         with pytest.raises(ConfigError, match=r"image_processor: size: .*longest_edge"):
             load(path)
@@ -166,5 +166,5 @@ def test_items_have_the_places_of_their_tokens() -> None:
 def test_any_proportions_are_processed(path: Path) -> None:
     processor = load(path, size={"longest_edge": 4096})
     for size in ((1, 4000), (4000, 1)):
-        made = processor.process(Image.new("RGB", size))
+        made = processor.process_picture(Image.new("RGB", size))
         assert all(item.pixels.shape == (32, 32, 3) for item in made.items)
