@@ -21,30 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.cpu.matrix import PackedMatrix
-from ...kernels.cpu.network import CpuNetwork, NetworkExperts, NetworkLayer
+from ...kernels.cpu.network import CpuNetwork, NetworkLayer
 from ...kernels.layer.rotate_write import Rotary
 from .checkpoint.checkpoint import CPU
-from .checkpoint.state_weights import StateWeights
-from .checkpoint.weights import (
-    DecoderWeights,
-    DenseWeights,
-    LayerWeights,
-    ParallelWeights,
-    load_weights,
-    random_weights,
-)
-from .experts import ExpertMlp
+from .checkpoint.weights import DecoderWeights, load_weights, random_weights
 from .families import HeadNorms
-from .layers import LIBRARY_ACTIVATIONS, DenseMlp, Elementwise, Linear, Mlp, SquaredMlp
-from .lora.low_rank import Adaptable, Target
+from .layer import take_layers
+from .layers import LIBRARY_ACTIVATIONS, Elementwise, Linear
 from .lora.model_slots import ModelSlots
 from .mixers import Attention as Attention
-from .mixers import AttentionMixer, Mixer, MixerStep, ParallelMixer
+from .mixers import MixerStep
 from .mixers import Plan as Plan
 from .mixers import QkvAttention as QkvAttention
 from .model_spec import ModelSpec
-from .rope import rope_tables
-from .states.state_mixer import make_state_mixer
+from .rope import growth_of, turns_of
 from .states.state_plan import StateStep
 
 PLAIN = Elementwise()
@@ -96,161 +86,6 @@ class PictureRows(NamedTuple):
     # int64 [3, tokens]: time, height and width of each row, for rotary positions by axis; None: all
     # three are its position.
     grid: Tensor | None
-
-
-class Layer:
-    """The weights of one layer, its mixer and its MLP; the mixer or the MLP may be missing."""
-
-    __slots__ = (
-        "_after_attention_norm", "_after_mlp_norm", "_attention_norm", "_mixer", "_mlp",
-        "_mlp_norm", "_ops", "_out", "_spec",
-    )  # fmt: skip
-
-    def __init__(
-        self, spec: ModelSpec, number: int, weights: LayerWeights, elementwise: Elementwise
-    ) -> None:
-        self._spec, self._ops = spec, elementwise
-        self._attention_norm = weights.attention_norm
-        self._mixer = _make_mixer(spec, number, weights, elementwise)
-        out = weights.out
-        self._out = None if out is None else Linear(out, weights.out_bias)
-        self._after_attention_norm = weights.after_attention_norm
-        self._mlp_norm = weights.mlp_norm
-        self._mlp = _make_mlp(spec, weights, elementwise)
-        self._after_mlp_norm = weights.after_mlp_norm
-
-    @property
-    def has_mixer(self) -> bool:
-        return self._mixer is not None
-
-    def mix(self, x: Tensor, step: MixerStep[Plan]) -> Tensor | None:
-        """Run the mixer over `x` `[tokens, hidden]`. Return `[tokens, inner]`, the input of the
-        output matrix; return None if the layer has no mixer."""
-        if self._mixer is None:
-            return None
-        return self._mixer(self._norm(x, self._attention_norm), step)
-
-    def adapted_products(self) -> dict[Target, Adaptable]:
-        """Return the products that adapters can change."""
-        found: dict[Target, Adaptable] = {}
-        if self._mixer is not None:
-            found |= self._mixer.adapted_products()
-        if self._out is not None:
-            found[Target.OUT] = self._out
-        return found if self._mlp is None else found | self._mlp.adapted_products()
-
-    @property
-    def can_record(self) -> bool:
-        if self._mixer is not None and not isinstance(self._mixer, AttentionMixer):
-            return False
-        return not isinstance(self._mlp, ExpertMlp) or self._mlp.can_record
-
-    def record_experts(self, record: Tensor) -> None:
-        assert isinstance(self._mlp, ExpertMlp)
-        self._mlp.record = record
-
-    def in_library(self, cos: Tensor, sin: Tensor, pool: Tensor, view: int) -> NetworkLayer | None:
-        """Return the layer as the library of `kernels/cpu/` takes it; None if the library cannot
-        compute it. `cos` and `sin` are `[positions, head_dim // 2]`, `pool` is the layer's part of
-        the KV pool, and `view` is the index of its attention plan in a step."""
-        spec, mixer = self._spec, self._mixer
-        if not isinstance(mixer, AttentionMixer) or mixer.is_gated:
-            return None
-        qkv = mixer.qkv.packed
-        out = None if self._out is None else self._out.packed
-        if qkv is None or out is None or not self._ops.is_plain:
-            return None
-        if self._attention_norm is None or self._mlp_norm is None:
-            return None
-        if spec.family.head_norms is HeadNorms.ALL or spec.query_growth is not None:
-            return None
-        dense = self._mlp
-        experts: NetworkExperts | None = None
-        if isinstance(dense, ExpertMlp):
-            experts, dense = dense.in_library(), dense.shared
-            if experts is None:
-                return None
-        gate_up = down = None
-        if isinstance(dense, DenseMlp):
-            gate_up, down = dense.gate_up, dense.down.packed
-            if gate_up is None or down is None:
-                return None
-        elif dense is not None:
-            return None
-        return NetworkLayer(
-            qkv=qkv,
-            out=out,
-            gate_up=gate_up,
-            down=down,
-            attention_norm=self._attention_norm,
-            head_norms=mixer.head_norms,
-            after_attention_norm=self._after_attention_norm,
-            mlp_norm=self._mlp_norm,
-            after_mlp_norm=self._after_mlp_norm,
-            cos=cos,
-            sin=sin,
-            keys_and_values=pool,
-            view=view,
-            experts=experts,
-        )
-
-    def rest(self, x: Tensor, mixed: Tensor | None) -> Tensor:
-        """Compute the layer's output `[rows, hidden]` from rows of its input and of the result of
-        `mix`. If the elementwise functions are kernels (`is_kernels`), `x` is overwritten."""
-        if self._ops.is_kernels:
-            self._add_rest(x, mixed)
-            return x
-        if self._out is not None and mixed is not None:
-            x = x + self._norm(self._out(mixed), self._after_attention_norm)
-        if self._mlp is None:
-            return x
-        added = self._mlp(self._norm(x, self._mlp_norm))
-        return x + self._norm(added, self._after_mlp_norm)
-
-    def _add_rest(self, x: Tensor, mixed: Tensor | None) -> None:
-        """Add the results of the mixer and the MLP to `x` in place. The matrix product adds to `x`
-        directly, unless a norm comes between."""
-        if self._out is not None and mixed is not None:
-            if self._after_attention_norm is None:
-                self._out.add_to(x, mixed)
-            else:
-                x += self._norm(self._out(mixed), self._after_attention_norm)
-        if self._mlp is None:
-            return
-        normed = self._norm(x, self._mlp_norm)
-        if self._after_mlp_norm is None:
-            self._mlp.add_to(x, normed)
-        else:
-            x += self._norm(self._mlp(normed), self._after_mlp_norm)
-
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else self._ops.norm(x, weight, self._spec.stream_eps)
-
-
-def _make_mixer(
-    spec: ModelSpec, number: int, weights: LayerWeights, elementwise: Elementwise
-) -> Mixer | None:
-    if weights.mixer is None:
-        return None
-    if isinstance(weights.mixer, ParallelWeights):
-        attention = AttentionMixer(spec, number, weights.mixer.attention, elementwise)
-        state = make_state_mixer(spec, number, weights.mixer.state)
-        return ParallelMixer(attention, state, weights.mixer.attention_factor)
-    if isinstance(weights.mixer, StateWeights):
-        return make_state_mixer(spec, number, weights.mixer)
-    return AttentionMixer(spec, number, weights.mixer, elementwise)
-
-
-def _make_mlp(spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) -> Mlp | None:
-    activation, mlp = spec.family.activation, weights.mlp
-    if mlp is None:
-        return None
-    if isinstance(mlp, DenseWeights):
-        if not activation.has_gate:
-            return SquaredMlp(mlp)
-        return DenseMlp(mlp, activation, elementwise)
-    assert spec.experts is not None
-    return ExpertMlp(spec.experts, mlp, activation, elementwise)
 
 
 class Decoder:
@@ -388,28 +223,13 @@ class Decoder:
         computes all layers; its `plan` has one plan per view. With kernels, `x` is overwritten.
         `slots`, int32 `[tokens]`, has the adapter slot of each row, -1 for none; None: no row has
         an adapter. An attention from `in_library` takes no `pictures`."""
-        if slots is not None:
-            if self.slots is None:
-                raise ValueError("a step has adapters, but the model was loaded without slots")
-            with self.slots.rows.replaced(slots):
-                return self._run(x, positions, attention, plan, wanted, aux, states, pictures)
-        return self._run(x, positions, attention, plan, wanted, aux, states, pictures)
-
-    def _run(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        attention: Attention[Plan] | CpuNetwork,
-        plan: Plan,
-        wanted: Tensor | None,
-        aux: AuxStates | None,
-        states: StateStep | None,
-        pictures: PictureRows | None,
-    ) -> Tensor:
+        if self.slots is not None:
+            self.slots.rows.slots = slots
+        elif slots is not None:
+            raise ValueError("a step has adapters, but the model was loaded without slots")
         if self.spec.state is not None and states is None:
             raise ValueError("a model with layers that carry a state takes a step's states")
         if isinstance(attention, CpuNetwork):
-            slots = None if self.slots is None else self.slots.rows.slots
             chosen = self.chosen_experts
             return _run_in_library(attention, x, positions, plan, wanted, aux, chosen, slots)
         has_kernels = self._ops.is_kernels
@@ -521,43 +341,6 @@ class Decoder:
         if self._logits_softcap is not None:
             logits = (logits / self._logits_softcap).tanh_() * self._logits_softcap
         return logits
-
-
-def take_layers(
-    spec: ModelSpec, weights: list[LayerWeights], elementwise: Elementwise
-) -> list[Layer]:
-    """Make the layers from these weights. Each layer's weights are removed from the list first, so
-    that the matrices of only one layer at a time are in memory twice."""
-    layers: list[Layer] = []
-    while weights:
-        layers.append(Layer(spec, len(layers), weights.pop(0), elementwise))
-    return layers
-
-
-def turns_of(
-    spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
-    """Return the tables of cosines and sines `[positions, 1, head_dim // 2]`, for each kind of
-    rotary positions."""
-    tables = []
-    for rope in spec.ropes:
-        # Computed on the host, so that every device has the same numbers.
-        cos, sin = rope_tables(
-            rope, spec.head_dim, max_model_len, spec.max_positions, dtype, spec.turning_dim
-        )
-        tables.append((cos[:, None].to(device), sin[:, None].to(device)))
-    return tables
-
-
-def growth_of(
-    spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
-    """Return the factor `[positions, 1, 1]` of queries at each position; None if there is none."""
-    if spec.query_growth is None:
-        return None
-    steps = torch.arange(max_model_len) // spec.rope.original_max_positions
-    growth = 1 + spec.query_growth * torch.log(1 + steps)
-    return growth.to(dtype)[:, None, None].to(device)
 
 
 def _run_in_library(

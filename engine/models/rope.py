@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...tiers.settings.values import ConfigError
+from .model_spec import ModelSpec
 from .spec.rope_spec import RopeSpec
 
 
@@ -45,6 +46,32 @@ def rope_tables(
         torch.cat((cos, torch.ones(still, dtype=dtype)), 1),
         torch.cat((sin, torch.zeros(still, dtype=dtype)), 1),
     )
+
+
+def turns_of(
+    spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the tables of cosines and sines `[positions, 1, head_dim // 2]`, for each kind of
+    rotary positions."""
+    tables = []
+    for rope in spec.ropes:
+        # Computed on the host, so that every device has the same numbers.
+        cos, sin = rope_tables(
+            rope, spec.head_dim, max_model_len, spec.max_positions, dtype, spec.turning_dim
+        )
+        tables.append((cos[:, None].to(device), sin[:, None].to(device)))
+    return tables
+
+
+def growth_of(
+    spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """Return the factor `[positions, 1, 1]` of queries at each position; None if there is none."""
+    if spec.query_growth is None:
+        return None
+    steps = torch.arange(max_model_len) // spec.rope.original_max_positions
+    growth = 1 + spec.query_growth * torch.log(1 + steps)
+    return growth.to(dtype)[:, None, None].to(device)
 
 
 def turning_order(head_dim: int, turning_dim: int) -> Tensor:

@@ -32,7 +32,7 @@ from ..models.model_source import ModelSource
 from ..models.model_spec import ModelSpec
 from ..sampling.copies import to_device
 from ..sampling.processor_loading import LoadedProcessor
-from ..sampling.sampler import Sampled, Sampler
+from ..sampling.sampler import Sampler
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
 from .adapter_slots import AdapterSlots
@@ -53,6 +53,7 @@ from .runtime.model_loading import ModelLoader
 from .runtime.placement import Placement
 from .runtime.pool_sizing import MIN_CONTEXT, context_that_fits
 from .runtime.runtimes import make_forward, open_runtime, open_sizer
+from .sampled_tokens import SampledTokens
 from .speculation.drafted_rows import DraftedRows
 from .speculation.proposer import ComputedStep, Proposer
 from .speculation.proposers import make_drafter
@@ -200,6 +201,7 @@ class ModelRunner:
                 )
             self._states = self._make_states(compute, max_num_seqs, most_drafts)
             self._drafts = StepDrafts(self.batch, self._sampler, proposer)
+            self._tokens = SampledTokens(self.batch, self._drafts)
             self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
             self._experts: RoutedExpertsCollector | None = None
             if (chosen := self.model.chosen_experts) is not None and spec.experts is not None:
@@ -438,7 +440,7 @@ class ModelRunner:
         if not ready.all():
             step.result.sampled_token_ids = {request_id: [] for request_id in scheduled}
             # Reported early, so that the rest of the prompt is not computed.
-            self._note_failures(self._sampler.failures(rows), rows, step.result)
+            self._tokens.write_failures(self._sampler.failures(rows), rows, step.result)
         if len(last):
             step.hidden = hidden[: len(last)]
         behind = hidden[len(last) :]
@@ -495,7 +497,7 @@ class ModelRunner:
             return
         try:
             if due.sampled is not None:
-                self._take_sampled(due.sampled, due.result)
+                self._tokens.write_step(due.sampled, due.result)
                 requests = due.sampled.expected.requests
                 if self._prompt_logprobs.is_active:
                     self._prompt_logprobs.deliver(requests, due.result)
@@ -508,61 +510,9 @@ class ModelRunner:
             self.batch.forget_expected()
             self._last_failed_id = due.output.step_id
 
-    def _take_sampled(self, step: SampledStep, result: ModelRunnerOutput) -> None:
-        if step.drafted is not None:
-            self._take_checked(step, step.drafted, result)
-            return
-        sampled = step.choice.wait()
-        requests, lost = step.expected.requests, []
-        if sampled.failures or not (all(sampled.is_finite) and all(sampled.has_choice)):
-            for index, request in enumerate(requests):
-                if _note_lost(request.request_id, index, sampled, result):
-                    lost.append(index)
-        self.batch.take_tokens(step.expected, sampled.token_ids, lost)
-        ids = [request.request_id for request in requests]
-        result.sampled_token_ids.update(
-            zip(ids, [[token_id] for token_id in sampled.token_ids], strict=True)
-        )
-        if sampled.logprobs is not None:
-            entries = zip(ids, sampled.logprobs, strict=True)
-            result.logprobs = {i: [entry] for i, entry in entries if entry is not None}
-        for index in lost:
-            result.sampled_token_ids[ids[index]] = []
-            result.logprobs.pop(ids[index], None)
-
-    def _take_checked(
-        self, step: SampledStep, drafted: DraftedRows, result: ModelRunnerOutput
-    ) -> None:
-        """Write the accepted tokens of a step with drafts to the batch and to the result."""
-        sampled = step.choice.wait()
-        for request, place in self._drafts.take_checked(step.expected, drafted, sampled, result):
-            _note_lost(request.request_id, place, sampled, result)
-
-    def _note_failures(
-        self, failures: dict[int, str], rows: IntArray, result: ModelRunnerOutput
-    ) -> None:
-        for index, error in failures.items():
-            request = self.batch.requests[rows[index]]
-            if request is not None:
-                result.processor_errors[request.request_id] = error
-
     def _check_follows(self, output: SchedulerOutput) -> None:
         if output.last_failed_id < self._last_failed_id:
             raise StepRefused(
                 f"step {output.step_id} was made before it was known that step "
                 f"{self._last_failed_id} had failed"
             )
-
-
-def _note_lost(request_id: str, place: int, sampled: Sampled, result: ModelRunnerOutput) -> bool:
-    """Write to the result the reason why a request gets no token from row `place` of the logits.
-    Return False if it gets a token."""
-    if not sampled.is_finite[place]:
-        result.nan_request_ids.add(request_id)
-    elif place in sampled.failures:
-        result.processor_errors[request_id] = sampled.failures[place]
-    elif not sampled.has_choice[place]:
-        result.banned_request_ids.add(request_id)
-    else:
-        return False
-    return True

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from ..checkpoint.checkpoint import CPU
 from ..checkpoint.weights import EagleWeights, load_eagle_weights
-from ..decoder import PLAIN, Decoder, take_layers, turns_of
+from ..decoder import PLAIN, Decoder
+from ..layer import take_layers
 from ..layers import Elementwise, Linear
 from ..model_source import ModelSource
 from ..model_spec import ModelSpec
+from ..rope import turns_of
 from .eagle_spec import check_fusion
 
 

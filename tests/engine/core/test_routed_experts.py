@@ -125,7 +125,7 @@ def test_each_of_several_answers_has_its_own(llm, model):
 
 
 def test_layer_by_layer_and_in_two_steps_in_flight(model, monkeypatch):
-    from stratakv.engine.models.decoder import Layer
+    from stratakv.engine.models.layer import Layer
 
     monkeypatch.setattr(Layer, "in_library", lambda *_: None)
     tokens = prompt(8, 30)

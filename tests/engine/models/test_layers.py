@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from stratakv.engine.models.checkpoint.weights import random_weights
-from stratakv.engine.models.decoder import Layer
 from stratakv.engine.models.families import FAMILIES, Activation
+from stratakv.engine.models.layer import Layer
 from stratakv.engine.models.layers import LIBRARY_ACTIVATIONS, Elementwise
 
 # bfloat16 is rounded in other places.

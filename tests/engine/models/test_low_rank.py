@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stratakv.engine.models.checkpoint.weights import DenseWeights, ExpertWeights
-from stratakv.engine.models.decoder import Layer
 from stratakv.engine.models.dtypes import dtype_name
 from stratakv.engine.models.experts import ExpertMlp
 from stratakv.engine.models.families import Activation
+from stratakv.engine.models.layer import Layer
 from stratakv.engine.models.layers import DenseMlp, Elementwise, Linear
 from stratakv.engine.models.lora.adapter_file import AdapterFile
 from stratakv.engine.models.lora.layer_adapters import layer_adapters

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratakv.engine.models.decoder import Layer
+from stratakv.engine.models.layer import Layer
 from stratakv.engine.worker.forward.forward import GatherForward
 from stratakv.engine.worker.forward.in_place_forward import InPlaceForward, reason_against_in_place
 from stratakv.engine.worker.runtime.placement import AUTO, GATHER, Placement
