@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
 from stratakv.engine.cache.group_spec import plan_groups
-from stratakv.engine.models import decoder
+from stratakv.engine.models import rope
 from stratakv.engine.models.checkpoint import weights
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.dtypes import dtype_name
@@ -212,7 +212,7 @@ def fake_gpu() -> Iterator[None]:
         for name, stand_in in cuda.items():
             patch.setattr(torch.cuda, name, stand_in)
         patch.setattr(weights, "RandomTensors", FakeTensors)
-        patch.setattr(decoder, "rope_tables", fake_tables)
+        patch.setattr(rope, "rope_tables", fake_tables)
         patch.setattr(copies, "page_locked", as_fake)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with other_hardware(lambda: H100), torch.inference_mode(), fake, WithoutDevice():

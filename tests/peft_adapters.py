@@ -28,7 +28,7 @@ FILE = "adapter_model.safetensors"
 
 
 class Made(NamedTuple):
-    """How an adapter is made."""
+    """An adapter to make."""
 
     base: str
     options: dict[str, Any]

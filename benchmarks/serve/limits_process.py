@@ -29,9 +29,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -61,6 +61,16 @@ class Done:
     amount: float
     seconds: float
     processor_seconds: float
+
+
+class MeasuredWorks(Protocol):
+    """Kinds of work that a process does on request."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the figures that the parent reports."""
+
+    def do(self, name: str) -> Done:
+        """Do a kind of work once. Raises WrongWork."""
 
 
 def weight_bytes(spec: ModelSpec) -> int:
@@ -233,6 +243,13 @@ class Works:
         self._prompt_tokens, self._decode_tokens = prompt, tokens
         self._products = matrices.products
 
+    def describe(self) -> dict[str, Any]:
+        return {
+            "variant": self.variant,
+            "weight_bytes": self.weight_bytes,
+            "kv_bytes": self.kv_bytes,
+        }
+
     def do(self, name: str) -> Done:
         """Do a kind of work once. Raises WrongWork."""
         if name == "decode":
@@ -262,28 +279,16 @@ class Works:
         return Done(tokens * self.weight_bytes, found["decode_seconds"], used * share)
 
 
-def main() -> int:
-    """Answer line by line until the input ends."""
+def answer_works(make: Callable[[dict[str, Any]], MeasuredWorks]) -> int:
+    """Make the works from the first line of the input, report them, then answer line by line until
+    the input ends."""
     tell = answerer()
     try:
         with torch.inference_mode():
-            works = Works(json.loads(sys.stdin.readline()))
-            tell(
-                {
-                    "variant": works.variant,
-                    "weight_bytes": works.weight_bytes,
-                    "kv_bytes": works.kv_bytes,
-                }
-            )
+            works = make(json.loads(sys.stdin.readline()))
+            tell(works.describe())
             for line in sys.stdin:
-                done = works.do(json.loads(line)["work"])
-                tell(
-                    {
-                        "amount": done.amount,
-                        "seconds": done.seconds,
-                        "processor_seconds": done.processor_seconds,
-                    }
-                )
+                tell(asdict(works.do(json.loads(line)["work"])))
     except Exception as error:  # noqa: BLE001 - the parent is told, whatever it is
         tell({"error": f"{type(error).__name__}: {error}".partition("\n")[0]})
         return 1
@@ -291,4 +296,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer_works(Works))

@@ -33,8 +33,7 @@ from ...engine.models.checkpoint.tensor_shapes import expected_tensors
 from ...engine.models.spec.spec_parser import load_model_spec
 from ...engine.request.core_messages import AddRequest, RequestExtras
 from ...kernels.cpu.library import Missing, cpu_library
-from ..harness.peer import answerer
-from .limits_process import BLOCK_TOKENS, Done
+from .limits_process import BLOCK_TOKENS, Done, answer_works
 from .phases_process import StrataKvSide, WrongWork
 
 REQUESTS, ADAPTERS = 64, 4
@@ -151,6 +150,9 @@ class AdapterWorks:
         torch.set_num_threads(plan["threads"])
         self.do("adapter_rows")  # every slot has an adapter from here on
 
+    def describe(self) -> dict[str, Any]:
+        return {"variant": self.variant, "adapter_bytes": self.num_bytes}
+
     def do(self, name: str) -> Done:
         """Do a kind of work once. Raises WrongWork."""
         kind, _, what = name.partition("_")
@@ -171,27 +173,5 @@ class AdapterWorks:
         return time_phases(side, ids.tolist(), 1 + decode)
 
 
-def main() -> int:
-    """Answer line by line until the input ends."""
-    tell = answerer()
-    try:
-        with torch.inference_mode():
-            works = AdapterWorks(json.loads(sys.stdin.readline()))
-            tell({"variant": works.variant, "adapter_bytes": works.num_bytes})
-            for line in sys.stdin:
-                done = works.do(json.loads(line)["work"])
-                tell(
-                    {
-                        "amount": done.amount,
-                        "seconds": done.seconds,
-                        "processor_seconds": done.processor_seconds,
-                    }
-                )
-    except Exception as error:  # noqa: BLE001 - the parent is told, whatever it is
-        tell({"error": f"{type(error).__name__}: {error}".partition("\n")[0]})
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer_works(AdapterWorks))

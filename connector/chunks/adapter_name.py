@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import cbor2
 
 from ...tiers.identity.digest_cache import DigestCache
-from ...tiers.identity.file_digests import FileDigest, digest_files
+from ...tiers.identity.file_digests import FileDigest, are_unchanged, digest_files
 from ...tiers.settings.values import ConfigError
 from .model_name import WEIGHTS
 
@@ -42,12 +42,7 @@ class AdapterName(NamedTuple):
     @property
     def is_unchanged(self) -> bool:
         """Whether the files are unchanged since they were hashed."""
-        try:
-            for file in self.files:
-                file.check_unchanged()
-        except ConfigError:
-            return False
-        return True
+        return are_unchanged(self.files)
 
 
 def name_adapter(path: str, cache: DigestCache | None = None) -> AdapterName:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import cbor2
 
 from ...tiers.identity.digest_cache import DigestCache
-from ...tiers.identity.file_digests import FileDigest, Progress, digest_files
+from ...tiers.identity.file_digests import FileDigest, Progress, are_unchanged, digest_files
 from ...tiers.settings.format import format_value
 from ...tiers.settings.values import ConfigError
 
@@ -47,12 +47,7 @@ class ModelName(NamedTuple):
 
     @property
     def is_unchanged(self) -> bool:
-        try:
-            for file in self.files:
-                file.check_unchanged()
-        except ConfigError:
-            return False
-        return True
+        return are_unchanged(self.files)
 
 
 def name_model(

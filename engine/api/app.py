@@ -105,14 +105,15 @@ def create_app(
 ) -> FastAPI:
     """Return the application for one engine. The caller still owns the client, and must close it.
 
-    `app.state.in_flight` counts the requests being answered, and can end them. `model_aliases` are
-    paths that clients may name in place of `model_name`. `default_sampling`, the result of
-    `load_default_sampling`, is used for fields that a client leaves out. `marks` delimit the
-    model's thoughts; if given, chats return thoughts separately from the text. `check_params`
-    raises ValueError for parameters that a logits processor refuses. `pooling` is the kind of
-    pooling for embeddings. `tool_call_parser` names the parser of tool calls; if empty, the chat
-    template determines the parser. `chat_template` replaces the model's own. Raises ConfigError for
-    an unusable chat template or parser."""
+    `app.state.in_flight` counts the requests being answered, and can end them. `app.state.pictures`
+    has a pool that the caller closes, unless it is None. `model_aliases` are paths that clients may
+    name in place of `model_name`. `default_sampling`, the result of `load_default_sampling`, is
+    used for fields that a client leaves out. `marks` delimit the model's thoughts; if given, chats
+    return thoughts separately from the text. `check_params` raises ValueError for parameters that a
+    logits processor refuses. `pooling` is the kind of pooling for embeddings. `tool_call_parser`
+    names the parser of tool calls; if empty, the chat template determines the parser.
+    `chat_template` replaces the model's own. Raises ConfigError for an unusable chat template or
+    parser."""
     settings = settings or ApiSettings()
     if chat_template is None and tokenizer is not None:
         chat_template = ChatTemplate.load(model_path, tokenizer)
@@ -176,7 +177,7 @@ def create_app(
     socket = WebSocketRoute(PARTS_PATH, PartsSocket(front))
     app = FastAPI(title="StrataKV", version=__version__, openapi_url=None, routes=[*routes, socket])
     app.router.redirect_slashes = False
-    app.state.in_flight = front.in_flight
+    app.state.in_flight, app.state.pictures = front.in_flight, front.pictures
     app.add_exception_handler(HTTPException, partial(_answer_http_exception, routes))
     if settings.api_key is not None:
         open_paths = [HEALTH_PATH, NODE_PATH]

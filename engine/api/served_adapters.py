@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from ...tiers.settings.format import format_value
 from ..client.base import EngineClient
 from ..request.core_messages import LoadAdapter, LoadedAdapter, UnloadAdapter
 
@@ -57,21 +56,3 @@ class ServedAdapters:
             await client.call("unload_adapter", text)
         finally:
             self._by_name.pop(name, None)
-
-
-def folder_within(base: Path, given: str) -> Path:
-    """Return a folder below `base`, both as given and after links are followed. Raises ValueError
-    for other paths, and for a folder with links to files outside."""
-    root = base.resolve()
-    try:
-        folder = (root / given).resolve()
-        is_inside = folder != root and folder.is_relative_to(root) and folder.is_dir()
-        files = list(folder.iterdir()) if is_inside else []
-        leads_out = any(not each.resolve().is_relative_to(root) for each in files)
-    except (OSError, ValueError, RuntimeError):  # no right to look, a zero byte, a loop of links
-        is_inside, leads_out = False, False
-    if not is_inside:
-        raise ValueError(f"{format_value(given)} is no folder in the server's --lora-dir")
-    if leads_out:
-        raise ValueError(f"{format_value(given)} has links to files outside of --lora-dir")
-    return folder

@@ -55,7 +55,7 @@ class PictureCache:
         later = {
             each.request_id: {p.digest for p in each.pictures if p.end > each.num_computed_tokens}
             for each in running
-            if each.pictures
+            if each.request_id in self._held_by
         }
         for request_id, held in list(self._held_by.items()):
             self._release(request_id, held - later.get(request_id, set()))

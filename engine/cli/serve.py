@@ -266,6 +266,8 @@ async def _serve_app(
         for task in (asking, dead, figures):
             if task is not None:
                 task.cancel()
+        if app.state.pictures is not None:
+            app.state.pictures.pool.close_pool()
     if dead.done() and not dead.cancelled():
         raise EngineDead(dead.result())
     return 0

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -19,7 +20,6 @@ import msgspec
 from ..request.core_messages import (
     AbortRequests,
     AddRequest,
-    Call,
     ExtendPrompt,
     Fatal,
     FromCore,
@@ -167,7 +167,8 @@ class CoreLoop:
         except queue.Empty:
             pass
         while not self._finished.empty():
-            self._finish_call(self._finished.get_nowait())
+            call_id, deferred = self._finished.get_nowait()
+            self._answer(call_id, partial(deferred.finish, deferred.future))
         return outputs
 
     def _handle(self, message: _Message, outputs: list[TokenOutput]) -> None:
@@ -185,33 +186,21 @@ class CoreLoop:
             self._shutdown_call = message.call_id
             self._stopping.set()
         else:
-            self._execute_call(message)
+            self._answer(message.call_id, partial(self._core.call, message.name, message.argument))
 
-    def _execute_call(self, call: Call) -> None:
-        found: list[Deferred] = []
-
-        def execute() -> Any:
-            result = self._core.call(call.name, call.argument)
-            if isinstance(result, Deferred):
-                found.append(result)
-                return None
-            return result
-
-        reply = _reply(call.call_id, execute)
-        if not found:
+    def _answer(self, call_id: int, execute: Callable[[], Any]) -> None:
+        """Send the reply to a call. A deferred result is sent when its future has ended."""
+        reply = _reply(call_id, execute)
+        if isinstance(reply, Reply):
             self._emit(reply)
             return
-        finished = _Finished(call.call_id, found[0])
+        finished = _Finished(call_id, reply)
 
         def note_end(_: object) -> None:
             self._finished.put(finished)
             self.wake()
 
-        found[0].future.add_done_callback(note_end)
-
-    def _finish_call(self, finished: _Finished) -> None:
-        deferred = finished.deferred
-        self._emit(_reply(finished.call_id, lambda: deferred.finish(deferred.future)))
+        reply.future.add_done_callback(note_end)
 
     def _shut_down(self) -> None:
         began = time.monotonic()
@@ -221,10 +210,14 @@ class CoreLoop:
             self._emit(Reply(self._shutdown_call))
 
 
-def _reply(call_id: int, execute: Callable[[], Any]) -> Reply:
-    """Return the reply with the result of `execute`, or with its error."""
+def _reply(call_id: int, execute: Callable[[], Any]) -> Reply | Deferred:
+    """Return the reply with the result of `execute`, or with its error. Return a deferred result
+    itself."""
     try:
-        return Reply(call_id, msgspec.json.encode(execute()).decode())
+        result = execute()
+        if isinstance(result, Deferred):
+            return result
+        return Reply(call_id, msgspec.json.encode(result).decode())
     except Exception as error:
         if not isinstance(error, ValueError):
             logger.exception("a call failed")

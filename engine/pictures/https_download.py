@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One GET request over TLS to an address that was checked before.
 
-Nothing but the body of a plain answer 200 is accepted: no redirect, no compression, no body beyond
-the limit. No proxy of the environment is asked, and no cookie or key is sent.
-"""
+The request accepts the body of a plain answer 200 only: no redirect, no compression, no body beyond
+the limit. It uses no proxy of the environment, and sends no cookie or key."""
 
 from __future__ import annotations
 

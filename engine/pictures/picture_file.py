@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from .picture_errors import PictureError
 
+MAX_PICTURE_BYTES = 20 * 1024 * 1024
 MAX_PARTS = 32_768  # chunks, segments or blocks of a file
 MAX_UNPACKED_BYTES = 128 * 1024  # of compressed metadata that may hold the orientation
 ENDS_EARLY = "its file ends early; send the whole file"
@@ -25,7 +26,7 @@ MAX_SCANS_OF_LARGEST = 20
 class PictureLimits:
     """Limits that hold before a picture is decoded."""
 
-    max_bytes: int = 20 * 1024 * 1024
+    max_bytes: int = MAX_PICTURE_BYTES
     max_pixels: int = 32_000_000
     max_side: int = 16_384
     seconds: float = 10.0  # in the queue and in decoding

@@ -16,9 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from PIL import Image
-
-from .picture_decoding import DEFAULT_LIMITS, check_deadline, decode_picture
+from .picture_decoding import DEFAULT_LIMITS, check_deadline
 from .picture_errors import PictureError, PicturePoolFull
 from .picture_file import PictureLimits
 
@@ -38,15 +36,6 @@ class PicturePool:
         self._limits = limits
         self._places = threading.BoundedSemaphore(num_threads + max_waiting)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pictures")
-
-    async def decode_picture(self, data: bytes, *, over_white: bool = False) -> Image.Image:
-        """Decode a picture in a thread. Raises PictureError, and PicturePoolFull if the pool
-        takes no more."""
-        return await self.run_task(
-            lambda deadline: decode_picture(
-                data, self._limits, over_white=over_white, deadline=deadline
-            )
-        )
 
     async def run_task(self, task: Callable[[float], Result]) -> Result:
         """Run `task` in a thread and return its result. The task gets the deadline as a time of the

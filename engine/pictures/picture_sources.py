@@ -18,9 +18,9 @@ from functools import partial
 
 from .https_download import HTTPS_PORT, Place, download
 from .picture_errors import PictureError
+from .picture_file import MAX_PICTURE_BYTES
 from .public_address import is_public_address
 
-MAX_PICTURE_BYTES = 20 * 1024 * 1024
 MAX_URL_CHARACTERS = 8192
 MAX_FETCHES = 8  # at the same time; more wait
 MAX_DIALLED = 4  # addresses of a host

@@ -8,7 +8,7 @@ and everything else that decides the embeddings, so equal digests mean equal emb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -35,13 +35,6 @@ class Picture(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     def without_pixels(self) -> Picture:
         return msgspec.structs.replace(self, pixels=b"")
-
-
-class PictureToken(NamedTuple):
-    """The placeholder of a model, and the sizes of pictures that the model takes."""
-
-    token_id: int
-    pixels_of_token: int  # side of the square of pixels that becomes one token
 
 
 def check_pictures(

@@ -149,7 +149,7 @@ class StateSlots:
         return StateStep(plan, self._running)
 
     def end_step(self, new_requests: list[NewRequestData]) -> None:
-        """After the forward pass, save states to pages, and copy the slots of requests to their
+        """Save states to pages after the forward pass, and copy the slots of requests to their
         forks."""
         for slot, page_ids in self._saves:
             self._pages.index_copy_(0, self._ids(page_ids), self._pieces(slot))

@@ -239,7 +239,7 @@ def test_y01_sglang_names_the_files_and_what_it_was_told(
 def test_sglang_names_the_content_of_its_adapters(
     folder: Path, tmp_path: Path, sglang: Callable[..., None], form: str
 ) -> None:
-    """Of those that it loads at its start, since its ids of them have name and path alone."""
+    """SGLang's ids of adapters that it loads at its start have name and path alone."""
 
     def names(*paths: Path) -> Any:
         given: Any = [SimpleNamespace(lora_name="ann", lora_path=str(path)) for path in paths]

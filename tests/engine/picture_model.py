@@ -95,7 +95,9 @@ class PictureModel:
     def prompt_of(self, parts: Sequence[Part]) -> tuple[list[int], list[Picture]]:
         """The tokens of a chat of one message, and its pictures with their places."""
         shown = self._chat(parts, [self._shown] * len(parts))
-        pictures = [self.processor.process(part) for part in parts if not isinstance(part, str)]
+        pictures = [
+            self.processor.process_picture(part) for part in parts if not isinstance(part, str)
+        ]
         tokens = self._encode(expand_placeholders(shown, pictures, self.placeholder))
         token_id = self.tokenizer.token_to_id(self.placeholder)
         return tokens, place_items(np.asarray(tokens, np.int32), pictures, token_id)
@@ -120,7 +122,7 @@ class PictureModel:
 
     @property
     def _shown(self) -> str:
-        """What the template writes for a picture."""
+        """The text that the template writes for a picture."""
         if self.family is qwen_pictures:
             return f"{qwen_pictures.BEGIN}{self.placeholder}{qwen_pictures.END}"
         return self.placeholder

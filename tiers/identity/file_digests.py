@@ -51,6 +51,16 @@ class FileDigest(NamedTuple):
             raise _changed(self.path)
 
 
+def are_unchanged(files: Iterable[FileDigest]) -> bool:
+    """Whether all files are unchanged since they were hashed."""
+    try:
+        for file in files:
+            file.check_unchanged()
+    except ConfigError:
+        return False
+    return True
+
+
 def digest_files(
     paths: Sequence[Path], cache: DigestCache | None = None, progress: Progress | None = None
 ) -> list[FileDigest]:

@@ -6,16 +6,18 @@ The routes exist only with `--lora-dir`, and adapters are read from that folder 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from ....tiers.settings.format import format_value
 from ....tiers.settings.values import ConfigError
 from ...config.lora_config import adapter_name
 from ..api_errors import ApiError
 from ..front import Front
-from ..served_adapters import folder_within
 from .request.body import read_request
 
 
@@ -77,3 +79,21 @@ def _checked_name(front: Front, name: str) -> str:
         message = f"`{text}` is the name of the model itself; give the adapter another"
         raise ApiError(message, param="lora_name", code="invalid_value")
     return text
+
+
+def folder_within(base: Path, given: str) -> Path:
+    """Return a folder below `base`, both as given and after links are followed. Raises ValueError
+    for other paths, and for a folder with links to files outside."""
+    root = base.resolve()
+    try:
+        folder = (root / given).resolve()
+        is_inside = folder != root and folder.is_relative_to(root) and folder.is_dir()
+        files = list(folder.iterdir()) if is_inside else []
+        leads_out = any(not each.resolve().is_relative_to(root) for each in files)
+    except (OSError, ValueError, RuntimeError):  # no right to look, a zero byte, a loop of links
+        is_inside, leads_out = False, False
+    if not is_inside:
+        raise ValueError(f"{format_value(given)} is no folder in the server's --lora-dir")
+    if leads_out:
+        raise ValueError(f"{format_value(given)} has links to files outside of --lora-dir")
+    return folder

@@ -34,7 +34,6 @@ from .peft_config import PeftConfig, read_peft_config
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILE = "adapter_model.bin"
 MAX_FILE_BYTES = 16 << 30
-MAX_RANK = 1024
 _FINGERPRINT = "stratakv.lora.1"
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")

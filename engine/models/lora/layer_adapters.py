@@ -78,9 +78,6 @@ class _Columns:
             for name in names:
                 self._columns[name] = (firsts.get(name, 0), total)
 
-    def num_columns(self, name: str) -> int:
-        return self._columns[name][1]
-
     def ins_of(self, names: Iterable[str]) -> Tensor | None:
         """Return `[ranks, in]` of modules with the same input; None without any."""
         parts = [

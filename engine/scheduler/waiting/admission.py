@@ -408,8 +408,8 @@ class Admission:
         return not self._states.running and self._states.give_up_last_load(spare=request)
 
     def _take_from_paused(self, request: Request) -> bool:
-        """Like `_make_room`, for a paused scheduler: requests with finished loads can neither run
-        nor load again before the pause ends."""
+        """Do the work of `_make_room` for a paused scheduler. Requests with finished loads can
+        neither run nor load again before the pause ends."""
         loaded = self._states.loaded
         has_begun = any(other.num_preemptions > 0 for other in loaded)
         return not has_begun and self._make_room(request)
@@ -457,8 +457,8 @@ class Admission:
         self._observer.decision(request, Decision.WAITS, obstacle.value)
 
     def _count_reuse(self, request: Request) -> None:
-        """At each start, count the tokens that need not be computed, by source, and the tokens that
-        must be computed again, by cause."""
+        """Count, at each start, the tokens that need not be computed, by source, and the tokens
+        that must be computed again, by cause."""
         counts, progress = self._context.counts, request.progress
         computed = request.num_computed_tokens
         in_pool = computed - request.num_external_computed_tokens

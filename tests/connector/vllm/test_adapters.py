@@ -75,7 +75,7 @@ def make_vllm(newest: ConnectorHost) -> Iterator[Make]:
 
 
 def lora(number: int, path: Path | str, name: str = "ann", *, inplace: bool = False) -> Any:
-    """One of vLLM's LoRARequest."""
+    """Return what vLLM's LoRARequest has."""
     return types.SimpleNamespace(
         lora_name=name, name=name, lora_int_id=number, adapter_id=number,
         lora_path=str(path), path=str(path), load_inplace=inplace,
@@ -164,8 +164,8 @@ def test_unknown_content_is_neither_stored_nor_loaded(
 
 @pytest.mark.parametrize("is_disk", [False, True])
 def test_files_that_change_beside_a_request(make_vllm: Make, tmp_path: Path, is_disk: bool) -> None:
-    """They change when a step has been scheduled that ends a block. vLLM may read them before or
-    after: nothing of that id is stored any more, nor what it named last."""
+    """The files change when a step has been scheduled that ends a block. vLLM may read them before
+    or after, so no block of that id is stored any more, nor the blocks that it named last."""
     vllm = make_vllm(with_ssd(tmp_path) if is_disk else SLAB)
     folder = make_adapter(tmp_path / "it", 1)
     adapter = lora(1, folder, inplace=True)

@@ -335,7 +335,7 @@ def test_loads_are_answered_beside_other_calls(
 def test_a_full_queue_stops_no_load(
     core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even one that has ended before the loop looks: it would wait for itself."""
+    """A load that has ended before the loop looks would wait for itself."""
     monkeypatch.setattr(loop_module, "QUEUE_MESSAGES", 2)
     read, threads = core.executor.read_adapter, []
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One core computes a prompt with an adapter, another one goes on with equal bytes under another
-name; between them a real cache server."""
+"""Hand-overs of prompts with adapters: the second core has the adapter's bytes under another name.
+The blocks pass through a real cache server."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def found_in(core: EngineCore, message: AddRequest, tier: str) -> tuple[list[int
 def test_answers_do_not_depend_on_where_a_prompt_is_cut(
     model: PictureModel, make: Make, answers: Callable[[Sequence[Part]], list[int]], budget: int
 ) -> None:
-    """Also inside a picture: the pieces before and behind the cut take the same embeddings."""
+    """A cut may be inside a picture: the pieces before and behind it take the same embeddings."""
     core = make(max_num_batched_tokens=budget)
     for number, parts in enumerate((CHAT, [SMALL, "what is it?"], ["no picture"])):
         output = run(core, asked(model, parts, f"r{number}"))[f"r{number}"]

@@ -223,7 +223,7 @@ print("done")
 
 
 def test_patterns_that_are_taken_match_in_time(seed: int) -> None:
-    """In a child, which would hang where the ways through a pattern are counted wrongly."""
+    """A child matches the patterns: it would hang if the ways through a pattern were miscounted."""
     made = subprocess.run([sys.executable, "-c", _TRIED, str(seed)], capture_output=True,
                           text=True, timeout=CHILD_SECONDS, check=True)  # fmt: skip
     assert made.stdout.strip() == "done"
@@ -265,7 +265,7 @@ def test_a_fingerprint_has_all_that_changes_tokens_and_nothing_else(
 
 
 def test_experts_of_older_writers_are_turned(tmp_path: Path) -> None:
-    """They took the axes of a tensor of experts the other way round."""
+    """Older writers took the axes of a tensor of experts the other way round."""
     (tmp_path / "config.json").write_text(json.dumps(MOE))
     spec = spec_of(tmp_path)
     generator = torch.Generator().manual_seed(0)

@@ -80,7 +80,7 @@ def slots_of(count: int) -> Tensor:
 
 
 def added_by(given: Sequence[LowRank], slots: Tensor, x: Tensor, part: int = 0) -> Tensor:
-    """What the adapters add to each row, by definition."""
+    """Compute what the adapters add to each row, by definition."""
     outs = len(given[0].outs[part])
     added = torch.zeros(len(x), outs, dtype=torch.float64)
     for row, slot in enumerate(slots.tolist()):
@@ -222,7 +222,7 @@ def merged(dtype: torch.dtype, own: dict[Target, LowRank] | None) -> ExpertMlp:
 @pytest.mark.parametrize("is_grouped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts(dtype: torch.dtype, is_grouped: bool, has_not_a_number: bool) -> None:
-    """Each row gets its own adapter with each of its experts, and numbers of no other one."""
+    """Every row gets its own adapter with each of its experts, and numbers of no other adapter."""
     weights, _ = expert_parts(dtype)
     if is_grouped:
         weights.join_gate()

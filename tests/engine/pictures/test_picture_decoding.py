@@ -200,13 +200,13 @@ def test_a_pool_decodes_and_refuses_what_it_has_no_room_for() -> None:
             held.wait()
             return "done"
 
-        assert (await pool.decode_picture(VALID["PNG RGB"])).size == (23, 17)
+        assert (await pool.run_task(lambda _: decode_picture(VALID["PNG RGB"]))).size == (23, 17)
         with pytest.raises(PictureError):
-            await pool.decode_picture(b"")
+            await pool.run_task(lambda _: decode_picture(b""))
         running = [asyncio.ensure_future(pool.run_task(wait)) for _ in range(3)]
         await asyncio.to_thread(lambda: [begun.acquire() for _ in range(2)])
         with pytest.raises(PicturePoolFull, match="later"):
-            await pool.decode_picture(VALID["PNG RGB"])
+            await pool.run_task(lambda _: decode_picture(VALID["PNG RGB"]))
         running[2].cancel()  # its client is gone before it began
         await asyncio.wait(running[2:])
         last = asyncio.ensure_future(pool.run_task(lambda _: "last"))

@@ -114,7 +114,7 @@ def test_settings_that_are_not_supported_are_refused(
 
 
 def test_settings_in_the_processors_file_come_first(path: Path) -> None:
-    """As transformers 5 saves them."""
+    """Transformers 5 saves that file."""
     file = path / "processor_config.json"
     image = {"image_processor_type": "SmolVLMImageProcessorPil", **PROCESSOR}
     try:

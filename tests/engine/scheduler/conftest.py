@@ -47,8 +47,8 @@ NO_WISHES = SamplingParams(max_tokens=1)  # of a request that is made for its na
 def fingerprint(
     tokens: Sequence[int], known: Sequence[int] = (), adapter: bytes = b""
 ) -> list[int]:
-    """One number for each position, which depends on all tokens up to it and on the adapter;
-    `known` are the first of them."""
+    """Return a number for each position, which depends on all tokens up to it and on the adapter.
+    `known` are the first numbers."""
     numbers = list(known)
     state = numbers[-1] if numbers else 17 + int.from_bytes(adapter[:4], "little")
     for token in tokens[len(numbers) :]:
@@ -520,7 +520,7 @@ def check_copies(copies: Sequence[BlockCopy], busy: Set[int]) -> None:
 
 @functools.lru_cache(maxsize=10_000)
 def digests_of(tokens: tuple[int, ...], adapter: bytes = b"") -> list[bytes]:
-    """Those of all full blocks, from the tokens and the adapter alone."""
+    """Return the digests of all full blocks, from the tokens and the adapter alone."""
     named = Adapter("any", adapter) if adapter else None
     request = Request("names", tokens, NO_WISHES, block_hasher=HASHER, adapter=named)
     return list(request.block_hashes)

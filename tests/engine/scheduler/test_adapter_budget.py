@@ -200,7 +200,7 @@ def test_a_pause_for_new_ones_lets_those_that_ran_end(make_engine: MakeEngine) -
 def test_a_request_whose_blocks_were_loaded_has_its_place(
     make_engine: MakeEngine, make_tiers: Any
 ) -> None:
-    """It holds the place, so it must run, however long another one waits for a place."""
+    """The request holds a place, so it must run, however long another one waits for a place."""
     tiers = make_tiers()
     engine = make(make_engine, tiers=tiers)
     long, key = [7, *range(1, 33)], ADAPTERS["B"].fingerprint

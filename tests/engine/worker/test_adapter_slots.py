@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapter has which slot of a model, step after step."""
+"""AdapterSlots: the slots that adapters get, step after step."""
 
 from __future__ import annotations
 
