@@ -16,6 +16,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 PLACEHOLDER, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
+SHOWN = PLACEHOLDER  # the text that the template writes for a picture
 SPECIAL = [
     "<s>", "</s>", PLACEHOLDER, AROUND, WHOLE, "<end_of_utterance>",
     *(f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)),

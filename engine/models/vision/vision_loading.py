@@ -40,7 +40,8 @@ def load_vision_encoder(
         reader = _Reader(checkpoint, spec, dtype)
         if has_tiles:
             return TileEncoder(spec, reader.read_tiles())
-        return GridEncoder(spec, reader.read_grid())
+        windowed = spec.kind == "windows"
+        return GridEncoder(spec, reader.read_windowed() if windowed else reader.read_grid())
 
 
 def vision_tensors(spec: VisionSpec, text_hidden: int) -> Shapes:
@@ -71,6 +72,8 @@ def vision_tensors(spec: VisionSpec, text_hidden: int) -> Shapes:
                 }.items()
             }
         )
+    if spec.kind == "windows":
+        return _windowed_tensors(spec, text_hidden)
     joined = hidden * spec.shuffle**2
     parts: Shapes = {"patch_embed.proj": (hidden, 3, spec.frames, patch, patch)}
     for layer in range(spec.num_layers):
@@ -91,6 +94,24 @@ def vision_tensors(spec: VisionSpec, text_hidden: int) -> Shapes:
             f"{name}.linear_fc2": (text_hidden, joined),
         }
     return {"pos_embed.weight": (places, hidden)} | _with_biases(parts)
+
+
+def _windowed_tensors(spec: VisionSpec, text_hidden: int) -> Shapes:
+    hidden, middle, patch = spec.hidden_size, spec.intermediate_size, spec.patch_size
+    joined = hidden * spec.shuffle**2
+    norms: Shapes = {"merger.ln_q.weight": (hidden,)}
+    parts: Shapes = {"merger.mlp.0": (joined, joined), "merger.mlp.2": (text_hidden, joined)}
+    for layer in range(spec.num_layers):
+        norms |= {f"blocks.{layer}.norm{n}.weight": (hidden,) for n in (1, 2)}
+        parts |= {
+            f"blocks.{layer}.attn.qkv": (3 * hidden, hidden),
+            f"blocks.{layer}.attn.proj": (hidden, hidden),
+            f"blocks.{layer}.mlp.gate_proj": (middle, hidden),
+            f"blocks.{layer}.mlp.up_proj": (middle, hidden),
+            f"blocks.{layer}.mlp.down_proj": (hidden, middle),
+        }
+    patches = {"patch_embed.proj.weight": (hidden, 3, spec.frames, patch, patch)}
+    return patches | norms | _with_biases(parts)
 
 
 def _with_biases(shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
@@ -132,6 +153,31 @@ class _Reader:
                 self._read_merger(f"deepstack_merger_list.{n}.")
                 for n in range(len(self._spec.deep_layers))
             ],
+        )
+
+    def read_windowed(self) -> GridWeights:
+        return GridWeights(
+            self._read("patch_embed.proj.weight"),
+            None,
+            None,
+            [self._windowed_layer(f"blocks.{n}.") for n in range(self._spec.num_layers)],
+            MergerWeights(
+                (self._read("merger.ln_q.weight"), None),
+                *self._pair("merger.mlp.0"),
+                *self._pair("merger.mlp.2"),
+            ),
+            [],
+        )
+
+    def _windowed_layer(self, at: str) -> EncoderLayerWeights:
+        return EncoderLayerWeights(
+            (self._read(f"{at}norm1.weight"), None),
+            *self._pair(f"{at}attn.qkv"),
+            *self._pair(f"{at}attn.proj"),
+            (self._read(f"{at}norm2.weight"), None),
+            *self._pair(f"{at}mlp.up_proj"),
+            *self._pair(f"{at}mlp.down_proj"),
+            *self._pair(f"{at}mlp.gate_proj"),
         )
 
     def _tile_layer(self, at: str) -> EncoderLayerWeights:
