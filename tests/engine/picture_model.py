@@ -18,8 +18,8 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText
 
-from stratakv.engine.api.picture_reader import load_processor
 from stratakv.engine.models.spec.spec_parser import load_model_spec
+from stratakv.engine.pictures.known_processors import load_processor
 from stratakv.engine.pictures.picture_processor import (
     PictureProcessor,
     expand_placeholders,

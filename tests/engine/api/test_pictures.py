@@ -151,7 +151,7 @@ def test_the_program_of_the_page_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = (Path(__file__).parents[3] / "docs" / "pictures.md").read_text()
-    [program] = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
+    program, _ = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
     assert "http://localhost:8000" in program
     WIDE.save(tmp_path / "picture.png")
     (tmp_path / "program.py").write_text(program)
