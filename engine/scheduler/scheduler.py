@@ -544,6 +544,7 @@ class Scheduler:
             "num_pinned": 0 if pins is None else len(pins),
             "pinned_blocks": 0 if pins is None else pins.num_blocks,
             **checkpoints,
+            **({} if self._pictures is None else self._pictures.stats()),
             **self._context.counts,
         }
 

@@ -144,6 +144,23 @@ def test_several_answers_share_the_pictures(model: PictureModel, http: httpx.Cli
     assert [choice["token_ids"] for choice in answer.json()["choices"]] == [wanted, wanted]
 
 
+def test_metrics_count_encoded_pictures(model: PictureModel, http: httpx.Client) -> None:
+    def counted() -> list[float]:
+        text = http.get("/metrics").text
+        names = ("stratakv:pictures_encoded_total", "stratakv:pictures_reused_total")
+        found = [re.search(rf"^{name}(?:{{.*}})? ([0-9.]+)$", text, re.MULTILINE) for name in names]
+        return [float(each[1]) for each in found if each is not None]
+
+    parts: list[Part] = [draw_picture(33, 47, 7), "once"]
+    num_items = len(model.prompt_of(parts)[1])
+    before = counted()
+    for question in ("once", "again"):
+        assert ask(http, content_of([parts[0], question])).status_code == 200
+    encoded, reused = (after - first for after, first in zip(counted(), before, strict=True))
+    # The blocks of the second prompt's picture are in the pool, but for a block's rest.
+    assert encoded == num_items and 0 <= reused <= num_items
+
+
 def test_the_program_of_the_page_runs(
     client: openai.OpenAI,
     tmp_path: Path,
