@@ -18,6 +18,7 @@ from ..checkpoint.json_fields import JsonFields, read_json
 PROCESSOR = "processor_config.json"
 PREPROCESSOR = "preprocessor_config.json"
 MAX_SIDE = 4096  # pixels of a picture or a tile
+_MOST_OF_ALL = 1 << 26  # pixels of a picture
 _ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
 # Classes of processors, with what transformers takes if the file leaves a field out.
 _TILED = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
@@ -50,6 +51,7 @@ class VisionSpec:
     deep_layers: tuple[int, ...] = ()  # whose results are added after the first layers of the text
     window: int = 0  # tokens a side of the squares within which layers attend; 0: no squares
     full_layers: tuple[int, ...] = ()  # that attend to the whole picture although there are squares
+    most_pixels: int = MAX_SIDE**2  # of the largest picture or tile
 
     @property
     def pixels_of_token(self) -> int:
@@ -64,6 +66,22 @@ def read_image_processor(path: Path) -> JsonFields | None:
         if whole.has("image_processor"):
             return whole.inner("image_processor")
     return read_json(path / PREPROCESSOR) if is_there(path / PREPROCESSOR) else None
+
+
+def tile_side(shown: JsonFields) -> int:
+    """Read the side of a tile, in pixels."""
+    if not shown.has("max_image_size"):
+        return 364  # what transformers takes
+    return shown.inner("max_image_size").integer("longest_edge", maximum=MAX_SIDE)
+
+
+def pixel_limit(shown: JsonFields, name: str, edge: str, default: int) -> int:
+    """Read a limit of a picture's pixels from its older key, or from `size`."""
+    if shown.has(name):
+        return shown.integer(name, maximum=_MOST_OF_ALL)
+    if shown.has("size"):
+        return shown.inner("size").integer(edge, maximum=_MOST_OF_ALL)
+    return default
 
 
 def parse_vision(path: Path, whole: JsonFields) -> VisionSpec | None:
@@ -105,6 +123,7 @@ def _parse_tiles(whole: JsonFields, vision: JsonFields, shown: JsonFields) -> Vi
         rescale=shown.number("rescale_factor", 1 / 255),
         mean=_three(shown, "image_mean", _HALF),
         std=_three(shown, "image_std", _HALF),
+        most_pixels=tile_side(shown) ** 2,
     )
 
 
@@ -134,6 +153,7 @@ def _parse_grid(whole: JsonFields, vision: JsonFields, shown: JsonFields) -> Vis
         std=_three(shown, "image_std", _CLIP_STD),
         frames=vision.integer("temporal_patch_size", 2),
         deep_layers=_layers(vision, "deepstack_visual_indexes", (8, 16, 24), num_layers),
+        most_pixels=pixel_limit(shown, "max_pixels", "longest_edge", 28 * 28 * 1280),
     )
 
 
@@ -168,6 +188,7 @@ def _parse_windows(whole: JsonFields, vision: JsonFields, shown: JsonFields) -> 
         frames=vision.integer("temporal_patch_size", 2),
         window=window // token,
         full_layers=_layers(vision, "fullatt_block_indexes", (7, 15, 23, 31), num_layers),
+        most_pixels=pixel_limit(shown, "max_pixels", "longest_edge", 28 * 28 * 1280),
     )
 
 
