@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from ..checkpoint.tensor_shapes import expected_tensors
+from ..model_spec import ModelSpec
 from .vision_spec import VisionSpec
 
 PROJECTION = "connector.modality_projection.proj.weight"
@@ -87,6 +89,15 @@ def _with_biases(shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
     return {f"{name}.weight": shape for name, shape in shapes.items()} | {
         f"{name}.bias": shape[:1] for name, shape in shapes.items()
     }
+
+
+def weight_shapes(spec: ModelSpec) -> Shapes:
+    """Return the name and shape of each tensor of a model, with those of its encoder."""
+    shapes = dict(expected_tensors(spec))
+    if spec.vision is not None:
+        ours = vision_tensors(spec.vision, spec.hidden_size)
+        shapes |= {f"vision.{name}": shape for name, shape in ours.items()}
+    return shapes
 
 
 def largest_side(spec: VisionSpec) -> int:
