@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..models.spec.spec_parser import load_model_spec
-from ..pictures.known_processors import load_processor
 from ..pictures.picture_decoding import decode_picture
 from ..pictures.picture_errors import PicturePoolFull
 from ..pictures.picture_pool import PicturePool
-from ..pictures.picture_processor import PictureProcessor, ProcessedPicture
 from ..pictures.picture_sources import PictureSources
+from ..pictures.processors.known_processors import load_processor
+from ..pictures.processors.picture_processor import PictureProcessor, ProcessedPicture
 from .api_errors import ENGINE, ApiError
 from .api_settings import ApiSettings
 from .openai.message_parts import picture_urls

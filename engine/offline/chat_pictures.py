@@ -16,11 +16,11 @@ from PIL import Image
 
 from ...tiers.settings.format import format_value
 from ..models.spec.spec_parser import load_model_spec
-from ..pictures.known_processors import load_processor
 from ..pictures.picture_decoding import decode_picture, to_rgb_on_white
 from ..pictures.picture_file import PictureLimits
-from ..pictures.picture_processor import PictureProcessor, ProcessedPicture
 from ..pictures.picture_sources import bytes_of_data_url
+from ..pictures.processors.known_processors import load_processor
+from ..pictures.processors.picture_processor import PictureProcessor, ProcessedPicture
 from ..request.pictures import MAX_PICTURES
 
 _FIELDS = {"image": "image", "image_pil": "image_pil"}

@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..api.openai.request.conversation import ChatOptions, ConversationRenderer
-from ..pictures.picture_processor import ProcessedPicture, expand_placeholders, place_items
+from ..pictures.processors.picture_processor import (
+    ProcessedPicture,
+    expand_placeholders,
+    place_items,
+)
 from ..request.pictures import Picture
 from ..text.tokenizer import Tokenizer
 from .chat_pictures import ChatPictures

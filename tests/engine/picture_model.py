@@ -19,8 +19,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText
 
 from stratakv.engine.models.spec.spec_parser import load_model_spec
-from stratakv.engine.pictures.known_processors import load_processor
-from stratakv.engine.pictures.picture_processor import (
+from stratakv.engine.pictures.processors.known_processors import load_processor
+from stratakv.engine.pictures.processors.picture_processor import (
     PictureProcessor,
     expand_placeholders,
     place_items,

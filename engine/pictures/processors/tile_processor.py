@@ -16,10 +16,10 @@ import cbor2
 import numpy as np
 from PIL import Image
 
-from ...tiers.settings.values import ConfigError
-from ..models.checkpoint.files import is_there
-from ..models.checkpoint.json_fields import read_json
-from ..models.vision.vision_spec import (
+from ....tiers.settings.values import ConfigError
+from ...models.checkpoint.files import is_there
+from ...models.checkpoint.json_fields import read_json
+from ...models.vision.vision_spec import (
     MAX_SIDE,
     PROCESSOR,
     VisionSpec,

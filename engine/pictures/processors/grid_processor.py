@@ -14,7 +14,7 @@ import cbor2
 import numpy as np
 from PIL import Image
 
-from ..models.vision.vision_spec import VisionSpec, pixel_limit, read_image_processor
+from ...models.vision.vision_spec import VisionSpec, pixel_limit, read_image_processor
 from .picture_processor import PictureItem, ProcessedPicture, digest_of
 
 PLACEHOLDER = "<|image_pad|>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..models.vision.vision_spec import VisionSpec
+from ...models.vision.vision_spec import VisionSpec
 from .grid_processor import load_grid_processor
 from .picture_processor import PictureProcessor
 from .tile_processor import load_tile_processor
