@@ -27,13 +27,15 @@ from stratakv.engine.pictures.processors.picture_processor import (
 )
 from stratakv.engine.request.pictures import Picture
 
-from . import qwen_pictures, smolvlm_pictures, windowed_qwen_pictures
+from . import idefics3_pictures, qwen_pictures, smolvlm_pictures, windowed_qwen_pictures
 
 FAMILIES: dict[str, ModuleType] = {
     "smolvlm": smolvlm_pictures,
+    "idefics3": idefics3_pictures,
     "qwen2_5_vl": windowed_qwen_pictures,
     "qwen3_vl": qwen_pictures,
 }
+KINDS = ("smolvlm", "qwen2_5_vl", "qwen3_vl")  # one family for each kind of encoder
 Part = str | Image.Image
 
 

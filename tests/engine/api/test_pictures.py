@@ -16,7 +16,7 @@ import pytest
 
 from stratakv.engine.api.api_settings import ApiSettings
 
-from ..picture_model import FAMILIES, Part, PictureModel, draw_picture, make_picture_model, url_of
+from ..picture_model import KINDS, Part, PictureModel, draw_picture, make_picture_model, url_of
 from .conftest import MODEL_NAME, LiveServer
 
 NUM_TOKENS = 6
@@ -24,7 +24,7 @@ WIDE, TALL = draw_picture(40, 90, 1), draw_picture(64, 30, 2)
 TEXT = {"type": "text", "text": "hello"}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PictureModel:
     return PictureModel(make_picture_model(tmp_path_factory.mktemp("pictures"), request.param))
 
