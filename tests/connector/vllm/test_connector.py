@@ -197,7 +197,7 @@ def test_blocks_cached_but_never_computed_are_not_stored(newest: ConnectorHost) 
     request = vllm.add("late", prompt(1))
     blocks = vllm.pool.get_new_blocks(6)
     request.tables = [blocks]
-    vllm._name(request, 21)
+    vllm._cache(request, 21)
     vllm.waiting.remove(request)
     vllm.running.append(request)
     vllm.preempt(request)
