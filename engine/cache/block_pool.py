@@ -295,8 +295,7 @@ class BlockPool:
         self._offers_all = True
 
     def begin_step(self, step_id: int) -> None:
-        """Assign blocks cached from now on to this step. Raise ValueError unless the id has
-        grown."""
+        """Assign blocks cached from now on to this step. Raise ValueError unless the id grew."""
         if step_id <= self._step_id:
             raise ValueError(f"steps are numbered upwards: {step_id} came after {self._step_id}")
         self._step_id = step_id

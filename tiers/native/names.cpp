@@ -31,7 +31,7 @@ static bool end_hash(const Functions *of, void *context, const void *begun, cons
 
 // For each of `count` keys of `size` bytes, DIGEST or more, a stored key as long: HMAC of the key,
 // then what follows the key's first DIGEST bytes. `inner` and `outer` have taken the two blocks
-// that HMAC makes of its own key, and stay as they are. 0, or 1 where OpenSSL did not do what it should.
+// that HMAC makes of its own key, and stay as they are. 0, or 1 where OpenSSL failed.
 EXPORTED int64_t stratakv_bytes_names(const Functions *of, const void *inner, const void *outer,
                                       const uint8_t *keys, int64_t count, int64_t size,
                                       uint8_t *names) {
