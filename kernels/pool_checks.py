@@ -49,7 +49,7 @@ def check_last_axis(name: str, tensor: Tensor) -> None:
 
 
 def check_written(name: str, tensor: Tensor) -> None:
-    """Raise KernelRefused if an axis of `tensor` has stride 0: parallel writes would race."""
+    """Raise KernelRefused if an axis of several elements has stride 0: writes would race."""
     if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise KernelRefused(
             f"expected {name}, which is written, with a place for each element, "
