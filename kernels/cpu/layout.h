@@ -49,8 +49,10 @@ struct Layout {
     Member *members;        // the members of a request are adjacent
     int32_t *first_member;  // [requests + 1]
     int32_t *remaining;     // [requests]: the number of parts that are not finished
-    int64_t *first_partial; // [requests]: the offset of the request's partial results int64_t
-    num_tasks; char *partials; char *scratch;
+    int64_t *first_partial; // [requests]: the offset of the request's partial results
+    int64_t num_tasks;
+    char *partials;
+    char *scratch;
     int64_t scratch_bytes;  // of one thread
     int64_t tile_rows;
     int64_t shared_vectors;  // the most rows times heads of a task with several requests
