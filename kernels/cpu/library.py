@@ -159,7 +159,7 @@ class CpuLibrary:
     attend: Callable[[Any, int], int]  # a Step, threads -> 1 if the workspace is too small, else 0
     panel: Callable[[int], int]  # element type -> number of outputs that are packed together
     together: Callable[[int], int]  # element type -> number of inputs that are packed together
-    pack: Callable[[int, int, Any, int, int], int]  # weight, stride, a Matrix, index in pair, type
+    pack: Callable[[int, int, Any, int, int], int]  # weight, stride, Matrix, index in pair, type
     product_workspace: Callable[[Any, int], int]  # a Product, threads -> bytes
     multiply: Callable[[Any, int], int]  # as `attend`
     pass_workspace: Callable[[Any, int], int]  # a Pass, threads -> bytes
