@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of `stratakv bench gpu`: a function for each section draws its rows."""
+"""The pictures of `stratakv bench gpu`, with a function for each section."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ DEVICE_COPY = "device_copy_gb_per_second"
 
 
 def draw_ceilings(rows: Sequence[Row], ceilings: Ceilings) -> Any:
-    """Draw bars of the page-locked copies by piece size; the title has the other limits."""
+    """Draw bars of the page-locked copies by piece size; the title contains the remaining
+    limits."""
     pinned = [row for row in rows if row["case"].startswith("pinned")]
     if not pinned:
         return None
@@ -55,8 +56,8 @@ def draw_copies(rows: Sequence[Row], ceilings: Ceilings) -> Any:
 
 
 def draw_interference(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Draw, at the left, step times beside copies over times alone; at the right, the copies'
-    rates."""
+    """Draw, at the left, step times during copies over step times without copies; at the right, the
+    copies' rates."""
     figure, (times, rates) = _panels(2)
     names = [row["case"].replace(", ", ",\n") for row in rows]
     series = {
@@ -72,7 +73,7 @@ def draw_interference(rows: Sequence[Row], _: Ceilings) -> Any:
 
 
 def draw_steps(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Draw, at the left, seconds of a step by batch; at the right, the bytes that it reads a
+    """Draw, at the left, seconds of a step by batch; at the right, the bytes that a step reads per
     second."""
     figure, (times, rates) = _panels(2)
     found = {(row["way"], row["requests"], row["context"]): row for row in rows}
@@ -187,7 +188,8 @@ def draw_sweep(rows: Sequence[Row], _: Ceilings) -> Any:
 
 
 def draw_peers(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Draw our time over each peer's, case by case; None without a peer."""
+    """Draw the time of StrataKV's kernel over each peer's time, by case; return None without a
+    peer."""
     rows = [row for row in rows if row["peers"]]
     if not rows:
         return None
@@ -206,7 +208,7 @@ def draw_peers(rows: Sequence[Row], _: Ceilings) -> Any:
 
 
 def bytes_name(size: int) -> str:
-    """A size as text: 2097152 → `2 MiB`."""
+    """Return a size as text: 2097152 → `2 MiB`."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:g} {name}"
@@ -214,7 +216,7 @@ def bytes_name(size: int) -> str:
 
 
 def _points(rows: Sequence[Row], x: str, y: str, *names: str) -> dict[str, list[Any]]:
-    """The points of each line; rows that agree in all `names` are one line."""
+    """Return the points of each line; rows that agree in all `names` are one line."""
     series: dict[str, list[Any]] = {}
     for row in rows:
         label = ", ".join(row[name] for name in names)

@@ -2,7 +2,7 @@
 """The section that times copies of blocks from pool to slab and back by the connector's copy
 device.
 
-The section `copies` times CUDA calls only. The section `device copies` times everything from a
+The section `copies` times CUDA calls only. The section `copy device` times everything from a
 caller's request to the end of the copy: the plan, the threads, the events and the waits for events.
 Every byte is compared once before the timing. A rehearsal uses the CPU's copy device."""
 
