@@ -8,7 +8,7 @@ sent
     pool      with the document in the pool,
     cpu       after other documents have evicted the document from the pool,
     ssd       after the server was stopped and started again,
-    remote    to another server, which shares a cache server with a server that has computed the documents,
+    remote    to another server, with the cache server of the server that computed them,
 one request at a time. The tokens of every phase must be those of the cold phase. If a phase's
 blocks do not come from its tier, the benchmark stops with an error.
 

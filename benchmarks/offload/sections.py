@@ -5,9 +5,9 @@ gains.
     no_hit      unique prompts at the same time, with full pool and tiers: with the default
                 admission filter, after the SSD has been written once with blocks that are never
                 read, and with all blocks admitted to the SSD
-    worst_case  one request after the other, some with prefixes on the SSD, at normal speed and a hundred
-                times slower, by prefix length and share of hits. A pair has only hits or no hits; a
-                ratio is of as many consecutive pairs as give the share
+    worst_case  one request after the other, some with prefixes on the SSD, at normal and at a
+                hundredth of the speed, by prefix length and share of hits. A pair has only hits or
+                no hits; a ratio is of as many consecutive pairs as give the share
     convoy      requests at the same time with a common long prefix in the tiers
     streaming   the time of steps while blocks are copied from the pool before their eviction
     hybrid      the time to the first token of a model with recurrent states (`hybrid.py`)
