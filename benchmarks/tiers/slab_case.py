@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks into and out of the real slab, compared with plain copies in plain memory.
+"""The case of blocks that are copied into and out of the real slab, compared with plain copies in
+plain memory.
 
-Both sides copy with numpy on one thread, at random places of regions that no cache holds. The
-difference is the slab's own work and the cost of its memory, which is shared and has small pages.
+The two sides copy with numpy on one thread, at random places of regions that are larger than all
+caches. The difference is the slab's own work and the cost of the slab's memory, which is shared and
+has small pages.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ Bytes = NDArray[np.uint8]
 
 
 def footprint_bytes(least: int, caches: Path = _CACHES) -> int:
-    """Four times the processor's largest cache, and at least `least`, in bytes."""
+    """Return four times the size of the processor's largest cache, but at least `least`, in
+    bytes."""
     sizes = [_cache_bytes(each.read_text().strip()) for each in caches.glob("index*/size")]
     return max(least, _TIMES_CACHE * max(sizes, default=0))
 
@@ -40,7 +43,8 @@ def _cache_bytes(text: str) -> int:
 
 
 class SlabCase:
-    """A full slab, memory to copy from and to, and plain memory for the limit."""
+    """A full slab, memory from which and to which blocks are copied, and plain memory for the
+    limit."""
 
     def __init__(self, block_bytes: int, slab_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -57,14 +61,15 @@ class SlabCase:
         self.put()
 
     def comparisons(self, name: str) -> list[Comparison]:
-        """Comparisons for blocks into the slab, and for blocks out of it."""
+        """Return the comparisons for blocks into the slab, and for blocks out of the slab."""
         return [
             Comparison(f"slab_put_{name}", "bytes/s", "memcpy", self.put, self.copy),
             Comparison(f"slab_get_{name}", "bytes/s", "memcpy", self.get, self.copy),
         ]
 
     def put(self) -> float:
-        """Put as many new blocks as the slab has slots; free slots are in random order."""
+        """Put as many new blocks as the slab has slots, into free slots in random order; return the
+        rate."""
         self._empty()
         keys, slab, size = self._keys[: self.num_blocks], self.slab, self.block_bytes
         began = time.perf_counter()
@@ -79,7 +84,7 @@ class SlabCase:
         return self._rate(began)
 
     def get(self) -> float:
-        """Get every block once, in random order."""
+        """Get every block once, in random order; return the rate."""
         keys, slab, size = self._keys[: self.num_blocks], self.slab, self.block_bytes
         self._rng.shuffle(keys)
         self._places = self._random_places()
@@ -95,7 +100,8 @@ class SlabCase:
         return self._rate(began)
 
     def copy(self) -> float:
-        """Copy the same number of bytes between plain regions, at random places."""
+        """Copy the same number of bytes between plain regions, at random places; return the
+        rate."""
         size = self.block_bytes
         targets = self._random_places()
         sources = self._random_places()
@@ -109,8 +115,8 @@ class SlabCase:
         self.slab.close()
 
     def _empty(self) -> None:
-        """Empty the slab so that its slots are free in random order, and choose keys it does not
-        hold."""
+        """Empty the slab so that its slots are free in random order, and choose keys that the slab
+        does not have."""
         known = self.slab.keys()
         self._rng.shuffle(known)
         self.slab.forget(known)
@@ -132,7 +138,7 @@ def _copy(target: Bytes, to: int, source: Bytes, at: int, size: int) -> None:
 
 
 def _plain_memory(size: int) -> Bytes:
-    """Ordinary memory with every page touched."""
+    """Return ordinary memory in which every page has been written."""
     memory: Bytes = np.frombuffer(
         mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
     )
