@@ -407,9 +407,7 @@ def make_cells(names: Sequence[str], policy: str, admission: str) -> list[replay
     """Return all cells to replay, trace by trace."""
     cells: list[replay.AnyCell] = []
     for name in names:
-        cells.append(
-            replay.Cell(name, replay.LRU, 100)
-        )  # an infinite cache, which evicts nothing
+        cells.append(replay.Cell(name, replay.LRU, 100))  # an infinite cache, which evicts nothing
         for row in (*dict.fromkeys((*POLICIES, policy)), replay.HEADS_FIRST, replay.OPT):
             cells += [replay.Cell(name, row, percent) for percent in CAPACITIES_PERCENT]
         for upper, lower in PAIRS_PERCENT:
